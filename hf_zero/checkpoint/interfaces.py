@@ -1,0 +1,61 @@
+"""What this room needs from an engine and from an optimizer. It knows neither of their classes."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Comm
+
+
+class Parameter(Protocol):
+    """A parameter as a whole: its canonical name, global shape, and the dtype in which it is saved."""
+
+    name: str
+    shape: torch.Size
+    save_dtype: torch.dtype
+
+
+class Shard(Protocol):
+    """Elements [start, start + tensor.numel()) of a flattened parameter, a 1-D view: writing to it writes the state."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    tensor: Tensor
+
+
+class Engine(Protocol):
+    """A sharded model."""
+
+    model: nn.Module
+    comm: Comm
+    stage: int
+
+    def param_infos(self) -> Sequence[Parameter]:
+        """The same on all ranks, in model order, tied parameters once."""
+
+    def named_shards(self, resident: bool = False) -> Iterator[Shard]:
+        """Master values: the ranges this rank owns (all ranks' tile every parameter) or, `resident`, holds."""
+
+    def mark_updated(self) -> None:
+        """Collective: what derives from the masters follows them."""
+
+
+class Optimizer(Protocol):
+    """An optimizer whose state lies in the same ranges as the masters."""
+
+    def named_state_shards(self, resident: bool = False) -> Iterator[tuple[str, Shard]]:
+        """(state key such as "exp_avg", shard), for tensors of the parameter's shape only."""
+
+    def named_scalar_state(self) -> dict[str, dict[str, float]]:
+        """{parameter: {"step": 12.0}} for the parameters of which this rank holds parts."""
+
+    def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
+        """Comes before the tensors are loaded, and makes their place."""
+
+    def groups_state(self) -> list[dict]:
+        """Hyperparameters of each group as JSON knows them, and "param_names"."""
+
+    def load_groups_state(self, groups: list[dict]) -> None: ...

@@ -1,0 +1,85 @@
+"""What lies beside the weights and is not a tensor: how a run was sharded, hyperparameters, counters. Plain JSON."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from hf_zero.errors import CheckpointError
+
+
+STATE_FOLDER = "zero"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The state's table of contents, written last: without it the state is incomplete.
+
+    Args:
+        stage (`int`): ZeRO stage of the run that saved. Any stage can load.
+        num_ranks (`int`): ranks of that run. Any number can load.
+        files (`dict[str, int]`): safetensors files beside it, and their sizes in bytes.
+        dtypes (`dict[str, list[str]]`): dtypes of the "weights", and of the tensors of each file in `files`.
+        groups (`list[dict]`): the optimizer's hyperparameters and parameter names, group by group.
+        scalars (`dict[str, dict[str, float]]`): per parameter that has state, its numbers, such as Adam's "step".
+        extra (`dict`): whatever the caller wants back, JSON-able.
+        format_version (`int`): of this layout.
+    """
+
+    stage: int
+    num_ranks: int
+    files: dict[str, int]
+    dtypes: dict[str, list[str]]
+    groups: list[dict]
+    scalars: dict[str, dict[str, float]]
+    extra: dict = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def text(self) -> str:
+        """The file's content.
+
+        Raises:
+            `CheckpointError`: a hyperparameter or an extra that JSON does not know.
+        """
+        try:
+            return json.dumps(asdict(self), indent=1) + "\n"
+        except TypeError as error:
+            raise CheckpointError(
+                f"{MANIFEST_NAME}: a hyperparameter or extra value cannot be written ({error}); "
+                "give numbers, texts, lists and dicts only"
+            ) from error
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike) -> "Manifest":
+        """Reads the manifest of a checkpoint folder.
+
+        Raises:
+            `CheckpointError`: there is none (no state, or a save cut off), it is damaged or of another version.
+        """
+        path = manifest_path(folder)
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path}: not found: {folder} holds no complete optimizer state; "
+                "resume from another checkpoint, or start a new run from its weights"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
+        version = content.get("format_version") if isinstance(content, dict) else None
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path}: format version {version}, this hf_zero reads {FORMAT_VERSION}; "
+                "resume with the version of hf_zero that saved it"
+            )
+        missing = sorted({part.name for part in fields(cls)} - set(content))
+        if missing:
+            raise CheckpointError(f"{path}: {', '.join(missing)} missing; resume from another checkpoint")
+        return cls(**{part.name: content[part.name] for part in fields(cls)})
+
+
+def manifest_path(folder: str | os.PathLike) -> Path:
+    """Where a checkpoint folder keeps its manifest."""
+    return Path(folder) / STATE_FOLDER / MANIFEST_NAME

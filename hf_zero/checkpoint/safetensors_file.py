@@ -1,0 +1,217 @@
+"""One safetensors file: its layout from names, dtypes and shapes alone, and ranges of its tensors read and written.
+
+The format (https://github.com/huggingface/safetensors#format) is 8 bytes of little-endian header length, a JSON header
+padded with spaces to a multiple of 8, and the tensors' bytes, little-endian and row-major, without holes. Every offset
+follows from the layout, so any number of processes can write their own ranges of one file.
+"""
+
+import io
+import os
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.errors import CheckpointError
+
+
+# Converted or copied off a device in pieces of this size, so that a whole tensor is never held twice.
+PIECE_NBYTES = 4 * 2**20
+
+
+class SafetensorsFile:
+    """An open safetensors file. Use `create`, `open` or `open_for_writing`; it is a context manager.
+
+    Args:
+        path (`str`): where the file lies.
+        layout (`FileLayout`): what it holds.
+        file (`io.FileIO`): the open file, unbuffered, which this object then owns.
+    """
+
+    path: str
+    layout: FileLayout
+
+    def __init__(self, path: str, layout: FileLayout, file: io.FileIO):
+        self.path = path
+        self.layout = layout
+        self._file = file
+
+    @classmethod
+    def create(cls, path: str | os.PathLike, layout: FileLayout) -> "SafetensorsFile":
+        """Writes the header and reserves the space of all tensors, so that a full disk is noticed now.
+
+        Raises:
+            `CheckpointError`: the file cannot be created, or the disk has no room for it.
+        """
+        file = cls(os.fspath(path), layout, _opened(path, "w+b"))
+        try:
+            _reserve(file._file.fileno(), layout.nbytes)
+            file._pwrite(memoryview(layout.header), 0)
+        except OSError as error:
+            file.close()
+            raise CheckpointError(
+                f"{file.path}: {layout.nbytes} bytes could not be reserved ({error.strerror}); "
+                "free space there or save to another folder"
+            ) from error
+        return file
+
+    @classmethod
+    def open_for_writing(cls, path: str | os.PathLike, layout: FileLayout) -> "SafetensorsFile":
+        """Opens a file that some process has created with this same layout."""
+        return cls(os.fspath(path), layout, _opened(path, "r+b"))
+
+    @classmethod
+    def open(cls, path: str | os.PathLike, layout: FileLayout | None = None) -> "SafetensorsFile":
+        """Opens a file for reading and checks its header against its size.
+
+        Args:
+            path (`str` or `os.PathLike`): the file.
+            layout (`FileLayout`, *optional*): its layout where it has been read, and checked, just before.
+
+        Raises:
+            `CheckpointError`: the file is missing, truncated, or not a safetensors file.
+        """
+        return cls(os.fspath(path), layout or FileLayout.read(path), _opened(path, "rb"))
+
+    def write_range(self, name: str, start: int, values: Tensor) -> int:
+        """Writes elements [start, start + values.numel()) of one tensor, row-major, in the file's dtype.
+
+        Args:
+            name (`str`): the tensor.
+            start (`int`): first element of the flattened tensor.
+            values (`Tensor`): 1-D, any dtype, any device; converted in pieces where it differs from the file's.
+
+        Returns:
+            `int`: bytes written.
+
+        Raises:
+            `CheckpointError`: no such tensor, a range outside it, or the system refuses the write (a full disk).
+        """
+        entry = self._range_of(name, start, values)
+        begin = offset = self.layout.offsets[name] + start * entry.dtype.itemsize
+        try:
+            for view in _outgoing(values.detach(), entry.dtype):
+                offset += self._pwrite(view, offset)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: writing tensor {name!r} failed ({error.strerror}); "
+                "free space there or save to another folder"
+            ) from error
+        return offset - begin
+
+    def read_range(self, name: str, start: int, out: Tensor) -> None:
+        """Fills `out` with elements [start, start + out.numel()) of one tensor.
+
+        Args:
+            name (`str`): the tensor.
+            start (`int`): first element of the flattened tensor.
+            out (`Tensor`): 1-D, any device; the file's values are converted to its dtype in pieces.
+
+        Raises:
+            `CheckpointError`: no such tensor, a range outside it, numbers of another kind, or the file ends early.
+        """
+        entry = self._range_of(name, start, out)
+        if entry.dtype.is_floating_point != out.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} is {entry.dtype}, the model wants {out.dtype}; "
+                "load with the config saved beside it"
+            )
+        self._file.seek(self.layout.offsets[name] + start * entry.dtype.itemsize)
+        out = out.detach()
+        if _is_addressable(out, entry.dtype):
+            return self._fill(_bytes_of(out), name)
+        bounce = torch.empty(_piece_numel(out, entry.dtype), dtype=entry.dtype)
+        for first in range(0, out.numel(), len(bounce)):
+            target = out[first : first + len(bounce)]
+            piece = bounce[: target.numel()]
+            self._fill(_bytes_of(piece), name)
+            target.copy_(piece)
+
+    def sync(self) -> None:
+        """Returns when everything that was written has reached the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "SafetensorsFile":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _range_of(self, name: str, start: int, values: Tensor) -> TensorEntry:
+        entry = self.layout.entry(name, self.path)
+        if start < 0 or start + values.numel() > entry.numel:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has {entry.numel} elements (shape {list(entry.shape)}), elements "
+                f"[{start}, {start + values.numel()}) were asked for; use the config saved beside it"
+            )
+        return entry
+
+    def _pwrite(self, view: memoryview, offset: int) -> int:
+        done = 0
+        while done < len(view):  # one call writes 2 GiB at most
+            done += os.pwrite(self._file.fileno(), view[done:], offset + done)
+        return done
+
+    def _fill(self, view: memoryview, name: str) -> None:
+        done = 0
+        while done < len(view):
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: the file ended inside tensor {name!r}, {len(view) - done} bytes short; "
+                    "something shortened it while it was read: copy or download it again"
+                )
+            done += count
+
+
+def _opened(path: str | os.PathLike, mode: str) -> io.FileIO:
+    try:
+        return open(path, mode, buffering=0)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: not found; every rank needs access to the checkpoint folder, give one that all of them share"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be opened ({error.strerror}); check its folder and permissions"
+        ) from error
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    # Reserving also lays the file out in one piece: writes into it were a third faster than into a sparse file.
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, nbytes)
+    else:
+        os.ftruncate(descriptor, nbytes)
+
+
+def _is_addressable(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the tensor's memory is, byte for byte, what the file holds."""
+    return values.device.type == "cpu" and values.dtype == dtype and values.is_contiguous()
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous 1-D CPU tensor, of any dtype, without a copy."""
+    return values.view(torch.uint8).numpy().data
+
+
+def _piece_numel(values: Tensor, dtype: torch.dtype) -> int:
+    return max(1, min(values.numel(), PIECE_NBYTES // dtype.itemsize))
+
+
+def _outgoing(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of `values` in `dtype`: its own memory where possible, else piece by piece through one buffer."""
+    if _is_addressable(values, dtype):
+        yield _bytes_of(values)
+        return
+    bounce = torch.empty(_piece_numel(values, dtype), dtype=dtype)
+    for first in range(0, values.numel(), len(bounce)):
+        source = values[first : first + len(bounce)]
+        piece = bounce[: source.numel()]
+        piece.copy_(source)
+        yield _bytes_of(piece)

@@ -1,0 +1,127 @@
+"""A sharded model written as a folder that `from_pretrained` loads: each rank its own ranges, nothing gathered."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from hf_zero.checkpoint.interfaces import Engine
+from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.staging import write_together
+from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
+from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
+from hf_zero.errors import CheckpointError
+
+
+def save_pretrained(
+    engine: Engine,
+    folder: str | os.PathLike,
+    *,
+    max_shard_size: int | str = "50GB",
+    weights_name: str = WEIGHTS_NAME,
+    keys: Mapping[str, str] | None = None,
+    write_beside: Callable[[Path], None] | None = None,
+) -> None:
+    """Saves the model: weights, config and generation config, as `PreTrainedModel.save_pretrained` lays them out.
+
+    Collective. The offsets follow from the layout, so each rank writes the ranges it owns; extra memory is a few MiB.
+    New files grow in a temporary folder inside `folder` and replace the old ones when all are on disk; if any rank
+    fails, all raise and `folder` is as before. Optimizer state saved beside older weights in the same folder becomes
+    invalid: save the model first, then the state.
+
+    Tied parameters are saved once, buffers from rank 0, each parameter in the dtype that the engine gives for it.
+
+    Args:
+        engine ([`Engine`]): the sharded model. A model without a config is saved as weights alone.
+        folder (`str` or `os.PathLike`): seen by all ranks; created where it is missing.
+        max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
+        weights_name (`str`): name of the file, or of the first part of its name when there are several.
+        keys (`Mapping[str, str]`, *optional*): parameter or buffer name to its name in the file, to save only those
+            (an adapter, say). By default all of them under the names that transformers keeps.
+        write_beside (`Callable`, *optional*): called on rank 0 with the temporary folder, writes what lies beside the
+            weights. By default the model's config, generation config and, for custom code, its source files.
+
+    Raises:
+        `CheckpointError`: the disk is full, the folder cannot be written or is not shared by the ranks.
+        `ConfigError`: `max_shard_size` is not a size.
+    """
+    model = engine.model
+    if keys is None and hasattr(model, "peft_config"):
+        raise CheckpointError(
+            f"{type(model).__name__} has PEFT adapters, whose base would be saved under names that nothing loads; "
+            "pass `keys` with the adapter's parameters, or merge the adapter first"
+        )
+    tensors = saved_tensors(model, engine.param_infos())
+    if keys is not None:
+        tensors = renamed(tensors, keys)
+    files = WeightFiles.plan(
+        (saved.entry for saved in tensors), max_shard_size=max_shard_size, weights_name=weights_name
+    )
+
+    def beside(staged: Path) -> None:
+        if files.index_name is not None:
+            num_parameters = sum(saved.entry.numel for saved in tensors if saved.buffer is None)
+            (staged / files.index_name).write_text(files.index_text(num_parameters), encoding="utf-8")
+        (write_beside or (lambda path: _write_configs(model, tensors, path)))(staged)
+
+    write_together(
+        engine.comm,
+        folder,
+        files,
+        _pieces(engine, tensors),
+        write_beside=beside,
+        publish=lambda staged: _publish(staged, Path(folder), files, weights_name),
+    )
+
+
+def _pieces(engine: Engine, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, int, Tensor]]:
+    key_of = {saved.name: saved.key for saved in tensors if saved.buffer is None}
+    for shard in engine.named_shards():
+        if shard.name in key_of:
+            yield key_of[shard.name], shard.start, shard.tensor
+    if engine.comm.rank == 0:
+        for saved in tensors:
+            if saved.buffer is not None:
+                yield saved.key, 0, saved.buffer.reshape(-1)
+
+
+def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Path) -> None:
+    config = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    config = copy.deepcopy(config)  # what is particular to this file is not the running model's business
+    config.architectures = [type(model).__name__]
+    floats = [saved.dtype for saved in tensors if saved.buffer is None and saved.dtype.is_floating_point]
+    if floats:
+        config.dtype = str(floats[0]).removeprefix("torch.")  # what `from_pretrained` loads with by default
+    if getattr(model, "_auto_class", None) is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _publish(staged: Path, folder: Path, files: WeightFiles, weights_name: str) -> None:
+    """Moves the new files to their names. At any moment `folder` holds the old weights or the new, never some of each.
+
+    transformers takes a single file before an index. So a single file switches the folder over by its own rename, and
+    an index does so by its rename or, after a single file, by that file's removal. Only where the names of old and new
+    parts coincide must the old index go first: for that moment the folder has no weights, rather than mixed ones.
+    """
+    new = {path.name for path in staged.iterdir()}
+    stale = [path for path in folder.iterdir() if is_weight_file(path.name, weights_name) and path.name not in new]
+    manifest_path(folder).unlink(missing_ok=True)  # the state there belongs to the old weights
+    for name in sorted(new - set(files.layouts) - {files.index_name}):
+        os.replace(staged / name, folder / name)
+    if files.index_name is not None and any((folder / name).exists() for name in files.layouts):
+        (folder / files.index_name).unlink(missing_ok=True)
+    for name in files.layouts:
+        os.replace(staged / name, folder / name)
+    if files.index_name is not None:
+        os.replace(staged / files.index_name, folder / files.index_name)
+    for path in stale:
+        path.unlink()

@@ -1,0 +1,196 @@
+"""Optimizer state beside the weights: whole tensors by parameter name, for any number of ranks and any stage.
+
+`zero/optimizer.safetensors` holds the moments (`{parameter}.{state key}`), `zero/master.safetensors` the master values
+of parameters whose saved weights are of another dtype, `zero/manifest.json` the rest. Nothing is pickled.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from hf_zero.checkpoint.agreement import gathered, together
+from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, manifest_path
+from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.staging import write_together
+from hf_zero.checkpoint.tensor_names import shortened
+from hf_zero.checkpoint.weight_files import WeightFiles
+from hf_zero.comm import Comm
+from hf_zero.errors import CheckpointError
+
+
+OPTIMIZER_NAME = "optimizer.safetensors"
+MASTER_NAME = "master.safetensors"
+
+
+def save_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike, *, extra: dict | None = None) -> None:
+    """Saves what a run needs beside its weights to go on, into `folder/zero`. Collective; see `save_pretrained`.
+
+    Args:
+        engine ([`Engine`]): the sharded model.
+        optimizer ([`Optimizer`]): its optimizer.
+        folder (`str` or `os.PathLike`): the checkpoint, seen by all ranks, where `save_pretrained` was called before.
+        extra (`dict`, *optional*): JSON-able, rank 0's counts; `load_state` gives it back.
+
+    Raises:
+        `CheckpointError`: the disk is full, the folder cannot be written, a value that JSON does not know.
+    """
+    comm, subject = engine.comm, f"saving state to {folder}"
+    entries = _whole_tensors(comm, subject, lambda: _state_pieces(optimizer))
+    masters = _whole_tensors(comm, subject, lambda: _master_pieces(engine))
+    layouts = {OPTIMIZER_NAME: FileLayout.build(entries)}
+    if masters:
+        layouts[MASTER_NAME] = FileLayout.build(masters)
+    scalars = _merged_scalars(comm, subject, optimizer, entries)
+    manifest = _manifest(engine, layouts, groups=optimizer.groups_state(), scalars=scalars, extra=extra or {})
+
+    def pieces() -> Iterator[tuple[str, int, Tensor]]:
+        for name, shard in (*_state_pieces(optimizer), *_master_pieces(engine)):
+            yield name, shard.start, shard.tensor
+
+    write_together(
+        comm,
+        Path(folder) / STATE_FOLDER,
+        WeightFiles.of(layouts),
+        pieces(),
+        write_beside=lambda staged: (staged / MANIFEST_NAME).write_text(manifest.text(), encoding="utf-8"),
+        publish=lambda staged: _publish(staged, Path(folder)),
+    )
+
+
+def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) -> Manifest:
+    """Loads what `save_state` wrote, whatever the stage and number of ranks then and now. Collective.
+
+    Each rank reads only the ranges that it holds. Load the weights first: masters are read where they were saved, the
+    others follow from the weights. When it fails it fails on all ranks; the state may then be partly loaded.
+
+    Args:
+        engine ([`Engine`]): the sharded model, its weights loaded.
+        optimizer ([`Optimizer`]): an optimizer of the same kind over the same trainable parameters.
+        folder (`str` or `os.PathLike`): the checkpoint.
+
+    Returns:
+        [`Manifest`]: with the `extra` of the run that saved.
+
+    Raises:
+        `CheckpointError`: state is missing, damaged, of other shapes, or of an optimizer with other state.
+    """
+    comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
+    manifest = together(comm, subject, lambda: Manifest.read(folder))
+    files = together(comm, subject, lambda: _read_files(state_folder, manifest))
+
+    def read() -> set[str]:
+        optimizer.load_groups_state(manifest.groups)
+        optimizer.load_scalar_state(manifest.scalars)
+        with OpenFiles(state_folder, files) as opened:
+            return _read_state(opened, optimizer) | _read_masters(opened, engine)
+
+    consumed = set().union(*gathered(comm, subject, read))
+    left = [name for name in files.file_of if name not in consumed and files.entry(name).numel]
+    if left:
+        raise CheckpointError(
+            f"{state_folder}: no place for {shortened(left)} in this run; "
+            "resume with the optimizer and the trainable parameters that it was saved with"
+        )
+    engine.mark_updated()
+    return manifest
+
+
+def _manifest(engine: Engine, layouts: Mapping[str, FileLayout], **content) -> Manifest:
+    dtypes = {name: {entry.dtype for entry in layout.entries.values()} for name, layout in layouts.items()}
+    dtypes["weights"] = {info.save_dtype for info in engine.param_infos()}
+    return Manifest(
+        stage=int(engine.stage),
+        num_ranks=engine.comm.num_ranks,
+        files={name: layout.nbytes for name, layout in layouts.items()},
+        dtypes={name: sorted(str(dtype).removeprefix("torch.") for dtype in found) for name, found in dtypes.items()},
+        **content,
+    )
+
+
+def _state_pieces(optimizer: Optimizer) -> Iterator[tuple[str, Shard]]:
+    for key, shard in optimizer.named_state_shards():
+        yield f"{shard.name}.{key}", shard
+
+
+def _master_pieces(engine: Engine) -> Iterator[tuple[str, Shard]]:
+    save_dtype_of = {info.name: info.save_dtype for info in engine.param_infos()}
+    for shard in engine.named_shards():
+        if shard.tensor.dtype != save_dtype_of[shard.name]:
+            yield shard.name, shard
+
+
+def _whole_tensors(comm: Comm, subject: str, pieces) -> list[TensorEntry]:
+    """The tensors of which the ranks hold pieces, the same list on all of them."""
+
+    def own() -> dict[str, TensorEntry]:
+        return {name: TensorEntry(name, shard.tensor.dtype, tuple(shard.shape)) for name, shard in pieces()}
+
+    merged: dict[str, TensorEntry] = {}
+    for rank, found in enumerate(gathered(comm, subject, own)):
+        for name, entry in found.items():
+            if merged.setdefault(name, entry) != entry:
+                raise CheckpointError(
+                    f"{subject}: {name} is {entry.dtype} {list(entry.shape)} on rank {rank}, {merged[name].dtype} "
+                    f"{list(merged[name].shape)} before it; build the same model and optimizer on every rank"
+                )
+    return list(merged.values())
+
+
+def _merged_scalars(
+    comm: Comm, subject: str, optimizer: Optimizer, entries: Iterable[TensorEntry]
+) -> dict[str, dict[str, float]]:
+    """The numbers of all parameters. Those that have tensors only get an empty place: loading makes it first."""
+    merged: dict[str, dict[str, float]] = {entry.name.rpartition(".")[0]: {} for entry in entries}
+    for rank, found in enumerate(gathered(comm, subject, optimizer.named_scalar_state)):
+        for name, numbers in found.items():
+            known = merged.setdefault(name, {})
+            for key, number in numbers.items():
+                if known.setdefault(key, number) != number:
+                    raise CheckpointError(
+                        f"{subject}: {key} of {name} is {number} on rank {rank}, {known[key]} before it; "
+                        "step the optimizer on every rank"
+                    )
+    return merged
+
+
+def _read_files(state_folder: Path, manifest: Manifest) -> WeightFiles:
+    return WeightFiles.of({name: FileLayout.read(state_folder / Path(name).name) for name in manifest.files})
+
+
+def _read_state(opened: OpenFiles, optimizer: Optimizer) -> set[str]:
+    consumed = set()
+    for key, shard in optimizer.named_state_shards(resident=True):
+        name = f"{shard.name}.{key}"
+        _read_shard(opened, name, shard)
+        consumed.add(name)
+    return consumed
+
+
+def _read_masters(opened: OpenFiles, engine: Engine) -> set[str]:
+    masters = opened.files.layouts.get(MASTER_NAME)
+    consumed = set()
+    for shard in engine.named_shards(resident=True) if masters else ():
+        if shard.name in masters.entries:
+            _read_shard(opened, shard.name, shard)
+            consumed.add(shard.name)
+    return consumed
+
+
+def _read_shard(opened: OpenFiles, name: str, shard: Shard) -> None:
+    opened.check_shape(name, tuple(shard.shape))
+    opened.read_range(name, shard.start, shard.tensor)
+
+
+def _publish(staged: Path, folder: Path) -> None:
+    manifest = manifest_path(folder)
+    manifest.unlink(missing_ok=True)
+    for name in (OPTIMIZER_NAME, MASTER_NAME):
+        if (staged / name).exists():
+            os.replace(staged / name, manifest.parent / name)
+        else:
+            (manifest.parent / name).unlink(missing_ok=True)
+    os.replace(staged / manifest.name, manifest)

@@ -1,0 +1,99 @@
+"""Which tensors a model folder holds, under which names: the names that transformers itself writes."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.checkpoint.file_layout import TensorEntry
+from hf_zero.checkpoint.interfaces import Parameter
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A parameter or buffer of a model and the names it goes by.
+
+    Args:
+        name (`str`): the engine's name of the parameter, or the first name of the buffer.
+        key (`str`): its name in files that are written here.
+        aliases (`tuple[str, ...]`): every name it has in the model: more than one when it is tied.
+        dtype (`torch.dtype`): as saved.
+        shape (`tuple[int, ...]`): of the whole tensor.
+        buffer (`Tensor`, *optional*): the buffer itself, whole on every rank; `None` for a parameter.
+    """
+
+    name: str
+    key: str
+    aliases: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    buffer: Tensor | None = None
+
+    @property
+    def entry(self) -> TensorEntry:
+        return TensorEntry(self.key, self.dtype, self.shape)
+
+
+def saved_tensors(model: nn.Module, parameters: Sequence[Parameter]) -> list[SavedTensor]:
+    """The tensors of a model folder, in the order of `model.state_dict()`.
+
+    Tied tensors appear once, under the name that the model's class declares as the source of the tie (its first name
+    where nothing is declared). Buffers that the model does not persist and keys that it asks to leave out are absent.
+
+    Args:
+        model (`nn.Module`): parameters may be placeholders: identities and names count, no value is read.
+        parameters (`Sequence[Parameter]`): the engine's parameters.
+    """
+    info_of = {info.name: info for info in parameters}
+    tie_targets = set(getattr(model, "all_tied_weights_keys", None) or ())
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tensors = []
+    for aliases, tensor in _tensors_with_aliases(model):
+        info = next((info_of[alias] for alias in aliases if alias in info_of), None)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if (is_parameter and info is None) or left_out.intersection(aliases):
+            continue
+        key = next((alias for alias in aliases if alias not in tie_targets), aliases[0])
+        if info is not None:
+            tensors.append(SavedTensor(info.name, key, aliases, info.save_dtype, tuple(info.shape)))
+        else:
+            tensors.append(SavedTensor(key, key, aliases, tensor.dtype, tuple(tensor.shape), tensor.detach()))
+    position = {name: index for index, (name, _) in enumerate(_named_tensors(model))}
+    return sorted(tensors, key=lambda saved: position[saved.key])
+
+
+def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[SavedTensor]:
+    """Only the tensors whose name is in `keys`, under the key given there."""
+    return [
+        SavedTensor(saved.name, keys[saved.name], saved.aliases, saved.dtype, saved.shape, saved.buffer)
+        for saved in tensors
+        if saved.name in keys
+    ]
+
+
+def shortened(names: Collection[str], limit: int = 5) -> str:
+    """A list of names for a message: the first few, and how many more."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(list(names)[:limit]) + more
+
+
+def _tensors_with_aliases(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in _named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return [(tuple(names[identity]), tensor) for identity, tensor in tensors.items()]
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers under all their names, in the order of the state dict."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = "." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}{dot}{name}", parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}{dot}{name}", buffer

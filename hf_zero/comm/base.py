@@ -1,0 +1,145 @@
+"""The collectives that the engine needs, and what they count."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Counters:
+    """Bytes that this rank sent, by verb, since the start."""
+
+    sent_nbytes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, verb: str, nbytes: int) -> None:
+        self.sent_nbytes[verb] = self.sent_nbytes.get(verb, 0) + nbytes
+
+    @property
+    def total_sent_nbytes(self) -> int:
+        return sum(self.sent_nbytes.values())
+
+
+class Pending:
+    """A collective under way. `wait` returns when its result is in place; a second `wait` costs nothing."""
+
+    def __init__(self, finish: Callable[[], None] | None = None):
+        self._finish = finish
+
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+DONE = Pending()
+
+
+class Comm:
+    """The collectives among the data-parallel ranks. This base is the world of one rank: nothing to exchange.
+
+    All ranks call the same methods in the same order. Sums are taken in rank order, so that a run repeats bit for bit.
+
+    Args:
+        device (`torch.device`): where the tensors live.
+        timeout_seconds (`float`): how long one exchange may take.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def __init__(self, device: torch.device, timeout_seconds: float):
+        self.device = device
+        self.timeout_seconds = timeout_seconds
+        self.counters = Counters()
+
+    def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+        """Fills `full` from the shards of all ranks.
+
+        Args:
+            full (`Tensor`): 1-D, `num_ranks * shard.numel()` elements; range `rank` may already be `shard` itself.
+            shard (`Tensor`): 1-D, this rank's range, same dtype.
+            what (`str`): the unit's name, for messages.
+        """
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+        return DONE
+
+    def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        """Averages `full` over the ranks, and gives every rank its own range of the result.
+
+        The sum is taken in `dtype` and in rank order, then divided by the number of ranks.
+
+        Args:
+            full (`Tensor`): 1-D, `num_ranks * out.numel()` elements, this rank's summand; unspecified afterwards.
+            out (`Tensor`): 1-D, receives the average of range `rank`; it may be that range of `full`.
+            dtype (`torch.dtype`): of the sum, whatever the dtypes of the tensors.
+            accumulate (`bool`): adds to `out` instead of overwriting it; `out` is then not a part of `full`.
+            what (`str`): the unit's name, for messages.
+        """
+        if full.data_ptr() != out.data_ptr():
+            if accumulate:
+                out.add_(full)
+            else:
+                out.copy_(full)
+        return DONE
+
+    def all_gather_vector(self, vector: Tensor) -> Tensor:
+        """The vectors of all ranks, stacked in rank order: shape `(num_ranks, vector.numel())`, on the CPU."""
+        return vector.detach().cpu().reshape(1, -1)
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Overwrites `tensor` by rank 0's, in place."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    def broadcast_object(self, obj):
+        """Rank 0's `obj`, on every rank (pickled: small, trusted objects only)."""
+        return obj
+
+    def all_gather_object(self, obj) -> list:
+        """The objects of all ranks, in rank order (pickled: small, trusted objects only)."""
+        return [obj]
+
+
+class DistributedComm(Comm):
+    """What all `torch.distributed` backends share: the small, rare collectives.
+
+    Args:
+        group (`dist.ProcessGroup`): the data-parallel ranks.
+        device (`torch.device`): where the tensors live.
+        timeout_seconds (`float`): how long one exchange may take.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float):
+        super().__init__(device, timeout_seconds)
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self._first = dist.get_global_rank(group, 0)
+
+    def all_gather_vector(self, vector: Tensor) -> Tensor:
+        rows = [torch.empty_like(vector) for _ in range(self.num_ranks)]
+        dist.all_gather(rows, vector.contiguous(), group=self.group)
+        self.counters.add("scalar", vector.numel() * vector.element_size() * (self.num_ranks - 1))
+        return torch.stack(rows).cpu()
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, self._first, group=self.group)
+        self.counters.add("broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
+
+    def barrier(self) -> None:
+        dist.barrier(self.group)
+
+    def broadcast_object(self, obj):
+        box = [obj]
+        dist.broadcast_object_list(box, src=self._first, group=self.group)
+        return box[0]
+
+    def all_gather_object(self, obj) -> list:
+        box: list = [None] * self.num_ranks
+        dist.all_gather_object(box, obj, group=self.group)
+        return box

@@ -1,0 +1,131 @@
+"""Point-to-point exchange in place, for gloo: fewer bytes and fewer copies than its own reduce-scatter and all-gather.
+
+gloo reduces by an all-reduce and slices, and gathers through copies. Here every rank sends each peer exactly the range
+that the peer needs, straight from the memory where it lies, and receives straight into the memory where it belongs.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_zero.comm.base import DistributedComm, Pending
+from hf_zero.errors import CommError
+
+
+GATHER_TAG, REDUCE_TAG = 7001, 7002
+# Elements summed at a time: small enough that the scratch stays in the processor's cache between the passes.
+SUM_NUMEL = 2**16
+
+
+class PairwiseComm(DistributedComm):
+    """Collectives for gloo built from sends and receives.
+
+    Args:
+        group (`dist.ProcessGroup`): the data-parallel ranks.
+        device (`torch.device`): where the tensors live.
+        timeout_seconds (`float`): how long one exchange may take.
+        bucket_nbytes (`int`): size of the staging buffer for received summands, shared by all reductions.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
+        super().__init__(group, device, timeout_seconds)
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._staging = torch.empty(bucket_nbytes, dtype=torch.uint8, device=device)
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._reducing = Pending()
+        self._peers = [dist.get_global_rank(group, peer) for peer in range(self.num_ranks)]
+
+    def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+        numel = shard.numel()
+        works = []
+        for distance in range(1, self.num_ranks):
+            source = (self.rank - distance) % self.num_ranks
+            works.append((source, self._receive(full[source * numel : (source + 1) * numel], source, GATHER_TAG)))
+        for distance in range(1, self.num_ranks):
+            target = (self.rank + distance) % self.num_ranks
+            works.append((target, self._send(shard, target, GATHER_TAG, "gather")))
+        own = full[self.rank * numel : (self.rank + 1) * numel]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return Pending(lambda: self._wait(works, f"gather of unit {what!r}"))
+
+    def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        self._reducing.wait()  # one reduction at a time: they share the staging buffer
+        # The first piece travels while the caller computes; the others follow when it is waited for.
+        pieces = self._pieces(out.numel(), full.element_size())
+        works = self._exchange(full, pieces[0]) if pieces else []
+
+        def finish():
+            for index, piece in enumerate(pieces):
+                self._wait(works if index == 0 else self._exchange(full, piece), f"reduction of unit {what!r}")
+                self._sum(full, out, piece, dtype, accumulate)
+
+        self._reducing = Pending(finish)
+        return self._reducing
+
+    def _pieces(self, numel: int, element_size: int) -> list[tuple[int, int]]:
+        """Cuts a range into (start, stop) pieces whose summands from all peers fit the staging buffer together."""
+        step = max(1, self._staging.numel() // element_size // (self.num_ranks - 1))
+        return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+    def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
+        """The part of the staging buffer that receives `peer`'s summand of a piece."""
+        index = peer if peer < self.rank else peer - 1
+        return self._staging[: self._staging.numel() // 8 * 8].view(dtype)[index * numel : (index + 1) * numel]
+
+    def _exchange(self, full: Tensor, piece: tuple[int, int]) -> list:
+        start, stop = piece
+        numel = full.numel() // self.num_ranks
+        works = []
+        for distance in range(1, self.num_ranks):
+            source = (self.rank - distance) % self.num_ranks
+            works.append((source, self._receive(self._staged(full.dtype, source, stop - start), source, REDUCE_TAG)))
+        for distance in range(1, self.num_ranks):
+            target = (self.rank + distance) % self.num_ranks
+            range_ = full[target * numel + start : target * numel + stop]
+            works.append((target, self._send(range_, target, REDUCE_TAG, "reduce")))
+        return works
+
+    def _sum(self, full: Tensor, out: Tensor, piece: tuple[int, int], dtype: torch.dtype, accumulate: bool) -> None:
+        start, stop = piece
+        own = full[self.rank * out.numel() + start : self.rank * out.numel() + stop]
+        summands = [
+            own if peer == self.rank else self._staged(full.dtype, peer, stop - start) for peer in range(self.num_ranks)
+        ]
+        scratch = self._scratch_of(dtype)
+        for low in range(0, stop - start, SUM_NUMEL):
+            high = min(low + SUM_NUMEL, stop - start)
+            total = scratch[: high - low]
+            total.copy_(summands[0][low:high])
+            for summand in summands[1:]:
+                total.add_(summand[low:high])
+            total.div_(self.num_ranks)
+            target = out[start + low : start + high]
+            if accumulate:
+                target.add_(total)
+            else:
+                target.copy_(total)
+
+    def _scratch_of(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty(SUM_NUMEL, dtype=dtype, device=self.device)
+        return self._scratch[dtype]
+
+    def _send(self, tensor: Tensor, target: int, tag: int, verb: str):
+        self.counters.add(verb, tensor.numel() * tensor.element_size())
+        return dist.isend(tensor, self._peers[target], group=self.group, tag=tag)
+
+    def _receive(self, tensor: Tensor, source: int, tag: int):
+        return dist.irecv(tensor, self._peers[source], group=self.group, tag=tag)
+
+    def _wait(self, works: list, what: str) -> None:
+        for peer, work in works:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise CommError(
+                    f"{what}: rank {self.rank} waited for rank {peer} (limit {self.timeout_seconds:.0f} s): {error}; "
+                    f"look at the log of rank {peer} first"
+                ) from error

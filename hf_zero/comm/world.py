@@ -1,0 +1,54 @@
+"""Which collectives this process needs: none, pairwise exchange, or the backend's own."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm.base import Comm
+from hf_zero.comm.native import NativeComm
+from hf_zero.comm.pairwise import PairwiseComm
+from hf_zero.errors import ConfigError
+
+
+def connect(
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout_seconds: float,
+    bucket_nbytes: int,
+) -> Comm:
+    """Joins the data-parallel ranks. One process that nobody launched as one of several is the world of one rank.
+
+    Args:
+        device (`torch.device`): where the tensors live.
+        group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world when `None`.
+        timeout_seconds (`float`): how long one exchange may take.
+        bucket_nbytes (`int`): size in bytes of the staging buffer of the pairwise exchange.
+
+    Raises:
+        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_initialized() and launched > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    if not dist.is_initialized():
+        return Comm(device, timeout_seconds)
+    if group is None and "WORLD_SIZE" in os.environ and launched != dist.get_world_size():
+        raise ConfigError(
+            f"WORLD_SIZE is {launched} but the process group has {dist.get_world_size()} ranks; "
+            "launch with torchrun, and let it set the environment"
+        )
+    group = group or dist.group.WORLD
+    if dist.get_world_size(group) == 1:
+        return Comm(device, timeout_seconds)
+    if _backend(group, device) == "gloo":
+        return PairwiseComm(group, device, timeout_seconds, bucket_nbytes)
+    return NativeComm(group, device, timeout_seconds)
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves `device`: a group may be configured as "cpu:gloo,cuda:nccl"."""
+    return group._get_backend(device).name().lower()

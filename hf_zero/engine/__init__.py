@@ -1,0 +1,9 @@
+"""The sharding engine: partition, units, hooks. It takes any `nn.Module`."""
+
+from hf_zero.engine.access import gathered
+from hf_zero.engine.build import engine_of, shard
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.flat import NamedShard, ParamInfo
+
+
+__all__ = ["NamedShard", "ParamInfo", "ZeroEngine", "engine_of", "gathered", "shard"]

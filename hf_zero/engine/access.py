@@ -1,0 +1,46 @@
+"""The public way to whole parameters: `hf_zero.gathered`."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from hf_zero.engine.unit import Unit
+
+
+UNIT_ATTRIBUTE = "_hf_zero_unit"
+
+
+def remember(units: list[Unit]) -> None:
+    """Notes on every parameter which unit holds it, so that a parameter alone can be gathered."""
+    for unit in units:
+        for flat in unit.flats:
+            for param in flat.params:
+                setattr(param, UNIT_ATTRIBUTE, unit)
+
+
+@contextmanager
+def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = False) -> Iterator[None]:
+    """Makes parameters whole on every rank for as long as the context lasts. All ranks enter it together.
+
+    Whole units are gathered: the parameters' neighbours in their blocks become whole too. Parameters of a model that is
+    not sharded are left as they are.
+
+    Args:
+        what (`nn.Module`, `Tensor` or iterable of `Tensor`): a module (all its parameters), or parameters.
+        writeback (`bool`): keeps what was written to the parameters; rank 0's values become everyone's. Without it,
+            changes are lost at stage 3.
+    """
+    if isinstance(what, nn.Module):
+        params = list(what.parameters())
+    else:
+        params = [what] if isinstance(what, Tensor) else list(what)
+    units = {getattr(param, UNIT_ATTRIBUTE, None) for param in params} - {None}
+    held = sorted(units, key=lambda unit: unit.index)
+    for unit in held:
+        unit.pin()
+    try:
+        yield
+    finally:
+        for unit in held:
+            unit.unpin(writeback)

@@ -1,0 +1,191 @@
+"""From a plain model to an engine: partition, layout, buffers, slots, hooks."""
+
+import re
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.comm import Comm, connect
+from hf_zero.config import Residency, StagePlan, ZeroConfig
+from hf_zero.engine import hooks
+from hf_zero.engine.access import remember
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.flat import Flat, ParamInfo
+from hf_zero.engine.gradient import Gradient, GradientSlots
+from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
+from hf_zero.engine.schedule import Schedule, Stack
+from hf_zero.engine.unit import Unit
+from hf_zero.errors import LifecycleError
+from hf_zero.shard.layout import Layout
+from hf_zero.shard.slots import Slot, parts_nbytes
+
+
+ENGINE_ATTRIBUTE = "_hf_zero_engine"
+NUM_GRADIENT_SLOTS = 2  # one is collecting while the other is reduced
+
+
+def shard(
+    model: nn.Module,
+    *,
+    stage: int = 3,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **settings,
+) -> ZeroEngine:
+    """Partitions a model over the data-parallel ranks, in place (ZeRO, arXiv 1910.02054).
+
+    The model stays what it is: parameters keep identity, shape and device, and forward and backward are called as
+    before. Where the ranks' parameters differ, rank 0's are taken. A model that is sharded already is left as it is.
+
+    Args:
+        model (`nn.Module`): any module with its data in place.
+        stage (`int`): 0, 1, 2 or 3.
+        compute_dtype (`torch.dtype`, *optional*): casts the parameters; trainable ones keep an fp32 master.
+        device (`torch.device`, *optional*): where to train; by default where the first parameter is.
+        group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; by default the world.
+        settings: further fields of `ZeroConfig`.
+
+    Returns:
+        `ZeroEngine`
+
+    Raises:
+        `ConfigError`: for a setting that is not valid.
+        `UnsupportedError`: for parameters that are not dense tensors in memory.
+    """
+    config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
+    engine = engine_of(model)
+    if engine is not None:
+        if engine.config != config:
+            raise LifecycleError(f"the model is sharded already with {engine.config}; asked for {config}")
+        return engine
+    refuse_what_cannot_be_sharded(model)
+    if device is None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = torch.device(device)
+    comm = connect(
+        device, group=group, timeout_seconds=config.timeout_seconds, bucket_nbytes=config.bucket_nbytes
+    )
+    return build(model, config, comm)
+
+
+def engine_of(model: nn.Module) -> ZeroEngine | None:
+    """The engine that holds a model's parameters, or `None` for a plain model."""
+    return model.__dict__.get(ENGINE_ATTRIBUTE)
+
+
+def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
+    """Makes the engine of a model, unit by unit, freeing each unit's former memory before the next is taken."""
+    parts = partition(model)
+    specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
+    pattern = _keep_in_fp32(model)
+    plan = config.plan(comm.num_ranks)
+    groups = [_grouped(spec, config.compute_dtype, pattern) for spec in specs]
+    flats = [[_lay_out(group, plan, comm) for group in groups_of] for groups_of in groups]
+    slots = _bind(flats, plan, comm, config.prefetch_units)
+    units = []
+    for index, (spec, flats_of, slot) in enumerate(zip(specs, flats, slots)):
+        for flat in flats_of:
+            flat.fill(_master_dtype(flat, config.compute_dtype))
+            flat.detach() if flat.is_sharded else flat.attach()
+        gradients = [Gradient(flat, config.reduce_dtype) for flat in flats_of if flat.trainable]
+        units.append(Unit(spec.name, flats_of, gradients, index=index))
+        units[-1].slot = slot
+    remember(units)
+    _place_gradients(units, comm)
+    _place_buffers(model, comm)
+    return _assemble(model, config, comm, units, parts, specs)
+
+
+def _assemble(model, config, comm, units, parts, specs) -> ZeroEngine:
+    unit_of = {spec.name: unit for spec, unit in zip(specs, units)}
+    owners: dict[nn.Module, list[Stack]] = {}
+    for stack_spec in parts.stacks:
+        stack = Stack([unit_of[spec.name] for spec in stack_spec.units])
+        owners.setdefault(stack_spec.owner, []).append(stack)
+    schedule = Schedule([stack for stacks in owners.values() for stack in stacks])
+    engine = ZeroEngine(model, config, comm, units[0], schedule)
+    hooks.install(engine, {unit_of[spec.name]: spec.module for spec in specs[1:]}, owners)
+    model.__dict__[ENGINE_ATTRIBUTE] = engine
+    return engine
+
+
+def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str, nn.Parameter, torch.dtype]]]:
+    """A unit's parameters by (dtype, trainability); in each group matrices come first, so that they lie aligned and
+    that weight decay, which by custom spares vectors, divides the buffer in two."""
+    groups: dict[tuple, list] = {}
+    for name, p in sorted(spec.params.items(), key=lambda item: item[1].dim() < 2):
+        casts = compute_dtype is not None and p.is_floating_point() and not keep_in_fp32(name)
+        dtype = compute_dtype if casts else p.dtype
+        groups.setdefault((dtype, p.requires_grad), []).append((name, p, dtype))
+    return list(groups.values())
+
+
+def _lay_out(group, plan: StagePlan, comm: Comm) -> Flat:
+    infos = [ParamInfo(name, p.shape, p.dtype, p.requires_grad) for name, p, _ in group]
+    layout = Layout.of([tuple(p.shape) for _, p, _ in group], comm.num_ranks)
+    return Flat(infos, [p for _, p, _ in group], layout, plan, comm, group[0][2])
+
+
+def _bind(flats: list[list[Flat]], plan: StagePlan, comm: Comm, prefetch_units: int) -> list[Slot | None]:
+    """Gives every unit the memory in which it appears whole: its own, or a slot that it shares with others.
+
+    A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
+    """
+    if plan.compute is not Residency.SHARDED:
+        for flat in (flat for flats_of in flats for flat in flats_of):
+            flat.bind(torch.empty(flat.layout.full_numel, dtype=flat.dtype, device=comm.device))
+        return [None] * len(flats)
+    parts = [[(flat.layout.full_numel, flat.dtype) for flat in flats_of] for flats_of in flats]
+    blocks = parts[1:]
+    num_slots = min(len(blocks), prefetch_units + 1)
+    shared = [Slot(max(map(parts_nbytes, blocks)), comm.device) for _ in range(num_slots)]
+    slots = [Slot(parts_nbytes(parts[0]), comm.device), *(shared[i % num_slots] for i in range(len(blocks)))]
+    for flats_of, parts_of, slot in zip(flats, parts, slots):
+        for flat, full in zip(flats_of, slot.views(parts_of)):
+            flat.bind(full)
+    return slots
+
+
+def _place_gradients(units: list[Unit], comm: Comm) -> None:
+    """Gives every trainable unit memory for its gradients: its own, or a few buffers for all blocks and one for the root."""
+    lent = [unit for unit in units if unit.gradients and not unit.gradients[0].is_persistent]
+    root = [unit for unit in lent if unit is units[0]]
+    for members, count in ((lent[len(root) :], NUM_GRADIENT_SLOTS), (root, 1)):
+        sizes = [parts_nbytes([(g.flat.layout.full_numel, g.flat.dtype) for g in unit.gradients]) for unit in members]
+        slots = GradientSlots(max(sizes, default=0), count, comm.device)
+        for unit in members:
+            unit.gradient_slots = slots
+    for gradient in (g for unit in units for g in unit.gradients if g.is_persistent):
+        gradient.lend(torch.empty(gradient.flat.layout.full_numel, dtype=gradient.flat.dtype, device=comm.device))
+
+
+def _place_buffers(model: nn.Module, comm: Comm) -> None:
+    """Buffers stay whole on every rank: on the engine's device, with rank 0's values."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(comm.device)
+    for _, buffer in model.named_buffers():
+        if buffer.numel():
+            contiguous = buffer.detach().contiguous()
+            comm.broadcast_(contiguous)
+            buffer.detach().copy_(contiguous)
+
+
+def _master_dtype(flat: Flat, compute_dtype: torch.dtype | None) -> torch.dtype | None:
+    """fp32 masters for trainable parameters that were asked to compute in half precision; else none of their own."""
+    is_half = flat.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if compute_dtype is not None and is_half and flat.trainable else None
+
+
+def _keep_in_fp32(model: nn.Module):
+    """Whether a parameter is one that the model's authors want in fp32 whatever the others' dtype."""
+    names: list[str] = []
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            names += getattr(module, attribute, None) or ()
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}(\.|$)" for name in names)) if names else None
+    return lambda name: pattern is not None and pattern.search(name) is not None
+

@@ -1,0 +1,296 @@
+"""The engine: when units are gathered, attached, released and reduced, driven by the hooks of forward and backward."""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Comm, Pending
+from hf_zero.config import Residency, ZeroConfig
+from hf_zero.engine.flat import NamedShard, ParamInfo
+from hf_zero.engine.gradient import Gradient
+from hf_zero.engine.phase import Phase
+from hf_zero.engine.schedule import Schedule
+from hf_zero.engine.unit import Unit
+from hf_zero.errors import LifecycleError, UnsupportedError
+
+
+logger = logging.getLogger(__name__)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class ZeroEngine:
+    """Holds a model's units and brings them where forward, backward and the optimizer need them.
+
+    [Note: the order of one step at stage 3]
+    The outermost forward gathers the root. Before a block runs, its unit is gathered and attached and the next one's
+    gather is started; after it, the unit is detached, its values staying in the slot until another unit comes. In
+    backward, the hook on a block's outputs does the same in the opposite order; when the next block's hook fires, the
+    former block's gradients are complete and their reduction starts. A callback at the end of backward closes what is
+    left, in a fixed order, so that every unit is reduced once in each backward on every rank.
+
+    Args:
+        model (`nn.Module`): the model, whose parameters the units hold.
+        config (`ZeroConfig`): the settings.
+        comm (`Comm`): the data-parallel ranks.
+        root (`Unit`): the parameters outside of all blocks.
+        schedule (`Schedule`): the blocks' units.
+    """
+
+    def __init__(self, model: nn.Module, config: ZeroConfig, comm: Comm, root: Unit, schedule: Schedule):
+        self.model = model
+        self.config = config
+        self.comm = comm
+        self.plan = config.plan(comm.num_ranks)
+        self.root = root
+        self.schedule = schedule
+        self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
+        self.units = [root, *self.blocks]
+        self.handles: list = []  # of every hook on the model, until the engine is taken off again
+        self._depth = 0  # how many forwards of hooked modules are under way, one in another
+        self._running: list[Unit] = []  # units whose forward is under way
+        self._is_backward_open = False
+        self._current: Unit | None = None  # the unit whose backward is under way; None outside of backward
+        self._closed: set[Unit] = set()  # units reduced in this backward
+
+    @property
+    def stage(self) -> int:
+        return self.config.stage
+
+    def __deepcopy__(self, memo):
+        raise UnsupportedError("a sharded model cannot be copied: copy it before hf_zero.shard, or save and load it")
+
+    def __reduce__(self):
+        raise UnsupportedError("a sharded model cannot be pickled: use hf_zero.save_pretrained(engine, folder)")
+
+    # Forward
+
+    def begin_forward(self) -> None:
+        """Before the forward of the model or of a module that holds blocks or root parameters."""
+        if in_backward():
+            self._attach_root()
+            return
+        if self._depth == 0:
+            if self._is_backward_open:
+                self.recover()
+            self.schedule.begin_pass()
+        self._depth += 1
+        self._attach_root()
+
+    def end_forward(self, stacks: list, failed: bool) -> None:
+        """After it: what is left of its stacks is passed over, so that all ranks gather the same."""
+        if in_backward():
+            return
+        for stack in stacks:
+            for unit in stack.finish():
+                if not failed:
+                    self._take(unit, needs_grad=torch.is_grad_enabled() and unit.is_trainable)
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and (failed or not torch.is_grad_enabled()):
+            self.root.detach()
+
+    def before_block(self, unit: Unit, needs_grad: bool) -> None:
+        """Before a block's forward: its parameters become whole, and the next unit is on its way."""
+        self._running.append(unit)
+        if in_backward():
+            self.visit_backward(unit)
+            return
+        for passed in self.schedule.stack_of[unit].advance(unit):
+            self._take(passed, needs_grad)
+        unit.attach()
+        self._prefetch(unit, self.schedule.after(unit, self.config.prefetch_units))
+
+    def after_block(self, unit: Unit) -> None:
+        """After a block's forward: its parameters may leave, unless backward is what called it."""
+        if unit in self._running:
+            self._running.remove(unit)
+        if not in_backward() and unit not in self._running:
+            unit.detach()
+
+    def _take(self, unit: Unit, needs_grad: bool) -> None:
+        if needs_grad:
+            self.schedule.note(unit)
+        self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        holder = unit.slot.holder if unit.slot is not None else None
+        if holder is not unit and holder in self._running:
+            raise LifecycleError(
+                f"unit {unit.name!r}: is called inside the forward of unit {holder.name!r}, and both use one buffer; "
+                "raise prefetch_units by one"
+            )
+        unit.gather()
+
+    def _prefetch(self, unit: Unit, candidates: list[Unit]) -> None:
+        for candidate in candidates:
+            if candidate.slot is unit.slot:
+                break
+            candidate.gather()
+
+    def _attach_root(self) -> None:
+        self.root.gather()
+        self.root.attach()
+
+    # Backward
+
+    def before_backward(self, unit: Unit | None = None) -> None:
+        """The gradient of an output of the model (`None`) or of a unit has arrived.
+
+        Raises:
+            `UnsupportedError`: when the backward itself is to be differentiated.
+        """
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "double backward: create_graph=True needs the parameters once more after their gradients are reduced; "
+                "compute the gradient penalty on the unsharded model"
+            )
+        self.open_backward()
+        if unit is not None:
+            self.visit_backward(unit)
+
+    def open_backward(self) -> None:
+        """Once in each backward: the root is made whole, and the end of the backward is awaited."""
+        if not self._is_backward_open:
+            self._is_backward_open = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            self._attach_root()
+
+    def visit_backward(self, unit: Unit) -> None:
+        """The backward has come to this unit: its parameters become whole, and what came before it is complete."""
+        self.open_backward()
+        if unit is not self._current or unit.phase is not Phase.ATTACHED:
+            for passed in self.schedule.rewind_to(unit):
+                self._turn_to(passed)
+            unit.attach()
+            self._prefetch(unit, self.schedule.before(self.config.prefetch_units))
+
+    def end_backward(self) -> None:
+        """Every unit that has not been reduced is, in a fixed order; nothing stays attached."""
+        for unit in self.schedule.rewind_pass():
+            self._turn_to(unit)
+        self._turn_to(None)
+        if self.plan.grad is Residency.SHARDED:
+            for unit in [*reversed(self.blocks), self.root]:
+                if unit not in self._closed or unit.has_collected:
+                    unit.reduce_gradients()
+        self._drain()
+        self.root.detach()
+        self._closed.clear()
+        self._is_backward_open = False
+
+    def _turn_to(self, unit: Unit | None) -> None:
+        if unit is self._current:
+            return
+        if unit is not None:
+            unit.gather()
+        done, self._current = self._current, unit
+        if done is None:
+            return
+        done.detach()
+        if self.plan.grad is Residency.SHARDED and not self.schedule.uses_left(done) and done not in self._closed:
+            self._closed.add(done)
+            done.reduce_gradients()
+
+    def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter) -> None:
+        """Takes one parameter's gradient from autograd."""
+        if param.grad is not None:
+            self.open_backward()
+            unit.lend_gradients()
+            gradient.receive(index, param.grad)
+            param.grad = None
+
+    def recover(self) -> None:
+        """After a backward that failed: what it collected is dropped, and everything is as before the step."""
+        logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
+        for unit in self.units:
+            unit.settle()
+        self._drain()
+        for unit in self.units:
+            unit.drop_gradients()
+            unit.detach()
+        self.schedule.reset()
+        self._depth = 0
+        self._running.clear()
+        self._closed.clear()
+        self._current = None
+        self._is_backward_open = False
+
+    def _drain(self) -> None:
+        for slots in {id(unit.gradient_slots): unit.gradient_slots for unit in self.units if unit.gradient_slots}.values():
+            slots.drain()
+
+    # The optimizer's side
+
+    def gradients(self) -> Iterator[Gradient]:
+        """The gradients of all trainable buffers, in a fixed order."""
+        for unit in self.units:
+            yield from unit.gradients
+
+    def finish_gradients(self) -> None:
+        """Sees to it that every gradient is reduced: stages 0 and 1 have waited for it until now."""
+        if self._is_backward_open:
+            self.recover()
+        for unit in self.units:
+            if unit.gradients and not unit.gradients[0].is_reduced:
+                unit.reduce_gradients()
+        self._drain()
+
+    def clear_gradients(self) -> None:
+        """Forgets all gradients; the memory stays."""
+        for gradient in self.gradients():
+            gradient.clear()
+        self.schedule.reset()
+
+    def mark_updated(self) -> None:
+        """The masters have new values: the compute copies follow. All ranks call it."""
+        pendings: list[Pending] = []
+        for unit in self.units:
+            if unit.pins:
+                raise LifecycleError(
+                    f"unit {unit.name!r}: an optimizer step inside hf_zero.gathered(...); leave the context first"
+                )
+            pendings += unit.refresh()
+        for pending in pendings:
+            pending.wait()
+
+    def param_infos(self) -> list[ParamInfo]:
+        """All parameters in the model's order, tied ones once; the same on every rank."""
+        by_name = {info.name: info for unit in self.units for flat in unit.flats for info in flat.infos}
+        return [by_name[name] for name, _ in self.model.named_parameters() if name in by_name]
+
+    def named_shards(self, resident: bool = False) -> Iterator[NamedShard]:
+        """The parameters' values as the optimizer has them.
+
+        Args:
+            resident (`bool`): `False` gives the ranges that this rank owns, which over all ranks tile every parameter
+                exactly once; `True` those that it holds, which at stage 0 is everything.
+        """
+        for unit in self.units:
+            for flat in unit.flats:
+                yield from flat.named_shards(flat.master, flat.held, flat.held if resident else flat.owned)
+
+    def full_grad(self, name: str) -> Tensor | None:
+        """The whole averaged gradient of one parameter, on every rank; all ranks call it, after backward.
+
+        Args:
+            name (`str`): a name of `param_infos()`.
+
+        Returns:
+            `Tensor`, in the parameter's shape, or `None` when it has had no gradient since the last step.
+
+        Raises:
+            `KeyError`: when no trainable parameter has this name.
+        """
+        for unit in self.units:
+            for gradient in unit.gradients:
+                for info, place in zip(gradient.flat.infos, gradient.flat.layout.places):
+                    if info.name == name:
+                        self.finish_gradients()
+                        full = gradient.whole(unit.name)
+                        return None if full is None else full[place.offset : place.stop].view(place.shape)
+        raise KeyError(f"{name}: no trainable parameter has this name")

@@ -1,0 +1,157 @@
+"""The parameters of one unit that share dtype and trainability, as one flat buffer divided over the ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Comm
+from hf_zero.config import Residency, StagePlan
+from hf_zero.shard.layout import Layout
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What is known of a parameter without its data.
+
+    Args:
+        name (`str`): its first name in `model.named_parameters()`.
+        shape (`torch.Size`): of the whole parameter.
+        save_dtype (`torch.dtype`): the dtype that it had when it was sharded, in which it is saved.
+        trainable (`bool`): whether it gets gradients.
+    """
+
+    name: str
+    shape: torch.Size
+    save_dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class NamedShard:
+    """A run of one parameter (or of a tensor shaped like it) that this rank holds.
+
+    Args:
+        name (`str`): the parameter's name.
+        shape (`torch.Size`): of the whole parameter.
+        start (`int`): first element of the run, counted in the flattened parameter.
+        tensor (`Tensor`): 1-D view of the run; writing to it writes the state.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    tensor: Tensor
+
+
+class Flat:
+    """One flat buffer: its layout, this rank's values, and where the whole values appear when gathered.
+
+    Args:
+        infos (`list[ParamInfo]`): the parameters, in the layout's order.
+        params (`list[nn.Parameter]`): likewise.
+        layout (`Layout`): where each lies.
+        plan (`StagePlan`): what rests where.
+        comm (`Comm`): the data-parallel ranks.
+        dtype (`torch.dtype`): of the compute copy.
+    """
+
+    full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
+    shard: Tensor  # the compute copy, this rank's range
+    master: Tensor  # what the optimizer updates: the compute copy itself unless dtypes differ
+    views: list[Tensor]  # of `full`, one per parameter, in its shape
+    placeholders: list[Tensor]  # NaN in the parameter's shape: what a parameter reads while its data is away
+
+    def __init__(self, infos, params, layout: Layout, plan: StagePlan, comm: Comm, dtype: torch.dtype):
+        self.infos: list[ParamInfo] = infos
+        self.params: list[nn.Parameter] = params
+        self.layout = layout
+        self.plan = plan
+        self.comm = comm
+        self.dtype = dtype
+        self.trainable = infos[0].trainable
+        self.owned = layout.owned(comm.rank)
+        self.placeholders = [_placeholder(p, dtype) for p in params]
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.plan.compute is Residency.SHARDED
+
+    @property
+    def needs_spread(self) -> bool:
+        """Whether every rank holds the whole compute copy but updates only its own range."""
+        return not self.is_sharded and self.plan.master is Residency.SHARDED and self.trainable
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the master is a tensor of its own beside the compute copy."""
+        return self.master is not self.shard and self.master is not self.full
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The range of the buffer that the master covers on this rank."""
+        return (0, self.layout.full_numel) if self.plan.master is Residency.REPLICATED else self.owned
+
+    def bind(self, full: Tensor) -> None:
+        """Names the memory in which the whole values appear, and makes the parameters' views of it."""
+        self.full = full
+        self.views = [full[place.offset : place.stop].view(place.shape) for place in self.layout.places]
+
+    def fill(self, master_dtype: torch.dtype | None) -> None:
+        """Takes over the parameters' data: rank 0's values, into `full`, the shard and the master.
+
+        Args:
+            master_dtype (`torch.dtype`, *optional*): dtype of a master of its own; `None` for none.
+        """
+        whole = self.full if master_dtype is None else torch.empty_like(self.full, dtype=master_dtype)
+        whole.zero_()
+        for place, p in zip(self.layout.places, self.params):
+            whole[place.offset : place.stop].copy_(p.detach().reshape(-1))
+        self.comm.broadcast_(whole)
+        low, high = self.owned
+        if whole is not self.full:
+            self.full.copy_(whole)
+        self.shard = self.full[low:high].clone() if self.is_sharded else self.full[low:high]
+        if master_dtype is None:
+            self.master = self.full if self.plan.master is Residency.REPLICATED else self.shard
+        else:
+            self.master = whole if self.plan.master is Residency.REPLICATED else whole[low:high].clone()
+
+    def attach(self) -> None:
+        for p, view in zip(self.params, self.views):
+            p.data = view
+
+    def detach(self) -> None:
+        for p, placeholder in zip(self.params, self.placeholders):
+            p.data = placeholder
+
+    def refresh(self) -> None:
+        """Writes the compute copy of the range that the master covers."""
+        if self.has_master:
+            low, high = self.held
+            target = self.shard if self.is_sharded else self.full[low:high]
+            target.copy_(self.master)
+
+    def take_back(self) -> None:
+        """Makes rank 0's whole values everyone's: the shard and the master follow what was written to the parameters."""
+        self.comm.broadcast_(self.full)
+        low, high = self.owned
+        if self.is_sharded:
+            self.shard.copy_(self.full[low:high])
+        if self.has_master:
+            self.master.copy_(self.full[slice(*self.held)])
+
+    def named_shards(self, tensor: Tensor, covers: tuple[int, int], only: tuple[int, int]) -> Iterator[NamedShard]:
+        """The parameters' runs inside `tensor`, which covers the range `covers` of the buffer, limited to `only`."""
+        low, high = max(covers[0], only[0]), min(covers[1], only[1])
+        window = tensor[low - covers[0] : high - covers[0]]
+        for piece in self.layout.pieces(low, high):
+            info = self.infos[piece.index]
+            yield NamedShard(info.name, info.shape, piece.start, window[piece.offset : piece.offset + piece.numel])
+
+
+def _placeholder(param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """Reads as NaN, cannot be written (all its elements are one), and costs one element."""
+    value = float("nan") if dtype.is_floating_point else 0
+    return torch.full((), value, dtype=dtype, device=param.device).expand(param.shape)

@@ -1,0 +1,158 @@
+"""Gradients of one flat buffer: collected whole as autograd produces them, reduced to this rank's range."""
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Pending
+from hf_zero.comm.base import DONE
+from hf_zero.config import Residency
+from hf_zero.engine.flat import Flat
+from hf_zero.errors import LifecycleError
+from hf_zero.shard.slots import Slot
+
+
+class Gradient:
+    """The gradient of one flat buffer between two optimizer steps.
+
+    Args:
+        flat (`Flat`): the buffer.
+        sum_dtype (`torch.dtype`): in which gradients are summed over the ranks; they also rest in it, unless the
+            master is of lower precision.
+    """
+
+    full: Tensor | None  # this rank's summand; None while no slot is lent (sharded gradients only)
+    reduced: Tensor | None  # the average, over the range that the optimizer updates; None until the first reduction
+
+    def __init__(self, flat: Flat, sum_dtype: torch.dtype):
+        self.flat = flat
+        self.sum_dtype = sum_dtype
+        self.dtype = min(sum_dtype, flat.master.dtype, key=lambda dtype: dtype.itemsize)
+        self.full = None
+        self.reduced = None
+        self.views: list[Tensor] = []
+        self.is_reduced = False  # `reduced` holds a gradient of this step
+        self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
+        self.used = [False] * len(flat.params)  # it got one since the last step
+        self._pads = list(flat.layout.pads())
+        self._views_of: dict[int, list[Tensor]] = {}
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether `full` stays between backward passes, because it is the resting place of the summand."""
+        return self.flat.plan.grad is not Residency.SHARDED
+
+    def lend(self, full: Tensor) -> None:
+        """Gives memory in which gradients are collected. Only the padding is cleared: the rest is overwritten."""
+        self.full = full
+        key = full.data_ptr()
+        if key not in self._views_of:
+            self._views_of[key] = [full[place.offset : place.stop].view(place.shape) for place in self.flat.layout.places]
+        self.views = self._views_of[key]
+        for start, stop in self._pads:
+            full[start:stop].zero_()
+
+    def receive(self, index: int, grad: Tensor) -> None:
+        """Takes one parameter's gradient: the first is copied, later ones are added."""
+        if self.is_persistent and self.is_reduced:
+            raise LifecycleError(
+                f"{self.flat.infos[index].name}: a backward came after the gradients were clipped and before the optimizer "
+                "step; step first, or use stage 2 or 3"
+            )
+        if self.filled[index]:
+            self.views[index].add_(grad)
+        else:
+            self.views[index].copy_(grad)
+            self.filled[index] = self.used[index] = True
+
+    def reduce(self, what: str) -> Pending:
+        """Averages what was collected over the ranks, into `reduced`. A parameter without a gradient counts as zero."""
+        full, flat = self.full, self.flat
+        for index, filled in enumerate(self.filled):
+            if not filled:
+                self.views[index].zero_()
+            self.filled[index] = False
+        low, high = flat.owned
+        if self.reduced is None:
+            self.reduced = self._make_reduced()
+        replicated = flat.plan.grad is Residency.REPLICATED
+        out = self.reduced[low:high] if replicated else self.reduced
+        pending = flat.comm.reduce(full, out, dtype=self.sum_dtype, accumulate=self.is_reduced, what=what)
+        self.is_reduced = True
+        if not self.is_persistent:
+            self.full, self.views = None, []
+        if not replicated:
+            return pending
+        pending.wait()
+        return flat.comm.gather(self.reduced, out, what=what)
+
+    def _make_reduced(self) -> Tensor:
+        layout, (low, high) = self.flat.layout, self.flat.owned
+        whole = self.flat.plan.grad is Residency.REPLICATED
+        if self.is_persistent and self.full.dtype is self.dtype:
+            return self.full if whole else self.full[low:high]
+        numel = layout.full_numel if whole else layout.shard_numel
+        return torch.empty(numel, dtype=self.dtype, device=self.flat.comm.device)
+
+    def owned_range(self) -> Tensor:
+        """The averaged gradient of the range that this rank owns."""
+        low, high = self.flat.owned
+        return self.reduced[low:high] if self.flat.plan.grad is Residency.REPLICATED else self.reduced
+
+    def whole(self, what: str) -> Tensor | None:
+        """The averaged gradient of the whole buffer, on every rank; None before the first reduction."""
+        if not self.is_reduced or self.flat.plan.grad is Residency.REPLICATED:
+            return self.reduced if self.is_reduced else None
+        whole = torch.empty(self.flat.layout.full_numel, dtype=self.dtype, device=self.flat.comm.device)
+        self.flat.comm.gather(whole, self.reduced, what=what).wait()
+        return whole
+
+    def clear(self) -> None:
+        """Forgets the gradients; the memory stays."""
+        self.is_reduced = False
+        self.filled = [False] * len(self.filled)
+        self.used = [False] * len(self.used)
+
+
+class GradientSlots:
+    """The few buffers in which units collect gradients during backward.
+
+    Two suffice when each unit's backward ends before the next but one begins. Where it does not (several graphs in one
+    backward), a further buffer is made and dropped again.
+
+    Args:
+        nbytes (`int`): what the largest unit needs.
+        count (`int`): how many to keep.
+        device (`torch.device`): where.
+    """
+
+    def __init__(self, nbytes: int, count: int, device: torch.device):
+        self._nbytes = nbytes
+        self._device = device
+        self._free = [Slot(nbytes, device) for _ in range(count)] if nbytes else []
+        self._busy: dict[Slot, Pending | None] = {}  # None while gradients are being collected
+        self._count = count
+
+    def acquire(self) -> Slot:
+        """A buffer to collect in: a free one, else the one whose reduction is under way, else a new one."""
+        for slot, pending in list(self._busy.items()):
+            if not self._free and pending is not None:
+                pending.wait()
+                self.release(slot)
+        slot = self._free.pop() if self._free else Slot(self._nbytes, self._device)
+        self._busy[slot] = None
+        return slot
+
+    def reducing(self, slot: Slot, pending: Pending) -> None:
+        """Tells that the buffer is free again when `pending` is done."""
+        self._busy[slot] = pending
+
+    def release(self, slot: Slot) -> None:
+        del self._busy[slot]
+        if len(self._free) + len(self._busy) < self._count:
+            self._free.append(slot)
+
+    def drain(self) -> None:
+        """Waits for all reductions under way."""
+        for slot, pending in list(self._busy.items()):
+            (pending or DONE).wait()
+            self.release(slot)

@@ -1,0 +1,108 @@
+"""The hooks on a model's modules and tensors: each is one call to the engine."""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.config import Residency
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.schedule import Stack
+from hf_zero.engine.unit import Unit
+from hf_zero.errors import LifecycleError
+
+
+def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.Module, list[Stack]]) -> None:
+    """Puts the hooks onto the model.
+
+    Args:
+        engine (`ZeroEngine`): whom they call.
+        modules (`dict[Unit, nn.Module]`): each block's module.
+        owners (`dict[nn.Module, list[Stack]]`): the modules whose forward calls the blocks of a stack.
+    """
+    for unit in engine.units:
+        for gradient in unit.gradients:
+            for index, param in enumerate(gradient.flat.params):
+                engine.handles.append(
+                    param.register_post_accumulate_grad_hook(
+                        lambda p, u=unit, g=gradient, i=index: engine.receive(u, g, i, p)
+                    )
+                )
+    if engine.plan.grad is not Residency.SHARDED and engine.plan.compute is not Residency.SHARDED:
+        return  # nothing is moved during forward and backward
+    for module in _outer_modules(engine.model, modules, engine.root):
+        _install_on_outer(engine, module, owners.get(module, []))
+    for unit, module in modules.items():
+        _install_on_block(engine, unit, module)
+    if any(unit.is_sharded for unit in engine.units):
+        _guard_state_dict(engine)
+
+
+def _install_on_outer(engine: ZeroEngine, module: nn.Module, stacks: list[Stack]) -> None:
+    def after(_module, _args, output):
+        failed = output is None and sys.exc_info()[0] is not None
+        engine.end_forward(stacks, failed)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _grad: engine.before_backward())
+
+    engine.handles.append(module.register_forward_pre_hook(lambda *_: engine.begin_forward(), prepend=True))
+    engine.handles.append(module.register_forward_hook(after, always_call=True))
+
+
+def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
+    def before(_module, args, kwargs):
+        needs_grad = torch.is_grad_enabled() and (
+            unit.is_trainable or any(tensor.requires_grad for tensor in tensors_in([args, kwargs]))
+        )
+        engine.before_block(unit, needs_grad)
+
+    def after(_module, _args, output):
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _grad: engine.before_backward(unit))
+        engine.after_block(unit)
+
+    engine.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    engine.handles.append(module.register_forward_hook(after, always_call=True))
+
+
+def _guard_state_dict(engine: ZeroEngine) -> None:
+    def check(*_args, **_kwargs):
+        away = next((unit.name for unit in engine.units if unit.is_sharded and not unit.is_whole), None)
+        if away is not None:
+            raise LifecycleError(
+                f"state_dict: the parameters of unit {away!r} are sharded over {engine.comm.num_ranks} ranks; "
+                "save with hf_zero.save_pretrained(engine, folder), or read inside `with hf_zero.gathered(model):`"
+            )
+
+    for module in engine.model.modules():
+        if any(True for _ in module.parameters()):
+            engine.handles.append(module.register_state_dict_pre_hook(check))
+            engine.handles.append(module.register_load_state_dict_pre_hook(check))
+
+
+def _outer_modules(model: nn.Module, blocks: dict[Unit, nn.Module], root: Unit) -> list[nn.Module]:
+    """The modules around the blocks, and those that own parameters of the root: any may be called on its own."""
+    inside = {id(m) for block in blocks.values() for m in block.modules()}
+    root_params = {id(p) for flat in root.flats for p in flat.params}
+    outer = []
+    for module in model.modules():
+        holds_block = any(id(child) in inside for child in module.modules())
+        owns_root = any(id(p) in root_params for p in module.parameters(recurse=False))
+        if module is model or (id(module) not in inside and (holds_block or owns_root)):
+            outer.append(module)
+    return outer
+
+
+def tensors_in(value) -> Iterator[Tensor]:
+    """The tensors in a module's arguments or outputs, through tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)

@@ -1,0 +1,143 @@
+"""Which parameters form a unit, read off the model's structure: its repeated blocks, and the root with all the rest."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_zero.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One unit to be: a name, the module whose forward uses it, and its parameters by name."""
+
+    name: str
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """Blocks that are called one after the other, in their order, by the forward of `owner`."""
+
+    owner: nn.Module
+    units: list[UnitSpec]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Every parameter of the model in exactly one unit."""
+
+    root: UnitSpec
+    stacks: list[StackSpec]
+
+
+def partition(model: nn.Module) -> Partition:
+    """Divides a model into units.
+
+    Blocks are the members of a repeated container (`ModuleList`, `Sequential`) whose class the model names in
+    `_no_split_modules`; without such names, the members of the longest containers. A parameter that two blocks share,
+    or that lies outside of all blocks, belongs to the root.
+
+    Args:
+        model (`nn.Module`): any module. Ties are found by identity.
+    """
+    names = canonical_names(model)
+    containers = _containers(model)
+    users = _count_users(containers)
+    stacks, taken = [], set()
+    for path, container in containers:
+        units = []
+        for key, block in _members(container):
+            owned = {
+                names[id(p)]: p for p in block.parameters() if users[id(p)] == 1 and id(p) not in taken and p.numel() > 0
+            }
+            if owned:
+                units.append(UnitSpec(f"{path}.{key}", block, owned))
+                taken.update(id(p) for p in owned.values())
+        if units:
+            stacks.append(StackSpec(model.get_submodule(path.rpartition(".")[0]), units))
+    rest = {name: p for name, p in model.named_parameters() if id(p) not in taken}
+    return Partition(UnitSpec("root", model, rest), stacks)
+
+
+def canonical_names(model: nn.Module) -> dict[int, str]:
+    """The first name of every parameter, by its `id`: tied parameters have one."""
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
+    """Refuses parameters whose bytes are not a dense tensor of their own.
+
+    Raises:
+        `UnsupportedError`: for DTensors, uninitialised, sparse or subclassed parameters.
+    """
+    for name, p in model.named_parameters():
+        plain = type(p) is nn.Parameter and type(p.data).__name__ == "Tensor" and p.layout.__str__() == "torch.strided"
+        if not plain:
+            raise UnsupportedError(
+                f"{name}: {type(p).__name__} of {type(p.data).__name__} cannot be sharded; "
+                "load the model without quantization or another sharding library"
+            )
+        if p.device.type == "meta":
+            raise UnsupportedError(f"{name}: has no data (meta device); load or initialise the model first")
+
+
+def _no_split_names(model: nn.Module) -> set[str]:
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return names
+
+
+def _containers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The containers whose members are blocks, outermost first, by path; none lies inside another's block."""
+    found = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in module.parameters())
+    ]
+    no_split = _no_split_names(model)
+    named = [
+        (path, module) for path, module in found if path and any(type(m).__name__ in no_split for _, m in _members(module))
+    ]
+    return _outermost(named) if named else _longest(found)
+
+
+def _longest(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Of containers nested in one another, those whose longest is longest; a single block is no repetition."""
+    chosen = []
+    for path, container in _outermost([(path, c) for path, c in found if path]):
+        inner = [(p, c) for p, c in found if p.startswith(path + ".")]
+        longest = max((len(c) for _, c in inner), default=0)
+        if inner and longest > len(container):
+            chosen += _longest(inner)
+        elif len(container) > 1 or inner:
+            chosen.append((path, container))
+    return chosen
+
+
+def _outermost(containers: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    chosen: list[tuple[str, nn.Module]] = []
+    for path, container in containers:
+        if not any(path.startswith(outer + ".") for outer, _ in chosen):
+            chosen.append((path, container))
+    return chosen
+
+
+def _members(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(key, module) for key, module in container.named_children() if any(True for _ in module.parameters())]
+
+
+def _count_users(containers: list[tuple[str, nn.Module]]) -> dict[int, int]:
+    """How many different blocks use each parameter."""
+    users: dict[int, int] = {}
+    seen: set[int] = set()
+    for _, container in containers:
+        for _, block in _members(container):
+            if id(block) in seen:
+                continue
+            seen.add(id(block))
+            for p in block.parameters():
+                users[id(p)] = users.get(id(p), 0) + 1
+    return users

@@ -1,0 +1,167 @@
+"""The unit: parameters that are gathered, attached, released and reduced together."""
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Pending
+from hf_zero.engine.flat import Flat
+from hf_zero.engine.gradient import Gradient, GradientSlots
+from hf_zero.engine.phase import Phase, moved
+from hf_zero.shard.slots import Slot
+
+
+class Unit:
+    """One block's parameters, or the root's.
+
+    At stage 3 the whole values appear in a slot that is shared with other units. What a slot holds stays valid until
+    another unit is gathered there or the values change, so a unit that is used again soon costs no communication. All
+    ranks gather in the same order, hence they agree on what each slot holds.
+
+    Args:
+        name (`str`): path of the block, for messages.
+        flats (`list[Flat]`): the buffers, by dtype and trainability.
+        gradients (`list[Gradient]`): of the trainable ones.
+        index (`int`): the unit's place in the fixed order that all ranks share.
+    """
+
+    def __init__(self, name: str, flats: list[Flat], gradients: list[Gradient], *, index: int):
+        self.name = name
+        self.index = index
+        self.flats = flats
+        self.gradients = gradients
+        self.is_sharded = any(flat.is_sharded for flat in flats)
+        self.phase = Phase.SHARDED if self.is_sharded else Phase.ATTACHED
+        self.slot: Slot | None = None  # where the whole values appear; None when they never leave
+        self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
+        self.pins = 0  # how many `gathered` contexts hold the parameters
+        self._gathering: list[Pending] = []
+        self._gradient_slot: Slot | None = None
+        self._homes: list[Tensor] = []  # where the whole values appear when not pinned; empty while they are there
+
+    @property
+    def is_trainable(self) -> bool:
+        return bool(self.gradients)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters can be read now."""
+        return self.phase is Phase.ATTACHED
+
+    def gather(self) -> None:
+        """Starts to bring the whole values into the slot, unless they are there."""
+        if self.phase is not Phase.SHARDED:
+            return
+        if self.slot.holder not in (None, self):
+            self.slot.holder.evict()
+        self.slot.holder = self
+        self.phase = moved(self.name, self.phase, Phase.GATHERING)
+        self._gathering = [flat.comm.gather(flat.full, flat.shard, what=self.name) for flat in self.flats]
+
+    def settle(self) -> None:
+        """Waits for a gather under way."""
+        if self.phase is Phase.GATHERING:
+            for pending in self._gathering:
+                pending.wait()
+            self._gathering = []
+            self.phase = moved(self.name, self.phase, Phase.GATHERED)
+
+    def attach(self) -> None:
+        """Makes the parameters whole; they must have been gathered."""
+        if self.phase is Phase.ATTACHED:
+            return
+        self.settle()
+        self.phase = moved(self.name, self.phase, Phase.ATTACHED)
+        for flat in self.flats:
+            flat.attach()
+
+    def detach(self) -> None:
+        """Puts placeholders into the parameters; the slot keeps the values until it is needed."""
+        if self.is_sharded and self.phase is Phase.ATTACHED and not self.pins:
+            for flat in self.flats:
+                flat.detach()
+            self.phase = moved(self.name, self.phase, Phase.GATHERED)
+
+    def evict(self) -> None:
+        """Gives up the slot's contents: another unit takes it, or the values have changed."""
+        self.settle()
+        if self.is_sharded and self.phase is not Phase.SHARDED:
+            self.detach()
+            self.phase = moved(self.name, self.phase, Phase.SHARDED)
+
+    def refresh(self) -> list[Pending]:
+        """Makes the compute copy follow the masters: sharded values are gathered when next used, others now."""
+        for flat in self.flats:
+            flat.refresh()
+        if self.is_sharded:
+            self.evict()
+            return []
+        return [flat.comm.gather(flat.full, flat.shard, what=self.name) for flat in self.flats if flat.needs_spread]
+
+    @property
+    def has_collected(self) -> bool:
+        """Whether gradients have come in that are not reduced yet."""
+        return any(any(gradient.filled) for gradient in self.gradients)
+
+    def lend_gradients(self) -> None:
+        """Sees to it that there is memory to collect gradients in."""
+        if self.gradients and self.gradients[0].full is None:
+            self._gradient_slot = self.gradient_slots.acquire()
+            parts = [(gradient.flat.layout.full_numel, gradient.flat.dtype) for gradient in self.gradients]
+            for gradient, full in zip(self.gradients, self._gradient_slot.views(parts)):
+                gradient.lend(full)
+
+    def pin(self) -> None:
+        """Makes the parameters whole in memory of their own, outside of the slots, until `unpin`."""
+        self.pins += 1
+        if self.phase is Phase.ATTACHED:
+            return  # in use already: whoever attached it detaches it after the last `unpin`
+        self.evict()
+        if self.slot.holder is self:
+            self.slot.holder = None
+        # Autograd may hold views of the slot from a forward: the private memory leaves them as they are.
+        self._homes = [flat.full for flat in self.flats]
+        for flat in self.flats:
+            flat.bind(torch.empty_like(flat.full))
+        self.phase = moved(self.name, self.phase, Phase.GATHERING)
+        self._gathering = [flat.comm.gather(flat.full, flat.shard, what=self.name) for flat in self.flats]
+        self.attach()
+
+    def unpin(self, writeback: bool) -> None:
+        """Ends a `pin`; with `writeback`, rank 0's values become everyone's."""
+        if writeback:
+            for flat in self.flats:
+                flat.take_back()
+        self.pins -= 1
+        if self.pins or not self._homes:
+            return
+        self.evict()
+        for flat, home in zip(self.flats, self._homes):
+            flat.bind(home)
+        self._homes = []
+
+    def reduce_gradients(self) -> None:
+        """Averages what was collected over the ranks: all ranks call it for the same units in the same order."""
+        if not self.gradients:
+            return
+        self.lend_gradients()
+        pendings = [gradient.reduce(self.name) for gradient in self.gradients]
+
+        def finish():
+            for pending in pendings:
+                pending.wait()
+
+        slot, self._gradient_slot = self._gradient_slot, None
+        if slot is None:
+            finish()
+        else:
+            self.gradient_slots.reducing(slot, Pending(finish))
+
+    def drop_gradients(self) -> None:
+        """Forgets gradients that were collected but not reduced, after a backward that failed."""
+        for gradient in self.gradients:
+            gradient.clear()
+            if not gradient.is_persistent:
+                gradient.full, gradient.views = None, []
+        if self._gradient_slot is not None:
+            self.gradient_slots.release(self._gradient_slot)
+            self._gradient_slot = None

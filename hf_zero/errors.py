@@ -1,0 +1,29 @@
+"""What can go wrong, one class per kind. Every message says: subject, found, expected, what to do."""
+
+
+class HfZeroError(Exception):
+    """Base of all errors that hf_zero raises on purpose."""
+
+
+class ConfigError(HfZeroError, ValueError):
+    """A setting that cannot work, refused before anything is loaded."""
+
+
+class DataError(HfZeroError, ValueError):
+    """Input data that cannot be trained on: a missing column, an empty data set, an unreadable row."""
+
+
+class CheckpointError(HfZeroError, RuntimeError):
+    """A checkpoint that cannot be read or written: truncated, another shape, no space, no permission."""
+
+
+class LifecycleError(HfZeroError, RuntimeError):
+    """A call at the wrong time: a phase transition that is not allowed, sharded data read as if it were whole."""
+
+
+class UnsupportedError(HfZeroError, NotImplementedError):
+    """Something that cannot be sharded exactly: double backward, an optimizer that is not elementwise."""
+
+
+class CommError(HfZeroError, RuntimeError):
+    """A collective that failed or did not finish: names the unit, the rank and whom it waited for."""

@@ -1,0 +1,31 @@
+"""The norm of all gradients, from the shards."""
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Comm
+from hf_zero.engine.gradient import Gradient
+
+
+def global_norm(gradients: list[Gradient], comm: Comm, norm_type: float = 2.0) -> Tensor:
+    """The norm over all parameters and ranks of the averaged gradients, by one exchange of one number.
+
+    Every rank measures the ranges that it owns, at every stage the same ones, so the result does not depend on the stage.
+
+    Args:
+        gradients (`list[Gradient]`): the reduced gradients, in the same order on every rank.
+        comm (`Comm`): the ranks.
+        norm_type (`float`): order of the norm, `inf` included.
+
+    Returns:
+        `Tensor`: 0-d fp32 on the CPU.
+    """
+    owned = [gradient.owned_range() for gradient in gradients]
+    if owned:
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(owned, norm_type)])
+    else:
+        norms = torch.zeros(1, dtype=torch.float64, device=comm.device)
+    if norm_type == float("inf"):
+        return comm.all_gather_vector(norms.max().reshape(1)).max().float()
+    own = norms.pow(norm_type).sum().reshape(1)
+    return comm.all_gather_vector(own).sum().pow(1.0 / norm_type).float()

@@ -1,0 +1,1 @@
+"""Ready-made fine-tunes: `python -m hf_zero.recipes <task> --config recipes/<name>.yaml`."""

@@ -1,0 +1,90 @@
+"""What can be refused before a process is started or a weight is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+RIVALS = {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
+
+
+def check_training_settings(settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+    """Refuses settings that no task could work with.
+
+    Args:
+        settings (`Mapping[str, Any]`): The fields of the training arguments, parsed but not yet acted upon.
+        environment (`Mapping[str, str]`, *optional*): Instead of `os.environ`.
+
+    Raises:
+        ConfigError: If another sharding engine is asked for, or `output_dir` cannot be written.
+    """
+    environment = os.environ if environment is None else environment
+    for name, variable in RIVALS.items():
+        if settings.get(name):
+            raise ConfigError(f"--{name} {settings[name]}: hf_zero shards the model itself; use --zero_stage instead of --{name}")
+        if environment.get(variable, "").lower() in ("1", "true", "yes"):
+            raise ConfigError(f"{variable}={environment[variable]}: hf_zero shards the model itself; unset {variable}")
+    check_output_dir(settings.get("output_dir"))
+
+
+def check_output_dir(output_dir: str | None) -> None:
+    """Makes sure that a folder can be written without creating it yet.
+
+    Args:
+        output_dir (`str`, *optional*): The folder; it may not exist so far.
+
+    Raises:
+        ConfigError: If none is given, or something that is not a writable folder is in the way.
+    """
+    if not output_dir:
+        raise ConfigError("output_dir: not set; say where the trained model goes, for instance --output_dir outputs/mine")
+    folder = Path(output_dir).expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir {output_dir!r}: {existing} is not a folder; give a folder that can be written")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir {output_dir!r}: {existing} may not be written by this user; give another folder")
+
+
+def launched_world_size(num_processes: int | None, environment: Mapping[str, str] | None = None) -> int | None:
+    """Reads what an outer launcher such as torchrun has set, and holds it against `--num_processes`.
+
+    Args:
+        num_processes (`int`, *optional*): What the user asked for, if anything.
+        environment (`Mapping[str, str]`, *optional*): Instead of `os.environ`.
+
+    Returns:
+        `int` or `None`: The number of processes that the outer launcher started; None when there is none.
+
+    Raises:
+        ConfigError: If the variables are incomplete or contradict each other or `num_processes`.
+    """
+    environment = os.environ if environment is None else environment
+    if num_processes is not None and num_processes < 1:
+        raise ConfigError(f"--num_processes {num_processes}: expected 1 or more")
+    missing = [name for name in LAUNCHER_VARIABLES if name not in environment]
+    if "WORLD_SIZE" in missing and "RANK" in missing:
+        return None
+    if missing:
+        found = "WORLD_SIZE" if "WORLD_SIZE" not in missing else "RANK"
+        raise ConfigError(
+            f"{found}={environment[found]} is set but {', '.join(missing)} not: "
+            "start with torchrun, which sets them all, or unset them and use --num_processes"
+        )
+    try:
+        world_size, rank = int(environment["WORLD_SIZE"]), int(environment["RANK"])
+    except ValueError as error:
+        raise ConfigError(f"WORLD_SIZE and RANK: {error}; expected the integers that torchrun sets") from error
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"RANK={rank} with WORLD_SIZE={world_size}: expected a rank below the size; start with torchrun")
+    if num_processes not in (None, world_size):
+        raise ConfigError(
+            f"--num_processes {num_processes}, but WORLD_SIZE={world_size} from the launcher; leave --num_processes out"
+        )
+    return world_size

@@ -1,0 +1,77 @@
+"""`python -m hf_zero.recipes <task> ...`: from the command line to a running task, or to one clear line."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, HfZeroError
+from .tasks import TASKS
+
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+
+EXIT_FAILURE = 1
+EXIT_BAD_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+USAGE = """usage: python -m hf_zero.recipes <task> [--config FILE.yaml] [--num_processes N] [--zero_stage 0|1|2|3] [--key value ...]
+
+tasks:
+{tasks}
+
+`python -m hf_zero.recipes <task> --help` lists all keys. The command line wins over the file. Under torchrun leave
+--num_processes out."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs one recipe.
+
+    Args:
+        argv (`list[str]`): The command line without the program.
+
+    Returns:
+        `int`: The exit code: 0, 1 for a run that failed, 2 for a setting that cannot work, 130 after Ctrl-C.
+    """
+    try:
+        _main(argv)
+    except HfZeroError as error:
+        print(f"hf_zero.recipes: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILURE
+    except KeyboardInterrupt:
+        print("hf_zero.recipes: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _main(argv: list[str]) -> None:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE.format(tasks="\n".join(f"  {name:12}{task.summary}" for name, task in TASKS.items())))
+        return
+    task = argv[0]
+    if task not in TASKS:
+        raise ConfigError(f"task {task!r}: expected one of {', '.join(TASKS)}")
+    from .checks import check_training_settings, launched_world_size
+    from .settings import parse_settings
+
+    settings = parse_settings(task, argv[1:])
+    world_size = launched_world_size(settings.num_processes)
+    check_training_settings(settings.training)
+    TASKS[task].load().check(settings.arguments)
+    if world_size is None and (settings.num_processes or 1) > 1:
+        from .launch import launch
+
+        launch(settings.num_processes, run_task, settings)
+    else:
+        run_task(settings)
+
+
+def run_task(settings: Settings) -> None:
+    """Trains, in every process of the run.
+
+    Args:
+        settings ([`Settings`]): What to do; the rank comes from the environment.
+    """
+    TASKS[settings.task].load().run(settings.arguments, settings.training_arguments())

@@ -1,0 +1,130 @@
+"""A text classification data set that every Python brings along: the docstrings of its own standard library.
+
+The label of a docstring is the top-level package it was written for. Sources are parsed, never imported, and names
+that would give the answer away are replaced, so that a model has to read the sentence to tell `email` from `logging`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import sysconfig
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import DataError
+from .examples import Example, text_hash
+
+
+MIN_CHARS = 40
+MASK = "thing"
+SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+def load_docstrings(num_classes: int = 10, max_per_class: int = 400, root: Path | None = None) -> list[Example]:
+    """Collects the docstrings of the `num_classes` best documented packages of the standard library.
+
+    The result depends on nothing but the sources under `root`: files are read in sorted order, a class that is larger
+    than `max_per_class` keeps the texts with the smallest hashes, and rows are sorted by hash.
+
+    Args:
+        num_classes (`int`, *optional*, defaults to 10): How many packages; ties go to the alphabet.
+        max_per_class (`int`, *optional*, defaults to 400): Upper bound of a class, so that none dominates.
+        root (`Path`, *optional*): The folder of the standard library's sources; this interpreter's own when not given.
+
+    Returns:
+        `list[Example]`: Rows without duplicates, at least 40 characters each.
+
+    Raises:
+        DataError: If fewer than `num_classes` packages with docstrings are found.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    packages = _collect(root)
+    packages.sort(key=lambda package: (-len(package.texts), package.label))
+    if len(packages) < num_classes:
+        raise DataError(
+            f"python_docstrings: {len(packages)} packages with docstrings under {root}, expected {num_classes}; "
+            "use a Python whose standard library is installed as .py files, or lower num_classes"
+        )
+    packages = packages[:num_classes]
+    answers = _pattern((package.label for package in packages), whole_word=False)
+    rows = [row for package in packages for row in package.rows(answers)]
+    return _capped(_unambiguous(rows), max_per_class)
+
+
+@dataclass
+class _Package:
+    label: str
+    texts: set[str] = field(default_factory=set)
+    module_names: set[str] = field(default_factory=set)
+
+    def rows(self, answers: re.Pattern[str]) -> Iterator[Example]:
+        own_names = _pattern(self.module_names, whole_word=True)
+        for text in self.texts:
+            scrubbed = own_names.sub(MASK, answers.sub(MASK, text))
+            if len(scrubbed) >= MIN_CHARS:
+                yield Example(scrubbed, self.label)
+
+
+def _collect(root: Path) -> list[_Package]:
+    packages: dict[str, _Package] = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] not in sys.stdlib_module_names or SKIPPED_FOLDERS.intersection(parts):
+            continue
+        label = _public_name(parts[0])
+        package = packages.setdefault(label, _Package(label))
+        package.module_names.update(name.strip("_") for name in parts[1:])
+        package.texts.update(_docstrings_in(path))
+    return list(packages.values())
+
+
+def _public_name(name: str) -> str:
+    """`_pydecimal` is the Python source of `decimal`; the other private modules only lose their underscore."""
+    twin = name.removeprefix("_py")
+    return twin if twin in sys.stdlib_module_names else name.lstrip("_")
+
+
+def _docstrings_in(path: Path) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old sources hold escapes that newer parsers warn about
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            return  # templates and test inputs that are not meant to parse
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = " ".join((ast.get_docstring(node) or "").split())
+            if len(text) >= MIN_CHARS:
+                yield text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _pattern(names: Iterable[str], whole_word: bool) -> re.Pattern[str]:
+    """A class name is replaced inside words too (`LoggingError`), unless it is so short that it is in every word."""
+    around = r"(?<![^\W_])%s(?![^\W_])"
+    longest_first = sorted(filter(None, names), key=lambda name: (-len(name), name))
+    alternatives = [around % re.escape(n) if whole_word or len(n) < 3 else re.escape(n) for n in longest_first]
+    return re.compile("|".join(alternatives) or r"(?!)", re.IGNORECASE)
+
+
+def _unambiguous(rows: list[Example]) -> list[Example]:
+    """Drops repeated rows, and every text that was found in two packages: it has no right answer."""
+    labels_of: dict[str, set[str]] = {}
+    for row in rows:
+        labels_of.setdefault(row.text.casefold(), set()).add(row.label)
+    unique = {row.text.casefold(): row for row in sorted(rows, key=lambda row: row.text)}
+    return [row for key, row in unique.items() if len(labels_of[key]) == 1]
+
+
+def _capped(rows: list[Example], max_per_class: int) -> list[Example]:
+    kept: list[Example] = []
+    sizes: Counter[str] = Counter()
+    for row in sorted(rows, key=lambda row: text_hash(row.text)):
+        sizes[row.label] += 1
+        if sizes[row.label] <= max_per_class:
+            kept.append(row)
+    return kept

@@ -1,0 +1,118 @@
+"""Starts the processes of a run on this machine, through torch's own elastic agent, and brings their errors home."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import errors
+from ..errors import HfZeroError
+
+
+LOOPBACK = "127.0.0.1"
+
+
+class WorkerError(HfZeroError):
+    """A process of the run died of something that hf_zero did not raise itself."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one failed process wrote about its end."""
+
+    rank: int
+    timestamp: int
+    message: str
+    traceback: str
+
+    @property
+    def kind(self) -> type[HfZeroError] | None:
+        kind = getattr(errors, self.message.partition(":")[0], None)
+        return kind if isinstance(kind, type) and issubclass(kind, HfZeroError) else None
+
+
+def launch(num_processes: int, function: Callable[..., None], *args: Any) -> None:
+    """Runs `function(*args)` in `num_processes` processes that form one process group on loopback.
+
+    Args:
+        num_processes (`int`): How many.
+        function (`Callable`): Importable by name; it finds its rank in the environment, as under torchrun.
+        args: Picklable arguments.
+
+    Raises:
+        HfZeroError: The first error of the run, as the failing process raised it; [`WorkerError`] for any other end.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _prepare_environment(num_processes)
+    # The agent logs every failure with banner and traceback; we read the error files and say it once.
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="hf_zero_") as log_dir:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{LOOPBACK}:0",  # port 0: the store takes a free one
+            max_restarts=0,
+            local_addr=LOOPBACK,
+            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+        )
+        try:
+            elastic_launch(config, function)(*args)
+        except ChildFailedError as failure:
+            raise _root_cause(Path(log_dir), failure) from None
+        except SignalException as stop:
+            raise SystemExit(128 + stop.sigval) from None
+
+
+def _prepare_environment(num_processes: int) -> None:
+    """Set before the processes start: thread pools and gloo read these once, at import."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _root_cause(log_dir: Path, failure: Any) -> HfZeroError:
+    """When one rank fails the others lose their connection to it: an error of ours, then the earliest, is the cause."""
+    reports = sorted(_read_reports(log_dir), key=lambda report: (report.kind is None, report.timestamp, report.rank))
+    if not reports:
+        rank, first = failure.get_first_failure()
+        hint = "; the machine may be out of memory" if first.exitcode == -signal.SIGKILL else ""
+        return WorkerError(f"rank {rank} ended without a word: exit code {first.exitcode} {first.signal_name()}{hint}")
+    cause = reports[0]
+    if cause.kind is not None:
+        return cause.kind(cause.message.partition(": ")[2])
+    print(cause.traceback, file=sys.stderr)
+    return WorkerError(f"rank {cause.rank} failed: {cause.message}")
+
+
+def _read_reports(log_dir: Path) -> list[_Report]:
+    reports = []
+    for path in log_dir.rglob("error.json"):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))["message"]
+            extra = content["extraInfo"]
+            reports.append(
+                _Report(int(path.parent.name), int(extra["timestamp"]), content["message"], extra["py_callstack"])
+            )
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off while it was written: the other reports are enough
+    return reports

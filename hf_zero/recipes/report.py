@@ -1,0 +1,55 @@
+"""What a recipe says at its end: memory against data parallelism, and how to use what it left."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+MIB = 2**20
+TENSOR_CLASSES = (("parameters", "parameter_nbytes"), ("gradients", "gradient_nbytes"), ("optimizer state", "optimizer_nbytes"))
+
+
+def memory_table(per_rank: Sequence[dict[str, int]], zero_stage: int) -> str:
+    """Draws the bytes of each tensor class, as measured.
+
+    Args:
+        per_rank (`Sequence[dict[str, int]]`): One dict per rank, with the fields of `MemoryReport`, in bytes.
+        zero_stage (`int`): Named in the heading.
+
+    Returns:
+        `str`: Lines of equal width: the largest rank, what plain data parallelism (DDP) would hold, and their ratio.
+    """
+    lines = [f"{'MiB per rank, measured':24}{f'ZeRO stage {zero_stage}':>14}{'DDP':>10}{'ratio':>8}"]
+    totals = [0, 0]
+    for title, name in TENSOR_CLASSES:
+        held = max(report[name] for report in per_rank)
+        ddp = max(report[f"ddp_{name}"] for report in per_rank)
+        totals = [totals[0] + held, totals[1] + ddp]
+        lines.append(_memory_line(title, held, ddp))
+    lines.append(_memory_line("total", *totals))
+    return "\n".join(lines)
+
+
+def _memory_line(title: str, held: int, ddp: int) -> str:
+    return f"{title:24}{held / MIB:>14.1f}{ddp / MIB:>10.1f}{held / max(ddp, 1):>8.2f}"
+
+
+def usage_command(folder: str, text: str) -> str:
+    """Writes a command that classifies a text with the trained model, to be pasted into a shell as it is.
+
+    Args:
+        folder (`str`): Where the model was saved.
+        text (`str`): An example text.
+
+    Returns:
+        `str`: The command, with this Python.
+    """
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = Path(os.path.relpath(python))
+    code = f"from transformers import pipeline; print(pipeline('text-classification', {folder!r})({text!r}))"
+    return f"{shlex.quote(str(python))} -c {shlex.quote(code)}"
