@@ -1,9 +1,41 @@
 """Train Hugging Face models with ZeRO: optimizer state, gradients and parameters partitioned over the ranks."""
 
+from importlib import import_module
+
+from hf_zero.checkpoint import load_pretrained, load_state, load_weights, save_pretrained, save_state
 from hf_zero.engine import ZeroEngine, engine_of, gathered, shard
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler
 
 
 __version__ = "0.1.0"
 
-__all__ = ["ShardedOptimizer", "ZeroEngine", "ZeroGradScaler", "engine_of", "gathered", "shard"]
+# The trainer room imports transformers' Trainer, which takes seconds: only those who use it wait for it.
+_TRAINER = (
+    "ZeroArgumentsMixin",
+    "ZeroSeq2SeqTrainer",
+    "ZeroSeq2SeqTrainingArguments",
+    "ZeroTrainer",
+    "ZeroTrainerMixin",
+    "ZeroTrainingArguments",
+)
+
+__all__ = [
+    "ShardedOptimizer",
+    "ZeroEngine",
+    "ZeroGradScaler",
+    "engine_of",
+    "gathered",
+    "load_pretrained",
+    "load_state",
+    "load_weights",
+    "save_pretrained",
+    "save_state",
+    "shard",
+    *_TRAINER,
+]
+
+
+def __getattr__(name: str):
+    if name in _TRAINER:
+        return getattr(import_module("hf_zero.trainer"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

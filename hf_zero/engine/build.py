@@ -55,6 +55,17 @@ def shard(
         `UnsupportedError`: for parameters that are not dense tensors in memory.
     """
     config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
+    return shard_with(model, config, device=device, group=group)
+
+
+def shard_with(
+    model: nn.Module,
+    config: ZeroConfig,
+    *,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ZeroEngine:
+    """`shard`, for settings that are a `ZeroConfig` already."""
     engine = engine_of(model)
     if engine is not None:
         if engine.config != config:
@@ -63,9 +74,8 @@ def shard(
     refuse_what_cannot_be_sharded(model)
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    device = torch.device(device)
     comm = connect(
-        device, group=group, timeout_seconds=config.timeout_seconds, bucket_nbytes=config.bucket_nbytes
+        torch.device(device), group=group, timeout_seconds=config.timeout_seconds, bucket_nbytes=config.bucket_nbytes
     )
     return build(model, config, comm)
 

@@ -132,6 +132,11 @@ class GradientSlots:
         self._busy: dict[Slot, Pending | None] = {}  # None while gradients are being collected
         self._count = count
 
+    @property
+    def slots(self) -> list[Slot]:
+        """All buffers there are at the moment."""
+        return [*self._free, *self._busy]
+
     def acquire(self) -> Slot:
         """A buffer to collect in: a free one, else the one whose reduction is under way, else a new one."""
         for slot, pending in list(self._busy.items()):

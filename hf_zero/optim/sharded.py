@@ -80,14 +80,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if params is None:
                 params = [p for p in engine.model.parameters() if p.requires_grad]
             optimizer = optimizer(params, **kwargs)
-        if optimizer.state:
-            raise LifecycleError(f"{cls.__name__}: has stepped on whole parameters already; give a fresh one")
+        makes_state_early = _refuse_stepped(optimizer)
+        optimizer.state.clear()
         self.engine = engine
         self.inner = optimizer
         self._frozen = [p for unit in engine.units for flat in unit.flats if not flat.trainable for p in flat.params]
         self._group_names = [[name for name, _ in group] for group in _named_groups(engine, optimizer)]
         self.runs = _make_runs(engine, optimizer)
+        self._makes_state_early = makes_state_early
         self._share_groups()
+        if makes_state_early:
+            self._make_early_state()
 
     def _share_groups(self) -> None:
         """Lets the inner optimizer's groups hold the runs. Groups and state are one object for both optimizers, so
@@ -230,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if value is not None
             }
             for index in run.indices:
-                if values:
+                if self.state.get(run.param):
                     scalars[run.flat.infos[index].name] = values
         return scalars
 
@@ -239,7 +242,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Makes the state anew, its numbers from `state`, its tensors empty: to be called before those are loaded.
 
         Args:
-            state (`dict[str, dict[str, float]]`): for every parameter that has state, its numbers by key.
+            state (`dict[str, dict[str, float]]`): for every parameter that has state, its numbers by key (there may
+                be none, as for SGD with momentum).
         """
         self.state.clear()
         self.runs = [
@@ -259,8 +263,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 old = self.state[run.param].get(key)
                 self.state[run.param][key] = torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
 
+    def _make_early_state(self) -> None:
+        """The state of an optimizer that makes it when it is built (Adagrad), for the runs."""
+        groups = [{**group, "params": list(group["params"])} for group in self.inner.param_groups]
+        self.state.update(type(self.inner)([group for group in groups if group["params"]], **self.inner.defaults).state)
+
     def _create_state(self) -> None:
         """Lets the inner optimizer make its state, by a step with zero gradients and no effect on the masters."""
+        if self._makes_state_early:
+            self._make_early_state()
         saved = [run.param.detach().clone() for run in self.runs]
         for run in self.runs:
             run.param.grad = torch.zeros_like(run.param)
@@ -312,6 +323,19 @@ def refuse_non_elementwise(cls: type) -> None:
             f"optimizer {cls.__name__}: is not known to update each element by itself, so it cannot run on shards; "
             f"use one of {', '.join(sorted(ELEMENTWISE))}"
         )
+
+
+def _refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fresh optimizer has state already, because its class makes it when it is built.
+
+    Raises:
+        `LifecycleError`: when it has state because it has stepped.
+    """
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise LifecycleError(
+            f"{type(optimizer).__name__}: has stepped on whole parameters already; give a fresh optimizer"
+        )
+    return bool(optimizer.state)
 
 
 def _named_groups(engine: ZeroEngine, optimizer) -> list[list[tuple[str, nn.Parameter]]]:

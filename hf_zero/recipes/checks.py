@@ -27,7 +27,9 @@ def check_training_settings(settings: Mapping[str, Any], environment: Mapping[st
     environment = os.environ if environment is None else environment
     for name, variable in RIVALS.items():
         if settings.get(name):
-            raise ConfigError(f"--{name} {settings[name]}: hf_zero shards the model itself; use --zero_stage instead of --{name}")
+            raise ConfigError(
+                f"--{name} {settings[name]}: hf_zero shards the model itself; use --zero_stage instead of --{name}"
+            )
         if environment.get(variable, "").lower() in ("1", "true", "yes"):
             raise ConfigError(f"{variable}={environment[variable]}: hf_zero shards the model itself; unset {variable}")
     check_output_dir(settings.get("output_dir"))
@@ -43,13 +45,17 @@ def check_output_dir(output_dir: str | None) -> None:
         ConfigError: If none is given, or something that is not a writable folder is in the way.
     """
     if not output_dir:
-        raise ConfigError("output_dir: not set; say where the trained model goes, for instance --output_dir outputs/mine")
+        raise ConfigError(
+            "output_dir: not set; say where the trained model goes, for instance --output_dir outputs/mine"
+        )
     folder = Path(output_dir).expanduser().absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
         raise ConfigError(f"output_dir {output_dir!r}: {existing} is not a folder; give a folder that can be written")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir {output_dir!r}: {existing} may not be written by this user; give another folder")
+        raise ConfigError(
+            f"output_dir {output_dir!r}: {existing} may not be written by this user; give another folder"
+        )
 
 
 def launched_world_size(num_processes: int | None, environment: Mapping[str, str] | None = None) -> int | None:
@@ -82,7 +88,9 @@ def launched_world_size(num_processes: int | None, environment: Mapping[str, str
     except ValueError as error:
         raise ConfigError(f"WORLD_SIZE and RANK: {error}; expected the integers that torchrun sets") from error
     if not 0 <= rank < world_size:
-        raise ConfigError(f"RANK={rank} with WORLD_SIZE={world_size}: expected a rank below the size; start with torchrun")
+        raise ConfigError(
+            f"RANK={rank} with WORLD_SIZE={world_size}: expected a rank below the size; start with torchrun"
+        )
     if num_processes not in (None, world_size):
         raise ConfigError(
             f"--num_processes {num_processes}, but WORLD_SIZE={world_size} from the launcher; leave --num_processes out"

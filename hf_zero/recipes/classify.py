@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 import transformers
 from datasets import Dataset
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PredictionOutput
+from transformers.utils import ModelOutput
 
 from ..errors import CheckpointError, ConfigError, DataError
 from .docstrings import load_docstrings
@@ -33,7 +36,8 @@ class Arguments:
         default=None, metadata={"help": "A folder, package:<name>/<folder inside an installed package>, or a hub id."}
     )
     dataset_name: str | None = field(
-        default=None, metadata={"help": f"A built-in data set: {BUILT_IN}. Leave it out and give train_file for your own."}
+        default=None,
+        metadata={"help": f"A built-in data set: {BUILT_IN}. Leave it out and give train_file for your own."},
     )
     train_file: str | None = field(default=None, metadata={"help": "A local .csv, .json or .jsonl file."})
     test_file: str | None = field(
@@ -70,7 +74,9 @@ def check(arguments: Arguments) -> None:
     if (arguments.dataset_name is None) == (arguments.train_file is None):
         raise ConfigError(f"data: give either dataset_name ({BUILT_IN}) or train_file, and not both")
     if arguments.dataset_name not in (None, BUILT_IN):
-        raise ConfigError(f"dataset_name {arguments.dataset_name!r}: expected {BUILT_IN}; for your own data give train_file")
+        raise ConfigError(
+            f"dataset_name {arguments.dataset_name!r}: expected {BUILT_IN}; for your own data give train_file"
+        )
     for name, least in (("num_classes", 2), ("max_length", 8), ("max_train_rows", 1), ("max_test_rows", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
@@ -101,10 +107,13 @@ def run(arguments: Arguments, training: ZeroTrainingArguments) -> None:
         eval_dataset=_tokenize(data.test, data.labels, tokenizer, arguments.max_length),
         processing_class=tokenizer,
         compute_metrics=_accuracy,
+        compute_loss_func=partial(_mean_loss, label_smoothing=training.label_smoothing_factor),
     )
     say = print if trainer.is_world_process_zero() else _say_nothing
     chance = max(Counter(example.label for example in data.test).values()) / len(data.test)
-    say(f"{len(data.train)} training rows, {len(data.test)} test rows, {len(data.labels)} classes: {', '.join(data.labels)}")
+    say(
+        f"{len(data.train)} training rows, {len(data.test)} test rows, {len(data.labels)} classes: {', '.join(data.labels)}"
+    )
     before = trainer.evaluate()["eval_accuracy"]
     say(f"test accuracy before training: {before:.3f} (always the largest class: {chance:.3f})")
     trainer.train()
@@ -115,7 +124,7 @@ def run(arguments: Arguments, training: ZeroTrainingArguments) -> None:
     say(memory_table(memory, training.zero_stage) + "\n")
     if trainer.is_world_process_zero():
         _verify(training.output_dir, data.test, predictions, arguments.max_length)
-        print(f"try it: {usage_command(training.output_dir, data.test[0].text[:80])}")
+        print(f"try it: {usage_command(training.output_dir, data.test[0].text)}")
     trainer.accelerator.end_training()
 
 
@@ -131,7 +140,9 @@ def _load_data(arguments: Arguments) -> _Data:
     source = arguments.dataset_name or arguments.train_file
     labels = sorted({example.label for example in train})
     if len(labels) < 2 or not test:
-        raise DataError(f"{source}: {len(labels)} classes, {len(test)} test rows; expected 2 classes or more and some test rows")
+        raise DataError(
+            f"{source}: {len(labels)} classes, {len(test)} test rows; expected 2 classes or more and some test rows"
+        )
     strangers = sorted({example.label for example in test} - set(labels))
     if strangers:
         raise DataError(f"{source}: class {strangers[0]!r} is in the test rows only; add training rows of it")
@@ -169,6 +180,23 @@ def _tokenize(
     encoded = tokenizer([example.text for example in examples], truncation=True, max_length=max_length)
     columns = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     return Dataset.from_dict({**columns, "labels": [labels.index(example.label) for example in examples]})
+
+
+def _mean_loss(
+    outputs: ModelOutput,
+    labels: torch.Tensor,  # [rows of this micro-batch]
+    num_items_in_batch: torch.Tensor | int | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The mean over all rows of an optimizer step, on all ranks and in all micro-batches.
+
+    A classifier's own loss is the mean of one micro-batch; Trainer takes it for a sum over `num_items_in_batch`, and so
+    multiplies it by the world size and by the accumulation steps.
+    """
+    logits = outputs.logits.float()
+    if num_items_in_batch is None:  # evaluation
+        return cross_entropy(logits, labels, label_smoothing=label_smoothing)
+    return cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="sum") / num_items_in_batch
 
 
 def _accuracy(predictions: PredictionOutput) -> dict[str, float]:

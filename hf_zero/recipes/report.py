@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 
 MIB = 2**20
-TENSOR_CLASSES = (("parameters", "parameter_nbytes"), ("gradients", "gradient_nbytes"), ("optimizer state", "optimizer_nbytes"))
+TENSOR_CLASSES = (
+    ("parameters", "parameter_nbytes"),
+    ("gradients", "gradient_nbytes"),
+    ("optimizer state", "optimizer_nbytes"),
+)
 
 
 def memory_table(per_rank: Sequence[dict[str, int]], zero_stage: int) -> str:
@@ -51,5 +57,7 @@ def usage_command(folder: str, text: str) -> str:
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = Path(os.path.relpath(python))
-    code = f"from transformers import pipeline; print(pipeline('text-classification', {folder!r})({text!r}))"
+    # JSON strings are Python strings too, and their double quotes survive inside the shell's single ones.
+    task, folder, text = map(json.dumps, ("text-classification", folder, textwrap.shorten(text, 60, placeholder="")))
+    code = f"from transformers import pipeline; print(pipeline({task}, {folder})({text}))"
     return f"{shlex.quote(str(python))} -c {shlex.quote(code)}"

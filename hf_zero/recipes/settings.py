@@ -67,7 +67,9 @@ def make_parser(task: str) -> HfArgumentParser:
         and raises [`ConfigError`] where argparse would exit.
     """
     types = (LaunchArguments, TASKS[task].load().Arguments, ZeroTrainingArguments)
-    parser = _Parser(types, prog=f"python -m hf_zero.recipes {task}", description=TASKS[task].summary, allow_abbrev=False)
+    parser = _Parser(
+        types, prog=f"python -m hf_zero.recipes {task}", description=TASKS[task].summary, allow_abbrev=False
+    )
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
     return parser
 

@@ -1,0 +1,6 @@
+"""What a run holds in memory."""
+
+from hf_zero.planner.report import MemoryReport, measure
+
+
+__all__ = ["MemoryReport", "measure"]

@@ -1,0 +1,80 @@
+"""What this rank holds, measured from the tensors themselves, beside what DDP would hold."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.optim import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on one rank by tensor class, each tensor counted once.
+
+    Args:
+        parameter_nbytes (`int`): the compute copies.
+        gradient_nbytes (`int`): gradients that rest between backward and step.
+        optimizer_nbytes (`int`): masters that are tensors of their own, and optimizer state.
+        buffer_nbytes (`int`): reused slots for gathering and for collecting gradients.
+        ddp_parameter_nbytes (`int`): the same classes under DDP, in the dtypes that the model was loaded in.
+        ddp_gradient_nbytes (`int`): likewise.
+        ddp_optimizer_nbytes (`int`): likewise.
+    """
+
+    parameter_nbytes: int
+    gradient_nbytes: int
+    optimizer_nbytes: int
+    buffer_nbytes: int
+    ddp_parameter_nbytes: int
+    ddp_gradient_nbytes: int
+    ddp_optimizer_nbytes: int
+
+
+def measure(engine: ZeroEngine, optimizer: ShardedOptimizer | None = None) -> MemoryReport:
+    """Measures the tensors that an engine and its optimizer hold on this rank.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        optimizer (`ShardedOptimizer`, *optional*): its state counts from the first step on.
+    """
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    gradients = list(engine.gradients())
+    compute = [flat.shard if flat.is_sharded else flat.full for flat in flats]
+    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)] if optimizer else []
+    resting = [g.reduced for g in gradients if g.reduced is not None] + [g.full for g in gradients if g.is_persistent]
+    masters = [flat.master for flat in flats if flat.has_master]
+    slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]
+    slots += [slot.buffer for unit in engine.units if unit.gradient_slots for slot in unit.gradient_slots.slots]
+    ddp_params = {info.name: info for flat in flats for info in flat.infos}.values()
+    trainable = sum(info.shape.numel() for info in ddp_params if info.trainable)
+    per_element = _per_element(optimizer) if optimizer else 0
+    return MemoryReport(
+        parameter_nbytes=_nbytes(compute),
+        gradient_nbytes=_nbytes(resting),
+        optimizer_nbytes=_nbytes(masters) + _nbytes(state),
+        buffer_nbytes=_nbytes(slots),
+        ddp_parameter_nbytes=sum(info.shape.numel() * info.save_dtype.itemsize for info in ddp_params),
+        ddp_gradient_nbytes=sum(info.shape.numel() * info.save_dtype.itemsize for info in ddp_params if info.trainable),
+        ddp_optimizer_nbytes=trainable * per_element,
+    )
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' distinct ranges of memory: views of one another count once."""
+    ranges = sorted({(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors})
+    total, end = 0, 0
+    for low, high in ranges:
+        total += max(0, high - max(low, end))
+        end = max(end, high)
+    return total
+
+
+def _per_element(optimizer: ShardedOptimizer) -> int:
+    """Bytes of optimizer state for one element of a parameter."""
+    for run in optimizer.runs:
+        values = optimizer.state.get(run.param, {}).values()
+        if values:
+            return sum(v.element_size() for v in values if isinstance(v, Tensor) and v.shape == run.param.shape)
+    return 0

@@ -1,0 +1,14 @@
+"""Where the engine meets `transformers.Trainer`."""
+
+from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
+from hf_zero.trainer.trainer import ZeroSeq2SeqTrainer, ZeroTrainer, ZeroTrainerMixin
+
+
+__all__ = [
+    "ZeroArgumentsMixin",
+    "ZeroSeq2SeqTrainer",
+    "ZeroSeq2SeqTrainingArguments",
+    "ZeroTrainer",
+    "ZeroTrainerMixin",
+    "ZeroTrainingArguments",
+]

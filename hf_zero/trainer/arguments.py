@@ -1,0 +1,125 @@
+"""The flags: `TrainingArguments` and a few of our own, refused early where they cannot work."""
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+from hf_zero.config import REDUCE_DTYPES, STAGES, ZeroConfig, choose
+from hf_zero.errors import ConfigError
+
+
+# The values of `--optim` whose optimizers update every element by itself.
+ELEMENTWISE_OPTIMS = frozenset(
+    "adamw_torch adamw_torch_fused adamw_torch_npu_fused sgd adagrad rmsprop lion_32bit paged_lion_32bit "
+    "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit".split()
+)
+
+
+@dataclass
+class ZeroArgumentsMixin:
+    """The settings of ZeRO, to be mixed into any subclass of `TrainingArguments`, before it in the list of bases.
+
+    Args:
+        zero_stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
+            3 also the parameters.
+        zero_reduce_dtype (`str`): "fp32" or "bf16", in which gradients are summed over the ranks.
+        zero_bucket_mb (`int`): size in MiB of the buffer through which gradients are exchanged.
+        zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3.
+    """
+
+    zero_stage: int = field(
+        default=3,
+        metadata={
+            "help": "What is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients, "
+            "3 also the parameters."
+        },
+    )
+    zero_reduce_dtype: str = field(
+        default="fp32", metadata={"help": "The dtype in which gradients are summed over the ranks: fp32 or bf16."}
+    )
+    zero_bucket_mb: int = field(
+        default=32, metadata={"help": "Size in MiB of the buffer through which gradients are exchanged."}
+    )
+    zero_prefetch_units: int = field(
+        default=1, metadata={"help": "How many blocks are gathered ahead of use at stage 3; 0 saves one block's memory."}
+    )
+
+    def __post_init__(self):
+        self.zero_config()
+        self._refuse_other_engines()
+        self._refuse_unsupported()
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1 and not torch.accelerator.is_available():
+            self.use_cpu = True  # without it, every rank would take itself for the only one
+        super().__post_init__()
+        if launched != self.world_size:
+            raise ConfigError(
+                f"WORLD_SIZE is {launched} but this process sees {self.world_size} rank(s); start it with torchrun, which "
+                "sets WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together"
+            )
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Never whole: the engine moves the shards."""
+        return False
+
+    def zero_config(self) -> ZeroConfig:
+        """The engine's settings.
+
+        Raises:
+            `ConfigError`: for a value that is not valid, naming the nearest that is.
+        """
+        choose("zero_stage", self.zero_stage, STAGES)
+        dtype = choose("zero_reduce_dtype", self.zero_reduce_dtype, REDUCE_DTYPES)
+        if self.zero_bucket_mb < 1:
+            raise ConfigError(f"zero_bucket_mb: {self.zero_bucket_mb} is not a size; give 1 or more (MiB)")
+        if self.zero_prefetch_units < 0:
+            raise ConfigError(f"zero_prefetch_units: {self.zero_prefetch_units} is negative; give 0 or more")
+        return ZeroConfig(
+            stage=self.zero_stage,
+            compute_dtype=torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None,
+            reduce_dtype=dtype,
+            bucket_nbytes=self.zero_bucket_mb * 2**20,
+            prefetch_units=self.zero_prefetch_units,
+            timeout_seconds=float(self.ddp_timeout),
+        )
+
+    def _refuse_other_engines(self) -> None:
+        beside = {
+            "--fsdp": self.fsdp,
+            "--deepspeed": self.deepspeed,
+            "--parallelism_config": self.parallelism_config,
+            "ACCELERATE_USE_FSDP": _is_on("ACCELERATE_USE_FSDP"),
+            "ACCELERATE_USE_DEEPSPEED": _is_on("ACCELERATE_USE_DEEPSPEED"),
+        }
+        for name, value in beside.items():
+            if value:
+                raise ConfigError(f"{name}: found beside hf_zero, which shards by itself; remove it and use --zero_stage")
+
+    def _refuse_unsupported(self) -> None:
+        optim = getattr(self.optim, "value", self.optim)
+        if optim not in ELEMENTWISE_OPTIMS:
+            raise ConfigError(
+                f"optim: {optim} does not update every element by itself, so it cannot run on shards; "
+                f"use one of {', '.join(sorted(ELEMENTWISE_OPTIMS))}"
+            )
+        if self.auto_find_batch_size:
+            raise ConfigError("auto_find_batch_size: ranks would disagree on the batch size; set the batch size")
+        if self.bf16_full_eval or self.fp16_full_eval:
+            raise ConfigError("bf16_full_eval/fp16_full_eval: casts the sharded model; use --bf16 for training instead")
+
+
+@dataclass
+class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
+    __doc__ = ZeroArgumentsMixin.__doc__
+
+
+@dataclass
+class ZeroSeq2SeqTrainingArguments(ZeroArgumentsMixin, Seq2SeqTrainingArguments):
+    __doc__ = ZeroArgumentsMixin.__doc__
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")

@@ -1,0 +1,126 @@
+"""`ZeroTrainer`: the Hugging Face `Trainer` over sharded models."""
+
+import os
+import warnings
+
+import torch
+from torch import nn
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from hf_zero.checkpoint import load_state, load_weights, save_pretrained, save_state
+from hf_zero.engine import ZeroEngine, engine_of, gathered
+from hf_zero.errors import ConfigError
+from hf_zero.optim import ShardedOptimizer, sharded_of
+from hf_zero.planner import MemoryReport, measure
+from hf_zero.trainer.accelerator import ZeroAccelerator
+from hf_zero.trainer.adapters import is_adapter_model, save_adapters
+from hf_zero.trainer.arguments import ZeroArgumentsMixin
+
+
+class ZeroTrainerMixin:
+    """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
+
+    Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first prepared,
+    for training or evaluation; it is never wrapped.
+
+    Raises:
+        `ConfigError`: for a model or arguments that cannot be sharded.
+    """
+
+    args: ZeroArgumentsMixin
+
+    def __init__(self, model=None, args=None, *pargs, **kwargs):
+        if args is not None and not isinstance(args, ZeroArgumentsMixin):
+            raise ConfigError(
+                f"args: {type(args).__name__} has no zero_stage; use ZeroTrainingArguments, or mix ZeroArgumentsMixin "
+                "into your class"
+            )
+        if getattr(model, "hf_device_map", None):
+            raise ConfigError("model: was loaded with device_map, which spreads it over devices; load it without")
+        super().__init__(model, args, *pargs, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        ZeroAccelerator.adopt(self.accelerator, self.args.zero_config(), self.args.device)
+
+    @property
+    def zero_engine(self) -> ZeroEngine | None:
+        """The engine that holds the model, or `None` before it is first prepared."""
+        return engine_of(self.model)
+
+    @property
+    def _zero_optimizer(self) -> ShardedOptimizer:
+        return sharded_of(self.optimizer)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes that this rank holds by tensor class, measured, beside what DDP would hold."""
+        return measure(self.accelerator.shard(self.model), sharded_of(self.optimizer))
+
+    # Saving: every rank writes its own ranges, so every rank must come here
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights."""
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        engine = self.accelerator.shard(self.model)
+        if is_adapter_model(self.model):
+            save_adapters(engine, output_dir)
+        else:
+            save_pretrained(engine, output_dir)
+        if self.args.should_save:
+            self._save_beside(output_dir)
+        engine.comm.barrier()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_beside(self, output_dir: str) -> None:
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(output_dir)
+        torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_state(self.zero_engine, self._zero_optimizer, output_dir)
+        if self.args.should_save and self.lr_scheduler is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns when a scheduler is saved without its optimizer
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self.zero_engine.comm.barrier()  # rank 0 copies files that all ranks have written
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    # Loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint, resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._load_weights(self.state.best_model_checkpoint, super()._load_best_model)
+
+    def _load_weights(self, folder: str, otherwise, *args) -> None:
+        """Reads each rank's ranges from the folder; what is not a plain model there, `otherwise` loads."""
+        engine = self.accelerator.shard(self.model)
+        if is_adapter_model(self.model):
+            with gathered(self.model, writeback=True):
+                otherwise(*args)
+        else:
+            load_weights(engine, folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, "zero")):
+            return  # saved with `save_only_model`: as with `Trainer`, the optimizer starts anew
+        load_state(self.zero_engine, self._zero_optimizer, checkpoint)
+        scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
+        if os.path.isfile(scheduler):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """`transformers.Trainer` with ZeRO. Takes `ZeroTrainingArguments`, and everything that `Trainer` takes."""
+
+
+class ZeroSeq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` with ZeRO. Takes `ZeroSeq2SeqTrainingArguments`."""
