@@ -18,7 +18,7 @@ class Parameter(Protocol):
 
 
 class Shard(Protocol):
-    """Elements [start, start + tensor.numel()) of a flattened parameter, a 1-D view: writing to it writes the state."""
+    """Elements [start, start + tensor.numel()) of a flattened parameter, a 1-D view; writing it writes the state."""
 
     name: str
     shape: torch.Size

@@ -32,7 +32,8 @@ class PairwiseComm(DistributedComm):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
         super().__init__(group, device, timeout_seconds)
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._staging = torch.empty(bucket_nbytes, dtype=torch.uint8, device=device)
+        self._bucket_nbytes = bucket_nbytes
+        self._staging = torch.empty(0, dtype=torch.uint8, device=device)  # grows to the largest need, at most a bucket
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._reducing = Pending()
         self._peers = [dist.get_global_rank(group, peer) for peer in range(self.num_ranks)]
@@ -67,13 +68,17 @@ class PairwiseComm(DistributedComm):
 
     def _pieces(self, numel: int, element_size: int) -> list[tuple[int, int]]:
         """Cuts a range into (start, stop) pieces whose summands from all peers fit the staging buffer together."""
-        step = max(1, self._staging.numel() // element_size // (self.num_ranks - 1))
+        step = max(1, self._bucket_nbytes // element_size // (self.num_ranks - 1))
+        needed = min(step, numel) * element_size * (self.num_ranks - 1)
+        if self._staging.numel() < needed:
+            self._staging = torch.empty(needed, dtype=torch.uint8, device=self.device)
         return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
     def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
         """The part of the staging buffer that receives `peer`'s summand of a piece."""
         index = peer if peer < self.rank else peer - 1
-        return self._staging[: self._staging.numel() // 8 * 8].view(dtype)[index * numel : (index + 1) * numel]
+        nbytes = numel * dtype.itemsize
+        return self._staging[index * nbytes : (index + 1) * nbytes].view(dtype)
 
     def _exchange(self, full: Tensor, piece: tuple[int, int]) -> list:
         start, stop = piece

@@ -96,14 +96,14 @@ class ZeroEngine:
 
     def before_block(self, unit: Unit, needs_grad: bool) -> None:
         """Before a block's forward: its parameters become whole, and the next unit is on its way."""
-        self._running.append(unit)
         if in_backward():
             self.visit_backward(unit)
-            return
-        for passed in self.schedule.stack_of[unit].advance(unit):
-            self._take(passed, needs_grad)
-        unit.attach()
-        self._prefetch(unit, self.schedule.after(unit, self.config.prefetch_units))
+        else:
+            for passed in self.schedule.stack_of[unit].advance(unit):
+                self._take(passed, needs_grad)
+            unit.attach()
+            self._prefetch(unit, self.schedule.after(unit, self.config.prefetch_units))
+        self._running.append(unit)
 
     def after_block(self, unit: Unit) -> None:
         """After a block's forward: its parameters may leave, unless backward is what called it."""
@@ -128,7 +128,7 @@ class ZeroEngine:
 
     def _prefetch(self, unit: Unit, candidates: list[Unit]) -> None:
         for candidate in candidates:
-            if candidate.slot is unit.slot:
+            if candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in self._running):
                 break
             candidate.gather()
 

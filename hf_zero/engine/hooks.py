@@ -40,15 +40,13 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
 
 
 def _install_on_outer(engine: ZeroEngine, module: nn.Module, stacks: list[Stack]) -> None:
-    def after(_module, _args, output):
+    def after(_module, args, kwargs, output):
         failed = output is None and sys.exc_info()[0] is not None
         engine.end_forward(stacks, failed)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda _grad: engine.before_backward())
+        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward())
 
     engine.handles.append(module.register_forward_pre_hook(lambda *_: engine.begin_forward(), prepend=True))
-    engine.handles.append(module.register_forward_hook(after, always_call=True))
+    engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
 
 
 def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
@@ -58,14 +56,21 @@ def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None
         )
         engine.before_block(unit, needs_grad)
 
-    def after(_module, _args, output):
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda _grad: engine.before_backward(unit))
+    def after(_module, args, kwargs, output):
+        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(unit))
         engine.after_block(unit)
 
     engine.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-    engine.handles.append(module.register_forward_hook(after, always_call=True))
+    engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
+
+
+def _hook_outputs(output, inputs, hook) -> None:
+    """Has `hook` called when the gradient of any output arrives. An input that is handed through is not an output: its
+    gradient arrives when the backward has come to whoever made it."""
+    handed_in = {id(tensor) for tensor in tensors_in(inputs)}
+    for tensor in tensors_in(output):
+        if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in handed_in:
+            tensor.register_hook(hook)
 
 
 def _guard_state_dict(engine: ZeroEngine) -> None:

@@ -95,7 +95,7 @@ def _containers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found = [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and any(True for _ in module.parameters())
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and _holds_blocks(module)
     ]
     no_split = _no_split_names(model)
     named = [
@@ -115,6 +115,12 @@ def _longest(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
         elif len(container) > 1 or inner:
             chosen.append((path, container))
     return chosen
+
+
+def _holds_blocks(container: nn.Module) -> bool:
+    """Whether the members are called themselves: a list of lists is not, its inner lists' members are."""
+    members = [module for _, module in _members(container)]
+    return bool(members) and all(type(module).forward is not nn.Module.forward for module in members)
 
 
 def _outermost(containers: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

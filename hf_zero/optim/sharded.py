@@ -125,11 +125,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             run.param.grad = None
         self.engine.clear_gradients()
 
-    def reduce_gradients(self) -> None:
-        """Makes every run's `.grad` the averaged gradient, for whoever reads or changes it before the step."""
-        self.engine.finish_gradients()
-        self._lend_gradients()
-
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their norm over all parameters and ranks is at most `max_norm`.
@@ -180,15 +175,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state, so that each keeps a step count of its own, as in an optimizer on whole parameters.
         """
         gradients = list(self.engine.gradients())
-        flags = torch.tensor([used for g in gradients for used in g.used], dtype=torch.uint8, device=self.engine.comm.device)
-        if flags.numel():
-            flags = self.engine.comm.all_gather_vector(flags).amax(dim=0)
-        if bool(flags.all()):
+        own = [used for gradient in gradients for used in gradient.used]
+        if not own:
             return
-        position = 0
-        for gradient in gradients:
-            gradient.used = [bool(flag) for flag in flags[position : position + len(gradient.used)]]
-            position += len(gradient.used)
+        flags = self.engine.comm.all_gather_vector(torch.tensor(own, dtype=torch.uint8, device=self.engine.comm.device))
+        anywhere = flags.amax(dim=0).tolist()
+        for gradient in gradients if not all(own) else ():
+            gradient.used = [bool(flag) for flag in anywhere[: len(gradient.used)]]
+            anywhere = anywhere[len(gradient.used) :]
+        if all(used for gradient in gradients for used in gradient.used):
+            return
         self.runs = [part for run in self.runs for part in self._divided(run, lambda index, g=run.gradient: g.used[index])]
         self._share_groups()
 

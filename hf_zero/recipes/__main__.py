@@ -1,6 +1,6 @@
 import sys
 
-from .cli import main
+from hf_zero.recipes.cli import main
 
 
 # The guard matters: processes that the launcher spawns import this module again.

@@ -1,13 +1,12 @@
 """What can be refused before a process is started or a weight is read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from hf_zero.config import REDUCE_DTYPES, STAGES, choose
+from hf_zero.errors import ConfigError
 
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -22,9 +21,12 @@ def check_training_settings(settings: Mapping[str, Any], environment: Mapping[st
         environment (`Mapping[str, str]`, *optional*): Instead of `os.environ`.
 
     Raises:
-        ConfigError: If another sharding engine is asked for, or `output_dir` cannot be written.
+        ConfigError: If a setting of ZeRO is not valid, another sharding engine is asked for, or `output_dir` cannot be
+            written. What only the training arguments know about each other is found when they are made.
     """
     environment = os.environ if environment is None else environment
+    choose("zero_stage", settings["zero_stage"], STAGES)
+    choose("zero_reduce_dtype", settings["zero_reduce_dtype"], REDUCE_DTYPES)
     for name, variable in RIVALS.items():
         if settings.get(name):
             raise ConfigError(
@@ -53,9 +55,7 @@ def check_output_dir(output_dir: str | None) -> None:
     if not existing.is_dir():
         raise ConfigError(f"output_dir {output_dir!r}: {existing} is not a folder; give a folder that can be written")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"output_dir {output_dir!r}: {existing} may not be written by this user; give another folder"
-        )
+        raise ConfigError(f"output_dir {output_dir!r}: {existing} is not writable for this user; give another folder")
 
 
 def launched_world_size(num_processes: int | None, environment: Mapping[str, str] | None = None) -> int | None:
@@ -88,11 +88,9 @@ def launched_world_size(num_processes: int | None, environment: Mapping[str, str
     except ValueError as error:
         raise ConfigError(f"WORLD_SIZE and RANK: {error}; expected the integers that torchrun sets") from error
     if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"RANK={rank} with WORLD_SIZE={world_size}: expected a rank below the size; start with torchrun"
-        )
+        raise ConfigError(f"RANK={rank} with WORLD_SIZE={world_size}: expected a rank below it; start with torchrun")
     if num_processes not in (None, world_size):
         raise ConfigError(
-            f"--num_processes {num_processes}, but WORLD_SIZE={world_size} from the launcher; leave --num_processes out"
+            f"--num_processes {num_processes}, but the launcher set WORLD_SIZE={world_size}; leave it out"
         )
     return world_size

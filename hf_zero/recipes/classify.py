@@ -1,7 +1,5 @@
 """Fine-tunes an encoder to tell classes of text apart, and leaves a folder that plain transformers loads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,13 +13,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.trainer_utils import PredictionOutput
 from transformers.utils import ModelOutput
 
-from ..errors import CheckpointError, ConfigError, DataError
-from .docstrings import load_docstrings
-from .examples import Example, split_by_hash
-from .files import check_file, load_file
-from .models import resolve_model
-from .report import memory_table, usage_command
-from .training import ZeroTrainer, ZeroTrainingArguments
+from hf_zero.errors import CheckpointError, ConfigError, DataError
+from hf_zero.recipes.docstrings import load_docstrings
+from hf_zero.recipes.examples import Example, split_by_hash
+from hf_zero.recipes.files import check_file, load_file
+from hf_zero.recipes.models import resolve_model
+from hf_zero.recipes.report import memory_table, usage_command
+from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 
 BUILT_IN = "python_docstrings"
@@ -112,7 +110,8 @@ def run(arguments: Arguments, training: ZeroTrainingArguments) -> None:
     say = print if trainer.is_world_process_zero() else _say_nothing
     chance = max(Counter(example.label for example in data.test).values()) / len(data.test)
     say(
-        f"{len(data.train)} training rows, {len(data.test)} test rows, {len(data.labels)} classes: {', '.join(data.labels)}"
+        f"{len(data.train)} training and {len(data.test)} test rows, {len(data.labels)} classes: "
+        f"{', '.join(data.labels)}"
     )
     before = trainer.evaluate()["eval_accuracy"]
     say(f"test accuracy before training: {before:.3f} (always the largest class: {chance:.3f})")
@@ -190,8 +189,8 @@ def _mean_loss(
 ) -> torch.Tensor:
     """The mean over all rows of an optimizer step, on all ranks and in all micro-batches.
 
-    A classifier's own loss is the mean of one micro-batch; Trainer takes it for a sum over `num_items_in_batch`, and so
-    multiplies it by the world size and by the accumulation steps.
+    A classifier's own loss is the mean of one micro-batch. Trainer takes it for a sum over `num_items_in_batch`, and
+    so multiplies it by the world size and by the accumulation steps.
     """
     logits = outputs.logits.float()
     if num_items_in_batch is None:  # evaluation
@@ -234,7 +233,7 @@ def _verify(folder: str, test: list[Example], predictions: PredictionOutput, max
     error = float(np.abs(logits - expected).max())
     if error > tolerance * max(1.0, float(np.abs(expected).max())):
         raise CheckpointError(
-            f"{folder}: the saved model's logits differ by {error:.2e} from the trained one's on {len(texts)} test rows, "
+            f"{folder}: its logits differ by {error:.2e} from the trained model's on {len(texts)} test rows, "
             f"expected {tolerance:.0e} at most ({equal} equal predictions); do not use this folder"
         )
     print(

@@ -1,23 +1,21 @@
 """`python -m hf_zero.recipes <task> ...`: from the command line to a running task, or to one clear line."""
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, HfZeroError
-from .tasks import TASKS
+from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.recipes.tasks import TASKS
 
 
 if TYPE_CHECKING:
-    from .settings import Settings
+    from hf_zero.recipes.settings import Settings
 
 
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
-USAGE = """usage: python -m hf_zero.recipes <task> [--config FILE.yaml] [--num_processes N] [--zero_stage 0|1|2|3] [--key value ...]
+USAGE = """usage: python -m hf_zero.recipes <task> [--config FILE] [--num_processes N] [--zero_stage 0|1|2|3] [--key]
 
 tasks:
 {tasks}
@@ -53,22 +51,22 @@ def _main(argv: list[str]) -> None:
     task = argv[0]
     if task not in TASKS:
         raise ConfigError(f"task {task!r}: expected one of {', '.join(TASKS)}")
-    from .checks import check_training_settings, launched_world_size
-    from .settings import parse_settings
+    from hf_zero.recipes.checks import check_training_settings, launched_world_size
+    from hf_zero.recipes.settings import parse_settings
 
     settings = parse_settings(task, argv[1:])
     world_size = launched_world_size(settings.num_processes)
     check_training_settings(settings.training)
     TASKS[task].load().check(settings.arguments)
     if world_size is None and (settings.num_processes or 1) > 1:
-        from .launch import launch
+        from hf_zero.recipes.launch import launch
 
         launch(settings.num_processes, run_task, settings)
     else:
         run_task(settings)
 
 
-def run_task(settings: Settings) -> None:
+def run_task(settings: "Settings") -> None:
     """Trains, in every process of the run.
 
     Args:

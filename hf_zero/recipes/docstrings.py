@@ -4,8 +4,6 @@ The label of a docstring is the top-level package it was written for. Sources ar
 that would give the answer away are replaced, so that a model has to read the sentence to tell `email` from `logging`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -16,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import DataError
-from .examples import Example, text_hash
+from hf_zero.errors import DataError
+from hf_zero.recipes.examples import Example, text_hash
 
 
 MIN_CHARS = 40
@@ -72,15 +70,22 @@ class _Package:
 
 def _collect(root: Path) -> list[_Package]:
     packages: dict[str, _Package] = {}
-    for path in sorted(root.rglob("*.py")):
+    for path in _sources(root):
         parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] not in sys.stdlib_module_names or SKIPPED_FOLDERS.intersection(parts):
+        if SKIPPED_FOLDERS.intersection(parts):
             continue
         label = _public_name(parts[0])
         package = packages.setdefault(label, _Package(label))
         package.module_names.update(name.strip("_") for name in parts[1:])
         package.texts.update(_docstrings_in(path))
     return list(packages.values())
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    # Only the library's own entries are walked: next to them lie all installed packages.
+    for entry in sorted(root.iterdir() if root.is_dir() else ()):
+        if entry.stem in sys.stdlib_module_names:
+            yield from sorted(entry.rglob("*.py")) if entry.is_dir() else [entry] if entry.suffix == ".py" else []
 
 
 def _public_name(name: str) -> str:

@@ -1,7 +1,5 @@
 """Labelled texts, and the split that depends on nothing but the text itself."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass

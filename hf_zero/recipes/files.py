@@ -1,15 +1,13 @@
 """Labelled texts from a local CSV, JSON or JSON-lines file."""
 
-from __future__ import annotations
-
 import csv
 import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import DataError
-from .examples import Example
+from hf_zero.errors import DataError
+from hf_zero.recipes.examples import Example
 
 
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json"}
@@ -57,28 +55,27 @@ def load_file(path: str, text_column: str, label_column: str) -> list[Example]:
         DataError: If the file cannot be read, has no rows, or a row has no text or no label.
     """
     check_file(path, (text_column, label_column))
-    rows = _read(path)
-    if not rows:
-        raise DataError(f"{path}: no rows below the header; give a file with at least one row per class")
     examples = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(_read(path), start=1):
         text, label = row[text_column], row[label_column]
-        if text is None or label is None:
-            empty = text_column if text is None else label_column
+        if text in (None, "") or label in (None, ""):
+            empty = text_column if text in (None, "") else label_column
             raise DataError(f"{path}: row {number} has nothing in column {empty!r}; fill it in or drop the row")
         examples.append(Example(str(text), str(label)))
     return examples
 
 
 def _read(path: str) -> list[dict]:
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
+    disable_progress_bars()
+    reader = READERS[Path(path).suffix.lower()]
+    options = {"keep_default_na": False} if reader == "csv" else {}  # "NA" and "None" are words like any other
     # Every rank reads for itself, and no copy of the user's data stays behind in a cache.
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as cache:
         try:
-            reader = READERS[Path(path).suffix.lower()]
-            return load_dataset(reader, data_files=path, split="train", cache_dir=cache).to_list()
+            return load_dataset(reader, data_files=path, split="train", cache_dir=cache, **options).to_list()
         except (DatasetGenerationError, ValueError, OSError) as error:
             cause = str(error.__cause__ or error).strip().splitlines()
             raise DataError(f"{path}: cannot be read ({cause[-1] if cause else error!r}); correct that row") from error
@@ -87,7 +84,11 @@ def _read(path: str) -> list[dict]:
 def _first_row_columns(file: Path) -> list[str]:
     with file.open(encoding="utf-8-sig", newline="") as stream:
         if file.suffix.lower() == ".csv":
-            return next(csv.reader(stream), [])
+            rows = csv.reader(stream)
+            header = next(rows, [])
+            if header and next(rows, None) is None:
+                raise ValueError("no rows below the header")
+            return header
         line = stream.readline()
         if not line.strip():
             return []

@@ -1,7 +1,5 @@
 """Starts the processes of a run on this machine, through torch's own elastic agent, and brings their errors home."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -15,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import errors
-from ..errors import HfZeroError
+from hf_zero import errors
+from hf_zero.errors import HfZeroError
 
 
 LOOPBACK = "127.0.0.1"
@@ -91,7 +89,7 @@ def _prepare_environment(num_processes: int) -> None:
 
 
 def _root_cause(log_dir: Path, failure: Any) -> HfZeroError:
-    """When one rank fails the others lose their connection to it: an error of ours, then the earliest, is the cause."""
+    """When one rank fails the others lose touch with it: an error of ours comes first, then the earliest."""
     reports = sorted(_read_reports(log_dir), key=lambda report: (report.kind is None, report.timestamp, report.rank))
     if not reports:
         rank, first = failure.get_first_failure()

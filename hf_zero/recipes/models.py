@@ -1,13 +1,11 @@
 """Where a model comes from: a folder, a folder inside an installed package, or the hub."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import struct
 from pathlib import Path
 
-from ..errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, ConfigError
 
 
 PACKAGE_PREFIX = "package:"
@@ -118,6 +116,4 @@ def _check_whole(path: Path) -> None:
         ) from error
     expected = 8 + header_nbytes + max(ends, default=0)
     if found != expected:
-        raise CheckpointError(
-            f"{path}: {found} bytes, its header says {expected}: the file is truncated; copy it again"
-        )
+        raise CheckpointError(f"{path}: {found} bytes, its header says {expected}: truncated; copy it again")

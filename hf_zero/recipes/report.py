@@ -1,7 +1,5 @@
 """What a recipe says at its end: memory against data parallelism, and how to use what it left."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

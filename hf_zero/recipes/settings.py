@@ -1,7 +1,5 @@
 """The command line over the YAML file over the defaults, all through `HfArgumentParser`."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterable
@@ -12,9 +10,9 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from ..errors import ConfigError
-from .tasks import TASKS
-from .training import ZeroTrainingArguments
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.tasks import TASKS
+from hf_zero.trainer import ZeroTrainingArguments
 
 
 @dataclass(frozen=True)
@@ -95,10 +93,10 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     if unknown:
         raise ConfigError(_unknown_message("command line", unknown[0].split("=")[0], known))
     values = vars(namespace)
-    Arguments = parser.dataclass_types[1]
+    own_arguments = parser.dataclass_types[1]
     return Settings(
         task=task,
-        arguments=Arguments(**_pick(values, Arguments)),
+        arguments=own_arguments(**_pick(values, own_arguments)),
         training=_pick(values, ZeroTrainingArguments),
         num_processes=values["num_processes"],
     )

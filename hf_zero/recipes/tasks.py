@@ -1,7 +1,5 @@
 """Which recipes there are. A task is a module with `Arguments`, `check(arguments)` and `run(arguments, training)`."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from types import ModuleType

@@ -8,6 +8,10 @@ from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine, engine_of, gathered
 from hf_zero.engine.build import shard_with
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
+from hf_zero.trainer.compat import check_overrides
+
+
+OVERRIDES = ("prepare_model", "prepare_optimizer", "clip_grad_norm_", "clip_grad_value_", "get_state_dict")
 
 
 class ZeroAccelerator(Accelerator):
@@ -77,6 +81,9 @@ class ZeroAccelerator(Accelerator):
 
     def _sharded(self) -> ShardedOptimizer:
         return sharded_of(self._optimizers[-1])
+
+
+check_overrides(ZeroAccelerator, Accelerator, OVERRIDES)
 
 
 def persistent_buffers(model: nn.Module):

@@ -8,12 +8,21 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_zero.config import REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
+from hf_zero.trainer.compat import check_overrides
 
 
 # The values of `--optim` whose optimizers update every element by itself.
 ELEMENTWISE_OPTIMS = frozenset(
     "adamw_torch adamw_torch_fused adamw_torch_npu_fused sgd adagrad rmsprop lion_32bit paged_lion_32bit "
     "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit".split()
+)
+
+# Environment variables by which `accelerate launch` turns on another way to shard.
+OTHER_ENGINES = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
 )
 
 
@@ -47,17 +56,25 @@ class ZeroArgumentsMixin:
     )
 
     def __post_init__(self):
+        self._take_launchers_precision()
         self.zero_config()
         self._refuse_other_engines()
         self._refuse_unsupported()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # without it, every rank would take itself for the only one
+        if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
+            raise ConfigError("fp16: this process trains on the CPU, which has no fp16 training; use --bf16")
         super().__post_init__()
         if launched != self.world_size:
             raise ConfigError(
                 f"WORLD_SIZE is {launched} but this process sees {self.world_size} rank(s); start it with torchrun, which "
                 "sets WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together"
+            )
+        if self.n_gpu > 1:
+            raise ConfigError(
+                f"one process sees {self.n_gpu} GPUs, and each needs its own; start with torchrun "
+                f"--nproc_per_node {self.n_gpu}, or let it see one (CUDA_VISIBLE_DEVICES=0)"
             )
 
     @property
@@ -72,6 +89,7 @@ class ZeroArgumentsMixin:
             `ConfigError`: for a value that is not valid, naming the nearest that is.
         """
         choose("zero_stage", self.zero_stage, STAGES)
+        self.zero_stage = int(self.zero_stage)
         dtype = choose("zero_reduce_dtype", self.zero_reduce_dtype, REDUCE_DTYPES)
         if self.zero_bucket_mb < 1:
             raise ConfigError(f"zero_bucket_mb: {self.zero_bucket_mb} is not a size; give 1 or more (MiB)")
@@ -86,13 +104,20 @@ class ZeroArgumentsMixin:
             timeout_seconds=float(self.ddp_timeout),
         )
 
+    def _take_launchers_precision(self) -> None:
+        """`accelerate launch --mixed_precision` speaks through the environment; without a flag, its word counts."""
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+        if precision not in ("no", "bf16", "fp16"):
+            raise ConfigError(f"ACCELERATE_MIXED_PRECISION: {precision} is not supported; use bf16, fp16 or no")
+        if precision != "no" and not (self.bf16 or self.fp16):
+            setattr(self, precision, True)
+
     def _refuse_other_engines(self) -> None:
         beside = {
             "--fsdp": self.fsdp,
             "--deepspeed": self.deepspeed,
             "--parallelism_config": self.parallelism_config,
-            "ACCELERATE_USE_FSDP": _is_on("ACCELERATE_USE_FSDP"),
-            "ACCELERATE_USE_DEEPSPEED": _is_on("ACCELERATE_USE_DEEPSPEED"),
+            **{variable: _is_on(variable) for variable in OTHER_ENGINES},
         }
         for name, value in beside.items():
             if value:
@@ -109,6 +134,9 @@ class ZeroArgumentsMixin:
             raise ConfigError("auto_find_batch_size: ranks would disagree on the batch size; set the batch size")
         if self.bf16_full_eval or self.fp16_full_eval:
             raise ConfigError("bf16_full_eval/fp16_full_eval: casts the sharded model; use --bf16 for training instead")
+
+
+check_overrides(ZeroArgumentsMixin, TrainingArguments, ("place_model_on_device",))
 
 
 @dataclass

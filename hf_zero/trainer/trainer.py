@@ -1,21 +1,36 @@
 """`ZeroTrainer`: the Hugging Face `Trainer` over sharded models."""
 
+import logging
 import os
 import warnings
 
 import torch
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from hf_zero.checkpoint import load_state, load_weights, save_pretrained, save_state
 from hf_zero.engine import ZeroEngine, engine_of, gathered
-from hf_zero.errors import ConfigError
-from hf_zero.optim import ShardedOptimizer, sharded_of
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.optim import ShardedOptimizer, refuse_non_elementwise, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.accelerator import ZeroAccelerator
 from hf_zero.trainer.adapters import is_adapter_model, save_adapters
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
+from hf_zero.trainer.compat import check_overrides
+
+
+logger = logging.getLogger(__name__)
+
+OVERRIDES = (
+    "create_accelerator_and_postprocess",
+    "save_model",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+    "_load_from_checkpoint",
+    "_load_best_model",
+    "_push_from_checkpoint",
+)
 
 
 class ZeroTrainerMixin:
@@ -31,13 +46,14 @@ class ZeroTrainerMixin:
     args: ZeroArgumentsMixin
 
     def __init__(self, model=None, args=None, *pargs, **kwargs):
-        if args is not None and not isinstance(args, ZeroArgumentsMixin):
+        if not isinstance(args, ZeroArgumentsMixin):
             raise ConfigError(
                 f"args: {type(args).__name__} has no zero_stage; use ZeroTrainingArguments, or mix ZeroArgumentsMixin "
                 "into your class"
             )
         if getattr(model, "hf_device_map", None):
             raise ConfigError("model: was loaded with device_map, which spreads it over devices; load it without")
+        _refuse_optimizers(**{key: kwargs[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in kwargs})
         super().__init__(model, args, *pargs, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -108,14 +124,33 @@ class ZeroTrainerMixin:
             load_weights(engine, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, "zero")):
-            return  # saved with `save_only_model`: as with `Trainer`, the optimizer starts anew
+        if checkpoint is None:
+            return
+        if not os.path.isdir(os.path.join(checkpoint, "zero")):
+            if os.path.exists(os.path.join(checkpoint, OPTIMIZER_NAME)):
+                raise CheckpointError(
+                    f"{checkpoint}: {OPTIMIZER_NAME} in it was saved by Trainer and cannot be resumed from; remove that "
+                    "file to go on from the weights with a new optimizer"
+                )
+            logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
+            return
         load_state(self.zero_engine, self._zero_optimizer, checkpoint)
         scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
         if os.path.isfile(scheduler):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+
+check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
+
+
+def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -> None:
+    """Refuses an optimizer that cannot run on shards before anything is done with the model."""
+    if optimizers[0] is not None:
+        refuse_non_elementwise(type(optimizers[0]))
+    if optimizer_cls_and_kwargs is not None:
+        refuse_non_elementwise(optimizer_cls_and_kwargs[0])
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
