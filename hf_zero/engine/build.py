@@ -110,11 +110,8 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
 
 def _assemble(model, config, comm, units, parts, specs) -> ZeroEngine:
     unit_of = {spec.name: unit for spec, unit in zip(specs, units)}
-    owners: dict[nn.Module, list[Stack]] = {}
-    for stack_spec in parts.stacks:
-        stack = Stack([unit_of[spec.name] for spec in stack_spec.units])
-        owners.setdefault(stack_spec.owner, []).append(stack)
-    schedule = Schedule([stack for stacks in owners.values() for stack in stacks])
+    owners = {spec.owner: Stack([unit_of[unit.name] for unit in spec.units]) for spec in parts.stacks}
+    schedule = Schedule(list(owners.values()))
     engine = ZeroEngine(model, config, comm, units[0], schedule)
     hooks.install(engine, {unit_of[spec.name]: spec.module for spec in specs[1:]}, owners)
     model.__dict__[ENGINE_ATTRIBUTE] = engine
@@ -176,12 +173,11 @@ def _place_buffers(model: nn.Module, comm: Comm) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(comm.device)
+                # contiguous: an expanded view could not be written
+                module._buffers[name] = buffer.detach().to(comm.device).contiguous()
     for _, buffer in model.named_buffers():
         if buffer.numel():
-            contiguous = buffer.detach().contiguous()
-            comm.broadcast_(contiguous)
-            buffer.detach().copy_(contiguous)
+            comm.broadcast_(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
 
 
 def _master_dtype(flat: Flat, compute_dtype: torch.dtype | None) -> torch.dtype | None:

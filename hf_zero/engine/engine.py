@@ -11,12 +11,18 @@ from hf_zero.config import Residency, ZeroConfig
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.phase import Phase
-from hf_zero.engine.schedule import Schedule
-from hf_zero.engine.unit import Unit
+from hf_zero.engine.schedule import Schedule, Stack
+from hf_zero.engine.unit import Unit, reassign_slots
 from hf_zero.errors import LifecycleError, UnsupportedError
 
 
 logger = logging.getLogger(__name__)
+
+
+DOUBLE_BACKWARD = (
+    "double backward: create_graph=True needs the parameters once more after their gradients are reduced; "
+    "compute the gradient penalty on the unsharded model"
+)
 
 
 def in_backward() -> bool:
@@ -53,6 +59,8 @@ class ZeroEngine:
         self.units = [root, *self.blocks]
         self.handles: list = []  # of every hook on the model, until the engine is taken off again
         self._depth = 0  # how many forwards of hooked modules are under way, one in another
+        self._is_order_known = comm.num_ranks == 1 or not self.blocks
+        self._notes = True  # whether the outermost forward under way is to be followed by a backward
         self._running: list[Unit] = []  # units whose forward is under way
         self._is_backward_open = False
         self._current: Unit | None = None  # the unit whose backward is under way; None outside of backward
@@ -79,28 +87,32 @@ class ZeroEngine:
             if self._is_backward_open:
                 self.recover()
             self.schedule.begin_pass()
+            self._notes = torch.is_grad_enabled()
         self._depth += 1
         self._attach_root()
 
-    def end_forward(self, stacks: list, failed: bool) -> None:
-        """After it: what is left of its stacks is passed over, so that all ranks gather the same."""
+    def end_forward(self, stack: Stack | None, failed: bool) -> None:
+        """After it: what is left of its stack is passed over, so that all ranks gather the same."""
         if in_backward():
             return
-        for stack in stacks:
-            for unit in stack.finish():
-                if not failed:
-                    self._take(unit, needs_grad=torch.is_grad_enabled() and unit.is_trainable)
+        if stack is not None:
+            rest = stack.finish()
+            self._take([] if failed else rest, stack)
+            stack.carries_grad = False
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and (failed or not torch.is_grad_enabled()):
             self.root.detach()
 
-    def before_block(self, unit: Unit, needs_grad: bool) -> None:
+    def before_block(self, unit: Unit, inputs_need_grad: bool) -> None:
         """Before a block's forward: its parameters become whole, and the next unit is on its way."""
         if in_backward():
             self.visit_backward(unit)
         else:
-            for passed in self.schedule.stack_of[unit].advance(unit):
-                self._take(passed, needs_grad)
+            stack = self.schedule.stack_of[unit]
+            if not self._is_order_known:
+                stack.see(unit)
+            stack.carries_grad = stack.carries_grad or inputs_need_grad
+            self._take(stack.advance(unit), stack)
             unit.attach()
             self._prefetch(unit, self.schedule.after(unit, self.config.prefetch_units))
         self._running.append(unit)
@@ -112,10 +124,16 @@ class ZeroEngine:
         if not in_backward() and unit not in self._running:
             unit.detach()
 
-    def _take(self, unit: Unit, needs_grad: bool) -> None:
-        if needs_grad:
-            self.schedule.note(unit)
-        self._gather(unit)
+    def _take(self, units: list[Unit], stack: Stack) -> None:
+        """Gathers units of a stack. Those that a backward will come to are noted: by what all ranks know, whether or not
+        this one skips a block."""
+        if self._depth == 0:
+            self._notes = torch.is_grad_enabled()  # a block that is called by hand
+        for unit in units:
+            stack.carries_grad = stack.carries_grad or unit.is_trainable
+            if self._notes and stack.carries_grad:
+                self.schedule.note(unit)
+            self._gather(unit)
 
     def _gather(self, unit: Unit) -> None:
         holder = unit.slot.holder if unit.slot is not None else None
@@ -138,18 +156,22 @@ class ZeroEngine:
 
     # Backward
 
-    def before_backward(self, unit: Unit | None = None) -> None:
-        """The gradient of an output of the model (`None`) or of a unit has arrived.
+    def before_backward(self, *, unit: Unit | None = None, units: list[Unit] | None = None) -> None:
+        """The gradient of an output has arrived.
+
+        Args:
+            unit (`Unit`, *optional*): the block whose output it is.
+            units (`list[Unit]`, *optional*): what the model's forward noted, when the output is the model's.
 
         Raises:
             `UnsupportedError`: when the backward itself is to be differentiated.
         """
         if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "double backward: create_graph=True needs the parameters once more after their gradients are reduced; "
-                "compute the gradient penalty on the unsharded model"
-            )
+            raise UnsupportedError(DOUBLE_BACKWARD)
         self.open_backward()
+        if units is not None:
+            for passed in self.schedule.open_pass(units):
+                self._turn_to(passed)
         if unit is not None:
             self.visit_backward(unit)
 
@@ -171,13 +193,15 @@ class ZeroEngine:
 
     def end_backward(self) -> None:
         """Every unit that has not been reduced is, in a fixed order; nothing stays attached."""
-        for unit in self.schedule.rewind_pass():
+        for unit in self.schedule.finish_passes():
             self._turn_to(unit)
         self._turn_to(None)
         if self.plan.grad is Residency.SHARDED:
             for unit in [*reversed(self.blocks), self.root]:
-                if unit not in self._closed or unit.has_collected:
+                if unit not in self._closed:
                     unit.reduce_gradients()
+                elif unit.has_collected:
+                    raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
         self._drain()
         self.root.detach()
         self._closed.clear()
@@ -192,14 +216,17 @@ class ZeroEngine:
         if done is None:
             return
         done.detach()
-        if self.plan.grad is Residency.SHARDED and not self.schedule.uses_left(done) and done not in self._closed:
+        if self.plan.grad is Residency.SHARDED and done not in self._closed and self.schedule.is_complete(done):
             self._closed.add(done)
             done.reduce_gradients()
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter) -> None:
         """Takes one parameter's gradient from autograd."""
         if param.grad is not None:
-            self.open_backward()
+            if torch.is_grad_enabled():
+                raise UnsupportedError(DOUBLE_BACKWARD)
+            if self.plan.grad is Residency.SHARDED:
+                self.open_backward()
             unit.lend_gradients()
             gradient.receive(index, param.grad)
             param.grad = None
@@ -242,9 +269,10 @@ class ZeroEngine:
 
     def clear_gradients(self) -> None:
         """Forgets all gradients; the memory stays."""
+        if self._is_backward_open and not in_backward():
+            self.recover()
         for gradient in self.gradients():
             gradient.clear()
-        self.schedule.reset()
 
     def mark_updated(self) -> None:
         """The masters have new values: the compute copies follow. All ranks call it."""
@@ -257,6 +285,23 @@ class ZeroEngine:
             pendings += unit.refresh()
         for pending in pendings:
             pending.wait()
+        self.schedule.reset()  # a backward through the old values would be wrong anyway
+
+    def end_step(self) -> None:
+        """After an optimizer step: the masters have new values, and this step's gradients are no more."""
+        self.mark_updated()
+        self.clear_gradients()
+        if not self._is_order_known:
+            self._agree_on_order()
+
+    def _agree_on_order(self) -> None:
+        """After the first step, the order in which all ranks called the blocks becomes the one that is expected."""
+        own = [[unit.index for unit in stack.seen] for stack in self.schedule.stacks]
+        if all(other == own for other in self.comm.all_gather_object(own)):
+            for stack in self.schedule.stacks:
+                stack.order(stack.seen + [unit for unit in stack.units if unit not in stack.seen])
+            reassign_slots([unit for stack in self.schedule.stacks for unit in stack.units])
+        self._is_order_known = True
 
     def param_infos(self) -> list[ParamInfo]:
         """All parameters in the model's order, tied ones once; the same on every rank."""
@@ -288,9 +333,15 @@ class ZeroEngine:
         """
         for unit in self.units:
             for gradient in unit.gradients:
-                for info, place in zip(gradient.flat.infos, gradient.flat.layout.places):
+                for index, info in enumerate(gradient.flat.infos):
                     if info.name == name:
-                        self.finish_gradients()
-                        full = gradient.whole(unit.name)
-                        return None if full is None else full[place.offset : place.stop].view(place.shape)
+                        return self._full_grad(unit, gradient, index)
         raise KeyError(f"{name}: no trainable parameter has this name")
+
+    def _full_grad(self, unit: Unit, gradient: Gradient, index: int) -> Tensor | None:
+        used = torch.tensor([gradient.used[index]], dtype=torch.uint8, device=self.comm.device)
+        if not self.comm.all_gather_vector(used).any():
+            return None
+        self.finish_gradients()
+        place = gradient.flat.layout.places[index]
+        return gradient.whole(unit.name)[place.offset : place.stop].view(place.shape)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
-from hf_zero.comm.base import DONE
 from hf_zero.config import Residency
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
@@ -25,8 +24,8 @@ class Gradient:
 
     def __init__(self, flat: Flat, sum_dtype: torch.dtype):
         self.flat = flat
-        self.sum_dtype = sum_dtype
-        self.dtype = min(sum_dtype, flat.master.dtype, key=lambda dtype: dtype.itemsize)
+        self.sum_dtype = torch.float64 if flat.dtype is torch.float64 else sum_dtype
+        self.dtype = min(self.sum_dtype, flat.master.dtype, key=lambda dtype: dtype.itemsize)
         self.full = None
         self.reduced = None
         self.views: list[Tensor] = []
@@ -159,5 +158,6 @@ class GradientSlots:
     def drain(self) -> None:
         """Waits for all reductions under way."""
         for slot, pending in list(self._busy.items()):
-            (pending or DONE).wait()
-            self.release(slot)
+            if pending is not None:
+                pending.wait()
+                self.release(slot)

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from hf_zero.config import Residency
@@ -13,13 +12,13 @@ from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
 
 
-def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.Module, list[Stack]]) -> None:
+def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.Module, Stack]) -> None:
     """Puts the hooks onto the model.
 
     Args:
         engine (`ZeroEngine`): whom they call.
         modules (`dict[Unit, nn.Module]`): each block's module.
-        owners (`dict[nn.Module, list[Stack]]`): the modules whose forward calls the blocks of a stack.
+        owners (`dict[nn.Module, Stack]`): the modules whose forward calls the blocks of a stack.
     """
     for unit in engine.units:
         for gradient in unit.gradients:
@@ -32,18 +31,19 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
     if engine.plan.grad is not Residency.SHARDED and engine.plan.compute is not Residency.SHARDED:
         return  # nothing is moved during forward and backward
     for module in _outer_modules(engine.model, modules, engine.root):
-        _install_on_outer(engine, module, owners.get(module, []))
+        _install_on_outer(engine, module, owners.get(module))
     for unit, module in modules.items():
         _install_on_block(engine, unit, module)
     if any(unit.is_sharded for unit in engine.units):
         _guard_state_dict(engine)
 
 
-def _install_on_outer(engine: ZeroEngine, module: nn.Module, stacks: list[Stack]) -> None:
+def _install_on_outer(engine: ZeroEngine, module: nn.Module, stack: Stack | None) -> None:
     def after(_module, args, kwargs, output):
         failed = output is None and sys.exc_info()[0] is not None
-        engine.end_forward(stacks, failed)
-        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward())
+        engine.end_forward(stack, failed)
+        noted = engine.schedule.current_pass
+        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(units=noted))
 
     engine.handles.append(module.register_forward_pre_hook(lambda *_: engine.begin_forward(), prepend=True))
     engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
@@ -51,13 +51,10 @@ def _install_on_outer(engine: ZeroEngine, module: nn.Module, stacks: list[Stack]
 
 def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
     def before(_module, args, kwargs):
-        needs_grad = torch.is_grad_enabled() and (
-            unit.is_trainable or any(tensor.requires_grad for tensor in tensors_in([args, kwargs]))
-        )
-        engine.before_block(unit, needs_grad)
+        engine.before_block(unit, any(tensor.requires_grad for tensor in tensors_in([args, kwargs])))
 
     def after(_module, args, kwargs, output):
-        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(unit))
+        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit))
         engine.after_block(unit)
 
     engine.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))

@@ -45,7 +45,8 @@ def partition(model: nn.Module) -> Partition:
     names = canonical_names(model)
     containers = _containers(model)
     users = _count_users(containers)
-    stacks, taken = [], set()
+    stacks: dict[nn.Module, list[UnitSpec]] = {}
+    taken: set[int] = set()
     for path, container in containers:
         units = []
         for key, block in _members(container):
@@ -56,9 +57,20 @@ def partition(model: nn.Module) -> Partition:
                 units.append(UnitSpec(f"{path}.{key}", block, owned))
                 taken.update(id(p) for p in owned.values())
         if units:
-            stacks.append(StackSpec(model.get_submodule(path.rpartition(".")[0]), units))
+            owner = _caller(model, path)
+            stacks.setdefault(owner, []).extend(units)
     rest = {name: p for name, p in model.named_parameters() if id(p) not in taken}
-    return Partition(UnitSpec("root", model, rest), stacks)
+    return Partition(UnitSpec("root", model, rest), [StackSpec(owner, units) for owner, units in stacks.items()])
+
+
+def _caller(model: nn.Module, path: str) -> nn.Module:
+    """The module whose forward calls the members of the container at `path`: the nearest around it that has one."""
+    while path:
+        path = path.rpartition(".")[0]
+        owner = model.get_submodule(path)
+        if type(owner).forward is not nn.Module.forward:
+            return owner
+    return model
 
 
 def canonical_names(model: nn.Module) -> dict[int, str]:

@@ -13,16 +13,27 @@ from hf_zero.engine.unit import Unit
 
 
 class Stack:
-    """Units that are used one after the other.
+    """The units that one module's forward uses, one after the other.
 
     Args:
-        units (`list[Unit]`): in their order.
+        units (`list[Unit]`): in the order in which they are expected.
     """
 
     def __init__(self, units: list[Unit]):
+        self.order(units)
+        self.seen: list[Unit] = []  # in the order of their first call
+        self.next = 0  # the first unit not yet taken in this pass
+        self.carries_grad = False  # whether gradients flow through what the stack hands on, so far in this pass
+
+    def order(self, units: list[Unit]) -> None:
+        """Sets the order in which the units are expected; all ranks set the same."""
         self.units = units
         self.index = {unit: index for index, unit in enumerate(units)}
-        self.next = 0  # the first unit not yet taken in this pass
+
+    def see(self, unit: Unit) -> None:
+        """Records that a unit was called."""
+        if unit not in self.seen:
+            self.seen.append(unit)
 
     def finish(self) -> list[Unit]:
         """The units left over in this pass; the next pass begins anew."""
@@ -51,50 +62,59 @@ class Schedule:
     def __init__(self, stacks: list[Stack]):
         self.stacks = stacks
         self.stack_of = {unit: stack for stack in stacks for unit in stack.units}
-        self._passes: list[list[Unit]] = []  # the tape: one list per outermost forward
+        self._passes: list[list[Unit]] = [[]]  # the tape: one list for each outermost forward
+        self._opened: list[list[Unit]] = []  # the passes that the backward under way has come to
         self._left: Counter[Unit] = Counter()
-        self._rewinding: list[Unit] | None = None  # the pass that backward is in; None outside of backward
+        self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
+
+    @property
+    def current_pass(self) -> list[Unit]:
+        """What the outermost forward under way has noted."""
+        return self._passes[-1]
 
     def begin_pass(self) -> None:
         """Starts a new pass on the tape."""
-        if not self._passes or self._passes[-1]:
+        if self._passes[-1]:
             self._passes.append([])
 
     def note(self, unit: Unit) -> None:
         """Records that a forward took this unit and that its backward is to come."""
-        if not self._passes:
-            self._passes.append([])
         self._passes[-1].append(unit)
         self._left[unit] += 1
 
+    def open_pass(self, units: list[Unit]) -> list[Unit]:
+        """The backward has come to this pass: what is left of those it came to before is returned, to be passed over."""
+        rest = self.finish_passes() if not any(units is opened for opened in self._opened) else []
+        self._opened.append(units)
+        return rest
+
     def rewind_to(self, unit: Unit) -> list[Unit]:
         """Takes the tape back to the last use of `unit`: the units passed, `unit` last. One off the tape comes alone."""
-        if not self._left[unit]:
+        tape = next((units for units in [*reversed(self._opened), *reversed(self._passes)] if unit in units), None)
+        if tape is None:
             return [unit]
-        passed = [self._pop()]
-        while passed[-1] is not unit:
-            passed.append(self._pop())
+        passed = self.open_pass(tape)
+        while not passed or passed[-1] is not unit:
+            passed.append(self._pop(tape))
         return passed
 
-    def rewind_pass(self) -> list[Unit]:
-        """Takes the tape back to the beginning of the pass that backward is in: the units passed."""
-        passed = []
-        while self._rewinding:
-            passed.append(self._pop())
-        self._rewinding = None
+    def finish_passes(self) -> list[Unit]:
+        """Takes the tape back to the beginning of the passes that the backward has come to: the units passed."""
+        passed = [self._pop(tape) for tape in self._opened for _ in range(len(tape))]
+        self._passes = [units for units in self._passes if units] or [[]]
+        self._opened = []
+        self._rewound.clear()
         return passed
 
-    def _pop(self) -> Unit:
-        while not self._passes[-1]:
-            self._passes.pop()
-        self._rewinding = self._passes[-1]
-        unit = self._rewinding.pop()
+    def _pop(self, tape: list[Unit]) -> Unit:
+        unit = tape.pop()
         self._left[unit] -= 1
+        self._rewound.add(unit)
         return unit
 
-    def uses_left(self, unit: Unit) -> int:
-        """How many noted uses of `unit` the backward has not come to."""
-        return self._left[unit]
+    def is_complete(self, unit: Unit) -> bool:
+        """Whether the backward under way has come to every noted use of `unit`. One off the tape may always come again."""
+        return unit in self._rewound and not self._left[unit]
 
     def after(self, unit: Unit, count: int) -> list[Unit]:
         """The units that a forward is likely to take next."""
@@ -103,13 +123,14 @@ class Schedule:
 
     def before(self, count: int) -> list[Unit]:
         """The units that a backward is likely to take next."""
-        tape = next((units for units in reversed(self._passes) if units), [])
-        return tape[: -count - 1 : -1]
+        return self._opened[-1][: -count - 1 : -1] if self._opened else []
 
     def reset(self) -> None:
         """Drops the tape and starts all passes anew."""
-        self._passes.clear()
+        self._passes = [[]]
+        self._opened = []
         self._left.clear()
-        self._rewinding = None
+        self._rewound.clear()
         for stack in self.stacks:
             stack.next = 0
+            stack.carries_grad = False

@@ -165,3 +165,20 @@ class Unit:
         if self._gradient_slot is not None:
             self.gradient_slots.release(self._gradient_slot)
             self._gradient_slot = None
+
+
+def reassign_slots(units: list[Unit]) -> None:
+    """Gives neighbours in a new order different slots, so that one can be gathered while the other is used.
+
+    Autograd's views of the slots must be gone: it is called between steps.
+
+    Args:
+        units (`list[Unit]`): the blocks' units in their new order, none of them gathered.
+    """
+    slots = list({id(unit.slot): unit.slot for unit in units if unit.slot is not None}.values())
+    for position, unit in enumerate(units if slots else ()):
+        unit.evict()
+        unit.slot = slots[position % len(slots)]
+        parts = [(flat.layout.full_numel, flat.dtype) for flat in unit.flats]
+        for flat, full in zip(unit.flats, unit.slot.views(parts)):
+            flat.bind(full)

@@ -115,15 +115,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._leave_out_unused()
         self._lend_gradients()
         self.inner.step()
-        self.engine.mark_updated()
-        self.zero_grad()
+        self._drop_runs_gradients()
+        self.engine.end_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this step."""
+        self._drop_runs_gradients()
+        self.engine.clear_gradients()
+
+    def _drop_runs_gradients(self) -> None:
         for run in self.runs:
             run.param.grad = None
-        self.engine.clear_gradients()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

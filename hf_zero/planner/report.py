@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.optim import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class MemoryReport:
     ddp_optimizer_nbytes: int
 
 
-def measure(engine: ZeroEngine, optimizer: ShardedOptimizer | None = None) -> MemoryReport:
+def measure(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
     """Measures the tensors that an engine and its optimizer hold on this rank.
 
     Args:
         engine (`ZeroEngine`): the sharded model.
-        optimizer (`ShardedOptimizer`, *optional*): its state counts from the first step on.
+        optimizer (`torch.optim.Optimizer`, *optional*): its state counts from the first step on.
     """
     flats = [flat for unit in engine.units for flat in unit.flats]
     gradients = list(engine.gradients())
@@ -71,10 +71,8 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def _per_element(optimizer: ShardedOptimizer) -> int:
+def _per_element(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of optimizer state for one element of a parameter."""
-    for run in optimizer.runs:
-        values = optimizer.state.get(run.param, {}).values()
-        if values:
-            return sum(v.element_size() for v in values if isinstance(v, Tensor) and v.shape == run.param.shape)
+    for param, values in optimizer.state.items():
+        return sum(v.element_size() for v in values.values() if isinstance(v, Tensor) and v.shape == param.shape)
     return 0

@@ -107,7 +107,7 @@ def run(arguments: Arguments, training: ZeroTrainingArguments) -> None:
         compute_metrics=_accuracy,
         compute_loss_func=partial(_mean_loss, label_smoothing=training.label_smoothing_factor),
     )
-    say = print if trainer.is_world_process_zero() else _say_nothing
+    say = partial(print, flush=True) if trainer.is_world_process_zero() else _say_nothing
     chance = max(Counter(example.label for example in data.test).values()) / len(data.test)
     say(
         f"{len(data.train)} training and {len(data.test)} test rows, {len(data.labels)} classes: "
@@ -115,7 +115,7 @@ def run(arguments: Arguments, training: ZeroTrainingArguments) -> None:
     )
     before = trainer.evaluate()["eval_accuracy"]
     say(f"test accuracy before training: {before:.3f} (always the largest class: {chance:.3f})")
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     memory = _gather_memory(trainer)
     predictions = _predict_in_order(trainer)
     trainer.save_model()

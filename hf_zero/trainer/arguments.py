@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_zero.config import REDUCE_DTYPES, STAGES, ZeroConfig, choose
@@ -60,7 +61,7 @@ class ZeroArgumentsMixin:
         self.zero_config()
         self._refuse_other_engines()
         self._refuse_unsupported()
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        launched = _launched_ranks()
         if launched > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # without it, every rank would take itself for the only one
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
@@ -132,6 +133,11 @@ class ZeroArgumentsMixin:
             )
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size: ranks would disagree on the batch size; set the batch size")
+        compiles = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
+        if self.zero_stage == 3 and (compiles or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"):
+            raise ConfigError(
+                "torch_compile: parameters that come and go at stage 3 would be compiled again and again; use --zero_stage 2"
+            )
         if self.bf16_full_eval or self.fp16_full_eval:
             raise ConfigError("bf16_full_eval/fp16_full_eval: casts the sharded model; use --bf16 for training instead")
 
@@ -147,6 +153,24 @@ class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
 @dataclass
 class ZeroSeq2SeqTrainingArguments(ZeroArgumentsMixin, Seq2SeqTrainingArguments):
     __doc__ = ZeroArgumentsMixin.__doc__
+
+
+def _launched_ranks() -> int:
+    """How many processes the launcher has started.
+
+    Raises:
+        `ConfigError`: when the environment that it should have set is not complete.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"WORLD_SIZE: {text!r} is not a number of processes; start with torchrun, which sets it")
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if int(text) > 1 and missing and not dist.is_initialized():
+        raise ConfigError(
+            f"WORLD_SIZE is {text} but {', '.join(missing)} is not set; start with torchrun, which sets them together"
+        )
+    return int(text)
 
 
 def _is_on(variable: str) -> bool:

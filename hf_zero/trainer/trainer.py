@@ -10,12 +10,13 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from hf_zero.checkpoint import load_state, load_weights, save_pretrained, save_state
-from hf_zero.engine import ZeroEngine, engine_of, gathered
+from hf_zero.checkpoint.agreement import together
+from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim import ShardedOptimizer, refuse_non_elementwise, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.accelerator import ZeroAccelerator
-from hf_zero.trainer.adapters import is_adapter_model, save_adapters
+from hf_zero.trainer.adapters import is_adapter_model, load_adapters, save_adapters
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.compat import check_overrides
 
@@ -83,9 +84,8 @@ class ZeroTrainerMixin:
             save_adapters(engine, output_dir)
         else:
             save_pretrained(engine, output_dir)
-        if self.args.should_save:
-            self._save_beside(output_dir)
-        engine.comm.barrier()
+        beside = (lambda: self._save_beside(output_dir)) if self.args.should_save else (lambda: None)
+        together(engine.comm, f"saving to {output_dir}", beside)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -109,19 +109,15 @@ class ZeroTrainerMixin:
     # Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self._load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._load_weights(self.state.best_model_checkpoint, super()._load_best_model)
+        self._load_weights(self.state.best_model_checkpoint)
 
-    def _load_weights(self, folder: str, otherwise, *args) -> None:
-        """Reads each rank's ranges from the folder; what is not a plain model there, `otherwise` loads."""
+    def _load_weights(self, folder: str) -> None:
+        """Reads each rank's ranges from the folder; nobody holds the whole model."""
         engine = self.accelerator.shard(self.model)
-        if is_adapter_model(self.model):
-            with gathered(self.model, writeback=True):
-                otherwise(*args)
-        else:
-            load_weights(engine, folder)
+        (load_adapters if is_adapter_model(self.model) else load_weights)(engine, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
