@@ -19,6 +19,11 @@ def remember(units: list[Unit]) -> None:
                 setattr(param, UNIT_ATTRIBUTE, unit)
 
 
+def unit_of(param: Tensor) -> Unit | None:
+    """The unit that holds a parameter, or `None` when it is not sharded."""
+    return getattr(param, UNIT_ATTRIBUTE, None)
+
+
 @contextmanager
 def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = False) -> Iterator[None]:
     """Makes parameters whole on every rank for as long as the context lasts. All ranks enter it together.
@@ -35,7 +40,7 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
         params = list(what.parameters())
     else:
         params = [what] if isinstance(what, Tensor) else list(what)
-    units = {getattr(param, UNIT_ATTRIBUTE, None) for param in params} - {None}
+    units = {unit_of(param) for param in params} - {None}
     held = sorted(units, key=lambda unit: unit.index)
     for unit in held:
         unit.pin()

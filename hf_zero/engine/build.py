@@ -9,11 +9,12 @@ from torch import nn
 from hf_zero.comm import Comm, connect
 from hf_zero.config import Residency, StagePlan, ZeroConfig
 from hf_zero.engine import hooks
-from hf_zero.engine.access import remember
+from hf_zero.engine.access import remember, unit_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
+from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
@@ -71,6 +72,8 @@ def shard_with(
         if engine.config != config:
             raise LifecycleError(f"the model is sharded already with {engine.config}; asked for {config}")
         return engine
+    if any(unit_of(p) is not None for p in model.parameters()):
+        raise LifecycleError("a part of the model, or a model that holds it, is sharded already; shard the whole once")
     refuse_what_cannot_be_sharded(model)
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -92,7 +95,8 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
     pattern = _keep_in_fp32(model)
     plan = config.plan(comm.num_ranks)
     groups = [_grouped(spec, config.compute_dtype, pattern) for spec in specs]
-    flats = [[_lay_out(group, plan, comm) for group in groups_of] for groups_of in groups]
+    placeholders = Placeholders(comm.device)
+    flats = [[_lay_out(group, plan, comm, placeholders) for group in groups_of] for groups_of in groups]
     slots = _bind(flats, plan, comm, config.prefetch_units)
     units = []
     for index, (spec, flats_of, slot) in enumerate(zip(specs, flats, slots)):
@@ -105,15 +109,16 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
     remember(units)
     _place_gradients(units, comm)
     _place_buffers(model, comm)
-    return _assemble(model, config, comm, units, parts, specs)
+    return _assemble(model, config, comm, units, parts, placeholders)
 
 
-def _assemble(model, config, comm, units, parts, specs) -> ZeroEngine:
-    unit_of = {spec.name: unit for spec, unit in zip(specs, units)}
-    owners = {spec.owner: Stack([unit_of[unit.name] for unit in spec.units]) for spec in parts.stacks}
+def _assemble(model, config, comm, units, parts, placeholders) -> ZeroEngine:
+    specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
+    by_name = {spec.name: unit for spec, unit in zip(specs, units)}
+    owners = {spec.owner: Stack([by_name[unit.name] for unit in spec.units]) for spec in parts.stacks}
     schedule = Schedule(list(owners.values()))
-    engine = ZeroEngine(model, config, comm, units[0], schedule)
-    hooks.install(engine, {unit_of[spec.name]: spec.module for spec in specs[1:]}, owners)
+    engine = ZeroEngine(model, config, comm, root=units[0], schedule=schedule, placeholders=placeholders)
+    hooks.install(engine, {by_name[spec.name]: spec.module for spec in specs[1:]}, owners)
     model.__dict__[ENGINE_ATTRIBUTE] = engine
     return engine
 
@@ -129,10 +134,11 @@ def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str
     return list(groups.values())
 
 
-def _lay_out(group, plan: StagePlan, comm: Comm) -> Flat:
+def _lay_out(group, plan: StagePlan, comm: Comm, placeholders: Placeholders) -> Flat:
     infos = [ParamInfo(name, p.shape, p.dtype, p.requires_grad) for name, p, _ in group]
     layout = Layout.of([tuple(p.shape) for _, p, _ in group], comm.num_ranks)
-    return Flat(infos, [p for _, p, _ in group], layout, plan, comm, group[0][2])
+    params, dtype = [p for _, p, _ in group], group[0][2]
+    return Flat(infos, params, layout, plan=plan, comm=comm, dtype=dtype, placeholders=placeholders)
 
 
 def _bind(flats: list[list[Flat]], plan: StagePlan, comm: Comm, prefetch_units: int) -> list[Slot | None]:

@@ -11,6 +11,7 @@ from hf_zero.config import Residency, ZeroConfig
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.phase import Phase
+from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.unit import Unit, reassign_slots
 from hf_zero.errors import LifecycleError, UnsupportedError
@@ -46,10 +47,14 @@ class ZeroEngine:
         comm (`Comm`): the data-parallel ranks.
         root (`Unit`): the parameters outside of all blocks.
         schedule (`Schedule`): the blocks' units.
+        placeholders (`Placeholders`): what parameters read while their data is away.
     """
 
-    def __init__(self, model: nn.Module, config: ZeroConfig, comm: Comm, root: Unit, schedule: Schedule):
+    def __init__(
+        self, model: nn.Module, config: ZeroConfig, comm: Comm, *, root: Unit, schedule: Schedule, placeholders: Placeholders
+    ):
         self.model = model
+        self.placeholders = placeholders
         self.config = config
         self.comm = comm
         self.plan = config.plan(comm.num_ranks)
@@ -62,6 +67,7 @@ class ZeroEngine:
         self._is_order_known = comm.num_ranks == 1 or not self.blocks
         self._notes = True  # whether the outermost forward under way is to be followed by a backward
         self._running: list[Unit] = []  # units whose forward is under way
+        self._last: Unit | None = None  # the block that has just been called, still attached
         self._is_backward_open = False
         self._current: Unit | None = None  # the unit whose backward is under way; None outside of backward
         self._closed: set[Unit] = set()  # units reduced in this backward
@@ -69,12 +75,6 @@ class ZeroEngine:
     @property
     def stage(self) -> int:
         return self.config.stage
-
-    def __deepcopy__(self, memo):
-        raise UnsupportedError("a sharded model cannot be copied: copy it before hf_zero.shard, or save and load it")
-
-    def __reduce__(self):
-        raise UnsupportedError("a sharded model cannot be pickled: use hf_zero.save_pretrained(engine, folder)")
 
     # Forward
 
@@ -84,6 +84,7 @@ class ZeroEngine:
             self._attach_root()
             return
         if self._depth == 0:
+            self.placeholders.check()
             if self._is_backward_open:
                 self.recover()
             self.schedule.begin_pass()
@@ -100,14 +101,17 @@ class ZeroEngine:
             self._take([] if failed else rest, stack)
             stack.carries_grad = False
         self._depth = max(0, self._depth - 1)
+        if stack is not None or self._depth == 0:
+            self._detach_last()
         if self._depth == 0 and (failed or not torch.is_grad_enabled()):
             self.root.detach()
 
     def before_block(self, unit: Unit, inputs_need_grad: bool) -> None:
         """Before a block's forward: its parameters become whole, and the next unit is on its way."""
         if in_backward():
-            self.visit_backward(unit)
+            self._visit_recomputation(unit)
         else:
+            self._detach_last()
             stack = self.schedule.stack_of[unit]
             if not self._is_order_known:
                 stack.see(unit)
@@ -118,11 +122,17 @@ class ZeroEngine:
         self._running.append(unit)
 
     def after_block(self, unit: Unit) -> None:
-        """After a block's forward: its parameters may leave, unless backward is what called it."""
+        """After a block's forward: its parameters may leave when the next block begins or the forward ends; until then
+        hooks that users put on the block still find them."""
         if unit in self._running:
             self._running.remove(unit)
         if not in_backward() and unit not in self._running:
-            unit.detach()
+            self._last = unit
+
+    def _detach_last(self) -> None:
+        last, self._last = self._last, None
+        if last is not None and last not in self._running:
+            last.detach()
 
     def _take(self, units: list[Unit], stack: Stack) -> None:
         """Gathers units of a stack. Those that a backward will come to are noted: by what all ranks know, whether or not
@@ -188,8 +198,17 @@ class ZeroEngine:
         if unit is not self._current or unit.phase is not Phase.ATTACHED:
             for passed in self.schedule.rewind_to(unit):
                 self._turn_to(passed)
+            unit.come_home()
             unit.attach()
             self._prefetch(unit, self.schedule.before(self.config.prefetch_units))
+
+    def _visit_recomputation(self, unit: Unit) -> None:
+        """Gradient checkpointing calls the block again before backward comes to it (Chen et al., arXiv 1604.06174)."""
+        self.open_backward()
+        for passed in self.schedule.look_back(unit):
+            passed.gather()
+        unit.gather()
+        unit.attach()
 
     def end_backward(self) -> None:
         """Every unit that has not been reduced is, in a fixed order; nothing stays attached."""
@@ -203,7 +222,9 @@ class ZeroEngine:
                 elif unit.has_collected:
                     raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
         self._drain()
-        self.root.detach()
+        for unit in self.units:
+            unit.detach()
+        self.schedule.end_backward()
         self._closed.clear()
         self._is_backward_open = False
 
@@ -222,14 +243,21 @@ class ZeroEngine:
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter) -> None:
         """Takes one parameter's gradient from autograd."""
-        if param.grad is not None:
-            if torch.is_grad_enabled():
-                raise UnsupportedError(DOUBLE_BACKWARD)
-            if self.plan.grad is Residency.SHARDED:
-                self.open_backward()
-            unit.lend_gradients()
-            gradient.receive(index, param.grad)
-            param.grad = None
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        if torch.is_grad_enabled():
+            raise UnsupportedError(DOUBLE_BACKWARD)
+        if self.plan.grad is Residency.SHARDED:
+            self.open_backward()
+        if not unit.is_whole:
+            raise LifecycleError(
+                f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through the "
+                "outputs of its forward, so its parameters were away; return the tensor from the block's forward, in a "
+                "tuple or dict, or use stage 2"
+            )
+        unit.lend_gradients()
+        gradient.receive(index, grad)
 
     def recover(self) -> None:
         """After a backward that failed: what it collected is dropped, and everything is as before the step."""
@@ -242,6 +270,7 @@ class ZeroEngine:
             unit.detach()
         self.schedule.reset()
         self._depth = 0
+        self._last = None
         self._running.clear()
         self._closed.clear()
         self._current = None
@@ -274,14 +303,24 @@ class ZeroEngine:
         for gradient in self.gradients():
             gradient.clear()
 
-    def mark_updated(self) -> None:
-        """The masters have new values: the compute copies follow. All ranks call it."""
-        pendings: list[Pending] = []
+    def check_can_update(self) -> None:
+        """Whether new values may be given to the masters.
+
+        Raises:
+            `LifecycleError`: inside `hf_zero.gathered`, or when someone wrote to a parameter whose data is away.
+        """
+        self.placeholders.check()
         for unit in self.units:
             if unit.pins:
                 raise LifecycleError(
-                    f"unit {unit.name!r}: an optimizer step inside hf_zero.gathered(...); leave the context first"
+                    f"unit {unit.name!r}: new values inside hf_zero.gathered(...); leave the context first"
                 )
+
+    def mark_updated(self) -> None:
+        """The masters have new values: the compute copies follow. All ranks call it."""
+        self.check_can_update()
+        pendings: list[Pending] = []
+        for unit in self.units:
             pendings += unit.refresh()
         for pending in pendings:
             pending.wait()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Comm
 from hf_zero.config import Residency, StagePlan
+from hf_zero.engine.placeholder import Placeholders
 from hf_zero.shard.layout import Layout
 
 
@@ -55,24 +56,34 @@ class Flat:
         plan (`StagePlan`): what rests where.
         comm (`Comm`): the data-parallel ranks.
         dtype (`torch.dtype`): of the compute copy.
+        placeholders (`Placeholders`): what the parameters read while their data is away.
     """
 
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
     shard: Tensor  # the compute copy, this rank's range
     master: Tensor  # what the optimizer updates: the compute copy itself unless dtypes differ
     views: list[Tensor]  # of `full`, one per parameter, in its shape
-    placeholders: list[Tensor]  # NaN in the parameter's shape: what a parameter reads while its data is away
 
-    def __init__(self, infos, params, layout: Layout, plan: StagePlan, comm: Comm, dtype: torch.dtype):
-        self.infos: list[ParamInfo] = infos
-        self.params: list[nn.Parameter] = params
+    def __init__(
+        self,
+        infos: list[ParamInfo],
+        params: list[nn.Parameter],
+        layout: Layout,
+        *,
+        plan: StagePlan,
+        comm: Comm,
+        dtype: torch.dtype,
+        placeholders: Placeholders,
+    ):
+        self.infos = infos
+        self.params = params
         self.layout = layout
         self.plan = plan
         self.comm = comm
         self.dtype = dtype
         self.trainable = infos[0].trainable
         self.owned = layout.owned(comm.rank)
-        self.placeholders = [_placeholder(p, dtype) for p in params]
+        self.placeholders = [placeholders.of(p.shape, dtype) for p in params]
 
     @property
     def is_sharded(self) -> bool:
@@ -140,7 +151,10 @@ class Flat:
         if self.is_sharded:
             self.shard.copy_(self.full[low:high])
         if self.has_master:
-            self.master.copy_(self.full[slice(*self.held)])
+            # What was not written keeps its master: the compute copy is a rounded one.
+            values = self.full[slice(*self.held)]
+            written = values != self.master.to(values.dtype)
+            self.master.copy_(torch.where(written, values.to(self.master.dtype), self.master))
 
     def named_shards(self, tensor: Tensor, covers: tuple[int, int], only: tuple[int, int]) -> Iterator[NamedShard]:
         """The parameters' runs inside `tensor`, which covers the range `covers` of the buffer, limited to `only`."""
@@ -150,8 +164,3 @@ class Flat:
             info = self.infos[piece.index]
             yield NamedShard(info.name, info.shape, piece.start, window[piece.offset : piece.offset + piece.numel])
 
-
-def _placeholder(param: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Reads as NaN, cannot be written (all its elements are one), and costs one element."""
-    value = float("nan") if dtype.is_floating_point else 0
-    return torch.full((), value, dtype=dtype, device=param.device).expand(param.shape)

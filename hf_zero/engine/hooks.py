@@ -2,10 +2,13 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from hf_zero.config import Residency
+from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Unit
@@ -23,11 +26,11 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
     for unit in engine.units:
         for gradient in unit.gradients:
             for index, param in enumerate(gradient.flat.params):
-                engine.handles.append(
-                    param.register_post_accumulate_grad_hook(
-                        lambda p, u=unit, g=gradient, i=index: engine.receive(u, g, i, p)
-                    )
-                )
+                # A hook of the node that accumulates, not of the parameter: it runs after all hooks of users.
+                with torch.enable_grad():
+                    node = param.expand_as(param).grad_fn.next_functions[0][0]
+                take = partial(engine.receive, unit, gradient, index, param)
+                engine.handles.append((node, node.register_hook(lambda *_, take=take: take())))
     if engine.plan.grad is not Residency.SHARDED and engine.plan.compute is not Residency.SHARDED:
         return  # nothing is moved during forward and backward
     for module in _outer_modules(engine.model, modules, engine.root):
@@ -50,6 +53,8 @@ def _install_on_outer(engine: ZeroEngine, module: nn.Module, stack: Stack | None
 
 
 def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
+    module.__dict__[UNIT_ATTRIBUTE] = unit  # a copy of the block would meet it and be refused
+
     def before(_module, args, kwargs):
         engine.before_block(unit, any(tensor.requires_grad for tensor in tensors_in([args, kwargs])))
 
@@ -71,8 +76,9 @@ def _hook_outputs(output, inputs, hook) -> None:
 
 
 def _guard_state_dict(engine: ZeroEngine) -> None:
-    def check(*_args, **_kwargs):
-        away = next((unit.name for unit in engine.units if unit.is_sharded and not unit.is_whole), None)
+    def check(module, *_args, **_kwargs):
+        units = {unit_of(param) for param in module.parameters()} - {None}
+        away = next((unit.name for unit in units if not unit.is_whole), None)
         if away is not None:
             raise LifecycleError(
                 f"state_dict: the parameters of unit {away!r} are sharded over {engine.comm.num_ranks} ranks; "

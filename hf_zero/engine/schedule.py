@@ -65,6 +65,7 @@ class Schedule:
         self._passes: list[list[Unit]] = [[]]  # the tape: one list for each outermost forward
         self._opened: list[list[Unit]] = []  # the passes that the backward under way has come to
         self._left: Counter[Unit] = Counter()
+        self._ahead = 0  # how many units at the end of the opened pass a recomputation has taken, and not yet backward
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
 
     @property
@@ -88,26 +89,57 @@ class Schedule:
         self._opened.append(units)
         return rest
 
-    def rewind_to(self, unit: Unit) -> list[Unit]:
-        """Takes the tape back to the last use of `unit`: the units passed, `unit` last. One off the tape comes alone."""
-        tape = next((units for units in [*reversed(self._opened), *reversed(self._passes)] if unit in units), None)
+    def look_back(self, unit: Unit) -> list[Unit]:
+        """A recomputation comes to `unit` before backward does: the units from the tape's end to it that were not taken
+        yet, which stay on the tape."""
+        tape = self._tape_of(unit)
         if tape is None:
             return [unit]
         passed = self.open_pass(tape)
-        while not passed or passed[-1] is not unit:
-            passed.append(self._pop(tape))
+        start = len(tape) - self._ahead
+        taken = next((at for at in reversed(range(start)) if tape[at] is unit), start)
+        self._ahead = len(tape) - taken
+        return [*passed, *reversed(tape[taken:start])]
+
+    def rewind_to(self, unit: Unit) -> list[Unit]:
+        """Takes the tape back to the last use of `unit`: the units passed, `unit` last. One off the tape comes alone."""
+        tape = self._tape_of(unit)
+        if tape is None:
+            return [unit]
+        passed = self.open_pass(tape)
+        last = None
+        while last is not unit:
+            was_taken = self._ahead > 0
+            last = self._pop(tape)
+            if last is unit or not was_taken:
+                passed.append(last)
         return passed
 
     def finish_passes(self) -> list[Unit]:
         """Takes the tape back to the beginning of the passes that the backward has come to: the units passed."""
-        passed = [self._pop(tape) for tape in self._opened for _ in range(len(tape))]
+        passed = []
+        for tape in self._opened:
+            while tape:
+                was_taken = self._ahead > 0
+                unit = self._pop(tape)
+                if not was_taken:
+                    passed.append(unit)
         self._passes = [units for units in self._passes if units] or [[]]
         self._opened = []
-        self._rewound.clear()
         return passed
+
+    def end_backward(self) -> None:
+        """The backward under way has ended."""
+        self._rewound.clear()
+
+    def _tape_of(self, unit: Unit) -> list[Unit] | None:
+        """The pass that holds the next use of `unit`: one that the backward has come to, else the latest."""
+        candidates = [*reversed(self._opened), *reversed(self._passes)]
+        return next((units for units in candidates if unit in units), None)
 
     def _pop(self, tape: list[Unit]) -> Unit:
         unit = tape.pop()
+        self._ahead = max(0, self._ahead - 1)
         self._left[unit] -= 1
         self._rewound.add(unit)
         return unit
@@ -130,6 +162,7 @@ class Schedule:
         self._passes = [[]]
         self._opened = []
         self._left.clear()
+        self._ahead = 0
         self._rewound.clear()
         for stack in self.stacks:
             stack.next = 0

@@ -7,6 +7,7 @@ from hf_zero.comm import Pending
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.phase import Phase, moved
+from hf_zero.errors import UnsupportedError
 from hf_zero.shard.slots import Slot
 
 
@@ -37,6 +38,12 @@ class Unit:
         self._gathering: list[Pending] = []
         self._gradient_slot: Slot | None = None
         self._homes: list[Tensor] = []  # where the whole values appear when not pinned; empty while they are there
+
+    def __reduce_ex__(self, protocol):
+        raise UnsupportedError(
+            "a sharded model or a part of it cannot be copied or pickled: copy it before hf_zero.shard, or save it with "
+            "hf_zero.save_pretrained(engine, folder)"
+        )
 
     @property
     def is_trainable(self) -> bool:
@@ -83,6 +90,8 @@ class Unit:
 
     def evict(self) -> None:
         """Gives up the slot's contents: another unit takes it, or the values have changed."""
+        if self.pins:
+            return  # its values lie in memory of its own
         self.settle()
         if self.is_sharded and self.phase is not Phase.SHARDED:
             self.detach()
@@ -126,6 +135,15 @@ class Unit:
         self._gathering = [flat.comm.gather(flat.full, flat.shard, what=self.name) for flat in self.flats]
         self.attach()
 
+    def come_home(self) -> None:
+        """Brings the values of a pinned unit also into its slot, where autograd's views of a former forward look."""
+        if self._homes and self.slot.holder is not self:
+            if self.slot.holder is not None:
+                self.slot.holder.evict()
+            self.slot.holder = self
+            for flat, home in zip(self.flats, self._homes):
+                home.copy_(flat.full)
+
     def unpin(self, writeback: bool) -> None:
         """Ends a `pin`; with `writeback`, rank 0's values become everyone's."""
         if writeback:
@@ -134,6 +152,8 @@ class Unit:
         self.pins -= 1
         if self.pins or not self._homes:
             return
+        if self.slot.holder is self:
+            self.slot.holder = None
         self.evict()
         for flat, home in zip(self.flats, self._homes):
             flat.bind(home)

@@ -56,6 +56,7 @@ def usage_command(folder: str, text: str) -> str:
     if python.is_relative_to(Path.cwd()):
         python = Path(os.path.relpath(python))
     # JSON strings are Python strings too, and their double quotes survive inside the shell's single ones.
-    task, folder, text = map(json.dumps, ("text-classification", folder, textwrap.shorten(text, 60, placeholder="")))
+    shown = textwrap.shorten(text, 60, placeholder="")
+    task, folder, text = (json.dumps(item, ensure_ascii=False) for item in ("text-classification", folder, shown))
     code = f"from transformers import pipeline; print(pipeline({task}, {folder})({text}))"
     return f"{shlex.quote(str(python))} -c {shlex.quote(code)}"

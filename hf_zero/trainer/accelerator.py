@@ -65,7 +65,7 @@ class ZeroAccelerator(Accelerator):
         self._sharded().clip_grad_value_(clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The whole state dict, gathered unit by unit: on rank 0 on the CPU, empty on the others. All ranks call it."""
+        """The whole state dict, gathered unit by unit: on rank 0's CPU, empty on other ranks. All ranks call it."""
         engine = engine_of(self.unwrap_model(model))
         state = {}
         for unit in engine.units:

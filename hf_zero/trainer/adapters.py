@@ -29,13 +29,15 @@ def save_adapters(engine: ZeroEngine, folder: str) -> None:
     wanted = {name for adapter in engine.model.peft_config for name in adapter_keys(engine.model, adapter)}
     state: dict[str, Tensor] = {}
     for unit in engine.units:
-        held = [(info.name, p) for flat in unit.flats for info, p in zip(flat.infos, flat.params) if info.name in wanted]
+        pairs = [pair for flat in unit.flats for pair in zip(flat.infos, flat.params, strict=True)]
+        held = [(info.name, p) for info, p in pairs if info.name in wanted]
         if held:
             with gathered([p for _, p in held]):
                 if engine.comm.rank == 0:
                     state.update({name: p.detach().cpu().clone() for name, p in held})
     write = on_first(engine.comm, lambda: engine.model.save_pretrained(folder, state_dict=state))
-    together(engine.comm, f"saving adapters to {folder}", write)
+    with gathered(_module_copies(engine.model)):
+        together(engine.comm, f"saving adapters to {folder}", write)
 
 
 def load_adapters(engine: ZeroEngine, folder: str) -> None:
@@ -54,7 +56,7 @@ def load_adapters(engine: ZeroEngine, folder: str) -> None:
 
 
 def adapter_keys(model: nn.Module, adapter: str) -> dict[str, str]:
-    """The parameters of one adapter, and their names in its file.
+    """The parameters of one adapter, and their names in its file. All ranks call it.
 
     PEFT knows: it is given empty tensors in place of the parameters, and hands out those that belong to the adapter.
 
@@ -70,8 +72,17 @@ def adapter_keys(model: nn.Module, adapter: str) -> dict[str, str]:
         )
     empty = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
     name_of = {id(tensor): name for name, tensor in empty.items()}
-    kept = get_peft_model_state_dict(model, state_dict=empty, adapter_name=adapter)
+    with gathered(_module_copies(model)):
+        kept = get_peft_model_state_dict(model, state_dict=empty, adapter_name=adapter)
     strange = [key for key, tensor in kept.items() if id(tensor) not in name_of]
     if strange:
         raise UnsupportedError(f"adapter {adapter!r}: {strange[0]} in its file is none of the model's parameters")
     return {name_of[id(tensor)]: key for key, tensor in kept.items()}
+
+
+def _module_copies(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the modules that PEFT trains as whole copies (`modules_to_save`), whose state dicts it reads."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    copies = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    return [p for module in copies for p in module.parameters()]

@@ -53,7 +53,8 @@ class ZeroArgumentsMixin:
         default=32, metadata={"help": "Size in MiB of the buffer through which gradients are exchanged."}
     )
     zero_prefetch_units: int = field(
-        default=1, metadata={"help": "How many blocks are gathered ahead of use at stage 3; 0 saves one block's memory."}
+        default=1,
+        metadata={"help": "How many blocks are gathered ahead of use at stage 3; 0 saves one block's memory."},
     )
 
     def __post_init__(self):
@@ -69,8 +70,8 @@ class ZeroArgumentsMixin:
         super().__post_init__()
         if launched != self.world_size:
             raise ConfigError(
-                f"WORLD_SIZE is {launched} but this process sees {self.world_size} rank(s); start it with torchrun, which "
-                "sets WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together"
+                f"WORLD_SIZE is {launched} but this process sees {self.world_size} rank(s); start it with torchrun, "
+                "which sets WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together"
             )
         if self.n_gpu > 1:
             raise ConfigError(
@@ -122,7 +123,9 @@ class ZeroArgumentsMixin:
         }
         for name, value in beside.items():
             if value:
-                raise ConfigError(f"{name}: found beside hf_zero, which shards by itself; remove it and use --zero_stage")
+                raise ConfigError(
+                    f"{name}: found beside hf_zero, which shards by itself; remove it and use --zero_stage"
+                )
 
     def _refuse_unsupported(self) -> None:
         optim = getattr(self.optim, "value", self.optim)
@@ -136,10 +139,13 @@ class ZeroArgumentsMixin:
         compiles = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
         if self.zero_stage == 3 and (compiles or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"):
             raise ConfigError(
-                "torch_compile: parameters that come and go at stage 3 would be compiled again and again; use --zero_stage 2"
+                "torch_compile: parameters that come and go at stage 3 would be compiled again and again; "
+                "use --zero_stage 2"
             )
         if self.bf16_full_eval or self.fp16_full_eval:
-            raise ConfigError("bf16_full_eval/fp16_full_eval: casts the sharded model; use --bf16 for training instead")
+            raise ConfigError(
+                "bf16_full_eval/fp16_full_eval: casts the sharded model; use --bf16 for training instead"
+            )
 
 
 check_overrides(ZeroArgumentsMixin, TrainingArguments, ("place_model_on_device",))

@@ -37,8 +37,8 @@ OVERRIDES = (
 class ZeroTrainerMixin:
     """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
 
-    Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first prepared,
-    for training or evaluation; it is never wrapped.
+    Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first
+    prepared, for training or evaluation; it is never wrapped.
 
     Raises:
         `ConfigError`: for a model or arguments that cannot be sharded.
@@ -125,8 +125,8 @@ class ZeroTrainerMixin:
         if not os.path.isdir(os.path.join(checkpoint, "zero")):
             if os.path.exists(os.path.join(checkpoint, OPTIMIZER_NAME)):
                 raise CheckpointError(
-                    f"{checkpoint}: {OPTIMIZER_NAME} in it was saved by Trainer and cannot be resumed from; remove that "
-                    "file to go on from the weights with a new optimizer"
+                    f"{checkpoint}: {OPTIMIZER_NAME} in it was saved by Trainer and cannot be resumed from; remove "
+                    "that file to go on from the weights with a new optimizer"
                 )
             logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
             return
