@@ -12,8 +12,8 @@ from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.phase import Phase
 from hf_zero.engine.placeholder import Placeholders
-from hf_zero.engine.schedule import Schedule, Stack
-from hf_zero.engine.unit import Unit, reassign_slots
+from hf_zero.engine.schedule import Schedule, Stack, Visit
+from hf_zero.engine.unit import Uncopyable, Unit, reassign_slots
 from hf_zero.errors import LifecycleError, UnsupportedError
 
 
@@ -31,7 +31,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class ZeroEngine:
+class ZeroEngine(Uncopyable):
     """Holds a model's units and brings them where forward, backward and the optimizer need them.
 
     [Note: the order of one step at stage 3]
@@ -180,8 +180,7 @@ class ZeroEngine:
             raise UnsupportedError(DOUBLE_BACKWARD)
         self.open_backward()
         if units is not None:
-            for passed in self.schedule.open_pass(units):
-                self._turn_to(passed)
+            self._pass_over(self.schedule.open_pass(units))
         if unit is not None:
             self.visit_backward(unit)
 
@@ -196,8 +195,7 @@ class ZeroEngine:
         """The backward has come to this unit: its parameters become whole, and what came before it is complete."""
         self.open_backward()
         if unit is not self._current or unit.phase is not Phase.ATTACHED:
-            for passed in self.schedule.rewind_to(unit):
-                self._turn_to(passed)
+            self._pass_over(self.schedule.rewind_to(unit))
             unit.come_home()
             unit.attach()
             self._prefetch(unit, self.schedule.before(self.config.prefetch_units))
@@ -205,15 +203,14 @@ class ZeroEngine:
     def _visit_recomputation(self, unit: Unit) -> None:
         """Gradient checkpointing calls the block again before backward comes to it (Chen et al., arXiv 1604.06174)."""
         self.open_backward()
-        for passed in self.schedule.look_back(unit):
+        for passed in self.schedule.look_back(unit) if unit is not self._current else ():
             passed.gather()
         unit.gather()
         unit.attach()
 
     def end_backward(self) -> None:
         """Every unit that has not been reduced is, in a fixed order; nothing stays attached."""
-        for unit in self.schedule.finish_passes():
-            self._turn_to(unit)
+        self._pass_over(self.schedule.finish_passes())
         self._turn_to(None)
         if self.plan.grad is Residency.SHARDED:
             for unit in [*reversed(self.blocks), self.root]:
@@ -228,11 +225,15 @@ class ZeroEngine:
         self._closed.clear()
         self._is_backward_open = False
 
+    def _pass_over(self, visits: Iterator[Visit]) -> None:
+        for visit in visits:
+            if not visit.is_taken:
+                visit.unit.gather()
+            self._turn_to(visit.unit)
+
     def _turn_to(self, unit: Unit | None) -> None:
         if unit is self._current:
             return
-        if unit is not None:
-            unit.gather()
         done, self._current = self._current, unit
         if done is None:
             return

@@ -41,29 +41,40 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
         _guard_state_dict(engine)
 
 
-def _install_on_outer(engine: ZeroEngine, module: nn.Module, stack: Stack | None) -> None:
-    def after(_module, args, kwargs, output):
-        failed = output is None and sys.exc_info()[0] is not None
-        engine.end_forward(stack, failed)
-        noted = engine.schedule.current_pass
-        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(units=noted))
+# The hooks are partial calls and no closures, so that whoever copies or pickles a module meets the engine, which refuses.
 
-    engine.handles.append(module.register_forward_pre_hook(lambda *_: engine.begin_forward(), prepend=True))
+
+def _install_on_outer(engine: ZeroEngine, module: nn.Module, stack: Stack | None) -> None:
+    before, after = partial(_before_outer, engine), partial(_after_outer, engine, stack)
+    engine.handles.append(module.register_forward_pre_hook(before, prepend=True))
     engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
+
+
+def _before_outer(engine: ZeroEngine, _module, _args) -> None:
+    engine.begin_forward()
+
+
+def _after_outer(engine: ZeroEngine, stack: Stack | None, _module, args, kwargs, output) -> None:
+    failed = output is None and sys.exc_info()[0] is not None
+    engine.end_forward(stack, failed)
+    noted = engine.schedule.current_pass
+    _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(units=noted))
 
 
 def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
     module.__dict__[UNIT_ATTRIBUTE] = unit  # a copy of the block would meet it and be refused
-
-    def before(_module, args, kwargs):
-        engine.before_block(unit, any(tensor.requires_grad for tensor in tensors_in([args, kwargs])))
-
-    def after(_module, args, kwargs, output):
-        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit))
-        engine.after_block(unit)
-
+    before, after = partial(_before_block, engine, unit), partial(_after_block, engine, unit)
     engine.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
+
+
+def _before_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs) -> None:
+    engine.before_block(unit, any(tensor.requires_grad for tensor in tensors_in([args, kwargs])))
+
+
+def _after_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs, output) -> None:
+    _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit))
+    engine.after_block(unit)
 
 
 def _hook_outputs(output, inputs, hook) -> None:

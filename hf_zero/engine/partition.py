@@ -54,7 +54,7 @@ def partition(model: nn.Module) -> Partition:
                 names[id(p)]: p for p in block.parameters() if users[id(p)] == 1 and id(p) not in taken and p.numel() > 0
             }
             if owned:
-                units.append(UnitSpec(f"{path}.{key}", block, owned))
+                units.append(UnitSpec(f"{path}.{key}".lstrip("."), block, owned))
                 taken.update(id(p) for p in owned.values())
         if units:
             owner = _caller(model, path)
@@ -111,7 +111,7 @@ def _containers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     no_split = _no_split_names(model)
     named = [
-        (path, module) for path, module in found if path and any(type(m).__name__ in no_split for _, m in _members(module))
+        (path, module) for path, module in found if any(type(m).__name__ in no_split for _, m in _members(module))
     ]
     return _outermost(named) if named else _longest(found)
 
@@ -119,8 +119,8 @@ def _containers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _longest(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Of containers nested in one another, those whose longest is longest; a single block is no repetition."""
     chosen = []
-    for path, container in _outermost([(path, c) for path, c in found if path]):
-        inner = [(p, c) for p, c in found if p.startswith(path + ".")]
+    for path, container in _outermost(found):
+        inner = [(p, c) for p, c in found if _is_inside(p, path)]
         longest = max((len(c) for _, c in inner), default=0)
         if inner and longest > len(container):
             chosen += _longest(inner)
@@ -138,9 +138,13 @@ def _holds_blocks(container: nn.Module) -> bool:
 def _outermost(containers: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     chosen: list[tuple[str, nn.Module]] = []
     for path, container in containers:
-        if not any(path.startswith(outer + ".") for outer, _ in chosen):
+        if not any(_is_inside(path, outer) for outer, _ in chosen):
             chosen.append((path, container))
     return chosen
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return path != outer and (not outer or path.startswith(outer + "."))
 
 
 def _members(container: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -8,6 +8,8 @@ end; the ranks' tapes are equal for the same reason.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from hf_zero.engine.unit import Unit
 
@@ -52,6 +54,14 @@ class Stack:
         return passed
 
 
+@dataclass(frozen=True)
+class Visit:
+    """A unit that backward comes to. `is_taken`: a recomputation has had it gathered before."""
+
+    unit: Unit
+    is_taken: bool
+
+
 class Schedule:
     """The stacks, and the tape of what the forward passes took.
 
@@ -83,50 +93,44 @@ class Schedule:
         self._passes[-1].append(unit)
         self._left[unit] += 1
 
-    def open_pass(self, units: list[Unit]) -> list[Unit]:
-        """The backward has come to this pass: what is left of those it came to before is returned, to be passed over."""
-        rest = self.finish_passes() if not any(units is opened for opened in self._opened) else []
-        self._opened.append(units)
-        return rest
+    def open_pass(self, units: list[Unit]) -> Iterator[Visit]:
+        """The backward has come to this pass: what is left of those it came to before is passed over."""
+        if not any(units is opened for opened in self._opened):
+            yield from self.finish_passes()
+            self._opened.append(units)
 
-    def look_back(self, unit: Unit) -> list[Unit]:
+    def look_back(self, unit: Unit) -> Iterator[Unit]:
         """A recomputation comes to `unit` before backward does: the units from the tape's end to it that were not taken
-        yet, which stay on the tape."""
+        yet, which stay on the tape. Other passes than those that backward has come to are not looked at."""
         tape = self._tape_of(unit)
-        if tape is None:
-            return [unit]
-        passed = self.open_pass(tape)
+        if tape is None or (self._opened and not any(tape is opened for opened in self._opened)):
+            return
+        yield from (visit.unit for visit in self.open_pass(tape))
         start = len(tape) - self._ahead
-        taken = next((at for at in reversed(range(start)) if tape[at] is unit), start)
-        self._ahead = len(tape) - taken
-        return [*passed, *reversed(tape[taken:start])]
+        end = next((at for at in reversed(range(start)) if tape[at] is unit), start)
+        self._ahead = len(tape) - end
+        yield from reversed(tape[end:start])
 
-    def rewind_to(self, unit: Unit) -> list[Unit]:
-        """Takes the tape back to the last use of `unit`: the units passed, `unit` last. One off the tape comes alone."""
+    def rewind_to(self, unit: Unit) -> Iterator[Visit]:
+        """Takes the tape back to the last use of `unit`, which comes last. One off the tape comes alone."""
         tape = self._tape_of(unit)
         if tape is None:
-            return [unit]
-        passed = self.open_pass(tape)
+            yield Visit(unit, is_taken=False)
+            return
+        yield from self.open_pass(tape)
         last = None
         while last is not unit:
-            was_taken = self._ahead > 0
-            last = self._pop(tape)
-            if last is unit or not was_taken:
-                passed.append(last)
-        return passed
+            visit = self._pop(tape)
+            last = visit.unit
+            yield Visit(unit, is_taken=False) if last is unit else visit
 
-    def finish_passes(self) -> list[Unit]:
-        """Takes the tape back to the beginning of the passes that the backward has come to: the units passed."""
-        passed = []
+    def finish_passes(self) -> Iterator[Visit]:
+        """Takes the tape back to the beginning of the passes that the backward has come to."""
         for tape in self._opened:
             while tape:
-                was_taken = self._ahead > 0
-                unit = self._pop(tape)
-                if not was_taken:
-                    passed.append(unit)
+                yield self._pop(tape)
         self._passes = [units for units in self._passes if units] or [[]]
         self._opened = []
-        return passed
 
     def end_backward(self) -> None:
         """The backward under way has ended."""
@@ -137,12 +141,12 @@ class Schedule:
         candidates = [*reversed(self._opened), *reversed(self._passes)]
         return next((units for units in candidates if unit in units), None)
 
-    def _pop(self, tape: list[Unit]) -> Unit:
-        unit = tape.pop()
+    def _pop(self, tape: list[Unit]) -> Visit:
+        visit = Visit(tape.pop(), is_taken=self._ahead > 0)
         self._ahead = max(0, self._ahead - 1)
-        self._left[unit] -= 1
-        self._rewound.add(unit)
-        return unit
+        self._left[visit.unit] -= 1
+        self._rewound.add(visit.unit)
+        return visit
 
     def is_complete(self, unit: Unit) -> bool:
         """Whether the backward under way has come to every noted use of `unit`. One off the tape may always come again."""

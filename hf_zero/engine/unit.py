@@ -11,7 +11,17 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.shard.slots import Slot
 
 
-class Unit:
+class Uncopyable:
+    """What belongs to one place of one process. The blocks' modules refer to it, so that copying one is refused."""
+
+    def __reduce_ex__(self, protocol):
+        raise UnsupportedError(
+            "a sharded model or a part of it cannot be copied or pickled: copy it before hf_zero.shard, or save it with "
+            "hf_zero.save_pretrained(engine, folder)"
+        )
+
+
+class Unit(Uncopyable):
     """One block's parameters, or the root's.
 
     At stage 3 the whole values appear in a slot that is shared with other units. What a slot holds stays valid until
@@ -38,12 +48,6 @@ class Unit:
         self._gathering: list[Pending] = []
         self._gradient_slot: Slot | None = None
         self._homes: list[Tensor] = []  # where the whole values appear when not pinned; empty while they are there
-
-    def __reduce_ex__(self, protocol):
-        raise UnsupportedError(
-            "a sharded model or a part of it cannot be copied or pickled: copy it before hf_zero.shard, or save it with "
-            "hf_zero.save_pretrained(engine, folder)"
-        )
 
     @property
     def is_trainable(self) -> bool:
@@ -121,10 +125,11 @@ class Unit:
 
     def pin(self) -> None:
         """Makes the parameters whole in memory of their own, outside of the slots, until `unpin`."""
-        self.pins += 1
         if self.phase is Phase.ATTACHED:
+            self.pins += 1
             return  # in use already: whoever attached it detaches it after the last `unpin`
         self.evict()
+        self.pins += 1
         if self.slot.holder is self:
             self.slot.holder = None
         # Autograd may hold views of the slot from a forward: the private memory leaves them as they are.
