@@ -86,7 +86,7 @@ class ZeroConfig:
     stage: int = 3
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
-    bucket_nbytes: int = 32 * 2**20
+    bucket_nbytes: int = 8 * 2**20
     prefetch_units: int = 1
     timeout_seconds: float = 1800.0
 

@@ -5,6 +5,7 @@ that the peer needs, straight from the memory where it lies, and receives straig
 """
 
 from datetime import timedelta
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from hf_zero.comm.base import DistributedComm, Pending
 from hf_zero.errors import CommError
 
 
-GATHER_TAG, REDUCE_TAG = 7001, 7002
 # Elements summed at a time: small enough that the scratch stays in the processor's cache between the passes.
 SUM_NUMEL = 2**16
 
@@ -39,14 +39,14 @@ class PairwiseComm(DistributedComm):
         self._peers = [dist.get_global_rank(group, peer) for peer in range(self.num_ranks)]
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        numel = shard.numel()
+        numel, tag = shard.numel(), _tag("gather", what)
         works = []
         for distance in range(1, self.num_ranks):
             source = (self.rank - distance) % self.num_ranks
-            works.append((source, self._receive(full[source * numel : (source + 1) * numel], source, GATHER_TAG)))
+            works.append((source, self._receive(full[source * numel : (source + 1) * numel], source, tag)))
         for distance in range(1, self.num_ranks):
             target = (self.rank + distance) % self.num_ranks
-            works.append((target, self._send(shard, target, GATHER_TAG, "gather")))
+            works.append((target, self._send(shard, target, tag, "gather")))
         own = full[self.rank * numel : (self.rank + 1) * numel]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -56,11 +56,12 @@ class PairwiseComm(DistributedComm):
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
         # The first piece travels while the caller computes; the others follow when it is waited for.
         pieces = self._pieces(out.numel(), full.element_size())
-        works = self._exchange(full, pieces[0]) if pieces else []
+        tag = _tag("reduce", what)
+        works = self._exchange(full, pieces[0], tag) if pieces else []
 
         def finish():
             for index, piece in enumerate(pieces):
-                self._wait(works if index == 0 else self._exchange(full, piece), f"reduction of unit {what!r}")
+                self._wait(works if index == 0 else self._exchange(full, piece, tag), f"reduction of unit {what!r}")
                 self._sum(full, out, piece, dtype, accumulate)
 
         self._reducing = Pending(finish)
@@ -80,17 +81,17 @@ class PairwiseComm(DistributedComm):
         nbytes = numel * dtype.itemsize
         return self._staging[index * nbytes : (index + 1) * nbytes].view(dtype)
 
-    def _exchange(self, full: Tensor, piece: tuple[int, int]) -> list:
+    def _exchange(self, full: Tensor, piece: tuple[int, int], tag: int) -> list:
         start, stop = piece
         numel = full.numel() // self.num_ranks
         works = []
         for distance in range(1, self.num_ranks):
             source = (self.rank - distance) % self.num_ranks
-            works.append((source, self._receive(self._staged(full.dtype, source, stop - start), source, REDUCE_TAG)))
+            works.append((source, self._receive(self._staged(full.dtype, source, stop - start), source, tag)))
         for distance in range(1, self.num_ranks):
             target = (self.rank + distance) % self.num_ranks
             range_ = full[target * numel + start : target * numel + stop]
-            works.append((target, self._send(range_, target, REDUCE_TAG, "reduce")))
+            works.append((target, self._send(range_, target, tag, "reduce")))
         return works
 
     def _sum(self, full: Tensor, out: Tensor, piece: tuple[int, int], dtype: torch.dtype, accumulate: bool) -> None:
@@ -134,3 +135,9 @@ class PairwiseComm(DistributedComm):
                     f"{what}: rank {self.rank} waited for rank {peer} (limit {self.timeout_seconds:.0f} s): {error}; "
                     f"look at the log of rank {peer} first"
                 ) from error
+
+
+def _tag(verb: str, what: str) -> int:
+    """A message tag of its own for every unit and verb: ranks that fell out of step would wait for one another and fail
+    with a message, instead of taking one unit's values for another's."""
+    return crc32(f"{verb} {what}".encode()) & 0x3FFFFFFF

@@ -23,7 +23,6 @@ from hf_zero.shard.slots import Slot, parts_nbytes
 
 
 ENGINE_ATTRIBUTE = "_hf_zero_engine"
-NUM_GRADIENT_SLOTS = 2  # one is collecting while the other is reduced
 
 
 def shard(
@@ -165,9 +164,9 @@ def _place_gradients(units: list[Unit], comm: Comm) -> None:
     """Gives every trainable unit memory for its gradients: its own, or a few buffers for all blocks and one for the root."""
     lent = [unit for unit in units if unit.gradients and not unit.gradients[0].is_persistent]
     root = [unit for unit in lent if unit is units[0]]
-    for members, count in ((lent[len(root) :], NUM_GRADIENT_SLOTS), (root, 1)):
+    for members in (lent[len(root) :], root):
         sizes = [parts_nbytes([(g.flat.layout.full_numel, g.flat.dtype) for g in unit.gradients]) for unit in members]
-        slots = GradientSlots(max(sizes, default=0), count, comm.device)
+        slots = GradientSlots(max(sizes, default=0), comm.device)
         for unit in members:
             unit.gradient_slots = slots
     for gradient in (g for unit in units for g in unit.gradients if g.is_persistent):

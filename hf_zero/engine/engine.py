@@ -247,6 +247,16 @@ class ZeroEngine(Uncopyable):
         grad, param.grad = param.grad, None
         if grad is None:
             return
+        self.expect(unit, gradient, index)
+        gradient.receive(index, grad)
+
+    def expect(self, unit: Unit, gradient: Gradient, index: int) -> None:
+        """A gradient of one parameter is about to come: there will be memory for it.
+
+        Raises:
+            `UnsupportedError`: when the backward itself is to be differentiated.
+            `LifecycleError`: when it comes at a time when the parameters cannot have been right.
+        """
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
         if self.plan.grad is Residency.SHARDED:
@@ -258,7 +268,6 @@ class ZeroEngine(Uncopyable):
                 "tuple or dict, or use stage 2"
             )
         unit.lend_gradients()
-        gradient.receive(index, grad)
 
     def recover(self) -> None:
         """After a backward that failed: what it collected is dropped, and everything is as before the step."""

@@ -33,7 +33,6 @@ class Gradient:
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
         self.used = [False] * len(flat.params)  # it got one since the last step
         self._pads = list(flat.layout.pads())
-        self._views_of: dict[int, list[Tensor]] = {}
 
     @property
     def is_persistent(self) -> bool:
@@ -43,25 +42,32 @@ class Gradient:
     def lend(self, full: Tensor) -> None:
         """Gives memory in which gradients are collected. Only the padding is cleared: the rest is overwritten."""
         self.full = full
-        key = full.data_ptr()
-        if key not in self._views_of:
-            self._views_of[key] = [full[place.offset : place.stop].view(place.shape) for place in self.flat.layout.places]
-        self.views = self._views_of[key]
+        self.views = [full[place.offset : place.stop].view(place.shape) for place in self.flat.layout.places]
         for start, stop in self._pads:
             full[start:stop].zero_()
 
-    def receive(self, index: int, grad: Tensor) -> None:
-        """Takes one parameter's gradient: the first is copied, later ones are added."""
+    def place(self, index: int) -> tuple[Tensor, bool]:
+        """Where one parameter's gradient goes, and whether there is one already, to which to add. It counts as filled.
+
+        Raises:
+            `LifecycleError`: when the gradients of this step are reduced already and rest where they were collected.
+        """
         if self.is_persistent and self.is_reduced:
             raise LifecycleError(
                 f"{self.flat.infos[index].name}: a backward came after the gradients were clipped and before the optimizer "
                 "step; step first, or use stage 2 or 3"
             )
-        if self.filled[index]:
-            self.views[index].add_(grad)
+        is_filled = self.filled[index]
+        self.filled[index] = self.used[index] = True
+        return self.views[index], is_filled
+
+    def receive(self, index: int, grad: Tensor) -> None:
+        """Takes one parameter's gradient: the first is copied, later ones are added."""
+        place, is_filled = self.place(index)
+        if is_filled:
+            place.add_(grad)
         else:
-            self.views[index].copy_(grad)
-            self.filled[index] = self.used[index] = True
+            place.copy_(grad)
 
     def reduce(self, what: str) -> Pending:
         """Averages what was collected over the ranks, into `reduced`. A parameter without a gradient counts as zero."""
@@ -106,8 +112,10 @@ class Gradient:
         return whole
 
     def clear(self) -> None:
-        """Forgets the gradients; the memory stays."""
+        """Forgets the gradients. Shards of them are given back: activations take their place in the next forward."""
         self.is_reduced = False
+        if not self.is_persistent:
+            self.reduced = None
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
 
@@ -116,20 +124,19 @@ class GradientSlots:
     """The few buffers in which units collect gradients during backward.
 
     Two suffice when each unit's backward ends before the next but one begins. Where it does not (several graphs in one
-    backward), a further buffer is made and dropped again.
+    backward), further ones are made. They are given back when backward ends: activations take their place in the next
+    forward, so that the two never add up.
 
     Args:
         nbytes (`int`): what the largest unit needs.
-        count (`int`): how many to keep.
         device (`torch.device`): where.
     """
 
-    def __init__(self, nbytes: int, count: int, device: torch.device):
+    def __init__(self, nbytes: int, device: torch.device):
         self._nbytes = nbytes
         self._device = device
-        self._free = [Slot(nbytes, device) for _ in range(count)] if nbytes else []
+        self._free: list[Slot] = []
         self._busy: dict[Slot, Pending | None] = {}  # None while gradients are being collected
-        self._count = count
 
     @property
     def slots(self) -> list[Slot]:
@@ -137,11 +144,9 @@ class GradientSlots:
         return [*self._free, *self._busy]
 
     def acquire(self) -> Slot:
-        """A buffer to collect in: a free one, else the one whose reduction is under way, else a new one."""
-        for slot, pending in list(self._busy.items()):
-            if not self._free and pending is not None:
-                pending.wait()
-                self.release(slot)
+        """A buffer to collect in: a new one as long as there is only one, then the one whose reduction is under way."""
+        if not self._free and len(self._busy) > 1:
+            self._settle_one()
         slot = self._free.pop() if self._free else Slot(self._nbytes, self._device)
         self._busy[slot] = None
         return slot
@@ -151,13 +156,21 @@ class GradientSlots:
         self._busy[slot] = pending
 
     def release(self, slot: Slot) -> None:
+        """Takes a buffer back."""
         del self._busy[slot]
-        if len(self._free) + len(self._busy) < self._count:
-            self._free.append(slot)
+        self._free.append(slot)
 
     def drain(self) -> None:
-        """Waits for all reductions under way."""
-        for slot, pending in list(self._busy.items()):
+        """Waits for all reductions under way, and gives the memory back."""
+        while self._settle_one():
+            pass
+        self._free.clear()
+
+    def _settle_one(self) -> bool:
+        """Waits for the oldest reduction under way; False when there is none."""
+        for slot, pending in self._busy.items():
             if pending is not None:
                 pending.wait()
                 self.release(slot)
+                return True
+        return False

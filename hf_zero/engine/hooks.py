@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.config import Residency
+from hf_zero.engine import direct
 from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
+from hf_zero.engine.direct import Sink
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Unit
@@ -23,6 +25,7 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
         modules (`dict[Unit, nn.Module]`): each block's module.
         owners (`dict[nn.Module, Stack]`): the modules whose forward calls the blocks of a stack.
     """
+    sinks: dict[int, Sink] = {}
     for unit in engine.units:
         for gradient in unit.gradients:
             for index, param in enumerate(gradient.flat.params):
@@ -31,6 +34,8 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
                     node = param.expand_as(param).grad_fn.next_functions[0][0]
                 take = partial(engine.receive, unit, gradient, index, param)
                 engine.handles.append((node, node.register_hook(lambda *_, take=take: take())))
+                sinks[id(param)] = Sink(engine, unit, gradient, index, node)
+    direct.install(engine, sinks)
     if engine.plan.grad is not Residency.SHARDED and engine.plan.compute is not Residency.SHARDED:
         return  # nothing is moved during forward and backward
     for module in _outer_modules(engine.model, modules, engine.root):

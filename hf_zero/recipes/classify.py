@@ -1,7 +1,7 @@
 """Fine-tunes an encoder to tell classes of text apart, and leaves a folder that plain transformers loads."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,7 @@ from hf_zero.errors import CheckpointError, ConfigError, DataError
 from hf_zero.recipes.docstrings import load_docstrings
 from hf_zero.recipes.examples import Example, split_by_hash
 from hf_zero.recipes.files import check_file, load_file
+from hf_zero.recipes.memory import MemoryRecorder
 from hf_zero.recipes.models import resolve_model
 from hf_zero.recipes.report import memory_table, usage_command
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -107,6 +108,8 @@ def run(arguments: Arguments, training: ZeroTrainingArguments) -> None:
         compute_metrics=_accuracy,
         compute_loss_func=partial(_mean_loss, label_smoothing=training.label_smoothing_factor),
     )
+    memory = MemoryRecorder(trainer)
+    trainer.add_callback(memory)
     say = partial(print, flush=True) if trainer.is_world_process_zero() else _say_nothing
     chance = max(Counter(example.label for example in data.test).values()) / len(data.test)
     say(
@@ -116,11 +119,10 @@ def run(arguments: Arguments, training: ZeroTrainingArguments) -> None:
     before = trainer.evaluate()["eval_accuracy"]
     say(f"test accuracy before training: {before:.3f} (always the largest class: {chance:.3f})")
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    memory = _gather_memory(trainer)
     predictions = _predict_in_order(trainer)
     trainer.save_model()
     say(f"\ntest accuracy: {before:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")
-    say(memory_table(memory, training.zero_stage) + "\n")
+    say(memory_table(_gather_memory(trainer, memory), training.zero_stage) + "\n")
     if trainer.is_world_process_zero():
         _verify(training.output_dir, data.test, predictions, arguments.max_length)
         print(f"try it: {usage_command(training.output_dir, data.test[0].text)}")
@@ -211,10 +213,10 @@ def _predict_in_order(trainer: ZeroTrainer) -> PredictionOutput:
         trainer.args.train_sampling_strategy = strategy
 
 
-def _gather_memory(trainer: ZeroTrainer) -> list[dict[str, int]]:
-    report = asdict(trainer.memory_report())
-    names = sorted(report)
-    rows = trainer.accelerator.gather(torch.tensor([[report[name] for name in names]], device=trainer.args.device))
+def _gather_memory(trainer: ZeroTrainer, memory: MemoryRecorder) -> list[dict[str, int]]:
+    names = sorted(memory.largest)
+    row = [memory.largest[name] for name in names]
+    rows = trainer.accelerator.gather(torch.tensor([row], device=trainer.args.device))
     return [dict(zip(names, row, strict=True)) for row in rows.tolist()]
 
 

@@ -26,6 +26,7 @@ def memory_table(per_rank: Sequence[dict[str, int]], zero_stage: int) -> str:
 
     Returns:
         `str`: Lines of equal width: the largest rank, what plain data parallelism (DDP) would hold, and their ratio.
+        Our buffers are counted, those of DDP are not.
     """
     lines = [f"{'MiB per rank, measured':24}{f'ZeRO stage {zero_stage}':>14}{'DDP':>10}{'ratio':>8}"]
     totals = [0, 0]
@@ -34,6 +35,9 @@ def memory_table(per_rank: Sequence[dict[str, int]], zero_stage: int) -> str:
         ddp = max(report[f"ddp_{name}"] for report in per_rank)
         totals = [totals[0] + held, totals[1] + ddp]
         lines.append(_memory_line(title, held, ddp))
+    buffers = max(report["buffer_nbytes"] for report in per_rank)
+    lines.append(f"{'reused buffers':24}{buffers / MIB:>14.1f}{'-':>10}{'-':>8}")
+    totals[0] += buffers
     lines.append(_memory_line("total", *totals))
     return "\n".join(lines)
 

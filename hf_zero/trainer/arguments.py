@@ -50,7 +50,7 @@ class ZeroArgumentsMixin:
         default="fp32", metadata={"help": "The dtype in which gradients are summed over the ranks: fp32 or bf16."}
     )
     zero_bucket_mb: int = field(
-        default=32, metadata={"help": "Size in MiB of the buffer through which gradients are exchanged."}
+        default=8, metadata={"help": "Size in MiB of the buffer through which gradients are exchanged."}
     )
     zero_prefetch_units: int = field(
         default=1,

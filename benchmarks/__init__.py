@@ -1,0 +1,1 @@
+"""Comparisons of hf_zero with plain PyTorch, DDP, FSDP2 and DeepSpeed. See `benchmarks/README.md`."""

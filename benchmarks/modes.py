@@ -1,0 +1,233 @@
+"""The peers, each at its best documented settings, behind four verbs: micro_batch, forward, backward, update.
+
+A mode is built from a whole fp32 model with the weights all ranks share. `update` clips to a global norm of
+`max_grad_norm`, steps a fused AdamW and clears the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.counters import engine_counters
+from benchmarks.names import parse_mode
+from benchmarks.workload import Workload
+
+
+class Plain:
+    """The training step without any communication: the floor in time. On several ranks the models drift apart."""
+
+    def __init__(self, model: nn.Module, workload: Workload) -> None:
+        self.device = next(model.parameters()).device.type
+        self.workload = workload
+        self.model = self.wrap(model)
+        self.optimizer = self.build_optimizer()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def build_optimizer(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=self.workload.learning_rate, fused=True)
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch; `last` of the step is the one that must communicate."""
+        yield
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        # fp32 weights and bf16 matmuls: what Trainer's --bf16 does with an unwrapped model or under DDP.
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.workload.dtype == "bf16"):
+            return self.model(**batch).loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.workload.accumulate).backward()
+
+    def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.workload.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def counters(self) -> dict[str, float]:
+        """Numbers the mode keeps about its own communication."""
+        return {}
+
+
+class PlainBF16(Plain):
+    """Everything in bf16, weights and state too: another job (no fp32 master), the floor in time on a GPU."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model.to(torch.bfloat16)
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        return self.model(**batch).loss
+
+
+class DDP(Plain):
+    """DistributedDataParallel; gradients live in its buckets, which saves a copy of them."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if last else self.model.no_sync():
+            yield
+
+
+class ZeroRedundancy(DDP):
+    """DDP with torch's ZeroRedundancyOptimizer (stage 1), weights in buckets so that the broadcasts are few."""
+
+    def build_optimizer(self):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            self.model.parameters(),
+            optimizer_class=torch.optim.AdamW,
+            parameters_as_bucket_view=True,
+            lr=self.workload.learning_rate,
+            fused=True,
+        )
+
+
+class FSDP2(Plain):
+    """`fully_shard` on each block and on the root, resharding after forward; bf16 through its own policy."""
+
+    reshard_after_forward = True
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        settings = {"mesh": init_device_mesh(self.device, (dist.get_world_size(),))}
+        if self.workload.dtype == "bf16":
+            settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.model.layers:
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **settings)
+        # The root is needed again at once in backward: FSDP2's default keeps it, and so do we.
+        return fully_shard(model, **settings)
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        if self.workload.accumulate > 1:
+            self.model.set_requires_gradient_sync(last)
+        yield
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        return self.model(**batch).loss
+
+
+class FSDP2NoReshard(FSDP2):
+    """FSDP2 that keeps the gathered weights from forward to backward: closer to stage 2."""
+
+    reshard_after_forward = False
+
+
+class DeepSpeed(Plain):
+    """DeepSpeed with buckets that suit models of this size (its default buckets allocate gigabytes)."""
+
+    bucket_numel = 5_000_000
+
+    def __init__(self, model: nn.Module, workload: Workload, *, stage: int) -> None:
+        self.stage = stage
+        super().__init__(model, workload)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        import logging
+        import warnings
+
+        import deepspeed
+
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.workload.learning_rate, fused=True)
+        engine, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self.config())
+        return engine
+
+    def build_optimizer(self):
+        return self.optimizer
+
+    def config(self) -> dict:
+        zero = {"stage": self.stage, "reduce_bucket_size": self.bucket_numel}
+        if self.stage == 3:
+            zero |= {"stage3_prefetch_bucket_size": self.bucket_numel}
+        else:
+            zero |= {"allgather_bucket_size": self.bucket_numel}
+        return {
+            "train_micro_batch_size_per_gpu": self.workload.batch,
+            "gradient_accumulation_steps": self.workload.accumulate,
+            "gradient_clipping": self.workload.max_grad_norm,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": self.workload.dtype == "bf16"},
+            "steps_per_print": 10**9,
+        }
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        yield
+        if not last:
+            self.model.step()  # counts the micro-batch; does nothing else before the last
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.model.backward(loss)
+
+    def update(self) -> None:
+        self.model.step()  # clips, steps and clears
+
+
+class HFZero(Plain):
+    """hf_zero at one stage; `options` go to `hf_zero.shard` as they are."""
+
+    def __init__(self, model: nn.Module, workload: Workload, *, stage: int, options: dict | None = None) -> None:
+        self.stage, self.options = stage, options or {}
+        super().__init__(model, workload)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        import hf_zero
+
+        compute_dtype = torch.bfloat16 if self.workload.dtype == "bf16" else None
+        self.engine = hf_zero.shard(model, stage=self.stage, compute_dtype=compute_dtype, **self.options)
+        return model
+
+    def build_optimizer(self):
+        import hf_zero
+
+        return hf_zero.ShardedOptimizer(self.engine, torch.optim.AdamW, lr=self.workload.learning_rate, fused=True)
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def update(self) -> None:
+        self.optimizer.clip_grad_norm_(self.workload.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def counters(self) -> dict[str, float]:
+        return engine_counters(self.engine)
+
+
+_SIMPLE = {
+    "plain": Plain,
+    "plain-bf16": PlainBF16,
+    "ddp": DDP,
+    "zero_redundancy": ZeroRedundancy,
+    "fsdp2": FSDP2,
+    "fsdp2-noreshard": FSDP2NoReshard,
+}
+
+
+def build_mode(name: str, model: nn.Module, workload: Workload) -> Plain:
+    """Builds a mode by its name (see `benchmarks.names`) from a whole fp32 model."""
+    mode = parse_mode(name)
+    if mode.family == "hf_zero":
+        return HFZero(model, workload, stage=mode.stage, options=mode.options)
+    if mode.family == "deepspeed":
+        return DeepSpeed(model, workload, stage=mode.stage)
+    return _SIMPLE[mode.family](model, workload)

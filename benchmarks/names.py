@@ -1,0 +1,48 @@
+"""The names of the modes, without importing any of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+
+
+SIMPLE_MODES = ("plain", "plain-bf16", "ddp", "zero_redundancy", "fsdp2", "fsdp2-noreshard")
+STAGED_MODES = {"deepspeed": (1, 2, 3), "hf_zero": (0, 1, 2, 3)}
+ALL_MODES = SIMPLE_MODES + tuple(f"{family}-{stage}" for family, stages in STAGED_MODES.items() for stage in stages)
+
+
+@dataclass(frozen=True)
+class ModeName:
+    family: str
+    stage: int | None = None
+    options: dict = field(default_factory=dict)
+
+
+def parse_mode(name: str) -> ModeName:
+    """Reads a mode's name: one of `ALL_MODES`, for hf_zero with options of `hf_zero.shard` as `@name=value`.
+
+    Raises:
+        ValueError: for any other name, listing the modes.
+    """
+    base, *options = name.split("@")
+    family, _, stage = base.rpartition("-")
+    if base not in ALL_MODES or (options and family != "hf_zero"):
+        raise ValueError(f"unknown mode {name!r}; the modes are {', '.join(ALL_MODES)}")
+    if base in SIMPLE_MODES:
+        return ModeName(base)
+    pairs = [option.partition("=") for option in options]
+    return ModeName(family, int(stage), {key: _value(text) for key, _, text in pairs})
+
+
+def missing_package(name: str) -> str | None:
+    """The package that a mode needs and that is not installed."""
+    family = parse_mode(name).family
+    if family in STAGED_MODES and importlib.util.find_spec(family) is None:
+        return family
+    return None
+
+
+def _value(text: str) -> bool | int | str:
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if text.lstrip("-").isdigit() else text

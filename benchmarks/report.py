@@ -1,0 +1,168 @@
+"""Turns raw measurements into medians, ratios within one round, and Markdown tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from statistics import median
+
+
+MIB = 2**20
+PHASES = ("forward", "backward", "optimizer")
+Raw = dict  # of one mode: {"rounds": [[rank, ...], ...], "bytes": [rank, ...], "error": None | str}
+
+
+def summarize(modes: dict[str, Raw], references: list[str]) -> dict[str, dict]:
+    """A summary per mode that has results; ratios against the references that have some too."""
+    summaries = {name: _summarize_mode(raw) for name, raw in modes.items() if not raw["error"]}
+    for name, summary in summaries.items():
+        summary["ratios"] = {
+            reference: _ratios(summary, summaries[reference])
+            for reference in references
+            if reference in summaries and reference != name
+        }
+    _compare_losses(modes, summaries)
+    return summaries
+
+
+def _summarize_mode(raw: Raw) -> dict:
+    """Medians over rounds of each round's median; a step takes as long as its slowest rank, bytes are the largest."""
+    rounds = [_round_median(ranks, "step_seconds") for ranks in raw["rounds"]]
+    everyone = [rank for ranks in raw["rounds"] for rank in ranks]
+    tensors = [rank["tensors"] for rank in raw["bytes"]]
+    known = all(tensors)
+    counted = [sum(rank["engine_counters"].values()) if rank["engine_counters"] else None for rank in raw["bytes"]]
+    return {
+        "step_seconds": median(rounds),
+        "step_seconds_min": min(rounds),
+        "step_seconds_max": max(rounds),
+        "step_seconds_per_round": rounds,
+        "phases": {phase: median(step[phase] for rank in everyone for step in rank["phases"]) for phase in PHASES},
+        "cpu_seconds": median(sum(rank["cpu_seconds"] for rank in ranks) / len(ranks) for ranks in raw["rounds"]),
+        "resident_peak_nbytes": max(rank["resident_peak_nbytes"] for rank in everyone),
+        "rest_nbytes": max(span["end_nbytes"] for span in tensors) if known else None,
+        "peak_nbytes": max(span["peak_nbytes"] for span in tensors) if known else None,
+        "num_allocations": max(span["num_allocations"] for span in tensors) if known else None,
+        "num_large_allocations": max(span["num_large_allocations"] for span in tensors) if known else None,
+        "shared_nbytes": max(rank["shared_nbytes"] for rank in raw["bytes"]),
+        "wire_nbytes": max(rank["written_nbytes"] for rank in raw["bytes"]),
+        "loopback_nbytes": raw["bytes"][0]["loopback_nbytes_all_ranks"] / len(raw["bytes"]),
+        "counted_nbytes": max(counted) if None not in counted else None,
+    }
+
+
+def _round_median(ranks: list[dict], key: str) -> float:
+    return median(max(step) for step in zip(*(rank[key] for rank in ranks), strict=True))
+
+
+def _ratios(summary: dict, reference: dict) -> dict:
+    """Step times are compared within each round, so that a slow minute of the machine weighs on both sides."""
+    pairs = zip(summary["step_seconds_per_round"], reference["step_seconds_per_round"], strict=True)
+    per_round = [mine / theirs for mine, theirs in pairs]
+    ratios = {"step": median(per_round), "step_min": min(per_round), "step_max": max(per_round)}
+    for name in ("cpu_seconds", "rest_nbytes", "peak_nbytes", "wire_nbytes", "resident_peak_nbytes"):
+        mine, theirs = _held(summary, name), _held(reference, name)
+        ratios[name.removesuffix("_nbytes").removesuffix("_seconds")] = mine / theirs if mine and theirs else None
+    return ratios
+
+
+def _held(summary: dict, name: str) -> float | None:
+    """Tensor bytes compare with the shared memory added, wherever a mode keeps its buffers."""
+    value = summary[name]
+    if value is not None and name in ("rest_nbytes", "peak_nbytes"):
+        value += summary["shared_nbytes"]
+    return value
+
+
+def _compare_losses(modes: dict[str, Raw], summaries: dict[str, dict]) -> None:
+    """Largest difference of any rank's loss at any step of the first round, against DDP."""
+    reference = modes["ddp"]["rounds"][0] if "ddp" in summaries else None
+    for name, summary in summaries.items():
+        ranks = modes[name]["rounds"][0]
+        summary["first_loss"], summary["last_loss"] = ranks[0]["losses"][0], ranks[0]["losses"][-1]
+        summary["loss_difference"] = _loss_difference(ranks, reference) if reference else None
+        summary["losses_repeat"] = all(
+            [rank["losses"] for rank in other] == [rank["losses"] for rank in ranks] for other in modes[name]["rounds"]
+        )
+
+
+def _loss_difference(ranks: list[dict], reference: list[dict]) -> float:
+    return worst(
+        abs(mine - theirs)
+        for rank, other in zip(ranks, reference, strict=True)
+        for mine, theirs in zip(rank["losses"], other["losses"], strict=True)
+    )
+
+
+def worst(differences: Iterable[float]) -> float:
+    """The largest, where a NaN is larger than anything (`max` would pass over it)."""
+    return max(differences, key=lambda value: math.inf if math.isnan(value) else value)
+
+
+def time_table(summaries: dict[str, dict]) -> str:
+    header = ["mode", "step ms", "min-max", "forward", "backward", "optimizer", "CPU ms", "last loss", "loss - ddp"]
+    rows = []
+    for name, summary in summaries.items():
+        least, most = _ms(summary["step_seconds_min"]), _ms(summary["step_seconds_max"])
+        difference = summary["loss_difference"]
+        rows.append([
+            name,
+            _ms(summary["step_seconds"]),
+            f"{least}-{most}",
+            *(_ms(summary["phases"][phase]) for phase in PHASES),
+            _ms(summary["cpu_seconds"]),
+            f"{summary['last_loss']:.5f}",
+            "-" if difference is None else f"{difference:.1e}",
+        ])  # fmt: skip
+    return markdown(header, rows)
+
+
+def bytes_table(summaries: dict[str, dict]) -> str:
+    """MiB of the rank that has most."""
+    header = ["mode", "rest MiB", "peak", "shared", "resident", "sent", "counted", "allocations", "of 1 MiB and more"]
+    rows = []
+    for name, summary in summaries.items():
+        keys = ("rest_nbytes", "peak_nbytes", "shared_nbytes", "resident_peak_nbytes", "wire_nbytes", "counted_nbytes")
+        counts = (summary["num_allocations"], summary["num_large_allocations"])
+        counted = ["-" if count is None else str(count) for count in counts]
+        rows.append([name, *(_mib(summary[key]) for key in keys), *counted])
+    return markdown(header, rows)
+
+
+def ratios_table(summaries: dict[str, dict], reference: str) -> str:
+    """Every mode over one reference; below 1 is better."""
+    header = [f"/ {reference}", "step (min-max)", "CPU", "rest", "peak", "wire", "resident"]
+    rows = []
+    for name, summary in summaries.items():
+        ratios = summary["ratios"].get(reference)
+        if ratios is None:
+            continue
+        cells = [_ratio(ratios[key]) for key in ("cpu", "rest", "peak", "wire", "resident_peak")]
+        step = f"{ratios['step']:.3f} ({ratios['step_min']:.3f}-{ratios['step_max']:.3f})"
+        rows.append([name, step, *cells])
+    return markdown(header, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.{0 if seconds >= 1 else 1 if seconds >= 0.01 else 3}f}"
+
+
+def _mib(nbytes: float | None) -> str:
+    if nbytes is None:
+        return "-"
+    return f"{nbytes / MIB:.1f}" if nbytes < 100 * MIB else f"{nbytes / MIB:.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, padded so that it reads well in a terminal too."""
+    cells = [header, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])

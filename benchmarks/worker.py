@@ -1,0 +1,126 @@
+"""What one rank does: build a mode, then either time its steps or count its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch.distributed as dist
+
+from benchmarks import counters
+from benchmarks.memory import MeterError, TensorMeter
+from benchmarks.modes import Plain, build_mode
+from benchmarks.workload import Workload
+
+
+class Stepper:
+    """Runs the steps of one mode and keeps losses and the seconds of each phase."""
+
+    def __init__(self, name: str, workload: Workload, rank: int) -> None:
+        self.workload, self.rank = workload, rank
+        self.mode: Plain = build_mode(name, workload.build_model(), workload)
+        self.losses: list[float] = []
+        self.phases: list[dict[str, float]] = []
+
+    def run(self, steps: int) -> list[float]:
+        """Seconds of each step, from the end of the one before: work that a mode leaves to the next step is in it."""
+        seconds, before = [], time.perf_counter()
+        for _ in range(steps):
+            self.step()
+            now = time.perf_counter()
+            seconds.append(now - before)
+            before = now
+        return seconds
+
+    def step(self) -> None:
+        batches = self.workload.micro_batches(self.rank, len(self.losses))
+        phase = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        total = 0.0
+        for index, batch in enumerate(batches):
+            with self.mode.micro_batch(last=index == len(batches) - 1):
+                start = time.perf_counter()
+                loss = self.mode.forward(batch)
+                middle = time.perf_counter()
+                self.mode.backward(loss)
+                end = time.perf_counter()
+            total += loss.item() / len(batches)
+            del loss
+            phase["forward"] += middle - start
+            phase["backward"] += end - middle
+        start = time.perf_counter()
+        self.mode.update()
+        phase["optimizer"] = time.perf_counter() - start
+        self.losses.append(total)
+        self.phases.append(phase)
+
+
+def time_steps(spec: dict, rank: int) -> dict:
+    """The timed pass: warm-up, then the steps that count, with nothing else switched on."""
+    begin = time.perf_counter()
+    stepper = Stepper(spec["mode"], Workload(**spec["workload"]), rank)
+    build_seconds = time.perf_counter() - begin
+    stepper.run(spec["warmup"])
+    build_peak = counters.resident_peak_nbytes()
+    counters.reset_resident_peak()
+    dist.barrier()
+    cpu = counters.cpu_seconds()
+    seconds = stepper.run(spec["steps"])
+    cpu = (counters.cpu_seconds() - cpu) / spec["steps"]
+    return {
+        "step_seconds": seconds,
+        "cpu_seconds": cpu,
+        "phases": stepper.phases[-spec["steps"] :],
+        "losses": stepper.losses,
+        "build_seconds": build_seconds,
+        "resident_peak_nbytes": counters.resident_peak_nbytes(),
+        "resident_peak_with_build_nbytes": max(build_peak, counters.resident_peak_nbytes()),
+    }
+
+
+def count_bytes(spec: dict, rank: int) -> dict:
+    """The untimed pass: tensor bytes of one step, then bytes on the wire of `spec["wire_steps"]` steps."""
+    meter, reason = TensorMeter(), None
+    try:
+        meter.start()
+    except MeterError as error:
+        meter, reason = None, str(error)
+    with contextlib.ExitStack() as stack:
+        if meter:
+            stack.callback(meter.stop)
+        stepper = Stepper(spec["mode"], Workload(**spec["workload"]), rank)
+        stepper.run(spec["warmup"])
+        if meter:
+            _metered_step(stepper, meter)
+    span = meter.span("begin", "end").to_dict() if meter else None
+    wire = _wire(stepper, spec["wire_steps"])
+    return {"tensors": span, "meter_unavailable": reason, "shared_nbytes": counters.shared_nbytes(), **wire}
+
+
+def _metered_step(stepper: Stepper, meter: TensorMeter) -> None:
+    dist.barrier()
+    meter.mark("begin")
+    stepper.step()
+    dist.barrier()
+    meter.mark("end")
+
+
+def _wire(stepper: Stepper, steps: int) -> dict:
+    """Bytes sent per step by this rank's process, and what the engine's own counters say about the same steps."""
+    _settle()
+    written, loopback = counters.written_nbytes(), counters.loopback_nbytes()
+    own = stepper.mode.counters()
+    for _ in range(steps):
+        stepper.step()
+    _settle()
+    after = stepper.mode.counters()
+    return {
+        "written_nbytes": (counters.written_nbytes() - written) / steps,
+        "loopback_nbytes_all_ranks": (counters.loopback_nbytes() - loopback) / steps,
+        "engine_counters": {name: (value - own.get(name, 0)) / steps for name, value in after.items()},
+    }
+
+
+def _settle() -> None:
+    """Lets sends that are still under way, on any connection, end before a counter is read."""
+    dist.barrier()
+    time.sleep(0.05)

@@ -1,0 +1,98 @@
+"""What every mode trains: one of a few Llama shapes, on the same random tokens, with the same AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama shape with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocab: int
+    kv_heads: int | None = None  # None: as many as heads
+
+    @property
+    def num_parameters(self) -> int:
+        head = self.hidden // self.heads
+        kv = head * (self.kv_heads or self.heads)
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv
+        block = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.vocab * self.hidden + self.layers * block + self.hidden
+
+    def flops_per_token(self, seq: int) -> float:
+        """Forward and backward, counted as in PaLM (arXiv 2204.02311, appendix B)."""
+        return 6.0 * self.num_parameters + 12.0 * self.layers * self.hidden * seq
+
+
+SIZES = {
+    # 0.1 M: for tests of the benchmark itself.
+    "smoke": Size(hidden=64, layers=2, heads=4, intermediate=160, vocab=512),
+    # 32 blocks too small to compute anything: what is left of the step is host time.
+    "blocks": Size(hidden=32, layers=32, heads=2, intermediate=64, vocab=256),
+    "tiny": Size(hidden=256, layers=8, heads=4, intermediate=704, vocab=8192),
+    "small": Size(hidden=768, layers=12, heads=12, intermediate=2048, vocab=32000),
+    "medium": Size(hidden=1024, layers=24, heads=16, intermediate=2944, vocab=32000),
+    # The shape of Llama 3.2 1B: for a GPU.
+    "1b": Size(hidden=2048, layers=16, heads=32, intermediate=8192, vocab=128256, kv_heads=8),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training job; equal in every mode. `dtype` is fp32 or bf16 (fp32 weights and state, bf16 compute)."""
+
+    size: str = "small"
+    dtype: str = "fp32"
+    seq: int = 256
+    batch: int = 1
+    accumulate: int = 1
+    learning_rate: float = 1e-4
+    max_grad_norm: float = 1.0
+    seed: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Per rank."""
+        return self.seq * self.batch * self.accumulate
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def build_model(self, device: str = "cpu"):
+        """The whole model in fp32, with the same weights on every rank and in every mode."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        size = SIZES[self.size]
+        config = LlamaConfig(
+            hidden_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.kv_heads or size.heads,
+            intermediate_size=size.intermediate,
+            vocab_size=size.vocab,
+            max_position_embeddings=max(self.seq, 512),
+            tie_word_embeddings=True,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+        torch.manual_seed(self.seed)
+        with torch.device(device):
+            return LlamaForCausalLM(config).float().train()
+
+    def micro_batches(self, rank: int, step: int, device: str = "cpu") -> list[dict]:
+        """The micro-batches of one step, drawn from (seed, rank, step) alone."""
+        import torch
+
+        vocab = SIZES[self.size].vocab
+        generator = torch.Generator().manual_seed((self.seed * 1009 + rank) * 100_003 + step)
+        batches = []
+        for _ in range(self.accumulate):
+            tokens = torch.randint(0, vocab, (self.batch, self.seq), generator=generator).to(device)
+            batches.append({"input_ids": tokens, "labels": tokens})
+        return batches

@@ -1,0 +1,31 @@
+"""Measures memory while there is something to measure: gradients are gone once the optimizer has stepped."""
+
+from dataclasses import asdict
+
+from transformers import TrainerCallback
+
+from hf_zero.trainer import ZeroTrainer
+
+
+class MemoryRecorder(TrainerCallback):
+    """Keeps the largest value of every field of `MemoryReport` over all moments between backward and optimizer step.
+
+    Args:
+        trainer ([`ZeroTrainer`]): The trainer that is asked.
+    """
+
+    largest: dict[str, int]  # bytes on this rank, by field; the optimizer state is in it from the second step on
+
+    def __init__(self, trainer: ZeroTrainer):
+        self._trainer = trainer
+        self.largest = {}
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._measure()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._measure()  # a run of one step has no state before it
+
+    def _measure(self) -> None:
+        for name, nbytes in asdict(self._trainer.memory_report()).items():
+            self.largest[name] = max(nbytes, self.largest.get(name, 0))

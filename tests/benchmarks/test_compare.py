@@ -1,0 +1,71 @@
+"""The two programs end to end, at a size that says nothing about speed."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_module(*arguments: str, timeout: float) -> subprocess.CompletedProcess:
+    """Runs `python -m ...` in a process group of its own, which is ended when the time is over."""
+    command = [sys.executable, "-m", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def has_hf_zero() -> bool:
+    spec = importlib.util.find_spec("hf_zero")
+    return spec is not None and spec.origin is not None
+
+
+@pytest.mark.timeout(180)
+def test_compare_measures_every_mode_and_they_train_alike(tmp_path):
+    modes = ["ddp", "fsdp2"] + (["hf_zero-1", "hf_zero-3"] if has_hf_zero() else [])
+    path = tmp_path / "out.json"
+    arguments = ["--smoke", "--modes", ",".join(modes), "--json", str(path)]
+    done = run_module("benchmarks.compare", *arguments, timeout=150)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    summary = report["results"]["fp32"]["summary"]
+    assert list(summary) == modes
+    for name in modes:
+        assert f"| {name} " in done.stdout
+        assert summary[name]["loss_difference"] <= 1e-5
+        assert 0 < summary[name]["rest_nbytes"] <= summary[name]["peak_nbytes"]
+        assert summary[name]["wire_nbytes"] > 0
+        assert summary[name]["ratios"].keys() == {"ddp", "fsdp2"} - {name}
+    # FSDP2 holds half of what DDP holds beside its gradient buckets: 16/2 against 16 bytes a parameter.
+    assert summary["fsdp2"]["rest_nbytes"] < 0.5 * summary["ddp"]["rest_nbytes"]
+    assert report["machine"]["versions"]["torch"]
+
+
+def test_compare_refuses_a_mode_that_it_does_not_know():
+    done = run_module("benchmarks.compare", "--modes", "ddp,fsdp3", timeout=60)
+    assert done.returncode == 2
+    assert "unknown mode 'fsdp3'; the modes are plain" in done.stderr
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(not has_hf_zero(), reason="needs the package")
+def test_gpu_program_runs_on_a_cpu(tmp_path):
+    path = tmp_path / "gpu.json"
+    arguments = "--device cpu --size smoke --modes plain,hf_zero-3 --rounds 1 --steps 2 --warmup 1 --stages 3 --json"
+    done = run_module("benchmarks.gpu", *arguments.split(), str(path), timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    assert list(report["speed_summary"]) == ["plain", "hf_zero-3"]
+    assert all(check["agrees"] for check in report["ranks"].values())

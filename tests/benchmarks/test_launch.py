@@ -1,0 +1,36 @@
+"""Groups of ranks: results in order, failures reported, nothing left running; and the counter of bytes sent."""
+
+import multiprocessing
+import time
+
+import pytest
+
+from benchmarks.launch import GroupError, run_group
+
+
+TASKS = "tests.benchmarks.tasks"
+
+
+@pytest.mark.timeout(180)
+def test_wire_counter_sees_what_a_rank_sends():
+    nbytes = 8 * 2**20
+    sent = run_group(f"{TASKS}:send_known_bytes", {"nbytes": nbytes}, num_processes=2, timeout=120)
+    # gloo's headers and two barriers stay far below 1 %.
+    assert nbytes <= sent[0] <= 1.01 * nbytes
+    assert sent[1] <= 0.01 * nbytes
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_raises_ends_the_group_with_its_traceback():
+    start = time.monotonic()
+    with pytest.raises(GroupError, match="rank 1: (.|\n)*ValueError: the reason"):
+        run_group(f"{TASKS}:raise_on_last_rank", {}, num_processes=2, timeout=120)
+    assert time.monotonic() - start < 60
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.timeout(180)
+def test_a_group_that_does_not_answer_is_ended():
+    with pytest.raises(GroupError, match="no answer in time"):
+        run_group(f"{TASKS}:sleep", {"seconds": 300}, num_processes=2, timeout=3)
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,70 @@
+"""Names and summaries, on made-up numbers."""
+
+import math
+
+import pytest
+
+from benchmarks.names import ModeName, parse_mode
+from benchmarks.report import bytes_table, ratios_table, summarize, time_table, worst
+from benchmarks.workload import SIZES, Workload
+
+
+def rank(seconds: list[float], losses: list[float]) -> dict:
+    phases = [{"forward": 0.1, "backward": 0.2, "optimizer": 0.3} for _ in seconds]
+    resident = {"resident_peak_nbytes": 100, "resident_peak_with_build_nbytes": 100}
+    return {"step_seconds": seconds, "phases": phases, "cpu_seconds": 1.0, "losses": losses, **resident}
+
+
+def counted(nbytes: int) -> dict:
+    span = dict.fromkeys(("start_nbytes", "end_nbytes", "num_allocations", "num_large_allocations"), nbytes)
+    wire = {"written_nbytes": nbytes, "loopback_nbytes_all_ranks": 2 * nbytes, "engine_counters": {}}
+    return {"tensors": span | {"peak_nbytes": 2 * nbytes}, "shared_nbytes": 0, **wire}
+
+
+def raw(rounds: list[list[float]], losses: list[float], nbytes: int) -> dict:
+    ranks = [[rank(seconds, losses), rank([value / 2 for value in seconds], losses)] for seconds in rounds]
+    return {"rounds": ranks, "bytes": [counted(nbytes), counted(nbytes)], "error": None}
+
+
+def test_ratios_are_taken_within_a_round_and_a_step_lasts_as_long_as_its_slowest_rank():
+    modes = {
+        "ddp": raw([[1.0, 1.0], [10.0, 10.0], [2.0, 2.0]], [3.0], 100),
+        "fsdp2": raw([[2.0, 2.0], [20.0, 20.0], [5.0, 5.0]], [3.5], 50),
+        "plain": {"rounds": [], "bytes": None, "error": "broken"},
+    }
+    summaries = summarize(modes, ["ddp", "plain"])
+    assert list(summaries) == ["ddp", "fsdp2"]
+    assert summaries["fsdp2"]["step_seconds"] == 5.0
+    assert summaries["fsdp2"]["ratios"]["ddp"]["step"] == 2.0
+    assert summaries["fsdp2"]["ratios"]["ddp"]["step_max"] == 2.5
+    assert summaries["fsdp2"]["ratios"]["ddp"]["peak"] == 0.5
+    assert summaries["fsdp2"]["loss_difference"] == 0.5
+    for table in (time_table(summaries), bytes_table(summaries), ratios_table(summaries, "ddp")):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_worst_is_not_blind_to_nan():
+    assert math.isnan(worst([1.0, math.nan, 2.0]))
+
+
+def test_mode_names():
+    assert parse_mode("hf_zero-3@prefetch_units=2@fused=True") == ModeName(
+        "hf_zero", 3, {"prefetch_units": 2, "fused": True}
+    )
+    assert parse_mode("fsdp2-noreshard") == ModeName("fsdp2-noreshard")
+    for wrong in ("hf_zero-4", "deepspeed", "ddp@x=1", ""):
+        with pytest.raises(ValueError, match="unknown mode"):
+            parse_mode(wrong)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_have_the_parameters_they_claim(size):
+    model = Workload(size=size).build_model("meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[size].num_parameters
+
+
+def test_batches_depend_on_seed_rank_and_step_alone():
+    workload = Workload(size="smoke", seq=16, accumulate=2)
+    first, second = (workload.micro_batches(1, 3) for _ in range(2))
+    assert all(bool((a["input_ids"] == b["input_ids"]).all()) for a, b in zip(first, second, strict=True))
+    assert not bool((first[0]["input_ids"] == workload.micro_batches(0, 3)[0]["input_ids"]).all())

@@ -1,0 +1,98 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.errors import CheckpointError
+
+
+@pytest.fixture
+def path(tmp_path):
+    save_file({"weight": torch.arange(6.0).view(2, 3), "bias": torch.zeros(3)}, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def rewrite_header(path, change) -> None:
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+def test_reading_gives_back_what_was_built(tmp_path):
+    built = FileLayout.build([TensorEntry("b", torch.bfloat16, (3,)), TensorEntry("a", torch.float32, (2, 2))])
+    (tmp_path / "file").write_bytes(built.header + bytes(built.data_nbytes))
+    read = FileLayout.read(tmp_path / "file")
+    assert read == built
+    assert list(read.entries) == ["a", "b"]
+    assert built.offsets == {"a": len(built.header), "b": len(built.header) + 16}
+    assert len(built.header) % 8 == 0
+
+
+@pytest.mark.parametrize("lost", [1, 30])
+def test_a_truncated_file_names_both_sizes(path, lost):
+    content = path.read_bytes()
+    path.write_bytes(content[:-lost])
+    message = rf"truncated: {len(content) - lost} bytes, its header describes {len(content)}; copy or download"
+    with pytest.raises(CheckpointError, match=message) as caught:
+        FileLayout.read(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_trailing_bytes_are_refused(path):
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(CheckpointError, match="too long"):
+        FileLayout.read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 100, (50).to_bytes(8, "little") + b"{}"])
+def test_something_else_or_a_cut_header_is_refused(path, content):
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="model.safetensors: truncated, or not a safetensors file: found"):
+        FileLayout.read(path)
+
+
+@pytest.mark.parametrize("text", [b"garbage!", b"[1,2,3] ", b'{"a": 1}', b"\xff\xfe\xfd\xfc\xfb\xfa\xf9\xf8"])
+def test_a_header_that_is_not_one_is_refused(path, text):
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match="header cannot be understood .*; copy or download it again"):
+        FileLayout.read(path)
+
+
+def test_a_git_lfs_pointer_is_recognised(path):
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(CheckpointError, match="git-lfs pointer, not the weights; run `git lfs pull`"):
+        FileLayout.read(path)
+
+
+def test_offsets_that_overlap_or_disagree_with_the_shape_are_refused(path):
+    rewrite_header(path, lambda header: header["weight"].update(shape=[2, 4]))
+    with pytest.raises(CheckpointError, match=r"'weight' \(torch.float32, shape \[2, 4\]\) lies at bytes"):
+        FileLayout.read(path)
+    rewrite_header(path, lambda header: header["weight"].update(shape=[3], data_offsets=[0, 12]))
+    with pytest.raises(CheckpointError, match="the header is damaged"):
+        FileLayout.read(path)
+
+
+@pytest.mark.parametrize("part", [{"dtype": "F128"}, {"shape": [-2, -3]}, {"data_offsets": [0]}, {"shape": "x"}])
+def test_an_entry_that_makes_no_sense_is_refused(path, part):
+    rewrite_header(path, lambda header: header["weight"].update(part))
+    with pytest.raises(CheckpointError, match="model.safetensors: the header cannot be understood"):
+        FileLayout.read(path)
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(CheckpointError, match="absent.safetensors: cannot be read .No such file or directory.; check"):
+        FileLayout.read(tmp_path / "absent.safetensors")
+
+
+def test_two_tensors_of_one_name_and_foreign_dtypes_are_refused():
+    entry = TensorEntry("weight", torch.float32, (1,))
+    with pytest.raises(CheckpointError, match="'weight' is given twice"):
+        FileLayout.build([entry, entry])
+    with pytest.raises(CheckpointError, match="'weight' is torch.complex128, which safetensors files cannot hold"):
+        FileLayout.build([TensorEntry("weight", torch.complex128, (1,))])

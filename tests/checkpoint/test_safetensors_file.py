@@ -1,0 +1,161 @@
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hf_zero.checkpoint.file_layout import DTYPE_OF_CODE, FileLayout, TensorEntry
+from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES, SafetensorsFile
+from hf_zero.errors import CheckpointError
+
+
+def every_dtype() -> dict[str, torch.Tensor]:
+    bits = torch.arange(6 * 8, dtype=torch.uint8)
+    tensors = {code: bits.view(dtype).clone() for code, dtype in DTYPE_OF_CODE.items() if dtype != torch.bool}
+    tensors["BOOL"] = torch.tensor([True, False, True])
+    tensors["scalar"] = torch.tensor(3.5)
+    tensors["empty"] = torch.zeros(0, 4, dtype=torch.bfloat16)
+    tensors["matrix"] = torch.arange(12.0).view(3, 4)
+    tensors['quote " slash \\ line \n umlaut ü'] = torch.ones(2)
+    return tensors
+
+
+def entries_of(tensors: dict[str, torch.Tensor]) -> list[TensorEntry]:
+    return [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
+def write(path, tensors: dict[str, torch.Tensor]) -> FileLayout:
+    layout = FileLayout.build(entries_of(tensors))
+    with SafetensorsFile.create(path, layout) as file:
+        for name, tensor in tensors.items():
+            file.write_range(name, 0, tensor.reshape(-1))
+    return layout
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    as_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in (left, right)]
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*as_bytes)
+
+
+def test_a_file_is_byte_for_byte_what_the_library_writes(tmp_path):
+    write(tmp_path / "ours", every_dtype())
+    save_file(every_dtype(), tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_the_library_reads_what_we_write(tmp_path):
+    tensors = every_dtype()
+    write(tmp_path / "ours", tensors)
+    # The Python side of safetensors 0.8 has no name for F8_E8M0 in `load_file`; `safe_open` knows all.
+    with safe_open(tmp_path / "ours", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(tensors)
+        for name, tensor in tensors.items():
+            assert same_bits(file.get_tensor(name), tensor), name
+
+
+def test_we_read_what_the_library_writes(tmp_path):
+    tensors = every_dtype()
+    save_file(tensors, tmp_path / "theirs")
+    with SafetensorsFile.open(tmp_path / "theirs") as file:
+        assert set(file.layout.entries) == set(tensors)
+        for name, tensor in tensors.items():
+            out = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            file.read_range(name, 0, out)
+            assert same_bits(out.view(tensor.shape), tensor), name
+
+
+def test_a_file_without_tensors_is_valid(tmp_path):
+    write(tmp_path / "ours", {})
+    assert load_file(tmp_path / "ours") == {}
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 11), (11, 12), (5, 5), (0, 12)])
+def test_ranges_land_and_are_found_at_their_place(tmp_path, start, stop):
+    tensors = {"before": torch.ones(3), "matrix": torch.zeros(3, 4), "zafter": torch.ones(3)}
+    layout = write(tmp_path / "ours", tensors)
+    values = torch.arange(float(start), float(stop)) + 1
+    with SafetensorsFile.open_for_writing(tmp_path / "ours", layout) as file:
+        assert file.write_range("matrix", start, values) == 4 * (stop - start)
+    expected = torch.zeros(12)
+    expected[start:stop] = values
+    tensors["matrix"] = expected.view(3, 4)
+    loaded = load_file(tmp_path / "ours")
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    with SafetensorsFile.open(tmp_path / "ours") as file:
+        out = torch.full((stop - start,), -1.0)
+        file.read_range("matrix", start, out)
+        assert torch.equal(out, values)
+
+
+@pytest.mark.parametrize("numel", [1, PIECE_NBYTES // 2, PIECE_NBYTES // 2 + 1, PIECE_NBYTES + 3])
+def test_values_are_converted_piece_by_piece_in_both_directions(tmp_path, numel):
+    values = torch.randn(numel + 2)[1:-1]
+    layout = FileLayout.build([TensorEntry("weight", torch.bfloat16, (numel,))])
+    with SafetensorsFile.create(tmp_path / "ours", layout) as file:
+        file.write_range("weight", 0, values)
+    assert torch.equal(load_file(tmp_path / "ours")["weight"], values.bfloat16())
+    with SafetensorsFile.open(tmp_path / "ours") as file:
+        out = torch.empty(numel)
+        file.read_range("weight", 0, out)
+    assert torch.equal(out, values.bfloat16().float())
+
+
+def test_strided_values_and_targets_are_served(tmp_path):
+    layout = FileLayout.build([TensorEntry("weight", torch.float32, (5,))])
+    with SafetensorsFile.create(tmp_path / "ours", layout) as file:
+        file.write_range("weight", 0, torch.arange(10.0)[::2])
+    target = torch.zeros(10)
+    with SafetensorsFile.open(tmp_path / "ours") as file:
+        file.read_range("weight", 0, target[1::2])
+    assert torch.equal(target, torch.tensor([0, 0, 0, 2, 0, 4, 0, 6, 0, 8.0]))
+
+
+def test_a_parameter_that_needs_a_gradient_is_written_and_filled(tmp_path):
+    parameter = torch.nn.Parameter(torch.arange(4.0))
+    write(tmp_path / "ours", {"weight": parameter})
+    with SafetensorsFile.open(tmp_path / "ours") as file:
+        file.read_range("weight", 1, parameter[:3])
+    assert torch.equal(parameter.detach(), torch.tensor([1, 2, 3, 3.0]))
+
+
+def test_creating_reserves_the_whole_file(tmp_path):
+    layout = FileLayout.build([TensorEntry("weight", torch.float32, (1000, 1000))])
+    SafetensorsFile.create(tmp_path / "ours", layout).close()
+    assert os.path.getsize(tmp_path / "ours") == layout.nbytes == len(layout.header) + 4_000_000
+    assert load_file(tmp_path / "ours")["weight"].count_nonzero() == 0
+
+
+def test_an_unknown_tensor_or_a_range_outside_of_it_is_named(tmp_path):
+    layout = write(tmp_path / "ours", {"weight": torch.zeros(3, 4)})
+    with SafetensorsFile.open_for_writing(tmp_path / "ours", layout) as file:
+        with pytest.raises(CheckpointError, match=r"ours: tensor 'bias' is missing, the file holds 1 others; use"):
+            file.write_range("bias", 0, torch.zeros(1))
+        with pytest.raises(CheckpointError, match=r"'weight' has 12 elements \(shape \[3, 4\]\), .* \[10, 13\) were"):
+            file.read_range("weight", 10, torch.zeros(3))
+
+
+def test_integers_are_not_read_into_a_float_parameter(tmp_path):
+    write(tmp_path / "ours", {"weight": torch.zeros(4, dtype=torch.uint8)})
+    with (
+        SafetensorsFile.open(tmp_path / "ours") as file,
+        pytest.raises(CheckpointError, match="'weight' is torch.uint8, the model wants torch.float32; load with"),
+    ):
+        file.read_range("weight", 0, torch.zeros(4))
+
+
+def test_a_file_cut_while_it_is_read_names_the_tensor(tmp_path):
+    write(tmp_path / "ours", {"weight": torch.zeros(100)})
+    with SafetensorsFile.open(tmp_path / "ours") as file:
+        os.truncate(tmp_path / "ours", file.layout.nbytes - 10)
+        with pytest.raises(CheckpointError, match="ended inside tensor 'weight', 10 bytes short"):
+            file.read_range("weight", 0, torch.zeros(100))
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
+    huge = FileLayout.build([TensorEntry("weight", torch.float32, (2**48,))])
+    with pytest.raises(CheckpointError, match="bytes could not be reserved .*free space there or save to another"):
+        SafetensorsFile.create(tmp_path / "ours", huge)
+    with pytest.raises(CheckpointError, match=r"nowhere/ours: not found"):
+        SafetensorsFile.create(tmp_path / "nowhere" / "ours", huge)

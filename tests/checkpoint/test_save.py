@@ -1,0 +1,260 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_zero.checkpoint import save, staging
+from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.save import save_pretrained
+from hf_zero.errors import CheckpointError
+from tests.checkpoint import models
+from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".rendezvous")}
+
+
+def save_model(comm, folder, build, name="ours", max_shard_size="50GB", save_dtype=None, master_dtype=None):
+    engine = FakeEngine(build(), comm, save_dtype=save_dtype, master_dtype=master_dtype)
+    save_pretrained(engine, folder / name, max_shard_size=max_shard_size)
+
+
+@pytest.mark.parametrize("build", [models.llama, models.tied_llama, models.gpt2, models.t5, models.bert])
+@pytest.mark.parametrize("max_shard_size", ["50GB", "5KB"])
+def test_the_folder_is_byte_for_byte_what_transformers_saves(tmp_path, build, max_shard_size):
+    save_model(world_of_one(), tmp_path, build, max_shard_size=max_shard_size)
+    build().save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_size)
+    assert content_of(tmp_path / "ours") == content_of(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_several_ranks_write_the_same_files_as_one(tmp_path, num_ranks):
+    run_ranks(save_model, num_ranks, tmp_path, models.tied_llama, "ours", "5KB")
+    models.tied_llama().save_pretrained(tmp_path / "theirs", max_shard_size="5KB")
+    assert content_of(tmp_path / "ours") == content_of(tmp_path / "theirs")
+
+
+def test_a_plain_module_is_saved_as_weights_alone(tmp_path):
+    run_ranks(save_model, 3, tmp_path, models.Plain)
+    assert set(content_of(tmp_path / "ours")) == {"model.safetensors"}
+    expected = {name: tensor for name, tensor in models.Plain().state_dict().items() if name != "again.weight"}
+    loaded = load_file(tmp_path / "ours" / "model.safetensors")
+    assert set(loaded) == set(expected)
+    for name, tensor in expected.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+
+
+def test_master_values_are_rounded_to_the_dtype_in_which_they_are_saved(tmp_path):
+    save_model(world_of_one(), tmp_path, models.llama, save_dtype=torch.bfloat16, master_dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert loaded.dtype == torch.bfloat16
+    expected = models.llama().bfloat16().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_saving_leaves_the_running_models_config_alone(tmp_path):
+    engine = FakeEngine(models.llama(), world_of_one(), save_dtype=torch.bfloat16)
+    before = engine.model.config.to_dict()
+    save_pretrained(engine, tmp_path / "ours")
+    assert engine.model.config.to_dict() == before
+
+
+def test_a_model_with_converted_keys_loads_with_the_same_weights(tmp_path):
+    save_model(world_of_one(), tmp_path, models.mixtral)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values())
+    expected = models.mixtral().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("old_size", "new_size"), [("50GB", "5KB"), ("5KB", "50GB"), ("5KB", "5KB"), ("5KB", "9KB"), ("9KB", "5KB")]
+)
+def test_a_save_over_another_leaves_no_file_of_the_old_one(tmp_path, old_size, new_size):
+    save_model(world_of_one(), tmp_path, models.llama, max_shard_size=old_size)
+    save_model(world_of_one(), tmp_path, models.llama, "fresh", max_shard_size=new_size)
+    (tmp_path / "ours" / "tokenizer.json").write_text("{}")
+    save_model(world_of_one(), tmp_path, models.llama, max_shard_size=new_size)
+    assert content_of(tmp_path / "ours") == {**content_of(tmp_path / "fresh"), "tokenizer.json": b"{}"}
+
+
+def loads_as(folder: Path) -> str:
+    """Which of the two models a folder holds: all of "old", all of "new", or none that loads."""
+    try:
+        weights = AutoModelForCausalLM.from_pretrained(folder).state_dict().values()
+    except OSError:
+        return "none"
+    kinds = {"new" if bool((weight == 1).all()) else "old" for weight in weights}
+    assert len(kinds) == 1, "the folder mixes old and new weights"
+    return kinds.pop()
+
+
+def ones():
+    model = models.llama()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 1.0)
+    return model
+
+
+def zeros():
+    model = models.llama()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("old_size", "new_size", "has_gap"),
+    [
+        ("50GB", "50GB", False),
+        ("50GB", "5KB", False),
+        ("5KB", "50GB", False),
+        ("5KB", "9KB", False),
+        ("5KB", "5KB", True),
+    ],
+)
+def test_at_no_moment_does_the_folder_mix_old_and_new_weights(tmp_path, monkeypatch, old_size, new_size, has_gap):
+    save_model(world_of_one(), tmp_path, zeros, max_shard_size=old_size)
+    seen = []
+    monkeypatch.setattr(
+        save.os, "replace", lambda *paths: (os.rename(*paths), seen.append(loads_as(tmp_path / "ours")))
+    )
+    save_model(world_of_one(), tmp_path, ones, max_shard_size=new_size)
+    seen.append(loads_as(tmp_path / "ours"))
+    assert seen == sorted(seen, key=["old", "none", "new"].index), seen
+    assert seen[-1] == "new" and ("none" in seen) == has_gap
+
+
+def fail_on_last_rank(comm, folder, where):
+    """Rank 1 fails in the middle of its writes, or rank 0 does where only it acts."""
+    error = OSError(28, "No space left on device")
+
+    def refuse(*args, **kwargs):
+        raise error
+
+    engine = FakeEngine(ones(), comm)
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "write" and comm.rank == 1:
+            patch.setattr(OpenFiles, "write_range", refuse)
+        elif where == "sync" and comm.rank == 1:
+            patch.setattr(OpenFiles, "sync", refuse)
+        elif where == "shards" and comm.rank == 1:
+            patch.setattr(engine, "named_shards", lambda: iter([refuse]))
+        elif where == "stage":
+            patch.setattr(staging, "_stage", refuse)
+        elif where == "publish":
+            patch.setattr(save, "_publish", refuse)
+        elif where == "config":
+            patch.setattr(type(engine.model.config), "save_pretrained", refuse)
+        with pytest.raises((CheckpointError, AttributeError)) as caught:
+            save_pretrained(engine, folder / "ours")
+    failing = 1 if where in ("write", "sync", "shards") else 0
+    if comm.rank != failing:
+        assert f"saving to {folder / 'ours'}: rank {failing} failed" in str(caught.value)
+    comm.barrier()
+    save_pretrained(engine, folder / "again")
+
+
+@pytest.mark.parametrize("where", ["stage", "config", "write", "shards", "sync", "publish"])
+def test_a_failure_on_one_rank_fails_all_and_leaves_the_folder_untouched(tmp_path, where):
+    save_model(world_of_one(), tmp_path, models.llama)
+    before = content_of(tmp_path / "ours")
+    run_ranks(fail_on_last_rank, 2, tmp_path, where)
+    assert content_of(tmp_path / "ours") == before
+    assert load_file(tmp_path / "again" / "model.safetensors")["lm_head.weight"].eq(1).all()
+
+
+class Leaky(FakeEngine):
+    """Its ranges leave out one element."""
+
+    def named_shards(self, resident=False):
+        for shard in super().named_shards(resident):
+            if shard.start == 0 and shard.name == "lm_head.weight":
+                shard = type(shard)(shard.name, shard.shape, 1, shard.tensor[1:])
+            yield shard
+
+
+def test_elements_that_no_rank_wrote_are_noticed(tmp_path):
+    engine = Leaky(models.llama(), world_of_one())
+    with pytest.raises(CheckpointError, match="wrote 3900 of the 3904 bytes of tensor 'lm_head.weight'"):
+        save_pretrained(engine, tmp_path / "ours")
+    assert content_of(tmp_path / "ours") == {}
+
+
+def test_too_little_space_is_noticed_before_the_first_byte(tmp_path, monkeypatch):
+    engine = FakeEngine(models.llama(), world_of_one())
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"ours: saving takes \d+ bytes, 1000 are free; free space there or"):
+        save_pretrained(engine, tmp_path / "ours")
+    assert content_of(tmp_path / "ours") == {}
+
+
+def test_a_destination_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "ours").write_text("")
+    with pytest.raises(CheckpointError, match=r"saving to .*ours: File exists .*; check that the folder exists"):
+        save_pretrained(FakeEngine(models.llama(), world_of_one()), tmp_path / "ours")
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    (tmp_path / "ours" / ".saving-deadbeef").mkdir(parents=True)
+    (tmp_path / "ours" / ".saving-deadbeef" / "model.safetensors").write_bytes(b"half")
+    save_model(world_of_one(), tmp_path, models.Plain)
+    assert set(content_of(tmp_path / "ours")) == {"model.safetensors"}
+
+
+def test_chosen_parameters_are_saved_under_given_names(tmp_path):
+    engine = FakeEngine(models.Plain(), world_of_one())
+    save_pretrained(
+        engine,
+        tmp_path,
+        weights_name="adapter_model.safetensors",
+        keys={"first.bias": "base.first.bias", "steps": "steps"},
+        write_beside=lambda staged: (staged / "adapter_config.json").write_text(json.dumps({"r": 8})) and None,
+    )
+    assert set(content_of(tmp_path)) == {"adapter_model.safetensors", "adapter_config.json"}
+    loaded = load_file(tmp_path / "adapter_model.safetensors")
+    assert torch.equal(loaded["base.first.bias"], models.Plain().first.bias) and loaded["steps"] == 7
+    assert len(loaded) == 2
+
+
+def test_adapters_are_not_mixed_with_their_base_by_default(tmp_path):
+    model = models.Plain()
+    model.peft_config = {}
+    with pytest.raises(CheckpointError, match="Plain has PEFT adapters, .*; pass `keys`"):
+        save_pretrained(FakeEngine(model, world_of_one()), tmp_path)
+
+
+def save_in_half_precision_and_measure(comm, folder):
+    numel = 32 * 2**20
+    model = torch.nn.Linear(numel // 64, 64, bias=False)
+    engine = FakeEngine(model, comm, save_dtype=torch.bfloat16)
+    save_pretrained(FakeEngine(models.Plain(), comm), folder / "warm")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident now
+    before = resident_peak_nbytes()
+    save_pretrained(engine, folder / "ours")
+    # A conversion buffer of 4 MiB, and what the allocator and the interpreter take; a copied shard would be 32 MiB.
+    assert resident_peak_nbytes() - before < 16 * 2**20
+
+
+def resident_peak_nbytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peak memory is read from Linux's /proc")
+def test_saving_takes_a_few_mebibytes_however_large_the_shard_is(tmp_path):
+    run_ranks(save_in_half_precision_and_measure, 2, tmp_path)
+
+
+def test_a_library_file_of_the_same_tensors_is_the_same_file(tmp_path):
+    save_model(world_of_one(), tmp_path, models.Plain)
+    tensors = {name: tensor for name, tensor in models.Plain().state_dict().items() if name != "again.weight"}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours" / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()

@@ -1,0 +1,188 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_zero.checkpoint import Manifest, load_state, load_weights, save_pretrained, save_state
+from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.errors import CheckpointError
+from tests.checkpoint import models
+from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
+
+
+HALF = {"save_dtype": torch.bfloat16, "master_dtype": torch.float32}
+
+
+def save(comm, folder, build=models.tied_llama, stage=3, dtypes=None, stepped=True):
+    engine = FakeEngine(build(), comm, stage=stage, **(dtypes or {}))
+    optimizer = FakeOptimizer(engine, stepped=stepped)
+    save_pretrained(engine, folder)
+    save_state(engine, optimizer, folder, extra={"step": 12})
+
+
+def load_and_check(comm, folder, build, stage, dtypes):
+    engine = FakeEngine(build(), comm, stage=stage, **(dtypes or {}))
+    exact = {name: master.clone() for name, master in engine.masters.items()}
+    for master in engine.masters.values():
+        master.fill_(-1) if master.numel() else None
+    optimizer = FakeOptimizer(engine, stepped=False, lr=0.5)
+    load_weights(engine, folder)
+    manifest = load_state(engine, optimizer, folder)
+    assert manifest.extra == {"step": 12} and optimizer.groups[0]["lr"] == 0.1
+    assert set(optimizer.steps.values()) == {12.0}
+    infos = {info.name: info for info in engine.param_infos()}
+    for key, shard in optimizer.named_state_shards(resident=True):
+        expected = expected_moment(infos[shard.name], key)
+        assert torch.equal(shard.tensor, expected[shard.start : shard.start + shard.tensor.numel()])
+    for shard in engine.named_shards(resident=True):
+        assert torch.equal(shard.tensor, exact[shard.name][shard.start : shard.start + shard.tensor.numel()])
+    assert engine.num_updates == 2
+
+
+@pytest.mark.parametrize("dtypes", [None, HALF])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [((3, 3), (2, 3)), ((2, 0), (3, 1)), ((1, 3), (2, 0))])
+def test_state_resumes_at_any_number_of_ranks_and_any_stage(tmp_path, saved_by, loaded_by, dtypes):
+    run_ranks(save, saved_by[0], tmp_path, models.tied_llama, saved_by[1], dtypes)
+    run_ranks(load_and_check, loaded_by[0], tmp_path, models.tied_llama, loaded_by[1], dtypes)
+
+
+def test_empty_and_0d_parameters_resume(tmp_path):
+    run_ranks(save, 3, tmp_path, models.Plain)
+    run_ranks(load_and_check, 2, tmp_path, models.Plain, 3, None)
+
+
+def test_state_is_stored_whole_by_parameter_name_in_plain_formats(tmp_path):
+    run_ranks(save, 2, tmp_path, models.tied_llama, 2, HALF)
+    assert set(os.listdir(tmp_path / "zero")) == {"manifest.json", "master.safetensors", "optimizer.safetensors"}
+    engine = FakeEngine(models.tied_llama(), world_of_one())
+    moments = load_file(tmp_path / "zero" / "optimizer.safetensors")
+    masters = load_file(tmp_path / "zero" / "master.safetensors")
+    assert len(moments) == 2 * len(masters) == 2 * len(engine.masters)
+    for info in engine.param_infos():
+        assert torch.equal(moments[f"{info.name}.exp_avg"], expected_moment(info, "exp_avg").view(info.shape))
+        assert torch.equal(masters[info.name].reshape(-1), engine.masters[info.name])
+    manifest = json.loads((tmp_path / "zero" / "manifest.json").read_text())
+    assert (manifest["format_version"], manifest["stage"], manifest["num_ranks"]) == (1, 2, 2)
+    assert manifest["dtypes"]["weights"] == ["bfloat16"] and manifest["dtypes"]["master.safetensors"] == ["float32"]
+    assert manifest["scalars"]["model.norm.weight"] == {"step": 12.0}
+
+
+def test_masters_are_left_out_where_the_weights_hold_them(tmp_path):
+    save(world_of_one(), tmp_path, dtypes=HALF)
+    save(world_of_one(), tmp_path)
+    assert set(os.listdir(tmp_path / "zero")) == {"manifest.json", "optimizer.safetensors"}
+
+
+def test_an_optimizer_that_has_not_stepped_resumes_as_one(tmp_path):
+    save(world_of_one(), tmp_path, stepped=False)
+    engine = FakeEngine(models.tied_llama(), world_of_one())
+    optimizer = FakeOptimizer(engine)
+    load_state(engine, optimizer, tmp_path)
+    assert optimizer.state == {} and optimizer.steps == {}
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    save(world_of_one(), tmp_path, dtypes=HALF)
+    return tmp_path
+
+
+def refused(folder, match, build=models.tied_llama, change=lambda optimizer: None):
+    engine = FakeEngine(build(), world_of_one(), **HALF)
+    optimizer = FakeOptimizer(engine)
+    change(optimizer)
+    with pytest.raises(CheckpointError, match=match) as caught:
+        load_state(engine, optimizer, folder)
+    assert "\n" not in str(caught.value) and engine.num_updates == 0
+
+
+def edit(path: Path, change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_state_that_is_not_there_or_incomplete_is_refused(saved):
+    refused(saved / "absent", r"manifest.json: not found: .* holds no complete optimizer state; resume from another")
+    (saved / "zero" / "master.safetensors").unlink()
+    refused(saved, "master.safetensors: cannot be read .No such file")
+    os.truncate(saved / "zero" / "optimizer.safetensors", 5000)
+    refused(saved, "optimizer.safetensors: the file is truncated|optimizer.safetensors: truncated")
+
+
+def test_a_manifest_of_another_version_or_a_damaged_one_is_refused(saved):
+    path = saved / "zero" / "manifest.json"
+    edit(path, lambda manifest: manifest.pop("groups"))
+    refused(saved, "manifest.json: groups missing")
+    edit(path, lambda manifest: manifest.update(format_version=9))
+    refused(saved, "format version 9, this hf_zero reads 1; resume with the version")
+    path.write_text("{")
+    refused(saved, "manifest.json: cannot be read")
+
+
+def test_state_of_another_shape_is_named(saved):
+    refused(
+        saved, r"'model.embed_tokens.weight.exp_avg' has shape \[61, 16\], the model's has \[61, 12\]", narrow_llama
+    )
+
+
+def narrow_llama():
+    config = models.tied_llama().config
+    config.hidden_size = 12
+    return type(models.tied_llama())(config)
+
+
+def test_state_of_another_optimizer_is_named_either_way(saved):
+    refused(
+        saved,
+        "tensor '.*max_exp_avg' is missing",
+        change=lambda optimizer: setattr(optimizer, "keys", ("max_exp_avg",)),
+    )
+    refused(
+        saved,
+        r"no place for .*exp_avg_sq.* and \d+ more in this run; resume with the optimizer",
+        change=lambda optimizer: setattr(optimizer, "keys", ("exp_avg",)),
+    )
+
+
+def test_saving_weights_invalidates_the_state_of_the_former_ones(saved):
+    save_pretrained(FakeEngine(models.tied_llama(), world_of_one(), **HALF), saved)
+    refused(saved, "holds no complete optimizer state")
+
+
+def test_a_value_that_json_does_not_know_is_refused_and_nothing_is_left(tmp_path):
+    engine = FakeEngine(models.tied_llama(), world_of_one())
+    with pytest.raises(CheckpointError, match="cannot be written .*; give numbers, texts, lists and dicts only"):
+        save_state(engine, FakeOptimizer(engine), tmp_path, extra={"rng": torch.zeros(1)})
+    assert os.listdir(tmp_path / "zero") == []
+
+
+def fail_while_writing_state(comm, folder):
+    engine = FakeEngine(models.tied_llama(), comm)
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(OpenFiles, "write_range", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_state(engine, FakeOptimizer(engine, lr=7.0), folder)
+
+
+def test_a_failed_save_leaves_the_former_state(saved):
+    before = {path.name: path.read_bytes() for path in (saved / "zero").iterdir()}
+    run_ranks(fail_while_writing_state, 2, saved)
+    assert {path.name: path.read_bytes() for path in (saved / "zero").iterdir()} == before
+    assert Manifest.read(saved).extra == {"step": 12}
+
+
+def count_differently(comm, folder):
+    engine = FakeEngine(models.tied_llama(), comm)
+    optimizer = FakeOptimizer(engine)
+    optimizer.steps = {name: 12.0 + comm.rank for name in optimizer.steps}
+    with pytest.raises(CheckpointError, match=r"step of .* is 13.0 on rank 1, 12.0 before it; step the optimizer on"):
+        save_state(engine, optimizer, folder)
+
+
+def test_ranks_that_disagree_on_a_step_count_are_noticed(tmp_path):
+    run_ranks(count_differently, 2, tmp_path)

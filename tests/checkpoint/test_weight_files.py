@@ -1,0 +1,105 @@
+import json
+
+import pytest
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+
+from hf_zero.checkpoint.file_layout import TensorEntry
+from hf_zero.checkpoint.weight_files import WeightFiles, is_weight_file
+from hf_zero.errors import CheckpointError, ConfigError
+from tests.checkpoint import models
+
+
+def entries_of(model) -> list[TensorEntry]:
+    return [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    models.llama().save_pretrained(tmp_path, max_shard_size="5KB")
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", ["1KB", "4KB", "0.01MB", 7000, "50GB"])
+def test_tensors_are_split_as_transformers_splits_them(size):
+    model = models.llama()
+    theirs = split_torch_state_dict_into_shards(
+        model.state_dict(), filename_pattern="model{suffix}.safetensors", max_shard_size=size
+    )
+    ours = WeightFiles.plan(entries_of(model), max_shard_size=size)
+    assert dict(ours.file_of) == theirs.tensor_to_filename
+    assert (ours.index_name is not None) == theirs.is_sharded
+    assert json.loads(ours.index_text(1))["metadata"]["total_size"] == theirs.metadata["total_size"]
+
+
+@pytest.mark.parametrize("size", ["fifty", "5 GiB", "", "GB"])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ConfigError, match="is not a size; give bytes as a number, or a text such as '5GB'"):
+        WeightFiles.plan([], max_shard_size=size)
+
+
+def test_an_index_is_read_with_all_its_headers(sharded):
+    files = WeightFiles.read(sharded)
+    model = models.llama()
+    assert len(files.layouts) > 2
+    assert {name: files.entry(name).shape for name in files.file_of} == {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
+    }
+
+
+def test_a_damaged_part_is_named(sharded):
+    part = sorted(sharded.glob("model-*.safetensors"))[1]
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{part.name}: the file is truncated"):
+        WeightFiles.read(sharded)
+    part.unlink()
+    with pytest.raises(CheckpointError, match=f"{part.name}: cannot be read .No such file"):
+        WeightFiles.read(sharded)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be understood"),
+        ("{}", "cannot be understood"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "does not map tensors to files beside it"),
+        ('{"weight_map": {"a": 3}}', "does not map tensors to files beside it"),
+    ],
+)
+def test_a_damaged_index_is_one_line(sharded, text, message):
+    (sharded / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        WeightFiles.read(sharded)
+
+
+def test_an_index_that_disagrees_with_its_files_names_the_tensor(sharded):
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["stranger"] = index["weight_map"]["lm_head.weight"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="tensor 'stranger' is said to be in model-.*, which does not hold it"):
+        WeightFiles.read(sharded)
+
+
+def test_a_folder_without_weights_says_what_was_looked_for(tmp_path):
+    with pytest.raises(CheckpointError, match="found neither model.safetensors nor model.safetensors.index.json"):
+        WeightFiles.read(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        WeightFiles.read(tmp_path / "absent")
+
+
+def test_one_name_in_two_files_is_refused():
+    layout = next(iter(WeightFiles.plan([TensorEntry("weight", torch.float32, (1,))]).layouts.values()))
+    with pytest.raises(CheckpointError, match="'weight' is both in a and in b"):
+        WeightFiles.of({"a": layout, "b": layout})
+
+
+def test_weight_files_are_told_by_their_names():
+    ours = ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
+    others = [
+        "model.bin",
+        "adapter_model.safetensors",
+        "model-1-of-2.safetensors",
+        "my_model-00001-of-00002.safetensors",
+    ]
+    assert [name for name in ours + others if is_weight_file(name)] == ours

@@ -1,0 +1,208 @@
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm import connect
+from tests.distributed import RemoteError, run_ranks
+
+
+CPU = torch.device("cpu")
+SMALL = 4096  # bytes: fewer than most messages below
+
+
+def _connect(bucket_nbytes: int = 32 * 2**20, timeout_seconds: float = 60.0):
+    return connect(CPU, timeout_seconds=timeout_seconds, bucket_nbytes=bucket_nbytes)
+
+
+def _summand(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """What a rank puts into a reduction: every rank can make every other's."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def _average(numel: int, in_dtype: torch.dtype, sum_dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """The sum in rank order, divided by the number of ranks, in `sum_dtype`."""
+    total = _summand(0, numel, in_dtype, seed).to(sum_dtype)
+    for rank in range(1, dist.get_world_size()):
+        total = total + _summand(rank, numel, in_dtype, seed)
+    return total.to(sum_dtype) / dist.get_world_size()
+
+
+def _mine(full: torch.Tensor) -> torch.Tensor:
+    return full.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _gathers(numels: list[int], dtype: torch.dtype) -> None:
+    comm = _connect()
+    for numel in numels:
+        wanted = torch.cat([_summand(rank, numel, dtype) for rank in range(comm.num_ranks)])
+        full = torch.full((numel * comm.num_ranks,), 7, dtype=dtype)
+        comm.gather(full, _summand(comm.rank, numel, dtype), what="apart").wait()
+        assert torch.equal(full, wanted), numel
+        full = torch.full_like(full, 7)
+        _mine(full).copy_(_summand(comm.rank, numel, dtype)) if numel else None
+        shard = full[comm.rank * numel : (comm.rank + 1) * numel]
+        pending = comm.gather(full, shard, what="in place")
+        pending.wait()
+        pending.wait()  # costs nothing
+        assert torch.equal(full, wanted), numel
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_puts_every_rank_in_its_range(num_ranks, dtype):
+    rng = random.Random(num_ranks)
+    run_ranks(_gathers, num_ranks, [1, 16, 4096, *(rng.randrange(1, 100_000) for _ in range(4))], dtype)
+
+
+def _reduces(numels: list[int], bucket_nbytes: int, in_dtype, sum_dtype, out_dtype) -> None:
+    comm = _connect(bucket_nbytes)
+    for seed, numel in enumerate(numels):
+        full_numel = numel * comm.num_ranks
+        wanted = _mine(_average(full_numel, in_dtype, sum_dtype, seed)) if numel else torch.zeros(0)
+        out = torch.full((numel,), 7, dtype=out_dtype)
+        full = _summand(comm.rank, full_numel, in_dtype, seed)
+        comm.reduce(full, out, dtype=sum_dtype, accumulate=False, what="apart").wait()
+        assert torch.equal(out, wanted.to(out_dtype)), f"{numel}: {(out - wanted).abs().max()}"
+
+        full = _summand(comm.rank, full_numel, in_dtype, seed)
+        comm.reduce(full, out, dtype=sum_dtype, accumulate=True, what="accumulated").wait()
+        # the second average is added in the dtype of `out`, unrounded before that
+        assert torch.equal(out, wanted.to(out_dtype).clone().add_(wanted)), numel
+
+        if in_dtype is out_dtype:
+            full = _summand(comm.rank, full_numel, in_dtype, seed)
+            own = full[comm.rank * numel : (comm.rank + 1) * numel]
+            comm.reduce(full, own, dtype=sum_dtype, accumulate=False, what="in place").wait()
+            assert torch.equal(own, wanted.to(out_dtype)), numel
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("bucket_nbytes", [32 * 2**20, SMALL, SMALL + 3])
+@pytest.mark.parametrize(
+    "in_dtype, sum_dtype, out_dtype",
+    [
+        (torch.float32, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+    ],
+)
+def test_reduce_averages_in_rank_order(num_ranks, bucket_nbytes, in_dtype, sum_dtype, out_dtype):
+    rng = random.Random(num_ranks)
+    numels = [1, 16, 1024, *(rng.randrange(1, 10_000) for _ in range(3)), 70_000]  # the last exceeds SUM_NUMEL
+    run_ranks(_reduces, num_ranks, numels, bucket_nbytes, in_dtype, sum_dtype, out_dtype)
+
+
+def _reduces_alone() -> None:
+    comm = _connect()
+    values = torch.arange(6.0)
+    out = torch.empty(6)
+    comm.reduce(values.clone(), out, dtype=torch.float32, accumulate=False, what="alone").wait()
+    comm.reduce(values.clone(), out, dtype=torch.float32, accumulate=True, what="alone").wait()
+    assert torch.equal(out, 2 * values)
+    assert comm.num_ranks == 1 and comm.counters.total_sent_nbytes == 0
+
+
+def test_one_rank_reduces_to_itself():
+    run_ranks(_reduces_alone, 1)
+
+
+def _overlaps(bucket_nbytes: int) -> None:
+    """Several collectives under way, waited for in another order than they were begun."""
+    comm = _connect(bucket_nbytes)
+    numel, num_ranks = 5000, comm.num_ranks
+    fulls = [_summand(comm.rank, numel * num_ranks, torch.float32, seed) for seed in range(3)]
+    outs = [torch.empty(numel) for _ in range(3)]
+    gathered = [torch.empty(numel * num_ranks) for _ in range(2)]
+    shards = [_summand(comm.rank, numel, torch.float32, 10 + seed) for seed in range(2)]
+    first = comm.reduce(fulls[0], outs[0], dtype=torch.float32, accumulate=False, what="first")
+    g0 = comm.gather(gathered[0], shards[0], what="g0")
+    second = comm.reduce(fulls[1], outs[1], dtype=torch.float32, accumulate=False, what="second")
+    g1 = comm.gather(gathered[1], shards[1], what="g1")
+    third = comm.reduce(fulls[2], outs[2], dtype=torch.float32, accumulate=False, what="third")
+    for pending in (g1, third, g0, first, second):
+        pending.wait()
+    for seed, out in enumerate(outs):
+        assert torch.equal(out, _mine(_average(numel * num_ranks, torch.float32, torch.float32, seed))), seed
+    for seed, full in enumerate(gathered):
+        wanted = torch.cat([_summand(rank, numel, torch.float32, 10 + seed) for rank in range(num_ranks)])
+        assert torch.equal(full, wanted), seed
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("bucket_nbytes", [32 * 2**20, SMALL])
+def test_collectives_under_way_do_not_disturb_one_another(num_ranks, bucket_nbytes):
+    run_ranks(_overlaps, num_ranks, bucket_nbytes)
+
+
+def _counts() -> None:
+    comm = _connect(SMALL)
+    others = comm.num_ranks - 1
+    full, shard = torch.zeros(1000 * comm.num_ranks), torch.zeros(1000)
+    comm.gather(full, shard, what="counted").wait()
+    assert comm.counters.sent_nbytes == {"gather": 4000 * others}
+    comm.reduce(full.bfloat16(), shard, dtype=torch.float32, accumulate=False, what="counted").wait()
+    assert comm.counters.sent_nbytes == {"gather": 4000 * others, "reduce": 2000 * others}
+    assert comm.counters.total_sent_nbytes == 6000 * others
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_sent_bytes_are_counted_in_the_dtype_that_travels(num_ranks):
+    run_ranks(_counts, num_ranks)
+
+
+def _small_ones() -> None:
+    comm = _connect()
+    rows = comm.all_gather_vector(torch.tensor([comm.rank, 10 * comm.rank]))
+    assert torch.equal(rows, torch.tensor([[rank, 10 * rank] for rank in range(comm.num_ranks)]))
+    tensor = torch.full((3,), float(comm.rank + 1))
+    comm.broadcast_(tensor)
+    assert torch.equal(tensor, torch.ones(3))
+    assert comm.broadcast_object({"rank": comm.rank}) == {"rank": 0}
+    assert comm.all_gather_object(comm.rank) == list(range(comm.num_ranks))
+    comm.barrier()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_small_collectives(num_ranks):
+    run_ranks(_small_ones, num_ranks)
+
+
+def _serves_a_part() -> float:
+    """Only ranks 0 and 2 of three form the group: its own numbering is not the world's."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return 1.5
+    comm = connect(CPU, group=group, timeout_seconds=60.0, bucket_nbytes=SMALL)
+    assert (comm.num_ranks, comm.rank) == (2, dist.get_rank() // 2)
+    full = torch.full((4,), float(dist.get_rank() + 1))
+    out = torch.empty(2)
+    comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="part").wait()
+    gathered = torch.empty(4)
+    comm.gather(gathered, out * (comm.rank + 1), what="part").wait()
+    assert gathered.tolist() == [2.0, 2.0, 4.0, 4.0]
+    tensor = torch.full((1,), float(dist.get_rank()))
+    comm.broadcast_(tensor)
+    assert tensor.item() == 0.0
+    return out[0].item() - 0.5
+
+
+def test_a_group_of_some_ranks_numbers_them_itself():
+    assert run_ranks(_serves_a_part, 3) == [1.5, 1.5, 1.5]
+
+
+def _one_stays_away() -> None:
+    comm = _connect(timeout_seconds=2.0)
+    if comm.rank:
+        comm.gather(torch.empty(16 * comm.num_ranks), torch.ones(16), what="layers.3").wait()
+
+
+def test_a_rank_that_stays_away_is_named_with_the_unit():
+    with pytest.raises(RemoteError) as caught:
+        run_ranks(_one_stays_away, 2)
+    assert caught.value.kind == "CommError"
+    for words in ("gather of unit 'layers.3'", "rank 1 waited for rank 0", "limit 2 s", "look at the log of rank 0"):
+        assert words in str(caught.value)

@@ -1,0 +1,136 @@
+"""Training at every stage against plain torch, which sees all ranks' batches in one process and averages."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hf_zero
+
+
+ALL_STAGES = (0, 1, 2, 3)
+
+# fp32 against fp32, where only the order of sums over the ranks and kernels' blocking differ: gradients of a few
+# hundred terms agree to about 1e-6 relative, and a few SGD steps of rate 0.1 add no more than that to weights of
+# order 1.
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
+
+# Any collective that waits longer has a peer that will never come: the error then says who waited for whom.
+SETTINGS = {"timeout_seconds": 15.0}
+
+
+def sgd(params) -> torch.optim.Optimizer:
+    """Linear in the gradient, so that its errors are not amplified; the decay shows which parameters were updated."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+def build_seeded(build, seed: int = 7) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def train_reference(build, act, num_steps: int = 2, make_optimizer=sgd) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Plain torch: the gradient is the mean of what `act` gives for each rank's batch.
+
+    Args:
+        build: makes the model.
+        act: `act(model, rank, step) -> list[Tensor]` does one step's forwards and backwards and returns the losses.
+        num_steps (`int`): how many optimizer steps.
+        make_optimizer: from parameters.
+
+    Returns:
+        the losses of this rank's batches by step, and the final weights by name.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model = build_seeded(build)
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for step in range(num_steps):
+        average: dict[nn.Parameter, Tensor] = {}
+        for peer in range(num_ranks):
+            values = [float(loss) for loss in act(model, peer, step)]
+            if peer == rank:
+                losses.append(values)
+            for p in model.parameters():
+                if p.grad is not None:
+                    average[p] = p.grad + average.get(p, 0)
+                    p.grad = None  # a hook on the gradient must not see the other ranks'
+        for p, grad in average.items():
+            p.grad = grad / num_ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train_sharded(build, act, stage: int, num_steps: int = 2, make_optimizer=sgd, **settings):
+    """The same through hf_zero; also checks that at stage 3 nothing is readable between steps."""
+    rank = dist.get_rank()
+    model = build_seeded(build)
+    engine = hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings})
+    inner = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    optimizer = hf_zero.ShardedOptimizer(engine, inner)
+    losses = []
+    for step in range(num_steps):
+        losses.append([float(loss) for loss in act(model, rank, step)])
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_away(model, engine)
+    assert_same_traffic(engine)
+    return losses, weights_of(model)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    with hf_zero.gathered(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_away(model: nn.Module, engine) -> None:
+    """At stage 3 every parameter reads as NaN between steps."""
+    if engine.stage == 3 and engine.comm.num_ranks > 1:
+        for name, p in model.named_parameters():
+            if p.is_floating_point():
+                assert bool(p.detach().isnan().all()), f"{name} is readable outside of forward and backward"
+
+
+def assert_same_traffic(engine) -> None:
+    """Every rank sent the same bytes: none gathered or reduced what another did not."""
+    sent = engine.comm.all_gather_object({k: engine.comm.counters.sent_nbytes.get(k, 0) for k in ("gather", "reduce")})
+    assert all(other == sent[0] for other in sent), f"bytes sent differ between the ranks: {sent}"
+
+
+def assert_equal_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str, exact: bool = False) -> None:
+    assert found.keys() == wanted.keys()
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else TOLERANCE
+    for name in wanted:
+        torch.testing.assert_close(
+            found[name], wanted[name], **tolerance, msg=lambda text, name=name: f"{what}: {name}: {text}"
+        )
+
+
+def assert_stages_match(
+    build, act, *, stages=ALL_STAGES, num_steps: int = 2, make_optimizer=sgd, exact: bool = True, **settings
+) -> None:
+    """Losses and weights of every stage equal plain torch to rounding, and one another bit for bit.
+
+    Args:
+        build, act, num_steps, make_optimizer: as in `train_reference`.
+        stages (`tuple[int, ...]`): which to compare.
+        exact (`bool`): `False` where several backwards before a step change the order of a sum between stages.
+    """
+    wanted_losses, wanted = train_reference(build, act, num_steps, make_optimizer)
+    first = None
+    for stage in stages:
+        losses, weights = train_sharded(build, act, stage, num_steps, make_optimizer, **settings)
+        torch.testing.assert_close(losses, wanted_losses, **TOLERANCE, msg=lambda text, s=stage: f"stage {s}: {text}")
+        assert_equal_weights(weights, wanted, f"stage {stage} against plain torch")
+        if first is not None and exact:
+            assert losses == first[0], f"stage {stage}: losses differ from those of stage {stages[0]}"
+            assert_equal_weights(weights, first[1], f"stage {stage} against stage {stages[0]}", exact=True)
+        first = first or (losses, weights)
+
+
+def assert_exact_or_refused(build, act, **options) -> None:
+    """What cannot be followed is refused with a reason; it is never wrong or NaN in silence."""
+    try:
+        assert_stages_match(build, act, **options)
+    except hf_zero.errors.HfZeroError as error:
+        assert not isinstance(error, hf_zero.errors.CommError), f"a rank waited in vain: {error}"

@@ -1,0 +1,209 @@
+"""Ways into autograd other than `loss.backward()`, and the one that is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from tests.distributed import run_ranks
+from tests.engine.models import Tower, inputs, loss_of
+from tests.engine.reference import (
+    ALL_STAGES,
+    SETTINGS,
+    TOLERANCE,
+    assert_away,
+    assert_stages_match,
+    build_seeded,
+    sgd,
+    weights_of,
+)
+
+
+LIMIT = 60.0
+
+
+def one_backward(model, rank, step):
+    loss = loss_of(model(inputs(rank, step)))
+    loss.backward()
+    return [loss.detach()]
+
+
+def grad_of_parameters(model, rank, step):
+    """This rank's own gradients, by `torch.autograd.grad`; then an ordinary backward."""
+    loss = loss_of(model(inputs(rank, step, salt=1)))
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return [loss.detach(), *(grad.norm() for grad in grads), *one_backward(model, rank, step)]
+
+
+def grad_of_some_parameters(model, rank, step):
+    loss = loss_of(model(inputs(rank, step, salt=1)))
+    chosen = [model.layers[1].up.weight, model.layers[3].norm.bias, model.embed.weight]
+    grads = torch.autograd.grad(loss, chosen, retain_graph=True)
+    loss.backward()
+    return [loss.detach(), *(grad.norm() for grad in grads)]
+
+
+def grad_of_inputs(model, rank, step):
+    x = inputs(rank, step, salt=1).requires_grad_()
+    (grad,) = torch.autograd.grad(loss_of(model(x)), x)
+    return [grad.norm(), grad[0, 0], *one_backward(model, rank, step)]
+
+
+def grad_of_activation(model, rank, step):
+    """Backward stops in the middle of the model."""
+    taken = []
+    handle = model.layers[1].register_forward_hook(lambda _m, _args, output: taken.append(output))
+    loss = loss_of(model(inputs(rank, step, salt=1)))
+    handle.remove()
+    (grad,) = torch.autograd.grad(loss, taken[0])
+    return [grad.norm(), *one_backward(model, rank, step)]
+
+
+def backward_into_inputs(model, rank, step):
+    """`backward(inputs=...)` accumulates into the named leaves only."""
+    x = inputs(rank, step, salt=1).requires_grad_()
+    loss = loss_of(model(x))
+    loss.backward(inputs=[x, model.layers[2].up.weight, model.head.bias])
+    return [loss.detach(), x.grad.norm(), *one_backward(model, rank, step)]
+
+
+def several_roots(model, rank, step):
+    output = model(inputs(rank, step))
+    first, second = loss_of(output), output.abs().mean()
+    torch.autograd.backward([first, second], [torch.tensor(0.5), torch.tensor(2.0)])
+    return [first.detach(), second.detach()]
+
+
+def gradient_given_by_hand(model, rank, step):
+    """Half of a pipeline: the gradient of the output comes from elsewhere."""
+    output = model(inputs(rank, step))
+    output.backward(torch.linspace(-1, 1, output.numel()).view_as(output))
+    return [output.detach().sum()]
+
+
+def output_in_two_parts(model, rank, step):
+    """The graph is cut at the output, and the loss works on a leaf of its own."""
+    output = model(inputs(rank, step))
+    leaf = output.detach().requires_grad_()
+    loss = loss_of(leaf)
+    loss.backward()
+    output.backward(leaf.grad)
+    return [loss.detach()]
+
+
+def _match(act):
+    assert_stages_match(Tower, act, exact=False)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        grad_of_parameters,
+        grad_of_some_parameters,
+        grad_of_inputs,
+        grad_of_activation,
+        backward_into_inputs,
+        several_roots,
+        gradient_given_by_hand,
+        output_in_two_parts,
+    ],
+)
+def test_autograd_gives_what_plain_torch_gives(act):
+    run_ranks(_match, 2, act, timeout=LIMIT)
+
+
+def _autograd_grad_is_not_collected():
+    """Gradients taken by `torch.autograd.grad` alone are the caller's: a step after them changes nothing."""
+    for stage in ALL_STAGES:
+        model = build_seeded(Tower)
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        before = weights_of(model)
+        torch.autograd.grad(loss_of(model(inputs(dist.get_rank(), 0))), list(model.parameters()))
+        optimizer.step()
+        assert_away(model, engine)
+        after = weights_of(model)
+        assert all(torch.equal(before[name], after[name]) for name in before), f"stage {stage}"
+
+
+def test_gradients_taken_by_autograd_grad_are_not_stepped_with():
+    run_ranks(_autograd_grad_is_not_collected, 2, timeout=LIMIT)
+
+
+def _double_backward_of_parameters():
+    """A gradient penalty on the parameters' gradients would need gathers that no rank can foresee."""
+    for stage in ALL_STAGES:
+        model = build_seeded(Tower)
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        loss = loss_of(model(inputs(dist.get_rank(), 0)))
+        with pytest.raises(hf_zero.errors.UnsupportedError, match="double backward"):
+            loss.backward(create_graph=True)
+        optimizer.zero_grad()
+        _next_step_is_clean(model, optimizer)
+
+
+def test_backward_with_create_graph_is_refused_with_a_reason():
+    run_ranks(_double_backward_of_parameters, 2, timeout=LIMIT)
+
+
+def _double_backward_of_inputs():
+    """The penalty of a critic differentiates the gradient of its inputs: exact, or refused at once."""
+    for stage in ALL_STAGES:
+        model = build_seeded(Tower)
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        x = inputs(dist.get_rank(), 0).requires_grad_()
+        if stage >= 2:
+            with pytest.raises(hf_zero.errors.UnsupportedError, match="double backward"):
+                torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+            optimizer.zero_grad()
+            _next_step_is_clean(model, optimizer)
+            continue
+        (grad,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+        grad.square().sum().backward()
+        found = engine.full_grad("layers.1.up.weight")
+        reference = build_seeded(Tower)
+        for rank in range(2):
+            x = inputs(rank, 0).requires_grad_()
+            (grad,) = torch.autograd.grad(loss_of(reference(x)), x, create_graph=True)
+            grad.square().sum().backward()
+        torch.testing.assert_close(found, reference.layers[1].up.weight.grad / 2, **TOLERANCE)
+
+
+def test_a_penalty_on_input_gradients_is_exact_or_refused():
+    run_ranks(_double_backward_of_inputs, 2, timeout=LIMIT)
+
+
+def _next_step_is_clean(model, optimizer):
+    one_backward(model, dist.get_rank(), 0)
+    optimizer.step()
+    found = weights_of(model)
+    reference = build_seeded(Tower)
+    plain = sgd(reference.parameters())
+    for rank in range(2):
+        one_backward(reference, rank, 0)
+    for p in reference.parameters():
+        p.grad /= 2
+    plain.step()
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(found[name], p.detach(), **TOLERANCE)
+
+
+def _full_grad_is_the_average():
+    for stage in ALL_STAGES:
+        model = build_seeded(Tower)
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        assert engine.full_grad("head.bias") is None
+        one_backward(model, dist.get_rank(), 0)
+        reference = build_seeded(Tower)
+        for rank in range(2):
+            one_backward(reference, rank, 0)
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(engine.full_grad(name), p.grad / 2, **TOLERANCE)
+        with pytest.raises(KeyError):
+            engine.full_grad("no such name")
+
+
+def test_full_grad_is_the_average_over_the_ranks():
+    run_ranks(_full_grad_is_the_average, 2, timeout=LIMIT)

@@ -1,0 +1,257 @@
+"""Gradient checkpointing of both kinds, around blocks and inside them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed import run_ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
+from tests.engine.reference import assert_stages_match
+
+
+LIMIT = 60.0
+
+
+class OutsideTower(Tower):
+    """Checkpoints around the calls of the blocks, so that their hooks run again in the recomputation."""
+
+    use_reentrant = False
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for index in self.order:
+            hidden = checkpoint(self.layers[index], hidden, use_reentrant=self.use_reentrant)
+        return self.head(hidden)
+
+
+class PairedTower(OutsideTower):
+    """One segment holds two blocks."""
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for low in range(0, len(self.order), 2):
+            blocks = [self.layers[index] for index in self.order[low : low + 2]]
+            hidden = checkpoint(nn.Sequential(*blocks), hidden, use_reentrant=self.use_reentrant)
+        return self.head(hidden)
+
+
+class WholeTower(OutsideTower):
+    """One segment holds everything, root parameters included."""
+
+    def forward(self, x):
+        # reentrant segments differentiate only through inputs that require a gradient
+        x = x.requires_grad_(self.use_reentrant)
+        return checkpoint(super(OutsideTower, self).forward, x, use_reentrant=self.use_reentrant)
+
+
+class InsideBlock(nn.Module):
+    """Checkpoints inside its forward: its hooks stay outside of the recomputation."""
+
+    use_reentrant = False
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.inner = Block(width)
+
+    def forward(self, hidden):
+        return checkpoint(self.inner, hidden, use_reentrant=self.use_reentrant)
+
+
+class InsideTower(Tower):
+    def __init__(self):
+        super().__init__(4, block=InsideBlock)
+
+    @property
+    def use_reentrant(self):
+        return self.layers[0].use_reentrant
+
+    @use_reentrant.setter
+    def use_reentrant(self, value):
+        for layer in self.layers:
+            layer.use_reentrant = value
+
+
+def built(cls, use_reentrant):
+    def build():
+        model = cls()
+        model.use_reentrant = use_reentrant
+        return model
+
+    return build
+
+
+def one_backward(model, rank, step):
+    loss = loss_of(model(inputs(rank, step)))
+    loss.backward()
+    return [loss.detach()]
+
+
+def _plain(cls, use_reentrant):
+    assert_stages_match(built(cls, use_reentrant), one_backward)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("cls", [OutsideTower, PairedTower, WholeTower, InsideTower])
+def test_checkpointed_blocks_train_as_in_plain_torch(cls, use_reentrant):
+    run_ranks(_plain, 2, cls, use_reentrant, timeout=LIMIT)
+
+
+def _two_forwards(cls, use_reentrant):
+    def act(model, rank, step):
+        first, second = loss_of(model(inputs(rank, step))), loss_of(model(inputs(rank, step, salt=1)))
+        (first + second).backward()
+        return [first.detach(), second.detach()]
+
+    # a reentrant segment adds its gradients by itself, and stages 0 and 1 add in another place than 2 and 3
+    assert_stages_match(built(cls, use_reentrant), act, exact=not use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
+def test_two_checkpointed_forwards_before_one_backward(cls, use_reentrant):
+    run_ranks(_two_forwards, 2, cls, use_reentrant, timeout=LIMIT)
+
+
+def _shared(cls, use_reentrant):
+    def build():
+        model = built(cls, use_reentrant)()
+        model.order = [0, 1, 2, 3, 0, 1, 2, 3]
+        return model
+
+    assert_stages_match(build, one_backward, exact=not use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
+def test_checkpointed_blocks_used_twice(cls, use_reentrant):
+    run_ranks(_shared, 2, cls, use_reentrant, timeout=LIMIT)
+
+
+SKIPS = {
+    "middle": ([0, 1, 3], [0, 1, 2, 3]),
+    "last": ([0, 1, 2], [0, 1, 2, 3]),
+    "first": ([1, 2, 3], [0, 1, 2, 3]),
+    "different": ([0, 2], [1, 3]),
+    "all": ([], [0, 1, 2, 3]),
+}
+
+
+def _skipped(cls, use_reentrant, name):
+    def act(model, rank, step):
+        model.order = SKIPS[name][rank]
+        return one_backward(model, rank, step)
+
+    assert_stages_match(built(cls, use_reentrant), act)
+
+
+@pytest.mark.parametrize("name", SKIPS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
+def test_checkpointed_blocks_skipped_on_one_rank(cls, use_reentrant, name):
+    run_ranks(_skipped, 2, cls, use_reentrant, name, timeout=LIMIT)
+
+
+def _frozen_backbone(cls, use_reentrant):
+    def build():
+        model = built(cls, use_reentrant)()
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+        list(model.layers[2].parameters())[1].requires_grad_(True)
+        return model
+
+    def act(model, rank, step):
+        # as enable_input_require_grads does: without it a reentrant segment gives no gradient at all
+        handle = model.embed.register_forward_hook(lambda _m, _a, output: output.requires_grad_(True))
+        losses = one_backward(model, rank, step)
+        handle.remove()
+        return losses
+
+    assert_stages_match(build, act)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
+def test_checkpointed_frozen_backbone(cls, use_reentrant):
+    run_ranks(_frozen_backbone, 2, cls, use_reentrant, timeout=LIMIT)
+
+
+def _selective():
+    """Every other block checkpointed, of the two kinds in turn."""
+
+    class Mixed(Tower):
+        def forward(self, x):
+            hidden = self.embed(x)
+            for index, layer in enumerate(self.layers):
+                hidden = layer(hidden) if index % 2 else checkpoint(layer, hidden, use_reentrant=index == 2)
+            return self.head(hidden)
+
+    assert_stages_match(Mixed, one_backward)
+
+
+def test_every_other_block_checkpointed():
+    run_ranks(_selective, 2, timeout=LIMIT)
+
+
+def _preserves_dropout():
+    """The recomputation draws the same masks: the weights equal those without checkpointing."""
+
+    class Dropping(Block):
+        def forward(self, hidden):
+            return nn.functional.dropout(super().forward(hidden), 0.3, self.training)
+
+    def act(model, rank, step):
+        torch.manual_seed(31 * step + rank)
+        return one_backward(model, rank, step)
+
+    for use_reentrant in (False, True):
+
+        def build(use_reentrant=use_reentrant):
+            model = OutsideTower(4, block=Dropping)
+            model.use_reentrant = use_reentrant
+            return model
+
+        assert_stages_match(build, act)
+
+
+def test_checkpointed_dropout_draws_the_same_masks():
+    run_ranks(_preserves_dropout, 2, timeout=LIMIT)
+
+
+def tiny_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def _llama(use_reentrant):
+    from tests.engine.models import token_ids
+
+    def build():
+        model = tiny_llama()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        return model
+
+    def act(model, rank, step):
+        ids = token_ids(rank, step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [loss.detach()]
+
+    assert_stages_match(build, act)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_of_a_transformers_model(use_reentrant):
+    run_ranks(_llama, 2, use_reentrant, timeout=LIMIT)

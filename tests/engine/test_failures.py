@@ -1,0 +1,244 @@
+"""After an exception in forward or backward, the next step equals that of a clean run."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hf_zero
+from tests.distributed import run_ranks
+from tests.engine.models import Block, Tower, inputs, loss_of
+from tests.engine.reference import (
+    ALL_STAGES,
+    SETTINGS,
+    assert_away,
+    assert_equal_weights,
+    assert_same_traffic,
+    build_seeded,
+    sgd,
+    train_reference,
+    weights_of,
+)
+
+
+LIMIT = 60.0
+
+
+class Boom(Exception):
+    pass
+
+
+def _raise(*_):
+    raise Boom
+
+
+class Explosive(Block):
+    """Raises on demand: inside its forward, or when the gradient comes to its middle."""
+
+    when = None
+
+    def forward(self, hidden):
+        if self.when == "forward":
+            raise Boom
+        middle = torch.tanh(self.up(self.norm(hidden)))
+        if self.when == "backward" and middle.requires_grad:
+            middle.register_hook(_raise)
+        return hidden + self.down(middle)
+
+
+class ExplosiveTower(Tower):
+    use_checkpoint = None
+
+    def __init__(self):
+        super().__init__(4, block=Explosive)
+
+    def forward(self, x):
+        if self.use_checkpoint is None:
+            return super().forward(x)
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=self.use_checkpoint)
+        return self.head(hidden)
+
+
+def one_backward(model, rank, step):
+    loss = loss_of(model(inputs(rank, step)))
+    loss.backward()
+    return [loss.detach()]
+
+
+def fail_in_forward(model, rank):
+    model.layers[2].when = "forward"
+    with pytest.raises(Boom):
+        model(inputs(rank, 77))
+
+
+def fail_in_forward_of_evaluation(model, rank):
+    model.layers[1].when = "forward"
+    with torch.no_grad(), pytest.raises(Boom):
+        model(inputs(rank, 77))
+
+
+def fail_in_backward(model, rank):
+    model.layers[1].when = "backward"
+    loss = loss_of(model(inputs(rank, 77)))
+    with pytest.raises(Boom):
+        loss.backward()
+
+
+def fail_in_the_last_backward(model, rank):
+    model.layers[3].when = "backward"
+    loss = loss_of(model(inputs(rank, 77)))
+    with pytest.raises(Boom):
+        loss.backward()
+
+
+def fail_between(model, rank):
+    """Out of memory in the loss, say: a forward whose backward never starts."""
+    model(inputs(rank, 77))
+    model(inputs(rank, 78))
+
+
+def fail_in_a_module_of_the_root(model, rank):
+    handle = model.head.register_forward_hook(_raise)
+    with pytest.raises(Boom):
+        model(inputs(rank, 77))
+    handle.remove()
+
+
+def fail_in_a_wrong_shape(model, rank):
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 5))
+
+
+def fail_twice(model, rank):
+    fail_in_backward(model, rank)
+    model.layers[1].when = None
+    fail_in_forward(model, rank)
+    model.layers[2].when = None
+    fail_in_the_last_backward(model, rank)
+
+
+FAILURES = [
+    fail_in_forward,
+    fail_in_forward_of_evaluation,
+    fail_in_backward,
+    fail_in_the_last_backward,
+    fail_between,
+    fail_in_a_module_of_the_root,
+    fail_in_a_wrong_shape,
+    fail_twice,
+]
+
+
+def _recovers(use_checkpoint):
+    def build():
+        model = ExplosiveTower()
+        model.use_checkpoint = use_checkpoint
+        return model
+
+    _, wanted = train_reference(build, one_backward, num_steps=2)
+    for stage in ALL_STAGES:
+        for fail in FAILURES:
+            model = build_seeded(build)
+            engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+            optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+            rank = dist.get_rank()
+            one_backward(model, rank, 0)
+            optimizer.step()
+            fail(model, rank)
+            for layer in model.layers:
+                layer.when = None
+            optimizer.zero_grad()  # what the failed backward collected is not wanted
+            one_backward(model, rank, 1)
+            optimizer.step()
+            assert_away(model, engine)
+            assert_same_traffic(engine)
+            assert_equal_weights(weights_of(model), wanted, f"stage {stage} after {fail.__name__}")
+
+
+@pytest.mark.parametrize("use_checkpoint", [None, False, True])
+def test_the_step_after_a_failure_equals_that_of_a_clean_run(use_checkpoint):
+    run_ranks(_recovers, 2, use_checkpoint, timeout=LIMIT)
+
+
+def _forgets_partial_gradients():
+    """Without zero_grad too: where blocks are reduced as backward goes, one that failed leaves nothing behind."""
+    _, wanted = train_reference(ExplosiveTower, one_backward, num_steps=1)
+    for stage in (2, 3):
+        model = build_seeded(ExplosiveTower)
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        fail_in_backward(model, dist.get_rank())
+        model.layers[1].when = None
+        one_backward(model, dist.get_rank(), 0)
+        optimizer.step()
+        assert_equal_weights(weights_of(model), wanted, f"stage {stage}")
+
+
+def test_a_failed_backward_leaves_no_gradient_for_the_next():
+    run_ranks(_forgets_partial_gradients, 2, timeout=LIMIT)
+
+
+def _step_after_failed_backward():
+    """A loop that catches the error and steps all the same does not update by half a gradient."""
+    for stage in (2, 3):
+        model = build_seeded(ExplosiveTower)
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+        before = weights_of(model)
+        fail_in_backward(model, dist.get_rank())
+        optimizer.step()
+        after = weights_of(model)
+        assert all(torch.equal(before[name], after[name]) for name in before), f"stage {stage}"
+
+
+def test_a_step_right_after_a_failed_backward_changes_nothing():
+    run_ranks(_step_after_failed_backward, 2, timeout=LIMIT)
+
+
+def _gathered_after_failure():
+    """The parameters can be read and written at once after a failure."""
+    for stage in ALL_STAGES:
+        for fail in FAILURES:
+            model = build_seeded(ExplosiveTower)
+            wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+            hf_zero.shard(model, stage=stage, **SETTINGS)
+            fail(model, dist.get_rank())
+            assert_equal_weights(weights_of(model), wanted, f"stage {stage} after {fail.__name__}", exact=True)
+
+
+def test_parameters_are_whole_after_a_failure():
+    run_ranks(_gathered_after_failure, 2, timeout=LIMIT)
+
+
+class ReturnsNone(nn.Module):
+    """A model that is called while an exception is handled, and returns nothing: that is no failure."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = Tower()
+        self.output = None
+
+    def forward(self, x):
+        self.output = self.tower(x)
+
+
+def _called_while_handling():
+    def act(model, rank, step):
+        try:
+            raise Boom
+        except Boom:
+            model(inputs(rank, step))
+        loss = loss_of(model.output)
+        loss.backward()
+        return [loss.detach()]
+
+    from tests.engine.reference import assert_stages_match
+
+    assert_stages_match(ReturnsNone, act)
+
+
+def test_a_model_may_be_called_in_an_exception_handler():
+    run_ranks(_called_while_handling, 2, timeout=LIMIT)

@@ -1,0 +1,242 @@
+"""Parameters that do not train, beside or instead of those that do, and parameters that no batch reaches."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_zero
+from tests.distributed import run_ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
+from tests.engine.reference import ALL_STAGES, SETTINGS, assert_stages_match, build_seeded, sgd, weights_of
+
+
+LIMIT = 60.0
+
+
+def one_backward(model, rank, step):
+    loss = loss_of(model(inputs(rank, step)))
+    loss.backward()
+    return [loss.detach()]
+
+
+def frozen_unit() -> Tower:
+    model = Tower()
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+def one_bias_in_a_unit() -> Tower:
+    model = Tower()
+    model.layers[1].requires_grad_(False)
+    model.layers[1].up.bias.requires_grad_(True)
+    return model
+
+
+def one_bias_in_the_model() -> Tower:
+    model = Tower()
+    model.requires_grad_(False)
+    model.layers[2].down.bias.requires_grad_(True)
+    return model
+
+
+def first_bias_in_the_model() -> Tower:
+    model = Tower()
+    model.requires_grad_(False)
+    model.layers[0].norm.bias.requires_grad_(True)
+    return model
+
+
+def trainable_head() -> Tower:
+    model = Tower()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
+def frozen_root() -> Tower:
+    model = Tower()
+    model.embed.requires_grad_(False)
+    model.head.requires_grad_(False)
+    return model
+
+
+class LowRank(nn.Module):
+    """A frozen block with a trainable low-rank addition, as LoRA has."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.base = Block(width).requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, width) * 0.3)
+        self.b = nn.Parameter(torch.randn(width, 2) * 0.3)
+
+    def forward(self, hidden):
+        return self.base(hidden) + hidden @ self.a.t() @ self.b.t()
+
+
+def low_rank() -> Tower:
+    model = Tower(4, block=LowRank)
+    model.embed.requires_grad_(False)
+    model.head.requires_grad_(False)
+    return model
+
+
+BUILDERS = [
+    frozen_unit,
+    one_bias_in_a_unit,
+    one_bias_in_the_model,
+    first_bias_in_the_model,
+    trainable_head,
+    frozen_root,
+    low_rank,
+]
+
+
+def _match(build):
+    assert_stages_match(build, one_backward, num_steps=3)
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_partly_frozen_models_train_as_in_plain_torch(build):
+    run_ranks(_match, 2, build, timeout=LIMIT)
+
+
+def _input_gradients():
+    def act(model, rank, step):
+        x = inputs(rank, step).requires_grad_()
+        loss = loss_of(model(x))
+        loss.backward()
+        return [loss.detach(), x.grad.abs().sum(), x.grad[0, 0]]
+
+    for build in (Tower, trainable_head, low_rank):
+        assert_stages_match(build, act)
+
+
+def test_gradients_of_the_inputs_are_those_of_plain_torch():
+    run_ranks(_input_gradients, 2, timeout=LIMIT)
+
+
+def _all_frozen():
+    for stage in ALL_STAGES:
+        model = build_seeded(Tower).requires_grad_(False)
+        x = inputs(0, 0).requires_grad_()
+        wanted_output = model(x)
+        (wanted,) = torch.autograd.grad(loss_of(wanted_output), x)
+        hf_zero.shard(model, stage=stage, **SETTINGS)
+        for _ in range(2):
+            x.grad = None
+            loss_of(model(x)).backward()
+            torch.testing.assert_close(x.grad, wanted)
+
+
+def test_a_wholly_frozen_model_gives_the_gradients_of_its_inputs():
+    run_ranks(_all_frozen, 2, timeout=LIMIT)
+
+
+class SometimesUsed(Tower):
+    """The side block serves only some steps, and on some ranks."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.side = nn.Linear(WIDTH, 2)
+        self.use_side = False
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden) + (self.side(hidden) if self.use_side else 0)
+
+
+def adamw(params):
+    # eps far above rounding keeps the update smooth where gradients are nearly zero
+    return torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1)
+
+
+def _sometimes_used():
+    def act(model, rank, step):
+        model.use_side = step == 1 or (step == 3 and rank == 0)
+        model.order = []
+        return one_backward(model, rank, step)
+
+    for make_optimizer in (sgd, adamw):
+        assert_stages_match(SometimesUsed, act, num_steps=5, make_optimizer=make_optimizer)
+
+
+def test_parameters_used_now_and_then_are_left_alone_in_between():
+    run_ranks(_sometimes_used, 2, timeout=LIMIT)
+
+
+def _alternating_blocks():
+    """Other blocks at every step, so that each parameter has a step count of its own."""
+
+    def act(model, rank, step):
+        model.order = [[0, 1], [1, 2, 3], [0, 3], [2]][step]
+        return one_backward(model, rank, step)
+
+    assert_stages_match(Tower, act, num_steps=4, make_optimizer=adamw)
+
+
+def test_blocks_that_no_rank_calls_are_not_decayed():
+    run_ranks(_alternating_blocks, 2, timeout=LIMIT)
+
+
+def _step_without_gradients():
+    for stage in ALL_STAGES:
+        model = build_seeded(Tower)
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, adamw(model.parameters()))
+        before = weights_of(model)
+        optimizer.step()
+        norm = optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        assert float(norm) == 0.0
+        after = weights_of(model)
+        assert all(torch.equal(before[name], after[name]) for name in before), f"stage {stage}: an empty step changed"
+        assert not optimizer.state or all(not state for state in optimizer.state.values())
+        # a real step afterwards is a first step
+        one_backward(model, dist.get_rank(), 0)
+        optimizer.step()
+        trained = weights_of(model)
+        reference = build_seeded(Tower)
+        plain = adamw(reference.parameters())
+        for rank in range(2):
+            one_backward(reference, rank, 0)
+        for p in reference.parameters():
+            p.grad /= 2
+        plain.step()
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(trained[name], p.detach(), rtol=2e-5, atol=2e-6)
+
+
+def test_a_step_without_gradients_changes_nothing():
+    run_ranks(_step_without_gradients, 2, timeout=LIMIT)
+
+
+def _unfrozen_later():
+    for stage in ALL_STAGES:
+        model = build_seeded(frozen_unit)
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, sgd([p for p in model.parameters() if p.requires_grad]))
+        model.layers[1].requires_grad_(True)
+        one_backward(model, dist.get_rank(), 0)
+        with pytest.raises(hf_zero.errors.LifecycleError, match="unfrozen"):
+            optimizer.step()
+
+
+def test_a_parameter_unfrozen_after_sharding_is_refused_at_the_step():
+    run_ranks(_unfrozen_later, 2, timeout=LIMIT)
+
+
+def _frozen_later():
+    def act(model, rank, step):
+        if step == 1:
+            model.layers[1].requires_grad_(False)
+            model.layers[3].up.bias.requires_grad_(False)
+        return one_backward(model, rank, step)
+
+    assert_stages_match(Tower, act, num_steps=3)
+
+
+def test_a_parameter_frozen_after_sharding_stays_as_it_is():
+    run_ranks(_frozen_later, 2, timeout=LIMIT)

@@ -1,0 +1,259 @@
+"""Which parameters form a unit, for the structures of real models: no class name is given by the user."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.engine.partition import canonical_names, partition, refuse_what_cannot_be_sharded
+from hf_zero.errors import UnsupportedError
+from tests.engine.models import WIDTH, Block, Tower
+
+
+def units_of(model: nn.Module) -> list[str]:
+    """The units' names, after a check that every parameter is in exactly one, under its first name."""
+    parts = partition(model)
+    specs = [parts.root, *(spec for stack in parts.stacks for spec in stack.units)]
+    held = [name for spec in specs for name in spec.params]
+    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+    assert len({id(p) for spec in specs for p in spec.params.values()}) == len(held)
+    for stack in parts.stacks:
+        modules = {id(module) for module in stack.owner.modules()}
+        for spec in stack.units:
+            assert id(spec.module) in modules, f"{spec.name}: its owner does not hold it"
+            inside = {id(p) for p in spec.module.parameters()}
+            assert all(id(p) in inside for p in spec.params.values()), f"{spec.name}: a parameter of another block"
+            assert spec.params, f"{spec.name}: holds nothing"
+    return [spec.name for spec in specs[1:]]
+
+
+def numbered(*stacks: tuple[str, int]) -> list[str]:
+    return [f"{path}.{index}" for path, count in stacks for index in range(count)]
+
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=1)), numbered(("model.layers", 3))
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=3, n_head=2)), numbered(("transformer.h", 3))
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(**TINY)), numbered(("bert.encoder.layer", 3))
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=32, d_model=16, d_ff=24, d_kv=8, num_layers=2, num_decoder_layers=3, num_heads=2)
+    return T5ForConditionalGeneration(config), numbered(("encoder.block", 2), ("decoder.block", 3))
+
+
+def vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return ViTForImageClassification(config), None
+
+
+def clip():
+    from transformers import CLIPConfig, CLIPModel
+
+    vision = {**TINY, "image_size": 8, "patch_size": 4, "num_hidden_layers": 2}
+    for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"):
+        vision.pop(key)
+    model = CLIPModel(CLIPConfig(text_config={**TINY, "max_position_embeddings": 16}, vision_config=vision))
+    return model, numbered(("text_model.encoder.layers", 3), ("vision_model.encoder.layers", 2))
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**TINY, num_key_value_heads=1, num_local_experts=8)
+    return MixtralForCausalLM(config), numbered(("model.layers", 3))
+
+
+def whisper():
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=32,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    return WhisperForConditionalGeneration(config), numbered(("model.encoder.layers", 2), ("model.decoder.layers", 3))
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, bert, t5, vit, clip, mixtral, whisper])
+def test_the_blocks_of_a_transformer_are_its_units(make):
+    model, wanted = make()
+    found = units_of(model)
+    if wanted is None:  # where the path differs between versions of transformers: the count and the kind
+        assert len(found) == model.config.num_hidden_layers
+        assert len({type(model.get_submodule(name)) for name in found}) == 1
+    else:
+        assert sorted(found) == sorted(wanted)
+
+
+def test_the_units_of_swin_cover_all_its_blocks():
+    from transformers import SwinConfig, SwinModel
+
+    model = SwinModel(
+        SwinConfig(image_size=32, patch_size=2, embed_dim=8, depths=[2, 3], num_heads=[1, 2], window_size=4)
+    )
+    found = units_of(model)
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ == "SwinLayer"]
+    assert len(blocks) == 5
+    for block in blocks:
+        assert any(block == unit or block.startswith(unit + ".") for unit in found), f"{block} is left to the root"
+
+
+def test_layers_that_albert_shares_are_one_unit():
+    from transformers import AlbertConfig, AlbertModel
+
+    model = AlbertModel(AlbertConfig(**TINY, embedding_size=8))
+    found = units_of(model)
+    assert len(found) <= 1
+    parts = partition(model)
+    layer = model.encoder.albert_layer_groups[0].albert_layers[0]
+    held = [spec for stack in parts.stacks for spec in stack.units] or [parts.root]
+    names = canonical_names(model)
+    assert {names[id(p)] for p in layer.parameters()} <= set(held[0].params)
+
+
+def test_blocks_around_which_an_adapter_library_wraps():
+    peft = pytest.importorskip("peft")
+    model, _ = llama()
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    found = units_of(wrapped)
+    assert found == numbered(("base_model.model.model.layers", 3))
+    spec = partition(wrapped).stacks[0].units[0]
+    assert any("lora_A" in name for name in spec.params)
+
+
+def test_blocks_of_a_plain_module_are_found():
+    assert units_of(Tower(4)) == numbered(("layers", 4))
+
+
+def test_a_model_without_blocks_is_one_unit():
+    for model in (nn.Linear(3, 2), nn.Bilinear(2, 2, 2), nn.Tanh()):
+        assert units_of(model) == []
+
+
+def test_the_members_of_a_plain_sequential_are_units():
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    assert [name.lstrip(".") for name in units_of(model)] == ["0", "1", "2", "3"]
+
+
+def test_the_members_of_the_longest_nested_sequential_are_units():
+    model = nn.Sequential(nn.Linear(3, WIDTH), nn.Sequential(*(Block() for _ in range(5))), nn.Linear(WIDTH, 2))
+    assert units_of(model) == numbered(("1", 5))
+
+
+def test_experts_of_unnamed_blocks_do_not_hide_the_blocks():
+    """Each block has more experts than the model has blocks; blocks or experts may be the units, nothing else."""
+
+    class Experts(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(7))
+
+        def forward(self, hidden):
+            return sum(expert(hidden) for expert in self.experts)
+
+    found = units_of(Tower(3, block=Experts))
+    assert all(name.startswith("layers.") for name in found) and len(found) in (3, 21)
+
+
+def test_containers_without_a_forward_are_no_units():
+    model = nn.Module()
+    model.towers = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(3))
+    assert sorted(units_of(model)) == sorted(f"towers.{tower}.{block}" for tower in range(3) for block in range(2))
+    for stack in partition(model).stacks:
+        assert not isinstance(stack.owner, nn.ModuleList), "a ModuleList is never called: it cannot end a pass"
+
+
+def test_a_parameter_that_two_blocks_share_is_the_roots():
+    model = Tower(4)
+    model.layers[3].up.weight = model.layers[0].up.weight
+    units_of(model)
+    assert "layers.0.up.weight" in partition(model).root.params
+
+
+def test_a_tied_embedding_is_held_once():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=1, tie_word_embeddings=True))
+    units_of(model)
+    assert "model.embed_tokens.weight" in partition(model).root.params
+    assert "lm_head.weight" not in partition(model).root.params
+
+
+def test_empty_parameters_are_held_too():
+    model = Tower(2)
+    model.layers[0].empty = nn.Parameter(torch.empty(0, 3))
+    model.layers[1] = nn.Identity()
+    units_of(model)
+
+
+def test_a_module_used_at_two_places_is_one_unit():
+    model = Tower(3)
+    model.layers[2] = model.layers[0]
+    assert units_of(model) == ["layers.0", "layers.1"]
+
+
+class Labelled(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LazyLinear(3),
+        lambda: nn.Linear(3, 2, device="meta"),
+        lambda: nn.ParameterList([nn.Parameter(torch.eye(3).to_sparse())]),
+        lambda: nn.ParameterList([nn.Parameter(torch.randn(3).as_subclass(Labelled))]),
+    ],
+    ids=["lazy", "meta", "sparse", "subclass"],
+)
+def test_parameters_that_are_no_dense_tensors_are_refused_by_name(make):
+    model = nn.Module()
+    model.inner = make()
+    with pytest.raises(UnsupportedError, match=r"inner\."):
+        refuse_what_cannot_be_sharded(model)
+
+
+def test_ordinary_models_are_not_refused():
+    refuse_what_cannot_be_sharded(Tower())

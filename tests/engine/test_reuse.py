@@ -1,0 +1,208 @@
+"""Blocks and parameters that are used more than once, or in an order of their own, between two optimizer steps."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed import run_ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
+from tests.engine.reference import assert_stages_match
+
+
+LIMIT = 60.0
+
+
+def one_backward(model, rank, step):
+    loss = loss_of(model(inputs(rank, step)))
+    loss.backward()
+    return [loss.detach()]
+
+
+def shared_block() -> Tower:
+    model = Tower(num_blocks=1)
+    model.order = [0, 0, 0]
+    return model
+
+
+def shared_group() -> Tower:
+    model = Tower(num_blocks=3)
+    model.order = [0, 1, 2, 0, 1, 2]
+    return model
+
+
+def reversed_order() -> Tower:
+    model = Tower(num_blocks=4)
+    model.order = [3, 2, 1, 0]
+    return model
+
+
+def tied_across_blocks() -> Tower:
+    model = Tower(num_blocks=4)
+    model.layers[3].up.weight = model.layers[0].up.weight
+    model.layers[2].norm = model.layers[1].norm
+    return model
+
+
+class TiedHead(nn.Module):
+    """The embedding is the head, read by the outer forward without calling a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(17, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden @ self.embed.weight.t()
+
+
+def tied_backward(model, rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    loss = loss_of(model(torch.randint(0, 17, (2, 5), generator=generator)))
+    loss.backward()
+    return [loss.detach()]
+
+
+def _assert_match(build, act):
+    assert_stages_match(build, act)
+
+
+@pytest.mark.parametrize("build", [Tower, shared_block, shared_group, reversed_order, tied_across_blocks])
+@pytest.mark.parametrize("num_ranks", [2])
+def test_blocks_used_again_train_as_in_plain_torch(build, num_ranks):
+    run_ranks(_assert_match, num_ranks, build, one_backward, timeout=LIMIT)
+
+
+def test_an_embedding_read_as_head_trains_as_in_plain_torch():
+    run_ranks(_assert_match, 2, TiedHead, tied_backward, timeout=LIMIT)
+
+
+def changing_order(model, rank, step):
+    model.order = [[0, 1, 2, 3], [2, 0, 3, 1], [3, 3, 0, 1, 2]][step]
+    return one_backward(model, rank, step)
+
+
+def _changing_order():
+    assert_stages_match(Tower, changing_order, num_steps=3)
+
+
+def test_blocks_may_be_called_in_another_order_at_every_step():
+    run_ranks(_changing_order, 2, timeout=LIMIT)
+
+
+def two_forwards_one_backward(model, rank, step):
+    chosen, rejected = model(inputs(rank, step)), model(inputs(rank, step, salt=1))
+    loss = loss_of(chosen) - 0.5 * loss_of(rejected).tanh()
+    loss.backward()
+    return [loss.detach()]
+
+
+def two_losses(model, rank, step):
+    first, second = loss_of(model(inputs(rank, step))), loss_of(model(inputs(rank, step, salt=1)))
+    first.backward()
+    second.backward()
+    return [first.detach(), second.detach()]
+
+
+def two_losses_reversed(model, rank, step):
+    first, second = loss_of(model(inputs(rank, step))), loss_of(model(inputs(rank, step, salt=1)))
+    second.backward()
+    first.backward()
+    return [first.detach(), second.detach()]
+
+
+def retained_graph(model, rank, step):
+    output = model(inputs(rank, step))
+    first, second = loss_of(output), output.sum() * 0.01
+    first.backward(retain_graph=True)
+    second.backward()
+    return [first.detach(), second.detach()]
+
+
+def three_accumulated(model, rank, step):
+    losses = []
+    for micro in range(3):
+        loss = loss_of(model(inputs(rank, step, salt=micro))) / 3
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def accumulated_then_two_forwards(model, rank, step):
+    return three_accumulated(model, rank, step) + two_forwards_one_backward(model, rank, step)
+
+
+def forward_without_backward(model, rank, step):
+    """A graph that is thrown away, before and between."""
+    model(inputs(rank, step, salt=5))
+    loss = loss_of(model(inputs(rank, step)))
+    model(inputs(rank, step, salt=6))
+    loss.backward()
+    return [loss.detach()]
+
+
+def no_grad_between(model, rank, step):
+    loss = loss_of(model(inputs(rank, step)))
+    with torch.no_grad():
+        other = loss_of(model(inputs(rank, step, salt=1)))
+    loss.backward()
+    return [loss.detach(), other]
+
+
+def no_grad_first_half_outside(model, rank, step):
+    """A reference policy's forward before, and inference mode between."""
+    with torch.no_grad():
+        before = loss_of(model(inputs(rank, step, salt=1)))
+    loss = loss_of(model(inputs(rank, step)))
+    with torch.inference_mode():
+        between = loss_of(model(inputs(rank, step, salt=2)))
+    loss.backward()
+    return [loss.detach(), before, between.clone()]
+
+
+@pytest.mark.parametrize("build", [Tower, shared_group])
+@pytest.mark.parametrize(
+    "act", [two_forwards_one_backward, no_grad_between, no_grad_first_half_outside, forward_without_backward]
+)
+def test_several_forwards_before_one_backward(act, build):
+    run_ranks(_assert_match, 2, build, act, timeout=LIMIT)
+
+
+def _assert_match_to_rounding(build, act):
+    # stages 0 and 1 add the backwards up before they sum over the ranks, stages 2 and 3 after
+    assert_stages_match(build, act, exact=False)
+
+
+@pytest.mark.parametrize("build", [Tower, shared_group])
+@pytest.mark.parametrize(
+    "act", [two_losses, two_losses_reversed, retained_graph, three_accumulated, accumulated_then_two_forwards]
+)
+def test_several_backwards_before_a_step_add_up(act, build):
+    run_ranks(_assert_match_to_rounding, 2, build, act, timeout=LIMIT)
+
+
+def evaluating_in_the_middle(model, rank, step):
+    losses = one_backward(model, rank, step)
+    model.eval()
+    with torch.no_grad():
+        losses += [loss_of(model(inputs(rank, step, salt=9))) for _ in range(1 + step)]
+    model.train()
+    second = loss_of(model(inputs(rank, step, salt=2)))
+    second.backward()
+    return losses + [second.detach()]
+
+
+def test_evaluation_in_the_middle_of_an_accumulation_changes_nothing():
+    run_ranks(_assert_match_to_rounding, 2, Tower, evaluating_in_the_middle, timeout=LIMIT)
+
+
+def _prefetching():
+    for build in (Tower, shared_group, tied_across_blocks):
+        for prefetch_units in (0, 2, 9):
+            assert_stages_match(build, two_forwards_one_backward, stages=(2, 3), prefetch_units=prefetch_units)
+
+
+def test_any_number_of_units_ahead_gives_the_same():
+    run_ranks(_prefetching, 2, timeout=LIMIT)

@@ -1,0 +1,180 @@
+"""The order in which units are taken, alone: it depends on the model and on what all ranks know, not on the calls."""
+
+import itertools
+
+import pytest
+
+from hf_zero.engine.schedule import Schedule, Stack
+
+
+def stack_of(count: int, prefix: str = "u") -> Stack:
+    """A stack of units, of which the schedule needs no more than that they differ."""
+    return Stack([f"{prefix}{index}" for index in range(count)])
+
+
+def forward(stack: Stack, called: list[str]) -> list[str]:
+    """One pass of the owner's forward: what is gathered."""
+    taken = []
+    for unit in called:
+        taken += stack.advance(unit)
+    return taken + stack.finish()
+
+
+def test_blocks_called_in_their_order_are_taken_once_each():
+    stack = stack_of(4)
+    for _ in range(2):
+        assert forward(stack, ["u0", "u1", "u2", "u3"]) == ["u0", "u1", "u2", "u3"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_subset_of_the_blocks_takes_the_same_units(count):
+    units = [f"u{index}" for index in range(count)]
+    for size in range(count + 1):
+        for called in itertools.combinations(units, size):
+            stack = stack_of(count)
+            assert forward(stack, list(called)) == units
+            assert forward(stack, units) == units, "a pass depends on the one before"
+
+
+def test_the_unit_called_is_the_last_one_taken():
+    stack = stack_of(4)
+    for unit in ["u2", "u2", "u0", "u3", "u1", "u1", "u0"]:
+        assert stack.advance(unit)[-1] == unit
+
+
+def test_a_block_called_again_at_once_is_taken_alone():
+    stack = stack_of(1)
+    assert forward(stack, ["u0", "u0", "u0"]) == ["u0", "u0", "u0"]
+
+
+def test_going_back_finishes_the_round():
+    stack = stack_of(3)
+    assert stack.advance("u0") == ["u0"]
+    assert stack.advance("u1") == ["u1"]
+    assert stack.advance("u0") == ["u2", "u0"]
+
+
+def test_a_finished_stack_has_nothing_left():
+    stack = stack_of(3)
+    forward(stack, ["u1"])
+    assert stack.advance("u0") == ["u0"]
+    assert stack.finish() == ["u1", "u2"]
+    assert stack.finish() == ["u0", "u1", "u2"]
+
+
+def test_an_order_learnt_later_is_followed():
+    stack = stack_of(4)
+    stack.order(["u2", "u0", "u3", "u1"])
+    assert forward(stack, ["u0", "u1"]) == ["u2", "u0", "u3", "u1"]
+
+
+def test_units_are_seen_in_the_order_of_their_first_call():
+    stack = stack_of(3)
+    for unit in ["u2", "u0", "u2", "u1", "u0"]:
+        stack.see(unit)
+    assert stack.seen == ["u2", "u0", "u1"]
+
+
+UNITS = ["u0", "u1", "u2", "u3"]
+
+
+def taped(*passes: list[str]) -> tuple[Schedule, list[list[str]]]:
+    """A schedule after these forwards, and its tapes of them."""
+    schedule, tapes = Schedule([stack_of(len(UNITS))]), []
+    for units in passes:
+        schedule.begin_pass()
+        tapes.append(schedule.current_pass)
+        for unit in units:
+            schedule.note(unit)
+    return schedule, tapes
+
+
+@pytest.mark.parametrize("size", range(5))
+def test_backward_takes_the_same_units_whatever_it_visits(size):
+    for visited in itertools.combinations(reversed(UNITS), size):
+        schedule, (tape,) = taped(UNITS)
+        taken = schedule.open_pass(tape)  # the gradient of the output comes first, on every rank
+        for unit in visited:
+            taken += schedule.rewind_to(unit)
+            assert taken[-1] == unit
+        assert taken + schedule.finish_passes() == UNITS[::-1]
+
+
+def test_a_unit_is_complete_when_every_noted_use_of_it_was_visited():
+    schedule, (tape,) = taped(["u0", "u1", "u0", "u1"])
+    schedule.open_pass(tape)
+    wanted = [("u1", set()), ("u0", set()), ("u1", {"u1"}), ("u0", {"u0", "u1"})]
+    for unit, complete in wanted:
+        assert schedule.rewind_to(unit) == [unit]
+        assert {u for u in UNITS if schedule.is_complete(u)} == complete
+
+
+def test_two_passes_are_rewound_last_one_first():
+    schedule, tapes = taped(UNITS, UNITS)
+    assert schedule.open_pass(tapes[1]) == []
+    assert [unit for visit in reversed(UNITS) for unit in schedule.rewind_to(visit)] == UNITS[::-1]
+    assert not any(schedule.is_complete(unit) for unit in UNITS)
+    assert schedule.open_pass(tapes[0]) == []
+    assert [unit for visit in reversed(UNITS) for unit in schedule.rewind_to(visit)] == UNITS[::-1]
+    assert all(schedule.is_complete(unit) for unit in UNITS)
+
+
+@pytest.mark.parametrize("visited_first", [[], ["u3"], ["u2", "u0"], ["u3", "u2", "u1", "u0"]])
+def test_opening_another_pass_takes_what_is_left_of_the_one_before(visited_first):
+    schedule, tapes = taped(UNITS, UNITS)
+    taken = schedule.open_pass(tapes[1])
+    for unit in visited_first:
+        taken += schedule.rewind_to(unit)
+    taken += schedule.open_pass(tapes[0])
+    assert taken == UNITS[::-1]
+    assert taken + schedule.finish_passes() == UNITS[::-1] * 2
+
+
+def test_a_backward_through_the_first_of_two_passes_leaves_the_second():
+    schedule, tapes = taped(UNITS, ["u0", "u1"])
+    schedule.open_pass(tapes[0])
+    assert schedule.rewind_to("u1") == ["u3", "u2", "u1"]
+    assert schedule.finish_passes() == ["u0"]
+    schedule.open_pass(tapes[1])
+    assert schedule.rewind_to("u1") == ["u1"]
+    assert schedule.finish_passes() == ["u0"]
+
+
+def test_a_unit_off_the_tape_comes_alone():
+    schedule, _ = taped()
+    assert schedule.rewind_to("u2") == ["u2"]
+    assert not schedule.is_complete("u2"), "it may come again: nobody knows how often"
+    schedule, (tape,) = taped(["u0", "u1"])
+    schedule.open_pass(tape)
+    assert schedule.rewind_to("u3") == ["u3"]
+    assert schedule.rewind_to("u1") == ["u1"]
+
+
+def test_empty_passes_leave_no_trace():
+    schedule, tapes = taped([], [], ["u0"], [])
+    schedule.open_pass(tapes[2])
+    assert schedule.rewind_to("u0") == ["u0"]
+    assert schedule.finish_passes() == []
+
+
+def test_what_comes_next_is_foreseen():
+    schedule, (tape,) = taped(["u0", "u1", "u2"])
+    (stack,) = schedule.stacks
+    stack.advance("u1")
+    assert schedule.after("u1", 1) == ["u2"]
+    assert schedule.after("u1", 5) == ["u2", "u3"]
+    assert schedule.after("u1", 0) == []
+    assert schedule.before(2) == []
+    schedule.open_pass(tape)
+    assert schedule.before(1) == ["u2"]
+    assert schedule.before(2) == ["u2", "u1"]
+    assert schedule.before(0) == []
+
+
+def test_reset_forgets_tape_and_places():
+    schedule, _ = taped(UNITS)
+    schedule.stacks[0].advance("u2")
+    schedule.reset()
+    assert schedule.current_pass == []
+    assert schedule.rewind_to("u3") == ["u3"]
+    assert schedule.stacks[0].advance("u0") == ["u0"]

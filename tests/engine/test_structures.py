@@ -1,0 +1,308 @@
+"""World sizes, parameter shapes and dtypes, and models of unusual structure."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_zero
+from tests.distributed import run_ranks
+from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
+from tests.engine.reference import ALL_STAGES, SETTINGS, assert_stages_match, build_seeded, sgd, weights_of
+
+
+LIMIT = 60.0
+
+
+def one_backward(model, rank, step):
+    loss = loss_of(model(inputs(rank, step)))
+    loss.backward()
+    return [loss.detach()]
+
+
+def only_a_linear() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def one_number() -> nn.Module:
+    return nn.Linear(3, 1, bias=False)
+
+
+def a_sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+
+
+def nested_sequentials() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(3, WIDTH),
+        nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))),
+        nn.Linear(WIDTH, 2),
+    )
+
+
+class OddShapes(nn.Module):
+    """0-d, one-element, empty, and non-contiguous parameters in one block."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.shift = nn.Parameter(torch.tensor([0.1]))
+        self.empty = nn.Parameter(torch.empty(0, width))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.weight = nn.Parameter(torch.randn(width, width).t() * 0.3)
+        self.strided = nn.Parameter(torch.randn(width, 2 * width)[:, ::2] * 0.3)
+
+    def forward(self, hidden):
+        grown = torch.cat([hidden, hidden @ self.empty.t()], dim=-1) + self.nothing.sum()
+        return hidden + self.scale * torch.tanh(grown @ self.weight + self.shift) @ self.strided
+
+
+def odd_shapes() -> nn.Module:
+    return Tower(3, block=OddShapes)
+
+
+class OddRoot(Tower):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.3))
+        self.empty = nn.Parameter(torch.empty(2, 0, 3))
+
+    def forward(self, x):
+        return super().forward(x) * self.temperature + self.empty.sum()
+
+
+class ManyEmbeddings(nn.Module):
+    """The root is larger than all blocks together."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(211, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 211)
+
+    def forward(self, x):
+        hidden = self.embed((x.abs() * 50).long() % 211).mean(dim=1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class UnequalBlocks(Tower):
+    """Blocks of sizes and structures that differ: a slot fits the largest."""
+
+    def __init__(self):
+        super().__init__(5)
+        self.layers[1] = nn.Linear(WIDTH, WIDTH)
+        self.layers[2] = nn.Sequential(nn.Linear(WIDTH, 9 * WIDTH), nn.Tanh(), nn.Linear(9 * WIDTH, WIDTH))
+        self.layers[4] = nn.Identity()
+
+
+class ParameterListModel(nn.Module):
+    """Parameters in lists of parameters rather than in modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(3, 3) * 0.3) for _ in range(3))
+        self.table = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.zeros(3))})
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = torch.tanh(x @ weight) * self.table["a"] + self.table["b"]
+        return x
+
+
+BUILDERS = [
+    Tower,
+    only_a_linear,
+    one_number,
+    a_sequential,
+    nested_sequentials,
+    odd_shapes,
+    OddRoot,
+    ManyEmbeddings,
+    UnequalBlocks,
+    ParameterListModel,
+]
+
+
+def _all_match(builders):
+    for build in builders:
+        try:
+            assert_stages_match(build, one_backward)
+        except AssertionError as error:
+            raise AssertionError(f"{build.__name__}: {error}") from error
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_structures_train_as_in_plain_torch(build):
+    run_ranks(_all_match, 2, [build], timeout=LIMIT)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 5])
+def test_world_sizes_that_divide_nothing(num_ranks):
+    run_ranks(_all_match, num_ranks, [Tower, only_a_linear, odd_shapes, OddRoot], timeout=120.0)
+
+
+def _small_bucket():
+    """Reductions in many pieces, since the staging buffer holds only a part of a unit."""
+    assert_stages_match(lambda: Tower(2, width=64), one_backward, bucket_nbytes=4096)
+
+
+def test_units_larger_than_the_bucket():
+    run_ranks(_small_bucket, 3, timeout=LIMIT)
+
+
+class MixedBlock(nn.Module):
+    """fp32, bf16 and fp64 parameters, and an integer table."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.low = nn.Linear(width, width, dtype=torch.bfloat16)
+        self.plain = nn.Linear(width, width)
+        self.high = nn.Linear(width, width, dtype=torch.float64)
+        self.table = nn.Parameter(torch.arange(width), requires_grad=False)
+
+    def forward(self, hidden):
+        hidden = hidden[:, self.table]
+        hidden = hidden + self.low(hidden.bfloat16()).float()
+        return hidden + self.high(torch.tanh(self.plain(hidden)).double()).float()
+
+
+def _mixed_dtypes():
+    """Gradients of bf16 parameters are rounded once on each rank and once more at rest, so stages differ from the
+    reference by bf16 rounding (2**-8 of the gradient) at most, and not among themselves."""
+
+    def build():
+        return Tower(3, block=MixedBlock)
+
+    first = None
+    for stage in ALL_STAGES:
+        model = build_seeded(build)
+        reference = build_seeded(build)
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, sgd([p for p in model.parameters() if p.requires_grad]))
+        assert {name: p.dtype for name, p in model.named_parameters()} == dtypes
+        one_backward(model, dist.get_rank(), 0)
+        for rank in range(2):
+            one_backward(reference, rank, 0)
+        for name, p in reference.named_parameters():
+            if p.requires_grad:
+                bound = 2.0**-6 if p.dtype is torch.bfloat16 else 2e-5
+                found = engine.full_grad(name)
+                wanted = p.grad.float() / 2
+                error = (found.float() - wanted).abs().max()
+                assert error <= bound * wanted.abs().max(), f"stage {stage}: {name}: {error}"
+        optimizer.step()
+        weights = weights_of(model)
+        assert torch.equal(weights["layers.0.table"], torch.arange(WIDTH))
+        first = first or weights
+        assert all(torch.equal(weights[name], first[name]) for name in weights), f"stage {stage}"
+
+
+def test_parameters_of_several_dtypes_in_one_unit():
+    run_ranks(_mixed_dtypes, 2, timeout=LIMIT)
+
+
+def _double_precision():
+    """The sum over the ranks keeps fp64's digits: 1e-12 is out of reach for what passed through fp32."""
+    for stage in ALL_STAGES:
+        model, reference = build_seeded(Tower).double(), build_seeded(Tower).double()
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        loss_of(model(inputs(dist.get_rank(), 0).double())).backward()
+        for rank in range(2):
+            loss_of(reference(inputs(rank, 0).double())).backward()
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(
+                engine.full_grad(name).double(), p.grad / 2, rtol=1e-12, atol=1e-14, msg=f"stage {stage}: {name}"
+            )
+
+
+def test_double_precision_stays_double():
+    run_ranks(_double_precision, 2, timeout=LIMIT)
+
+
+class Buffered(Tower):
+    """Running statistics, counters, constants, and a buffer that is an expanded view."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.statistics = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("offset", torch.randn(WIDTH))
+        self.register_buffer("flags", torch.rand(WIDTH) > 0.5)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("hidden_table", torch.randn(2, 3), persistent=False)
+        self.register_buffer("positions", torch.arange(5).expand(2, -1), persistent=False)
+        self.register_buffer("rotation", torch.polar(torch.ones(4), torch.rand(4)), persistent=False)
+        self.register_buffer("absent", None)
+
+    def forward(self, x):
+        return super().forward(x) + self.statistics(self.embed(x) + self.offset * self.flags)[:, :2]
+
+
+def _buffers():
+    for stage in ALL_STAGES:
+        torch.manual_seed(5)
+        wanted = {name: buffer.clone() for name, buffer in Buffered().named_buffers()}
+        torch.manual_seed(5 + dist.get_rank())
+        model = Buffered()
+        model.statistics.running_mean.fill_(dist.get_rank())
+        model.count.fill_(3 + dist.get_rank())
+        hf_zero.shard(model, stage=stage, **SETTINGS)
+        found = dict(model.named_buffers())
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            assert torch.equal(found[name], wanted[name]), f"stage {stage}: {name}: is not rank 0's"
+        assert model.absent is None
+
+
+def test_buffers_are_whole_and_rank_0s():
+    run_ranks(_buffers, 2, timeout=LIMIT)
+
+
+def _running_statistics():
+    def build():
+        return nn.Sequential(nn.Linear(3, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))
+
+    for stage in ALL_STAGES:
+        model, reference = build_seeded(build), build_seeded(build)
+        hf_zero.shard(model, stage=stage, **SETTINGS)
+        for step in range(2):
+            one_backward(model, dist.get_rank(), step)
+            one_backward(reference, dist.get_rank(), step)
+        for name, buffer in reference.named_buffers():
+            torch.testing.assert_close(dict(model.named_buffers())[name], buffer)
+
+
+def test_running_statistics_are_updated_by_the_forward():
+    run_ranks(_running_statistics, 2, timeout=LIMIT)
+
+
+def _ranks_that_differ():
+    """Parameters that differ between the ranks become rank 0's."""
+    for stage in ALL_STAGES:
+        torch.manual_seed(11)
+        wanted = {name: p.detach().clone() for name, p in Tower().named_parameters()}
+        torch.manual_seed(11 + dist.get_rank())
+        model = Tower()
+        hf_zero.shard(model, stage=stage, **SETTINGS)
+        found = weights_of(model)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"stage {stage}"
+
+
+def test_ranks_that_start_differently_take_rank_0s_values():
+    run_ranks(_ranks_that_differ, 2, timeout=LIMIT)
+
+
+def _no_parameters():
+    for stage in ALL_STAGES:
+        model = nn.Sequential(nn.Tanh(), nn.Softmax(dim=-1))
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        x = inputs(0, 0).requires_grad_()
+        model(x).square().sum().backward()
+        assert x.grad is not None and engine.param_infos() == []
+
+
+def test_a_model_without_parameters():
+    run_ranks(_no_parameters, 2, timeout=LIMIT)

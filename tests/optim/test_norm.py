@@ -1,0 +1,105 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from tests import models
+from tests.distributed import run_ranks
+from tests.training import Plain, Sharded, loss_of, sgd
+
+
+def _norms_of_mlp(norm_type: float) -> None:
+    batch = models.batch("mlp", seed=dist.get_rank())
+    plain = Plain(models.build("mlp"), sgd)
+    loss_of(plain(**batch)).backward()
+    wanted = plain.clip_grad_norm_(0.01, norm_type)
+    clipped = {name: p.grad for name, p in plain.model.named_parameters()}
+    for stage in range(4):
+        sharded = Sharded(models.build("mlp"), sgd, stage)
+        loss_of(sharded(**batch)).backward()
+        norm = sharded.clip_grad_norm_(0.01, norm_type)
+        assert (norm.dim(), norm.dtype) == (0, torch.float32)
+        assert abs(norm - wanted) <= 1e-6 * wanted, f"stage {stage}: {norm}, plain torch {wanted}"
+        for name, grad in clipped.items():
+            found = sharded.engine.full_grad(name)
+            assert torch.allclose(found, grad, rtol=2e-6, atol=1e-9), f"stage {stage}: {name}"
+        again = sharded.clip_grad_norm_(float("inf"), norm_type)
+        assert abs(again - 0.01) <= 1e-5 * 0.01, f"stage {stage}: {again} after clipping to 0.01"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+def test_clipping_is_that_of_plain_torch(num_ranks, norm_type):
+    run_ranks(_norms_of_mlp, num_ranks, norm_type)
+
+
+def _norm_below_the_bound() -> None:
+    sharded = Sharded(models.build("mlp"), sgd, 3)
+    loss_of(sharded(**models.batch("mlp", seed=0))).backward()
+    name = "blocks.0.linear.weight"
+    before = sharded.engine.full_grad(name)
+    sharded.clip_grad_norm_(1e6)
+    assert torch.equal(sharded.engine.full_grad(name), before)
+    sharded.clip_grad_norm_(float("inf"))
+    assert torch.equal(sharded.engine.full_grad(name), before)
+
+
+def test_gradients_below_the_bound_are_left_as_they_are():
+    run_ranks(_norm_below_the_bound, 2)
+
+
+def _norm_of_a_large_matrix(numel: int) -> None:
+    """An fp32 sum loses 1e-5 when 10^6 numbers are added one by one: it must be taken in parts."""
+    torch.manual_seed(0)
+    values = torch.randn(numel)
+    for stage in (0, 2, 3):
+        model = torch.nn.Linear(numel, 1, bias=False)
+        engine = hf_zero.shard(model, stage=stage)
+        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.1)
+        model(values.reshape(1, -1)).sum().backward()  # whose gradient is `values` on every rank
+        norm = optimizer.clip_grad_norm_(1.0).double()
+        error = abs(norm / values.double().norm() - 1).item()
+        # chunks of some 10^4 elements: each is off by less than 10^-6, at random, and they are added in fp64
+        assert error <= 1e-6, f"stage {stage}: norm {norm}, off by {error:.1e}"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_norm_of_millions_of_elements_is_exact(num_ranks):
+    run_ranks(_norm_of_a_large_matrix, num_ranks, 4 * 10**6)
+
+
+def _bad_gradient(value: float) -> None:
+    for stage in range(4):
+        sharded = Sharded(models.build("mlp"), sgd, stage)
+        batch = models.batch("mlp", seed=dist.get_rank())
+        if dist.get_rank() == 1:
+            batch["y"][0, 0] = value
+        loss_of(sharded(**batch)).backward()
+        norm = sharded.clip_grad_norm_(1.0)
+        assert not norm.isfinite(), f"stage {stage}: {norm}"
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_bad_gradient_of_one_rank_shows_in_the_norm_of_all(value):
+    run_ranks(_bad_gradient, 2, value)
+
+
+def _values_are_clipped() -> None:
+    batch = models.batch("mlp", seed=dist.get_rank())
+    plain = Plain(models.build("mlp"), sgd)
+    loss_of(plain(**batch)).backward()
+    plain.clip_grad_value_(0.01)
+    for stage in range(4):
+        sharded = Sharded(models.build("mlp"), sgd, stage)
+        loss_of(sharded(**batch)).backward()
+        sharded.clip_grad_value_(0.01)
+        for name, p in plain.model.named_parameters():
+            found = sharded.engine.full_grad(name)
+            assert found.abs().max() <= 0.01
+            # the two ranks' summands are added in either order, and halved without rounding: DDP's very bits, but for
+            # the order inside of a matmul
+            assert torch.allclose(found, p.grad, rtol=1e-6, atol=1e-9), f"stage {stage}: {name}"
+
+
+def test_clip_grad_value_is_that_of_plain_torch():
+    run_ranks(_values_are_clipped, 2)

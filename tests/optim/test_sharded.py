@@ -1,0 +1,264 @@
+"""Elementwise optimizers over flat shards move weights as they do over whole parameters."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
+from tests import models
+from tests.distributed import run_ranks
+from tests.training import Plain, Record, Sharded, assert_close, assert_equal, loss_of, train
+
+
+# Weights may part by steps * lr * rounding error of a clipped gradient (0.1 * 2^-23) / eps, see test_parity.
+ATOL = 4 * 5e-3 * 1e-8 / 1e-4
+
+# eps is large where m and v can both be rounding errors, see test_parity
+OPTIMIZERS = {
+    "AdamW, loop": ("AdamW", {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "foreach": False}),
+    "AdamW, foreach": ("AdamW", {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "foreach": True}),
+    "AdamW, fused": ("AdamW", {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "fused": True}),
+    "Adam, amsgrad": ("Adam", {"lr": 1e-3, "eps": 1e-4, "amsgrad": True}),
+    "SGD": ("SGD", {"lr": 0.05}),
+    "SGD, momentum": ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    "SGD, fused": ("SGD", {"lr": 0.05, "momentum": 0.9, "fused": True}),
+    "Adagrad": ("Adagrad", {"lr": 1e-2, "eps": 1e-4}),
+    "RMSprop": ("RMSprop", {"lr": 1e-3, "eps": 1e-4, "momentum": 0.5, "centered": True}),
+    "NAdam": ("NAdam", {"lr": 1e-3, "eps": 1e-4}),
+    "RAdam": ("RAdam", {"lr": 1e-3, "eps": 1e-4}),
+    "Adamax": ("Adamax", {"lr": 1e-3, "eps": 1e-4}),
+    "Adadelta": ("Adadelta", {"lr": 1.0, "eps": 1e-4}),
+    "ASGD": ("ASGD", {"lr": 0.01}),
+}
+
+
+def _like_plain(kind: str, settings: dict, num_steps: int) -> None:
+    def make(model):
+        return getattr(torch.optim, kind)(model.parameters(), **settings)
+
+    plain = train(Plain(models.build("mlp"), make), "mlp", num_steps=num_steps)
+    stages = [train(Sharded(models.build("mlp"), make, stage), "mlp", num_steps=num_steps) for stage in range(4)]
+    for stage in range(1, 4):
+        assert_equal(stages[stage], stages[0], f"stage {stage} and stage 0")
+    # lr * a rounding error of 1e-8 of the clipped gradient (0.1 * 2^-23) / eps, in each of six steps
+    assert_close(
+        stages[3], plain, "stage 3 and plain torch", atol=6 * settings["lr"] * 1e-8 / settings.get("eps", 1.0)
+    )
+
+
+@pytest.mark.parametrize("key", OPTIMIZERS)
+def test_elementwise_optimizers_agree_with_plain_torch(key):
+    run_ranks(_like_plain, 2, *OPTIMIZERS[key], 6)
+
+
+@pytest.mark.parametrize("key", ["AdamW, fused", "SGD, momentum", "Adagrad"])
+def test_one_rank_agrees_with_plain_torch(key):
+    run_ranks(_like_plain, 1, *OPTIMIZERS[key], 6)
+
+
+def _groups(model: torch.nn.Module) -> list[dict]:
+    """Three groups that cut through every buffer, in an order that is not the model's."""
+    params = dict(model.named_parameters())
+    biases = [p for name, p in params.items() if name.endswith("bias")]
+    head = [p for name, p in params.items() if name.startswith(("head", "blocks.2")) and not name.endswith("bias")]
+    chosen = {id(p) for p in biases + head}
+    return [
+        {"params": biases, "weight_decay": 0.0, "lr": 5e-3},
+        {"params": head, "betas": (0.5, 0.9)},
+        {"params": [p for p in params.values() if id(p) not in chosen], "weight_decay": 0.5},
+    ]
+
+
+def _custom_groups(num_steps: int) -> None:
+    def make(model):
+        return torch.optim.AdamW(_groups(model), lr=1e-3, eps=1e-4)
+
+    plain = Plain(models.build("mlp"), make)
+    wanted = _train_scheduled(plain, num_steps)
+    for stage in range(4):
+        sharded = Sharded(models.build("mlp"), make, stage)
+        assert [group["lr"] for group in sharded.optimizer.param_groups] == [5e-3, 1e-3, 1e-3]
+        assert_close(_train_scheduled(sharded, num_steps), wanted, f"stage {stage}", atol=ATOL)
+
+
+def _train_scheduled(subject, num_steps: int) -> Record:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(subject.optimizer, lambda step: 1.0 / (1 + step))
+    records = []
+    for _ in range(num_steps):
+        records.append(train(subject, "mlp", num_steps=1))
+        scheduler.step()
+    lrs = [group["lr"] for group in subject.optimizer.param_groups]
+    assert lrs == pytest.approx([5e-3 / (num_steps + 1), 1e-3 / (num_steps + 1), 1e-3 / (num_steps + 1)])
+    losses = torch.cat([record.losses for record in records])
+    return Record(losses, torch.cat([record.norms for record in records]), records[-1].weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_custom_groups_and_schedulers_are_kept(num_ranks):
+    run_ranks(_custom_groups, num_ranks, 4)
+
+
+def _built_here_or_there() -> None:
+    """A class with its settings, a class with groups, and an optimizer built beforehand or afterwards are the same."""
+    settings = {"lr": 1e-3, "eps": 1e-4}
+    records = []
+    for way in ("class", "groups", "before", "after"):
+        model = models.build("mlp")
+        before = torch.optim.AdamW(model.parameters(), **settings)
+        engine = hf_zero.shard(model, stage=3)
+        if way == "class":
+            optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, **settings)
+        elif way == "groups":
+            groups = [{"params": list(model.embed.parameters())}, {"params": [*model.blocks.parameters()]}]
+            groups.append({"params": [*model.head.parameters()]})
+            optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, groups, **settings)
+        elif way == "before":
+            optimizer = hf_zero.ShardedOptimizer(engine, before)
+        else:
+            optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW(model.parameters(), **settings))
+        subject = Sharded.__new__(Sharded)
+        subject.model, subject.engine, subject.optimizer, subject.dtype = model, engine, optimizer, torch.float32
+        subject.clip_grad_norm_ = optimizer.clip_grad_norm_
+        records.append(train(subject, "mlp", num_steps=3))
+    for record in records[1:]:
+        assert_equal(record, records[0], "the same optimizer, built in another way")
+
+
+def test_an_optimizer_may_be_built_before_or_after_sharding():
+    run_ranks(_built_here_or_there, 2)
+
+
+def _part_of_the_parameters(num_steps: int) -> None:
+    def make(model):
+        return torch.optim.AdamW(
+            [*model.blocks[1].parameters(), model.head.weight], lr=1e-3, eps=1e-4, weight_decay=0.5
+        )
+
+    start = dict(models.build("mlp").named_parameters())
+    plain = train(Plain(models.build("mlp"), make), "mlp", num_steps=1)
+    wanted = _train_zeroing_all(Plain(models.build("mlp"), make), num_steps)
+    for stage in range(4):
+        first = train(Sharded(models.build("mlp"), make, stage), "mlp", num_steps=1)
+        assert_close(first, plain, f"stage {stage}, first step", atol=ATOL)
+        found = _train_zeroing_all(Sharded(models.build("mlp"), make, stage), num_steps)
+        assert_close(found, wanted, f"stage {stage}", atol=ATOL)
+        for name, weight in found.weights.items():
+            moves = name.startswith("blocks.1.") or name == "head.weight"
+            assert torch.equal(weight, start[name]) != moves, f"stage {stage}: {name}"
+
+
+def _train_zeroing_all(subject, num_steps: int) -> Record:
+    """Gradients of the parameters that the optimizer does not know are forgotten too, as `model.zero_grad` does."""
+    records = []
+    for _ in range(num_steps):
+        records.append(train(subject, "mlp", num_steps=1))
+        subject.model.zero_grad()
+    losses = torch.cat([record.losses for record in records])
+    return Record(losses, torch.cat([record.norms for record in records]), records[-1].weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_optimizer_of_some_parameters_leaves_the_others_alone(num_ranks):
+    run_ranks(_part_of_the_parameters, num_ranks, 3)
+
+
+# What is refused
+
+
+def _engine() -> hf_zero.ZeroEngine:
+    return hf_zero.shard(models.build("mlp"), stage=3)
+
+
+def _refuses(make, *words: str, error=UnsupportedError) -> None:
+    engine = _engine()
+    with pytest.raises(error) as caught:
+        make(engine)
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
+
+
+class Centralised(torch.optim.Optimizer):
+    """Somebody's own optimizer that looks at whole matrices."""
+
+    def __init__(self, params, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [torch.optim.LBFGS, torch.optim.SparseAdam, Centralised]
+    + [getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)],
+)
+def test_an_optimizer_that_is_not_elementwise_is_refused_by_name(cls):
+    _refuses(lambda engine: hf_zero.ShardedOptimizer(engine, cls, lr=0.1), cls.__name__, "AdamW", "SGD")
+
+
+def test_an_instance_that_is_not_elementwise_is_refused_by_name():
+    _refuses(lambda engine: hf_zero.ShardedOptimizer(engine, Centralised(engine.model.parameters())), "Centralised")
+
+
+def test_an_optimizer_may_declare_itself_elementwise():
+    class Own(Centralised):
+        elementwise = True
+
+    assert isinstance(hf_zero.ShardedOptimizer(_engine(), Own).inner, Own)
+
+
+def test_a_tensor_that_is_not_of_the_model_is_refused():
+    stranger = torch.nn.Parameter(torch.zeros(2, 3))
+    _refuses(
+        lambda engine: hf_zero.ShardedOptimizer(engine, torch.optim.SGD([stranger], lr=0.1)),
+        "(2, 3)",
+        "model.parameters()",
+        error=ConfigError,
+    )
+
+
+def test_an_optimizer_that_has_stepped_is_refused():
+    model = models.build("mlp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**models.batch("mlp", seed=0)).backward()
+    optimizer.step()
+    engine = hf_zero.shard(model, stage=3)
+    with pytest.raises(LifecycleError, match="AdamW: has stepped"):
+        hf_zero.ShardedOptimizer(engine, optimizer)
+
+
+def test_state_dict_points_to_the_functions_that_work():
+    optimizer = hf_zero.ShardedOptimizer(_engine(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(LifecycleError, match="save_state"):
+        optimizer.state_dict()
+    with pytest.raises(LifecycleError, match="load_state"):
+        optimizer.load_state_dict({})
+
+
+def _evaluation(subject, batch):
+    def evaluate():
+        subject.optimizer.zero_grad()
+        loss = loss_of(subject(**batch))
+        loss.backward()
+        return loss
+
+    return evaluate
+
+
+def _closure() -> None:
+    def make(model):
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    batch = models.batch("mlp", seed=dist.get_rank())
+    for stage in (0, 3):
+        sharded, plain = Sharded(models.build("mlp"), make, stage), Plain(models.build("mlp"), make)
+        for _ in range(2):
+            wanted = plain.optimizer.step(_evaluation(plain, batch))
+            found = sharded.optimizer.step(_evaluation(sharded, batch))
+            assert abs(found - wanted) <= 1e-6 * wanted
+        weights = plain.weights()
+        for name, weight in sharded.weights().items():
+            # two ranks' gradients are summed exactly alike; what is left is the order inside of kernels
+            assert torch.allclose(weight, weights[name], rtol=1e-5, atol=1e-8), name
+
+
+def test_a_closure_is_evaluated_with_gradients():
+    run_ranks(_closure, 2)

@@ -1,0 +1,53 @@
+"""A model and a data set small enough to train in seconds."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+
+WORDS = "the a soup was cold hot fine and waiter kind film long dull bright actor sang".split()
+TEXTS = {
+    "food": "the soup was {} and the waiter was {}",
+    "film": "the film was {} and the actor sang a {} song",
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A folder with a two-layer BERT of a few thousand random weights, and a tokenizer of twenty words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    vocabulary = {word: index for index, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    torch.manual_seed(0)
+    BertModel(
+        BertConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=64,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def csv_file(tmp_path_factory) -> Path:
+    """Two classes, seventy distinct texts."""
+    adjectives = ["cold", "hot", "fine", "long", "dull", "bright", "kind"]
+    texts = [(text.format(a, b), label) for label, text in TEXTS.items() for a in adjectives for b in adjectives]
+    return write_csv(tmp_path_factory.mktemp("data") / "rows.csv", [("text", "label"), *texts])
+
+
+def write_csv(path: Path, rows: list[tuple]) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream).writerows(rows)
+    return path

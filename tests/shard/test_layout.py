@@ -1,0 +1,81 @@
+import random
+from math import prod
+
+import pytest
+
+from hf_zero.shard.layout import ALIGN_NUMEL, Layout, align
+
+
+def _random_shapes(rng: random.Random) -> list[tuple[int, ...]]:
+    return [
+        tuple(rng.choice([0, 1, 1, 2, 3, 17, 40]) for _ in range(rng.randrange(4))) for _ in range(rng.randrange(9))
+    ]
+
+
+CASES = [
+    ([(5, 7), (3,), (), (64, 2)], 2),
+    ([(1,)], 5),
+    ([()], 3),
+    ([(0, 4), (2,)], 2),
+    ([(0,)], 4),
+    ([], 3),
+    *((_random_shapes(random.Random(seed)), 1 + seed % 5) for seed in range(40)),
+]
+
+
+@pytest.mark.parametrize("shapes, num_ranks", CASES)
+def test_parameters_lie_whole_aligned_and_apart(shapes, num_ranks):
+    layout = Layout.of(shapes, num_ranks)
+    end = 0
+    for shape, place in zip(shapes, layout.places, strict=True):
+        assert (place.shape, place.numel) == (shape, prod(shape))
+        assert place.offset % ALIGN_NUMEL == 0
+        assert place.offset >= end
+        end = place.stop
+    assert end <= layout.full_numel
+
+
+@pytest.mark.parametrize("shapes, num_ranks", CASES)
+def test_ranks_own_equal_aligned_ranges_that_tile_the_buffer(shapes, num_ranks):
+    layout = Layout.of(shapes, num_ranks)
+    ranges = [layout.owned(rank) for rank in range(num_ranks)]
+    assert [start for start, _ in ranges] == [rank * layout.shard_numel for rank in range(num_ranks)]
+    assert ranges[-1][1] == layout.full_numel
+    assert layout.shard_numel % ALIGN_NUMEL == 0
+
+
+@pytest.mark.parametrize("shapes, num_ranks", CASES)
+def test_pieces_of_all_ranks_tile_every_parameter_once(shapes, num_ranks):
+    layout = Layout.of(shapes, num_ranks)
+    seen = [[0] * prod(shape) for shape in shapes]
+    for rank in range(num_ranks):
+        start, stop = layout.owned(rank)
+        for piece in layout.pieces(start, stop):
+            assert start + piece.offset == layout.places[piece.index].offset + piece.start
+            assert piece.offset + piece.numel <= stop - start
+            for element in range(piece.start, piece.start + piece.numel):
+                seen[piece.index][element] += 1
+    assert all(count == 1 for counts in seen for count in counts)
+
+
+@pytest.mark.parametrize("shapes, num_ranks", CASES)
+def test_pads_and_parameters_tile_the_buffer(shapes, num_ranks):
+    layout = Layout.of(shapes, num_ranks)
+    taken = [0] * layout.full_numel
+    for start, stop in [*layout.pads(), *((place.offset, place.stop) for place in layout.places)]:
+        for element in range(start, stop):
+            taken[element] += 1
+    assert taken == [1] * layout.full_numel
+
+
+@pytest.mark.parametrize("shapes, num_ranks", CASES)
+def test_padding_is_bounded_by_the_alignment(shapes, num_ranks):
+    layout = Layout.of(shapes, num_ranks)
+    used = sum(map(prod, shapes))
+    # less than one alignment after each parameter, and less than one for each rank's range (its division rounded up)
+    assert layout.full_numel - used < ALIGN_NUMEL * (len(shapes) + num_ranks) + (not shapes)
+
+
+def test_align_rounds_up():
+    assert [align(n) for n in (0, 1, 15, 16, 17)] == [0, 16, 16, 16, 32]
+    assert align(5, to=4) == 8

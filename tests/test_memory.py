@@ -1,0 +1,262 @@
+"""Memory is that of the table: at rest to the byte, and at its peak within what can be named.
+
+Bytes are counted by torch's own CPU allocator from before the model is built, so nothing that somebody holds is
+overlooked. [Note: what is counted] At rest, for P parameters over N ranks in fp32, where the master is the compute
+copy, and in bf16 with fp32 masters:
+
+    stage   fp32: parameter + gradient + two moments    bf16: compute copy + gradient + (master + two moments)
+    0       4P + 4P + 8P                                2P + gP + gmP  + 12P
+    1       4P + 4P + 8P/N                              2P + gP + gmP/N + 12P/N
+    2       4P + (4P + 8P)/N                            2P + (rP + 12P)/N
+    3       (4P + 4P + 8P)/N                            (2P + rP + 12P)/N
+
+A gradient that is replicated until it is reduced (stages 0, 1) is collected in bf16, g = 2. Reduced gradients rest in
+the dtype of their sum: r = 2 with reduce_dtype bf16, and then they lie in the collected ones' memory, gm = 0, which is
+the table of docs/design.md; with fp32, the default, r = gm = 4, and a stage costs 2P/N or 4P/N more than that table.
+
+Constant buffers, which do not grow with the number of layers:
+
+    stage 3         prefetch_units + 1 slots of the largest block, and one of the root's size, in the compute dtype
+    stages 2, 3     two slots of the largest block and one of the root's size, in which gradients are collected
+    always          the staging bucket of the exchange, and its scratch of SUM_NUMEL elements per dtype of a sum
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.memory import TensorMeter
+from hf_zero.comm.pairwise import SUM_NUMEL
+from hf_zero.engine import ZeroEngine
+from tests import models
+from tests.distributed import run_ranks
+from tests.training import Sharded, adamw
+
+
+BUCKET_NBYTES = 2**16
+# Buffers of the model, Adam's step counts, one NaN per parameter: less than a hundred numbers of 4 or 8 bytes.
+SMALL_NBYTES = 4096
+
+
+def _model(layers: int = 6):
+    torch.manual_seed(0)
+    # matrices of 8,000 elements and more: the padding, 16 elements per parameter and rank, is below 1 %
+    return models.llama(hidden=128, layers=layers, vocab=256).train()
+
+
+def _sharded(stage: int, layers: int = 6, **settings) -> Sharded:
+    def optimizer(model):
+        return adamw(model, fused=True)  # makes no tensors on its way, unlike the loop over parameters
+
+    return Sharded(_model(layers), optimizer, stage, bucket_nbytes=BUCKET_NBYTES, **settings)
+
+
+def _step(subject: Sharded, seed: int = 0, num_micro: int = 1) -> None:
+    _backward(subject, seed, num_micro)
+    subject.optimizer.step()
+    subject.optimizer.zero_grad()
+
+
+def _backward(subject: Sharded, seed: int = 0, num_micro: int = 1) -> None:
+    for micro in range(num_micro):
+        subject(**models.batch("llama", seed=100 * seed + 10 * micro + dist.get_rank())).loss.backward()
+    subject.clip_grad_norm_(0.1)
+
+
+@contextmanager
+def _counting() -> Iterator[TensorMeter]:
+    """A meter that counts from here on: what earlier tests left behind is freed before."""
+    _collect()
+    with TensorMeter() as meter:
+        meter.mark("begin")
+        yield meter
+
+
+def _collect() -> None:
+    while gc.collect():  # tensors that take part in cycles go in the round after the one that finds them
+        pass
+    if not gc.get_freeze_count():
+        gc.freeze()  # the modules of transformers, which would be walked through every time
+
+
+def _mark(meter: TensorMeter, name: str) -> None:
+    _collect()
+    meter.mark(name)
+
+
+def _numels(engine: ZeroEngine) -> list[int]:
+    """Parameters of each unit, padding not counted; the root first."""
+    return [sum(place.numel for flat in unit.flats for place in flat.layout.places) for unit in engine.units]
+
+
+def _classes(stage: int, num_ranks: int, compute: torch.dtype | None, reduce: torch.dtype) -> dict[str, float]:
+    """Bytes per parameter of each class of tensors, see the note above."""
+    own = 1 / num_ranks
+    replicated = {"compute": stage < 3, "grad": stage < 2, "state": stage < 1}
+    share = {name: 1 if whole else own for name, whole in replicated.items()}
+    if compute is None:
+        return {"compute": 4 * share["compute"], "grad": 4 * share["grad"], "state": 8 * share["state"]}
+    reduced = reduce.itemsize
+    if stage < 2:
+        collected = 2 + (0 if reduced == 2 else reduced * share["state"])
+    else:
+        collected = reduced * own
+    return {"compute": 2 * share["compute"], "grad": collected, "state": 12 * share["state"]}
+
+
+def _held(subject: Sharded) -> dict[str, int]:
+    """Bytes of the storages of each class; the slots, which several units share, belong to none."""
+    engine, optimizer = subject.engine, subject.optimizer
+    slots = {unit.slot.buffer.untyped_storage().data_ptr() for unit in engine.units if unit.slot is not None}
+    found: dict[str, dict[int, int]] = {"compute": {}, "grad": {}, "state": {}}
+
+    def add(kind: str, tensor) -> None:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            taken = any(storage.data_ptr() in others for others in found.values())
+            if not taken and storage.data_ptr() not in slots:
+                found[kind][storage.data_ptr()] = storage.nbytes()
+
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        add("compute", flat.full)
+        add("compute", flat.shard)
+        add("state", flat.master)
+    for gradient in engine.gradients():
+        add("grad", gradient.full)
+        add("grad", gradient.reduced)
+    for state in optimizer.state.values():
+        for value in state.values():
+            add("state", value)
+    return {kind: sum(storages.values()) for kind, storages in found.items()}
+
+
+def _buffers(engine: ZeroEngine, stage: int) -> int:
+    """Bytes of the constant buffers, see the note above."""
+    root, *blocks = _numels(engine)
+    size = engine.units[0].flats[0].dtype.itemsize
+    nbytes = BUCKET_NBYTES + SUM_NUMEL * engine.config.reduce_dtype.itemsize
+    if stage == 3:
+        nbytes += ((engine.config.prefetch_units + 1) * max(blocks) + root) * size
+    if stage >= 2:
+        nbytes += (2 * max(blocks) + root) * size
+    return nbytes
+
+
+def _rests_as_the_table_says(stage: int, compute: torch.dtype | None, reduce: torch.dtype) -> None:
+    with _counting() as meter:
+        subject = _sharded(stage, compute_dtype=compute, reduce_dtype=reduce)
+        for step in range(2):
+            _step(subject, step)
+        _backward(subject)  # between backward and step everything of the table is there
+        _mark(meter, "rest")
+    num_params = sum(_numels(subject.engine))
+    wanted = _classes(stage, dist.get_world_size(), compute, reduce)
+    for kind, nbytes in _held(subject).items():
+        table = wanted[kind] * num_params
+        assert table <= nbytes <= 1.01 * table + SMALL_NBYTES, f"{kind}: {nbytes} bytes, the table says {table:.0f}"
+    table = sum(wanted.values()) * num_params
+    extra = _buffers(subject.engine, stage)
+    held = meter.span("begin", "rest").end_nbytes
+    assert table + extra <= held <= 1.01 * (table + extra) + SMALL_NBYTES, (
+        f"{held} bytes at rest, table {table:.0f} + buffers {extra}"
+    )
+
+
+@pytest.mark.parametrize(
+    "num_ranks, compute, reduce",
+    [
+        (2, None, torch.float32),
+        (4, None, torch.float32),
+        (2, torch.bfloat16, torch.float32),
+        (4, torch.bfloat16, torch.bfloat16),
+    ],
+    ids=["fp32-2", "fp32-4", "bf16-reduce-fp32-2", "bf16-reduce-bf16-4"],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resting_bytes_are_those_of_the_table(num_ranks, compute, reduce, stage):
+    run_ranks(_rests_as_the_table_says, num_ranks, stage, compute, reduce)
+
+
+def _activations_of_plain_torch(layers: int) -> int:
+    """Most bytes that forward and backward hold beyond the parameters, each gradient dropped once complete."""
+    model = _model(layers)
+
+    def drop(param):
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(drop)
+    batch = models.batch("llama", seed=dist.get_rank())
+    with _counting() as meter:
+        model(**batch).loss.backward()
+        _mark(meter, "end")
+    return meter.span("begin", "end").peak_nbytes
+
+
+def _peak_of_a_step(stage: int, layers: int) -> tuple[int, ZeroEngine]:
+    with _counting() as meter:
+        subject = _sharded(stage, layers)
+        _step(subject)
+        _mark(meter, "rest")
+        _step(subject)
+        _mark(meter, "end")
+    return meter.span("rest", "end").peak_nbytes, subject.engine
+
+
+def _peaks_within_the_bound(layers: int) -> None:
+    """[Note: the bound] What rests (table and constant buffers, see above) stays; forward and backward add what they
+    add in plain torch, the gradient that autograd just made included; the fused optimizer and the norm add numbers."""
+    peak_of_stage_0, _ = _peak_of_a_step(0, layers)
+    peak, engine = _peak_of_a_step(3, layers)
+    shards, buffers = 16 * sum(_numels(engine)) / dist.get_world_size(), _buffers(engine, 3)
+    activations = _activations_of_plain_torch(layers)
+    bound = 1.01 * (shards + buffers) + activations + SMALL_NBYTES
+    terms = f"shards {shards:.0f} + buffers {buffers} + activations {activations}"
+    assert peak <= bound, f"peak {peak} bytes, bound {bound:.0f}: {terms}"
+    assert bound < peak_of_stage_0, (
+        f"the bound says nothing: stage 0 peaks at {peak_of_stage_0}, bound {bound:.0f}: {terms}"
+    )
+
+
+@pytest.mark.parametrize("num_ranks, layers", [(2, 6), (4, 6), (4, 12)])
+def test_peak_of_stage_3_is_shards_buffers_and_activations(num_ranks, layers):
+    run_ranks(_peaks_within_the_bound, num_ranks, layers)
+
+
+def _does_not_grow(stage: int, **settings) -> None:
+    with _counting() as meter:
+        subject = _sharded(stage, layers=3, **settings)
+        for step in range(6):
+            _step(subject, step, num_micro=1 + step % 2)  # accumulation in some of them
+            with torch.no_grad():
+                subject(**models.batch("llama", seed=step))
+            _mark(meter, f"step-{step}")
+    held = [meter.span("begin", f"step-{step}").end_nbytes for step in range(6)]
+    assert len(set(held[1:])) == 1, f"bytes at rest after each step: {held}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_grows_from_step_to_step(stage):
+    run_ranks(_does_not_grow, 2, stage)
+
+
+def _takes_prefetch_into_account(counts: list[int]) -> list[int]:
+    held = []
+    for count in counts:
+        with _counting() as meter:
+            subject = _sharded(3, prefetch_units=count)
+            _step(subject)
+            _mark(meter, "rest")
+        held.append(meter.span("begin", "rest").end_nbytes)
+        block = 4 * max(sum(flat.layout.full_numel for flat in unit.flats) for unit in subject.engine.blocks)
+        del subject
+    return [(nbytes - held[0]) / block for nbytes in held]
+
+
+def test_each_prefetched_unit_costs_one_slot():
+    for costs in run_ranks(_takes_prefetch_into_account, 2, [0, 1, 3]):
+        assert costs == pytest.approx([0, 1, 3], abs=1e-3)

@@ -1,0 +1,119 @@
+"""Bytes on the wire are those of the table: counted where they are sent, and the counter checked against the kernel.
+
+[Note: what a step sends] Each rank sends every other rank its part of each unit, so to gather or reduce n elements (a
+multiple of the number of ranks N) costs n (N-1)/N elements. A step at stages 0, 1 and 2 reduces and gathers everything
+once. At stage 3 it gathers every unit for forward, reduces every unit, and gathers for backward what forward did not
+leave behind: the root stays in its own slot, and the last blocks stay in the slots, of which there are
+prefetch_units + 1. The optimizer step empties them all, for the values have changed.
+On top come the numbers that ranks agree by: one norm (8 bytes) and a byte per parameter, to every other rank.
+"""
+
+import pytest
+import torch
+
+from hf_zero.engine import ZeroEngine
+from tests import models
+from tests.distributed import run_ranks
+from tests.training import Sharded, adamw
+
+
+LAYERS = 5
+
+
+def _subject(stage: int, **settings) -> Sharded:
+    # large enough that the padding, less than 16 elements per parameter and rank, stays below 1 %
+    torch.manual_seed(0)
+    model = models.llama(hidden=48, layers=LAYERS).train()
+    return Sharded(model, adamw, stage, **settings)
+
+
+def _numels(engine: ZeroEngine) -> tuple[int, list[int]]:
+    """Elements of the root and of the blocks, without padding."""
+    numels = [sum(place.numel for flat in unit.flats for place in flat.layout.places) for unit in engine.units]
+    return numels[0], numels[1:]
+
+
+def _padded(engine: ZeroEngine) -> tuple[int, list[int]]:
+    numels = [sum(flat.layout.full_numel for flat in unit.flats) for unit in engine.units]
+    return numels[0], numels[1:]
+
+
+def _elements(root: int, blocks: list[int], stage: int, num_ranks: int, prefetch_units: int) -> dict[str, int]:
+    """Elements that a rank sends in one step, by verb, see the note above."""
+    everything = root + sum(blocks)
+    gathered = everything
+    if stage == 3:
+        num_slots = min(prefetch_units + 1, len(blocks))
+        gathered += sum(blocks[: len(blocks) - num_slots])
+    return {"reduce": everything * (num_ranks - 1) // num_ranks, "gather": gathered * (num_ranks - 1) // num_ranks}
+
+
+def _step(subject: Sharded) -> None:
+    """One step, without reading the weights afterwards, which would gather them."""
+    batch = models.batch("llama", seed=3)
+    subject(**batch).loss.backward()
+    subject.clip_grad_norm_(0.1)
+    subject.optimizer.step()
+    subject.optimizer.zero_grad()
+
+
+def _sends_what_the_table_says(stage: int, prefetch_units: int, dtype: torch.dtype | None) -> None:
+    settings = {"compute_dtype": dtype} if dtype else {}
+    subject = _subject(stage, prefetch_units=prefetch_units, **settings)
+    engine = subject.engine
+    itemsize = dtype.itemsize if dtype else 4
+    num_ranks = engine.comm.num_ranks
+    table = _elements(*_numels(engine), stage, num_ranks, prefetch_units)
+    exact = _elements(*_padded(engine), stage, num_ranks, prefetch_units)
+    num_params = len(engine.param_infos())
+    for number in range(3):
+        before = dict(engine.comm.counters.sent_nbytes)
+        _step(subject)
+        sent = {verb: nbytes - before.get(verb, 0) for verb, nbytes in engine.comm.counters.sent_nbytes.items()}
+        # stage 0 gathers averaged gradients, which rest in the dtype of their sum; the others gather compute copies
+        sizes = {"reduce": itemsize, "gather": 4 if stage == 0 else itemsize}
+        for verb, size in sizes.items():
+            assert sent[verb] == exact[verb] * size, (
+                f"step {number}: {verb} sent {sent[verb]}, wanted {exact[verb] * size}"
+            )
+            assert sent[verb] <= table[verb] * size * 1.01, f"padding: {verb} {sent[verb]} for {table[verb] * size}"
+        assert sent.get("scalar", 0) == (8 + num_params) * (num_ranks - 1), f"step {number}: {sent}"
+        assert sent.get("broadcast", 0) == 0, "only building the engine broadcasts"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "stage, prefetch_units, dtype",
+    [(0, 1, None), (1, 1, None), (2, 1, None), (3, 1, None), (3, 0, None), (3, 2, None), (3, 9, None)]
+    + [(stage, 1, torch.bfloat16) for stage in range(4)],
+)
+def test_a_step_sends_what_the_table_says(num_ranks, stage, prefetch_units, dtype):
+    run_ranks(_sends_what_the_table_says, num_ranks, stage, prefetch_units, dtype)
+
+
+def _written_nbytes() -> int:
+    """Bytes that this process has written so far, to anything."""
+    with open("/proc/self/io") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("wchar:"))
+
+
+def _counts_what_the_kernel_counts(stage: int) -> tuple[int, int]:
+    torch.manual_seed(0)
+    # 2 M parameters, so that gloo's headers, some 50 bytes a message, disappear
+    subject = Sharded(models.llama(hidden=192, layers=4).train(), adamw, stage)
+    _step(subject)
+    engine = subject.engine
+    engine.comm.barrier()
+    counted, written = engine.comm.counters.total_sent_nbytes, _written_nbytes()
+    for _ in range(2):
+        _step(subject)
+    counted, written = engine.comm.counters.total_sent_nbytes - counted, _written_nbytes() - written
+    engine.comm.barrier()
+    return counted, written
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_counter_agrees_with_the_kernel(stage):
+    for counted, written in run_ranks(_counts_what_the_kernel_counts, 2, stage):
+        assert counted > 10**6
+        assert abs(written - counted) <= 0.01 * counted, f"counted {counted}, the process wrote {written}"

@@ -1,0 +1,155 @@
+"""One way to make a trainer for all that is compared: `Trainer` under DDP, and `ZeroTrainer` at any stage."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import hf_zero
+from tests import models
+
+
+PLAIN = "plain"  # in place of a stage: transformers' own Trainer, which wraps the model in DDP
+
+# [Note: eps is 1e-4] where a gradient is nothing but rounding error, AdamW moves the weight by
+# lr * m / (sqrt(v) + eps), and with torch's 1e-8 that is up to lr in any direction; see test_parity.
+SETTINGS = {
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "max_steps": 4,
+    "learning_rate": 1e-3,
+    "adam_epsilon": 1e-4,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.1,
+    "logging_steps": 1,
+    "logging_first_step": False,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
+class Rows(Dataset):
+    """Examples for one of `tests.models`: of fixed length, so that batches stack; labels of tokens are ragged."""
+
+    def __init__(self, name: str, count: int = 24, seed: int = 0):
+        generator = torch.Generator().manual_seed(seed)
+        batches = [models.BATCHES[name](generator) for _ in range(-(-count // 2))]
+        rows = [{key: value[index] for key, value in batch.items()} for batch in batches for index in range(2)]
+        self.rows = rows[:count]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index]
+
+
+@dataclass
+class Run:
+    """What a trainer leaves behind: everything that it logged, and the weights."""
+
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    evals: list[float]
+    weights: dict[str, Tensor]
+
+
+def make(kind, folder, model: nn.Module, train=None, *, mixin_on=None, parts=None, **settings):
+    """A trainer on this rank.
+
+    Args:
+        kind: `PLAIN` or a stage.
+        folder: its output_dir.
+        model (`nn.Module`): not yet sharded.
+        train: the data to train on.
+        mixin_on (`type`): a subclass of `Trainer` to use instead.
+        parts (`dict`): for the trainer, beyond model, arguments and data.
+        settings: beyond or instead of `SETTINGS`; those that begin with `zero_` are left out of plain training.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    for singleton in (AcceleratorState, GradientState):
+        singleton._reset_state()
+    PartialState._reset_state()
+    settings = {**SETTINGS, "output_dir": str(folder), **settings}
+    trainer_class = mixin_on or Trainer
+    if kind == PLAIN:
+        settings = {key: value for key, value in settings.items() if not key.startswith("zero_")}
+        settings.setdefault("ddp_find_unused_parameters", False)
+        args = TrainingArguments(use_cpu=True, **settings)
+    else:
+        args = hf_zero.ZeroTrainingArguments(zero_stage=kind, **settings)
+        trainer_class = type("MyTrainer", (hf_zero.ZeroTrainerMixin, trainer_class), {})
+    trainer = trainer_class(model=model, args=args, train_dataset=train, **(parts or {}))
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def train(kind, folder, name: str = "bert", *, data=None, model=None, resume=None, **kwargs) -> Run:
+    """Makes a trainer for one of `tests.models`, trains, and returns what it left behind."""
+    seed_everything()
+    model = model if model is not None else models.build(name)
+    trainer = make(kind, folder, model, Rows(name) if data is None else data, **kwargs)
+    trainer.train(resume_from_checkpoint=resume)
+    return record(trainer)
+
+
+def seed_everything(seed: int = 5) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def record(trainer) -> Run:
+    """What a trainer has logged, and its weights, whole."""
+    history = trainer.state.log_history
+
+    def logged(key: str) -> list:
+        return [entry[key] for entry in history if key in entry]
+
+    return Run(
+        logged("loss"), logged("grad_norm"), logged("learning_rate"), logged("eval_loss"), weights_of(trainer.model)
+    )
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    with hf_zero.gathered(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(a: Run, b: Run, what: str) -> None:
+    """Bit for bit."""
+    for key in ("losses", "norms", "rates", "evals"):
+        assert getattr(a, key) == getattr(b, key), f"{what}: {key} {getattr(a, key)} and {getattr(b, key)}"
+    assert a.weights.keys() == b.weights.keys(), what
+    for name, weight in a.weights.items():
+        assert torch.equal(weight, b.weights[name]), f"{what}: {name} by {(weight - b.weights[name]).abs().max()}"
+
+
+def assert_close(a: Run, b: Run, what: str, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """To rounding: numbers within `rtol`, weights within 1e-5 of the tensor's largest element.
+
+    `atol` counts where all of a tensor's elements are small: steps * lr * rounding error of a gradient / eps,
+    10 * 1e-3 * 1e-7 / 1e-4 at most.
+    """
+    for key in ("losses", "norms", "rates", "evals"):
+        x, y = (torch.tensor(getattr(run, key), dtype=torch.float64) for run in (a, b))
+        assert x.shape == y.shape, f"{what}: {key} {x.tolist()} and {y.tolist()}"
+        assert torch.allclose(x, y, rtol=rtol, atol=0.0), f"{what}: {key} {x.tolist()} and {y.tolist()}"
+    assert a.weights.keys() == b.weights.keys(), what
+    for name, weight in a.weights.items():
+        bound = atol + rtol * b.weights[name].abs().max().item()
+        error = (weight - b.weights[name]).abs().max().item()
+        assert error <= bound, f"{what}: {name} differs by {error:.2e}, bound {bound:.2e}"
+
+
+def assert_learned(run: Run, steps: int = 4) -> None:
+    """The comparison was of a training that did something: as many steps as wanted, with gradients."""
+    assert len(run.norms) == steps and all(isinstance(norm, float) and norm > 0 for norm in run.norms), run.norms
+    assert all(np.isfinite(run.losses)), run.losses

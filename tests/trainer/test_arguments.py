@@ -1,0 +1,144 @@
+"""What cannot work is refused before anything is loaded, with the nearest thing that does."""
+
+import pytest
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_zero import ZeroTrainer, ZeroTrainingArguments
+from hf_zero.errors import ConfigError, UnsupportedError
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import make
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _arguments(tmp_path, **settings) -> ZeroTrainingArguments:
+    return ZeroTrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **settings)
+
+
+REFUSED = {
+    "a stage too high": ({"zero_stage": 7}, "zero_stage: 7 .*nearest is '3'"),
+    "a negative stage": ({"zero_stage": -1}, "zero_stage: -1 .*nearest is '0'"),
+    "an unknown dtype": ({"zero_reduce_dtype": "bfloat16"}, "zero_reduce_dtype: 'bfloat16' .*nearest is 'bf16'"),
+    "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*give 1 or more"),
+    "a negative prefetch": ({"zero_prefetch_units": -1}, "zero_prefetch_units: -1 .*give 0 or more"),
+    "adafactor": ({"optim": "adafactor"}, "optim: adafactor .*adamw_torch"),
+    "8-bit AdamW": ({"optim": "adamw_bnb_8bit"}, "optim: adamw_bnb_8bit .*adamw_torch"),
+    "FSDP": ({"fsdp": "full_shard"}, "--fsdp: .*--zero_stage"),
+    "DeepSpeed": ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "--deepspeed: .*--zero_stage"),
+    "a parallelism config": ({"parallelism_config": object()}, "--parallelism_config: .*--zero_stage"),
+    "batch size search": ({"auto_find_batch_size": True}, "auto_find_batch_size: .*set the batch size"),
+    "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval.*--bf16"),
+    "fp16 evaluation": ({"fp16_full_eval": True}, "fp16_full_eval.*--bf16"),
+    "fp16 on a CPU": ({"fp16": True}, "fp16: .*CPU.*--bf16"),
+    "compilation": ({"torch_compile": True}, "torch_compile: .*--zero_stage 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path, case):
+    settings, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message) as error:
+        _arguments(tmp_path, **settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "ACCELERATE_USE_FSDP",
+        "ACCELERATE_USE_DEEPSPEED",
+        "ACCELERATE_USE_MEGATRON_LM",
+        "ACCELERATE_USE_PARALLELISM_CONFIG",
+    ],
+)
+def test_environment_switches_of_other_engines_are_refused(tmp_path, monkeypatch, variable):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ConfigError, match=f"{variable}: .*--zero_stage"):
+        _arguments(tmp_path)
+    monkeypatch.setenv(variable, "false")
+    _arguments(tmp_path)
+
+
+def test_accelerate_launchs_mixed_precision_is_the_flag(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert _arguments(tmp_path).zero_config().compute_dtype is torch.bfloat16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert _arguments(tmp_path).zero_config().compute_dtype is None
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION: fp8 .*bf16"):
+        _arguments(tmp_path)
+
+
+def test_a_world_size_without_ranks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2 but RANK, LOCAL_RANK, .* not set; .*torchrun"):
+        _arguments(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE: 'two' .*torchrun"):
+        _arguments(tmp_path)
+
+
+def _world_size_disagrees(folder):
+    import os
+
+    os.environ["WORLD_SIZE"] = "3"
+    try:
+        with pytest.raises(ConfigError, match="WORLD_SIZE is 3 but this process sees 2 rank"):
+            make(3, folder, models.build("bert"))
+    finally:
+        os.environ["WORLD_SIZE"] = "2"
+
+
+def test_a_world_size_that_disagrees_with_the_process_group_is_refused(tmp_path):
+    run_ranks(_world_size_disagrees, 2, str(tmp_path), timeout=240)
+
+
+def test_flags_are_parsed_from_a_command_line(tmp_path):
+    parser = HfArgumentParser(ZeroTrainingArguments)
+    line = f"--output_dir {tmp_path} --use_cpu --zero_stage 2 --zero_reduce_dtype bf16 --zero_bucket_mb 4 --bf16"
+    (args,) = parser.parse_args_into_dataclasses(line.split())
+    config = args.zero_config()
+    assert (config.stage, config.reduce_dtype, config.bucket_nbytes) == (2, torch.bfloat16, 4 * 2**20)
+    assert config.compute_dtype is torch.bfloat16
+    assert config.prefetch_units == 1
+    assert "zero_stage" in parser.format_help()
+
+
+def test_a_stage_may_be_given_as_text(tmp_path):
+    assert _arguments(tmp_path, zero_stage="1").zero_config().plan(2) is not None
+
+
+def test_a_model_spread_by_device_map_is_refused(tmp_path):
+    model = models.build("bert")
+    model.hf_device_map = {"": "cpu"}
+    with pytest.raises(ConfigError, match="device_map"):
+        ZeroTrainer(model=model, args=_arguments(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "make_args", [lambda folder: TrainingArguments(output_dir=folder, use_cpu=True), lambda _: None]
+)
+def test_arguments_without_a_stage_are_refused(tmp_path, make_args):
+    with pytest.raises(ConfigError, match="ZeroTrainingArguments"):
+        ZeroTrainer(model=models.build("bert"), args=make_args(str(tmp_path)))
+
+
+class Whitening(torch.optim.Optimizer):
+    """Would look at whole matrices."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused_by_name(tmp_path):
+    model = models.build("bert")
+    with pytest.raises(UnsupportedError, match="Whitening"):
+        ZeroTrainer(model=model, args=_arguments(tmp_path), optimizers=(Whitening(model.parameters()), None))
+    with pytest.raises(UnsupportedError, match="Whitening"):
+        ZeroTrainer(model=model, args=_arguments(tmp_path), optimizer_cls_and_kwargs=(Whitening, {"lr": 1e-3}))

@@ -1,0 +1,260 @@
+"""What a trainer saves is the model, and with its state a run goes on as if it had never stopped."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from hf_zero.errors import CheckpointError
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import (
+    PLAIN,
+    Rows,
+    assert_close,
+    assert_equal,
+    make,
+    record,
+    seed_everything,
+    train,
+    weights_of,
+)
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 7, "gradient_accumulation_steps": 2}
+
+
+def _dropping(name: str):
+    """A model with dropout: what the generators give matters."""
+    torch.manual_seed(0)
+    model = models.build(name)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    return model
+
+
+def _resumes(folder, stage, settings):
+    # 20 rows over 2 ranks and batches of 2 are 5 batches: with 2 a step, steps 3 and 6 lie in the middle of an epoch.
+    data = {"data": Rows("bert", 20), **SAVING, **settings}
+    whole = train(stage, folder, model=_dropping("bert"), **data)
+    if stage == 3:
+        without = train(stage, f"{folder}/still", model=models.build("bert"), **data)
+        assert whole.losses != without.losses, "dropout was to be active"
+    # The last checkpoint is that of the end. Without it, `True` means step 6.
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(f"{folder}/checkpoint-7")
+    torch.distributed.barrier()
+    for resume, start in ((True, 6), (f"{folder}/checkpoint-3", 3)):
+        resumed = train(stage, folder, model=_dropping("bert"), resume=resume, **data)
+        assert_equal(resumed, whole, f"stage {stage}: resumed at step {start} and unbroken")
+
+
+@pytest.mark.parametrize(
+    "stage, num_ranks, settings",
+    [
+        (3, 2, {}),
+        (1, 2, {"optim": "sgd", "lr_scheduler_type": "cosine"}),
+        (2, 2, {"bf16": True}),
+        (0, 1, {"optim": "adagrad"}),
+    ],
+)
+def test_a_resumed_run_is_bit_equal_to_the_unbroken_one(tmp_path, stage, num_ranks, settings):
+    run_ranks(_resumes, num_ranks, str(tmp_path), stage, settings, timeout=240)
+
+
+def _goes_on(folder, stage, batch_size, resume=None):
+    settings = {**SAVING, "gradient_accumulation_steps": 1, "per_device_train_batch_size": batch_size}
+    run = train(stage, folder, "llama-tied", resume=resume, **settings)
+    return run.norms, {name: weight.numpy() for name, weight in run.weights.items()}
+
+
+def test_a_run_goes_on_at_another_stage_and_on_another_number_of_ranks(tmp_path):
+    # One rank takes all four rows of a step, two ranks take two each: the same rows, added in another order.
+    whole_norms, whole = run_ranks(_goes_on, 2, str(tmp_path / "two"), 3, 2, timeout=240)[0]
+    resume = str(tmp_path / "two" / "checkpoint-3")
+    for stage in (1, 0, 2):
+        norms, weights = run_ranks(_goes_on, 2, str(tmp_path / f"stage{stage}"), stage, 2, resume, timeout=240)[0]
+        assert norms == whole_norms, f"saved at stage 3, resumed at stage {stage}"
+        for name, weight in weights.items():
+            assert np.array_equal(weight, whole[name]), f"{name}: saved at stage 3, resumed at stage {stage}"
+    _, alone = run_ranks(_goes_on, 1, str(tmp_path / "one"), 3, 4, resume, timeout=240)[0]
+    for name, weight in alone.items():
+        assert np.allclose(weight, whole[name], rtol=1e-5, atol=1e-6), f"{name}, from 2 ranks to 1"
+    back = str(tmp_path / "one" / "checkpoint-6")
+    _, again = run_ranks(_goes_on, 2, str(tmp_path / "back"), 2, 2, back, timeout=240)[0]
+    for name, weight in again.items():
+        assert np.allclose(weight, whole[name], rtol=1e-5, atol=1e-6), f"{name}, from 1 rank to 2"
+
+
+def _resumes_a_plateau(folder):
+    settings = {
+        **SAVING,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0},
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "parts": {"eval_dataset": Rows("bert", 5)},
+    }
+    whole = train(3, folder, **settings)
+    resumed = train(3, folder, resume=f"{folder}/checkpoint-3", **settings)
+    assert_equal(resumed, whole, "resumed and unbroken")
+
+
+def test_a_plateau_schedule_resumes(tmp_path):
+    run_ranks(_resumes_a_plateau, 2, str(tmp_path), timeout=240)
+
+
+def _resumes_weights_only(folder):
+    settings = {**SAVING, "save_only_model": True, "load_best_model_at_end": False}
+    whole = train(3, folder, **settings)
+    assert not os.path.exists(f"{folder}/checkpoint-3/zero")
+    runs = {}
+    for kind in (2, 3, PLAIN):
+        runs[kind] = train(kind, f"{folder}/{kind}", resume=f"{folder}/checkpoint-3", **settings)
+    assert runs[3].weights["classifier.weight"].ne(whole.weights["classifier.weight"]).any(), "AdamW began anew"
+    assert runs[3].losses[:4] == whole.losses[:4]
+    assert_equal(runs[3], runs[2], "stage 3 and stage 2")
+    assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
+
+
+def test_weights_alone_can_be_resumed_from(tmp_path):
+    run_ranks(_resumes_weights_only, 2, str(tmp_path), timeout=240)
+
+
+def _saved_by_trainer(folder):
+    train(PLAIN, folder, **SAVING)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="optimizer.pt .* was saved by Trainer"):
+        train(3, f"{folder}/zero", resume=f"{folder}/checkpoint-3", **SAVING)
+
+
+def test_a_checkpoint_of_trainer_is_refused_rather_than_resumed_without_its_optimizer(tmp_path):
+    run_ranks(_saved_by_trainer, 2, str(tmp_path), timeout=240)
+
+
+def _damaged(folder):
+    train(3, folder, **SAVING)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        path = f"{folder}/checkpoint-3/model.safetensors"
+        with open(path, "r+b") as file:
+            file.truncate(os.path.getsize(path) - 100)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="model.safetensors") as error:
+        train(3, folder, resume=f"{folder}/checkpoint-3", **SAVING)
+    assert "\n" not in str(error.value)
+
+
+def test_a_truncated_checkpoint_is_one_clear_error(tmp_path):
+    run_ranks(_damaged, 2, str(tmp_path), timeout=240)
+
+
+def _saves(folder, name):
+    """Saves after training at every stage; what `from_pretrained` makes of it equals the trained model."""
+    batch = {key: value for key, value in models.batch(name, seed=7).items()}
+    logits = {}
+    for stage in range(4):
+        seed_everything()
+        trainer = make(stage, f"{folder}/{stage}", models.build(name), Rows(name), max_steps=2)
+        trainer.train()
+        trainer.save_model()
+        trainer.model.eval()
+        with torch.no_grad():
+            logits[stage] = trainer.model(**batch).logits.clone()
+        assert torch.equal(logits[stage], logits[0])
+        wanted = weights_of(trainer.model)
+        loaded = type(trainer.model).from_pretrained(f"{folder}/{stage}").eval()
+        for key, weight in loaded.named_parameters():
+            assert torch.equal(weight, wanted[key]), f"stage {stage}: {key}"
+        with torch.no_grad():
+            error = (loaded(**batch).logits - logits[stage]).abs().max().item()
+        # The weights are the same bits at other addresses; grouped products of experts may then sum in another order.
+        assert error <= (1e-6 if name == "mixtral" else 0.0), f"stage {stage}: logits differ by {error}"
+    trainer.save_model(f"{folder}/elsewhere")
+    return sorted(os.listdir(f"{folder}/3"))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama-tied", "mixtral", "t5"])
+def test_what_any_stage_saves_loads_with_from_pretrained(tmp_path, name):
+    files, _ = run_ranks(_saves, 2, str(tmp_path), name, timeout=240)
+    assert {"config.json", "model.safetensors", "training_args.bin"} <= set(files)
+    assert (tmp_path / "elsewhere" / "config.json").exists()
+    first = (tmp_path / "0" / "model.safetensors").read_bytes()
+    for stage in (1, 2, 3):
+        assert (tmp_path / str(stage) / "model.safetensors").read_bytes() == first
+
+
+def _resumes_experts(folder):
+    whole = train(3, folder, "mixtral", **{**SAVING, "max_steps": 4})
+    resumed = train(3, folder, "mixtral", resume=f"{folder}/checkpoint-3", **{**SAVING, "max_steps": 4})
+    assert_equal(resumed, whole, "resumed and unbroken")
+
+
+def test_a_model_with_experts_resumes_with_its_experts(tmp_path):
+    run_ranks(_resumes_experts, 2, str(tmp_path), timeout=240)
+
+
+class Collator:
+    """Has a tokenizer, as the collators of transformers do."""
+
+    class tokenizer:
+        @staticmethod
+        def save_pretrained(folder):
+            with open(os.path.join(folder, "tokenizer.json"), "w") as file:
+                json.dump({}, file)
+
+    def __call__(self, rows):
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def _saves_a_plain_module(folder):
+    for kind in (3, 1):
+        seed_everything()
+        parts = {"data_collator": Collator()}
+        trainer = make(kind, f"{folder}/{kind}", Wrapped(), Rows("mlp"), parts=parts, **SAVING)
+        trainer.train()
+        trainer.save_model()
+        whole = record(trainer)
+        seed_everything()
+        trainer = make(kind, f"{folder}/{kind}", Wrapped(), Rows("mlp"), parts=parts, **SAVING)
+        trainer.train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-3")
+        assert_equal(record(trainer), whole, f"stage {kind}: resumed and unbroken")
+
+
+class Wrapped(models.Mlp):
+    """Not a `PreTrainedModel`: returns what Trainer asks of a model, and nothing else."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+
+    def forward(self, x, y):
+        return {"loss": super().forward(x, y)}
+
+
+def test_a_plain_module_is_saved_as_weights_with_the_collators_tokenizer(tmp_path):
+    run_ranks(_saves_a_plain_module, 2, str(tmp_path), timeout=240)
+    assert (tmp_path / "3" / "tokenizer.json").exists()
+    assert (tmp_path / "3" / "model.safetensors").exists()
+    assert not (tmp_path / "3" / "config.json").exists()
+
+
+def _cannot_write(folder):
+    trainer = make(3, folder, models.build("bert"), Rows("bert"), max_steps=1)
+    trainer.train()
+    shutil.rmtree(folder, ignore_errors=True)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        open(folder, "w").close()  # a file where the folder should be
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError):
+        trainer.save_model()
+
+
+def test_an_output_dir_that_cannot_be_written_fails_on_all_ranks(tmp_path):
+    run_ranks(_cannot_write, 2, str(tmp_path / "out"), timeout=240)

@@ -1,0 +1,188 @@
+"""Evaluation, prediction and generation with sharded weights, also when ranks have unlike amounts to do."""
+
+import numpy as np
+import pytest
+import torch
+
+import hf_zero
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, record, train
+
+
+def _accuracy(prediction) -> dict:
+    logits, labels = prediction.predictions, prediction.label_ids
+    return {"accuracy": float((logits.argmax(-1) == labels).mean()), "rows": len(labels)}
+
+
+def _evaluates(folder, count):
+    def fresh(kind):
+        parts = {"compute_metrics": _accuracy, "eval_dataset": Rows("bert", count, seed=1)}
+        return make(kind, folder, models.build("bert"), Rows("bert"), parts=parts)
+
+    def run(kind):
+        trainer = fresh(kind)
+        metrics = [trainer.evaluate()]  # before any training
+        if kind == PLAIN:
+            trainer = fresh(
+                kind
+            )  # Trainer does not wrap a model in DDP that it has evaluated before: ranks drift apart
+        trainer.train()
+        metrics.append(trainer.evaluate())
+        predicted = trainer.predict(Rows("bert", count, seed=2))
+        trainer.train()  # evaluation leaves a model that trains on
+        return trainer, metrics, predicted, record(trainer)
+
+    runs = {kind: run(kind) for kind in (0, 1, 2, 3, PLAIN)}
+    _, plain_metrics, plain_predicted, plain_record = runs[PLAIN]
+    assert_learned(plain_record)
+    for stage in range(4):
+        _, metrics, predicted, after = runs[stage]
+        assert np.array_equal(predicted.predictions, runs[0][2].predictions), f"stage {stage} and stage 0"
+        assert_equal(after, runs[0][3], f"stage {stage} and stage 0")
+        assert_close(after, plain_record, f"stage {stage} and Trainer")
+        for own, wanted in zip(metrics, plain_metrics, strict=True):
+            assert own["eval_rows"] == count
+            assert own["eval_accuracy"] == wanted["eval_accuracy"]
+            assert own["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
+        assert predicted.predictions.shape == plain_predicted.predictions.shape == (count, 5)
+        assert np.allclose(predicted.predictions, plain_predicted.predictions, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(predicted.label_ids, plain_predicted.label_ids)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 1])
+def test_evaluate_and_predict_before_and_after_training_with_uneven_last_batches(tmp_path, num_ranks):
+    run_ranks(_evaluates, num_ranks, str(tmp_path), 13, timeout=240)
+
+
+def _keeps_the_best(folder):
+    from transformers import EarlyStoppingCallback
+
+    def run(kind):
+        # The rate is so high that the loss on other data soon grows: the best model is not the last.
+        parts = {
+            "eval_dataset": Rows("bert", 6, seed=1),
+            "compute_metrics": _accuracy,
+            "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)],
+        }
+        trainer = make(
+            kind,
+            f"{folder}/{kind}",
+            models.build("bert"),
+            Rows("bert"),
+            parts=parts,
+            max_steps=12,
+            learning_rate=0.03,
+            eval_strategy="steps",
+            save_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            save_total_limit=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_loss",
+            greater_is_better=False,
+        )
+        trainer.train()
+        return trainer, record(trainer), trainer.evaluate()
+
+    runs = {kind: run(kind) for kind in (1, 3, PLAIN)}
+    assert_equal(runs[3][1], runs[1][1], "stage 3 and stage 1")
+    # At this rate rounding errors grow with every step; what counts is that the same step is the best.
+    assert_close(runs[3][1], runs[PLAIN][1], "stage 3 and Trainer", rtol=1e-3, atol=1e-4)
+    for trainer, run, evaluated in runs.values():
+        best = int(np.argmin(run.evals)) + 1
+        assert trainer.state.global_step == best + 2 < 12, "two evaluations without progress were to stop it"
+        assert trainer.state.best_global_step == best
+        assert evaluated["eval_loss"] == pytest.approx(min(run.evals), rel=1e-6), "the best model was to be loaded"
+    return runs[3][0].state.best_global_step
+
+
+def test_early_stopping_and_the_best_model_at_the_end(tmp_path):
+    best, _ = run_ranks(_keeps_the_best, 2, str(tmp_path), timeout=240)
+    kept = sorted(path.name for path in (tmp_path / "3").glob("checkpoint-*"))
+    assert kept == sorted({f"checkpoint-{best}", f"checkpoint-{best + 2}"}), "save_total_limit and the best one"
+
+
+def _generates(folder):
+    from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    steps_of = []
+
+    def run(kind):
+        model = models.build("t5")
+        # Rank 1 stops after a token or two, rank 0 goes on to the limit.
+        model.generation_config = GenerationConfig(
+            decoder_start_token_id=0,
+            pad_token_id=0,
+            eos_token_id=_first_answer(model) if _rank() == 1 else 1,
+            max_length=9,
+        )
+        settings = dict(output_dir=folder, max_steps=2, report_to=[], disable_tqdm=True, save_strategy="no")
+        settings |= dict(per_device_train_batch_size=2, per_device_eval_batch_size=2, predict_with_generate=True)
+        settings |= dict(generation_max_length=9, learning_rate=1e-4, adam_epsilon=1e-4)
+        if kind == PLAIN:
+            args = Seq2SeqTrainingArguments(use_cpu=True, **settings)
+            trainer = Seq2SeqTrainer(model=model, args=args)
+        else:
+            args = hf_zero.ZeroSeq2SeqTrainingArguments(zero_stage=kind, **settings)
+            trainer = hf_zero.ZeroSeq2SeqTrainer(model=model, args=args)
+        count = [0]
+        model.decoder.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+        first = trainer.predict(Rows("t5", 7)).predictions
+        steps_of.append(count[0])
+        return first, trainer.evaluate(Rows("t5", 7))["eval_loss"]
+
+    runs = {kind: run(kind) for kind in (3, 1, PLAIN)}
+    for kind in (3, 1):
+        assert np.array_equal(runs[kind][0], runs[PLAIN][0]), f"stage {kind}: {runs[kind][0]} and {runs[PLAIN][0]}"
+        assert runs[kind][1] == pytest.approx(runs[PLAIN][1], rel=1e-5)
+    return steps_of
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def _first_answer(model) -> int:
+    with torch.no_grad():
+        row = Rows("t5", 1).rows[0]
+        start = torch.zeros(1, 1, dtype=torch.long)
+        return int(model(input_ids=row["input_ids"][None], decoder_input_ids=start).logits[0, -1].argmax())
+
+
+def test_ranks_that_stop_generating_at_different_lengths_do_not_wait_for_each_other(tmp_path):
+    (_, _, plain_0), (_, _, plain_1) = run_ranks(_generates, 2, str(tmp_path), timeout=240)
+    assert plain_0 > plain_1, "rank 1 was to stop early"
+
+
+def _gathers_a_state_dict(folder):
+    trainer = make(3, folder, models.build("llama-tied"), Rows("llama"))
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model)
+    with hf_zero.gathered(trainer.model):
+        wanted = trainer.model.state_dict()
+        if _rank():
+            assert state == {}
+        else:
+            assert state.keys() == wanted.keys()
+            assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+def test_accelerates_get_state_dict_is_whole_on_the_first_rank(tmp_path):
+    run_ranks(_gathers_a_state_dict, 2, str(tmp_path), timeout=240)
+
+
+def _evaluates_during_training(folder):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "gradient_accumulation_steps": 2}
+    for name in ("llama", "bert"):
+        runs = {
+            kind: train(kind, folder, name, parts={"eval_dataset": Rows(name, 7, seed=1)}, **settings)
+            for kind in (1, 3, PLAIN)
+        }
+        assert len(runs[3].evals) == 5
+        assert_close(runs[1], runs[PLAIN], "stage 1 and Trainer")
+        assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
+
+
+def test_evaluation_between_the_steps_of_a_training(tmp_path):
+    run_ranks(_evaluates_during_training, 2, str(tmp_path), timeout=240)

@@ -1,0 +1,90 @@
+"""A training script for `Trainer` becomes one for `ZeroTrainer` by two changed lines, and torchrun starts it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import free_port
+
+
+SCRIPT = """
+import sys
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+from transformers import Trainer, TrainingArguments
+
+torch.manual_seed(0)
+model = BertForSequenceClassification(
+    BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+)
+data = [{"input_ids": torch.arange(8) + i, "labels": torch.tensor(i % 2)} for i in range(16)]
+args = TrainingArguments(
+    output_dir=sys.argv[1], max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no"
+)
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+trainer.save_model()
+print(f"world size {trainer.args.world_size}")
+"""
+
+CHANGES = {
+    "from transformers import Trainer, TrainingArguments": (
+        "from hf_zero import ZeroTrainer as Trainer, ZeroTrainingArguments as TrainingArguments"
+    ),
+    'report_to=[], save_strategy="no"': 'report_to=[], save_strategy="no", zero_stage=3',
+}
+
+
+def _launch(command: list[str], **env) -> tuple[int, str]:
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **env}
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=200)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, output
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    text = SCRIPT
+    for old, new in CHANGES.items():
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return path
+
+
+def test_two_changed_lines_under_torchrun(tmp_path, script):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    code, output = _launch([*launcher, str(script), str(tmp_path / "out")])
+    assert code == 0, output
+    assert output.count("world size 2") == 2, output
+    from transformers import BertForSequenceClassification
+
+    BertForSequenceClassification.from_pretrained(tmp_path / "out")
+
+
+def test_one_process_without_a_launcher(tmp_path, script):
+    code, output = _launch([sys.executable, str(script), str(tmp_path / "out")])
+    assert code == 0, output
+    assert "world size 1" in output
+
+
+def test_a_world_size_that_nobody_launched_ends_with_one_clear_line(tmp_path, script):
+    code, output = _launch([sys.executable, str(script), str(tmp_path / "out")], WORLD_SIZE="2")
+    assert code != 0
+    assert "ConfigError: WORLD_SIZE is 2 but RANK" in output.strip().splitlines()[-1], output
+    assert not (tmp_path / "out").exists()

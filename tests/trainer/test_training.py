@@ -1,0 +1,291 @@
+"""`ZeroTrainer` trains as `Trainer` does under DDP, whatever is asked of it, and the stages do so bit for bit."""
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+import hf_zero
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import (
+    PLAIN,
+    Rows,
+    assert_close,
+    assert_equal,
+    assert_learned,
+    make,
+    record,
+    train,
+    weights_of,
+)
+
+
+def _compare(folder, name, *, stages=(0, 1, 2, 3), equal=((1, 0), (2, 0), (3, 0)), steps=4, **kwargs):
+    """Trains at every stage and plainly; returns the runs."""
+    runs = {kind: train(kind, folder, name, **kwargs) for kind in (*stages, PLAIN)}
+    assert_learned(runs[PLAIN], steps)
+    for a, b in equal:
+        if a in runs and b in runs:
+            assert_equal(runs[a], runs[b], f"{kwargs}: stage {a} and stage {b}")
+    for stage in stages:
+        assert_close(runs[stage], runs[PLAIN], f"{kwargs}: stage {stage} and Trainer")
+    return runs
+
+
+def _trains(folder, name):
+    runs = _compare(folder, name)
+    assert max(runs[PLAIN].norms) > 0.1, "clipping was to be active"
+
+
+@pytest.mark.parametrize("name, num_ranks", [("bert", 2), ("llama-tied", 2), ("bert", 1)])
+def test_every_stage_trains_as_trainer_does(tmp_path, name, num_ranks):
+    run_ranks(_trains, num_ranks, str(tmp_path), name, timeout=240)
+
+
+def _accumulates(folder):
+    # Stages 0 and 1 add a rank's micro batches before the ranks, 2 and 3 the ranks before the micro batches.
+    equal = ((1, 0), (3, 2))
+    _compare(folder, "llama", equal=equal, stages=(0, 1, 2, 3), gradient_accumulation_steps=3, max_steps=2, steps=2)
+    # 28 rows, 2 ranks of 2: 7 batches, so that the last window of the epoch has one batch instead of three
+    short = {"data": Rows("llama", 28), "max_steps": -1, "num_train_epochs": 2, "steps": 6}
+    _compare(folder, "llama", equal=equal, stages=(1, 3), gradient_accumulation_steps=3, **short)
+    # without num_items_in_batch: a classifier's mean over a batch, divided by the number of batches
+    _compare(folder, "bert", stages=(1, 3), gradient_accumulation_steps=3, data=Rows("bert", 28), max_steps=3, steps=3)
+
+
+def test_accumulation_with_ragged_labels_and_a_short_last_window(tmp_path):
+    run_ranks(_accumulates, 2, str(tmp_path), timeout=240)
+
+
+class Stream(IterableDataset):
+    """Rows of which nobody knows how many there are."""
+
+    def __init__(self, name: str, count: int):
+        self.rows = Rows(name, count)
+
+    def __iter__(self):
+        return iter(self.rows.rows)
+
+
+def _streams(folder):
+    for count in (64, 14):  # the second ends in the middle of an accumulation window, and is begun anew
+        data = Stream("llama", count)
+        _compare(folder, "llama", stages=(1, 3), data=data, gradient_accumulation_steps=2)
+
+
+def test_iterable_data_without_a_length(tmp_path):
+    run_ranks(_streams, 2, str(tmp_path), timeout=240)
+
+
+def _varied(folder):
+    for settings in (
+        {"max_grad_norm": 0.0, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"label_smoothing_factor": 0.2, "neftune_noise_alpha": 5.0},
+    ):
+        _compare(folder, "llama", stages=(1, 3), **settings)
+    clipped = _compare(folder, "bert", stages=(1, 3), max_grad_norm=1e-3)
+    free = train(3, folder, "bert", max_grad_norm=0.0)
+    assert clipped[3].losses[0] == free.losses[0] and clipped[3].norms[0] == free.norms[0], (
+        "the norm is before clipping"
+    )
+    assert clipped[3].losses[2] != free.losses[2], "clipping was to matter"
+
+
+def test_clipping_schedules_label_smoothing_and_noise(tmp_path):
+    run_ranks(_varied, 2, str(tmp_path), timeout=240)
+
+
+def _plateaus(folder):
+    schedule = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0},  # never good enough: the rate falls every time
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "parts": {"eval_dataset": Rows("bert", 6, seed=1)},
+    }
+    runs = _compare(folder, "bert", stages=(1, 3), **schedule)
+    assert runs[3].rates[-1] < runs[3].rates[0], runs[3].rates
+
+
+def test_the_rate_falls_on_a_plateau_of_the_evaluation_loss(tmp_path):
+    run_ranks(_plateaus, 2, str(tmp_path), timeout=240)
+
+
+def _checkpoints_activations(folder, name):
+    base = train(3, folder, name)
+    for reentrant in (True, False):
+        settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        for stage in (2, 3):
+            run = train(stage, folder, name, **settings)
+            assert_equal(run, base, f"stage {stage}, reentrant {reentrant}, and without checkpointing")
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_gradient_checkpointing_of_both_kinds_changes_no_bit(tmp_path, name):
+    run_ranks(_checkpoints_activations, 2, str(tmp_path), name, timeout=240)
+
+
+def _optimizes(folder):
+    for optim in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"):
+        runs = _compare(folder, "bert", stages=(3,), optim=optim)
+        assert runs[PLAIN].losses[0] != runs[PLAIN].losses[1]
+
+
+def test_optimizers_by_name(tmp_path):
+    run_ranks(_optimizes, 2, str(tmp_path), timeout=240)
+
+
+def _own_optimizer(folder):
+    def run(kind):
+        model = models.build("bert")
+        head = [p for name, p in model.named_parameters() if "classifier" in name]
+        body = [p for name, p in model.named_parameters() if "classifier" not in name]
+        optimizer = torch.optim.SGD([{"params": head, "lr": 0.1}, {"params": body, "momentum": 0.5}], lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+        result = train(kind, folder, model=model, parts={"optimizers": (optimizer, scheduler)})
+        assert torch.allclose(
+            torch.tensor([group["lr"] for group in optimizer.param_groups]), torch.tensor([1e-3, 1e-4])
+        )
+        return result
+
+    runs = {kind: run(kind) for kind in (1, 3, PLAIN)}
+    assert_learned(runs[PLAIN])
+    assert runs[3].rates == pytest.approx([0.1, 0.1, 0.01, 0.01])
+    assert_equal(runs[3], runs[1], "stage 3 and stage 1")
+    assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
+    frozen = models.build("bert")
+    foreign = torch.optim.SGD(models.build("bert").parameters(), lr=0.1)
+    with pytest.raises(hf_zero.errors.ConfigError, match="not a parameter of the model"):
+        train(3, folder, model=frozen, parts={"optimizers": (foreign, None)})
+
+
+def test_a_users_own_optimizer_groups_and_scheduler(tmp_path):
+    run_ranks(_own_optimizer, 2, str(tmp_path), timeout=240)
+
+
+def _own_loss(folder):
+    from transformers import Trainer
+
+    class CustomTrainer(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = torch.nn.functional.cross_entropy(outputs.logits, labels, label_smoothing=0.3)
+            return (loss, outputs) if return_outputs else loss
+
+    data = {"parts": {"eval_dataset": Rows("bert", 6)}, "eval_strategy": "steps", "eval_steps": 2}
+    runs = _compare(folder, "bert", stages=(1, 3), mixin_on=CustomTrainer, **data)
+    usual = _compare(folder, "bert", stages=(3,), **data)
+    assert runs[3].losses[0] != usual[3].losses[0], "the override was to be used"
+    assert len(runs[3].evals) == 2
+
+
+def test_a_subclass_of_trainer_with_its_own_loss(tmp_path):
+    run_ranks(_own_loss, 2, str(tmp_path), timeout=240)
+
+
+def _trains_twice(folder):
+    def run(kind):
+        trainer = make(kind, folder, models.build("bert"), Rows("bert"))
+        trainer.train()
+        first = record(trainer)
+        trainer.train()
+        second = record(trainer)
+        assert all((first.weights[name] != second.weights[name]).any() for name in ("classifier.weight",))
+        return second
+
+    runs = {kind: run(kind) for kind in (1, 3, PLAIN)}
+    assert_learned(runs[PLAIN])
+    for stage in (1, 3):
+        assert_equal(runs[stage], runs[1], f"stage {stage} and stage 1")
+        assert_close(runs[stage], runs[PLAIN], f"stage {stage} and Trainer")
+
+
+def test_training_goes_on_when_train_is_called_again(tmp_path):
+    run_ranks(_trains_twice, 2, str(tmp_path), timeout=240)
+
+
+def _builds_the_model(folder):
+    def run(kind):
+        trainer = make(kind, folder, None, Rows("bert"), parts={"model_init": lambda: models.build("bert", seed=3)})
+        trainer.train()
+        trainer.train()  # from the beginning, with a new model
+        return record(trainer)
+
+    runs = {kind: run(kind) for kind in (1, 3, PLAIN)}
+    assert_equal(runs[3], runs[1], "stage 3 and stage 1")
+    assert_close(runs[3], runs[PLAIN], "stage 3 and Trainer")
+
+
+def test_a_model_init_is_called_for_every_training(tmp_path):
+    run_ranks(_builds_the_model, 2, str(tmp_path), timeout=240)
+
+
+def _half(folder, name):
+    runs = {kind: train(kind, folder, name, bf16=True) for kind in (0, 1, 2, 3, PLAIN)}
+    for stage in (1, 2, 3):
+        assert_equal(runs[stage], runs[0], f"bf16: stage {stage} and stage 0")
+    # Trainer keeps fp32 weights and rounds to the 8 bits of bf16 inside autocast, we round the weights: losses of
+    # ln(5) to ln(61) agree to about 2^-8, norms to some percent, and weights move by at most lr a step.
+    plain = runs[PLAIN]
+    assert runs[3].losses == pytest.approx(plain.losses, rel=1e-2)
+    assert runs[3].norms == pytest.approx(plain.norms, rel=5e-2)
+    exact = train(3, folder, name)
+    assert runs[3].losses != exact.losses, "bf16 was to be used"
+    for key, weight in runs[3].weights.items():
+        if weight.is_floating_point():
+            assert (weight.float() - plain.weights[key]).abs().max() < 2e-2, key
+    narrow = {kind: train(kind, folder, name, bf16=True, zero_reduce_dtype="bf16") for kind in (1, 3)}
+    assert_equal(narrow[3], narrow[1], "bf16 sums: stage 3 and stage 1")
+    assert narrow[3].norms != runs[3].norms, "bf16 sums were to be used"
+
+
+def test_bf16_keeps_fp32_masters_and_is_bit_equal_at_all_stages(tmp_path):
+    run_ranks(_half, 2, str(tmp_path), "llama", timeout=240)
+
+
+def _masters_learn_slowly(folder):
+    # A rate far below what bf16 can add to a weight: only an fp32 master can learn with it.
+    settings = {"bf16": True, "learning_rate": 1e-6, "weight_decay": 0.0, "lr_scheduler_type": "constant"}
+    trainer = make(3, folder, models.build("bert"), Rows("bert"), **settings)
+    before = {shard.name: shard.tensor.clone() for shard in trainer.accelerator.shard(trainer.model).named_shards()}
+    trainer.train()
+    for shard in trainer.zero_engine.named_shards():
+        assert shard.tensor.dtype is torch.float32
+        if shard.name == "bert.encoder.layer.0.attention.output.LayerNorm.weight":
+            assert (shard.tensor != before[shard.name]).any(), "weights near 1 move by 1e-6 a step"
+    assert weights_of(trainer.model)["classifier.weight"].dtype is torch.bfloat16
+
+
+def test_bf16_learns_with_rates_that_bf16_weights_would_lose(tmp_path):
+    run_ranks(_masters_learn_slowly, 2, str(tmp_path), timeout=240)
+
+
+def _reports(folder):
+    trainer = make(3, folder, models.build("bert"), Rows("bert"))
+    before = trainer.memory_report()
+    assert before.optimizer_nbytes == 0 and before.parameter_nbytes > 0
+    trainer.train()
+    report = trainer.memory_report()
+    numel = sum(p.numel() for p in trainer.model.parameters())
+    assert report.ddp_parameter_nbytes == 4 * numel
+    assert report.ddp_optimizer_nbytes == 8 * numel
+    # Half of everything, with padding: 16 elements at most after each parameter and at the end of each shard.
+    padding = 4 * 2 * 16 * (len(list(trainer.model.parameters())) + len(trainer.zero_engine.units))
+    assert 4 * numel / 2 <= report.parameter_nbytes <= 4 * numel / 2 + padding
+    assert 4 * numel / 2 <= report.gradient_nbytes <= 4 * numel / 2 + padding
+    assert 8 * numel / 2 <= report.optimizer_nbytes <= 8 * numel / 2 + 2 * padding
+    return report
+
+
+def test_the_memory_report_measures_what_a_rank_holds(tmp_path):
+    run_ranks(_reports, 2, str(tmp_path), timeout=240)
+
+
+def _compiles(folder):
+    runs = {kind: train(kind, folder, torch_compile_backend="eager", max_steps=2) for kind in (1, PLAIN)}
+    assert_close(runs[1], runs[PLAIN], "stage 1 and Trainer, both compiled")
+
+
+def test_a_compiled_model_trains_where_parameters_stay(tmp_path):
+    run_ranks(_compiles, 2, str(tmp_path), timeout=240)

@@ -1,0 +1,165 @@
+"""One training loop for all that is compared: hf_zero at any stage, DDP, and a single process."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_zero
+from tests import models
+
+
+@dataclass
+class Record:
+    """What a training leaves behind.
+
+    Args:
+        losses: of every micro batch, on this rank.
+        norms: of the gradients before clipping, of every step.
+        weights: whole, by name, after the last step.
+    """
+
+    losses: Tensor
+    norms: Tensor
+    weights: dict[str, Tensor]
+
+
+class Plain:
+    """A model in plain torch: alone, or under DDP when there are several ranks. Same face as `Sharded`."""
+
+    def __init__(self, model: nn.Module, make_optimizer: Callable, autocast: torch.dtype | None = None):
+        self.model = model
+        self.forward = (
+            DistributedDataParallel(model, find_unused_parameters=True) if dist.get_world_size() > 1 else model
+        )
+        self.optimizer = make_optimizer(model)
+        self.autocast = autocast
+
+    def __call__(self, **batch):
+        with torch.autocast("cpu", self.autocast) if self.autocast else nullcontext():
+            return self.forward(**batch)
+
+    def accumulating(self):
+        """Around all micro batches of a step but the last."""
+        return self.forward.no_sync() if self.forward is not self.model else nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    def clip_grad_value_(self, value: float) -> None:
+        nn.utils.clip_grad_value_(self.model.parameters(), value)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().float().clone() for name, p in self.model.named_parameters()}
+
+
+class Sharded:
+    """A model in hf_zero."""
+
+    def __init__(self, model: nn.Module, make_optimizer: Callable, stage: int, **settings):
+        self.model = model
+        self.engine = hf_zero.shard(model, stage=stage, **settings)
+        self.dtype = settings.get("compute_dtype") or torch.float32
+        optimizer = make_optimizer(model)
+        self.optimizer = hf_zero.ShardedOptimizer(self.engine, optimizer)
+        self.clip_grad_norm_ = self.optimizer.clip_grad_norm_
+        self.clip_grad_value_ = self.optimizer.clip_grad_value_
+
+    def __call__(self, **batch):
+        floating = {
+            key: x.to(self.dtype) for key, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()
+        }
+        return self.model(**{**batch, **floating})
+
+    def accumulating(self):
+        return nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        with hf_zero.gathered(self.model):
+            return {name: p.detach().float().clone() for name, p in self.model.named_parameters()}
+
+
+def adamw(model: nn.Module, lr: float = 1e-3, eps: float = 1e-4, **settings) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only; see `test_parity` for the choice of `eps`."""
+    return torch.optim.AdamW(models.decay_groups(model), lr=lr, eps=eps, **settings)
+
+
+def sgd(model: nn.Module, lr: float = 0.1, **settings) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, **settings)
+
+
+def loss_of(output) -> Tensor:
+    return output if isinstance(output, Tensor) else output.loss
+
+
+def train(subject: Plain | Sharded, name: str, *, num_steps: int = 10, max_norm: float | None = 0.1) -> Record:
+    """Trains on batches that differ by rank and step, with clipping unless `max_norm` is None."""
+    losses, norms = [], []
+    for step in range(num_steps):
+        loss = loss_of(subject(**models.batch(name, seed=1000 * step + dist.get_rank())))
+        loss.backward()
+        losses.append(loss.detach().float())
+        if max_norm is not None:
+            norms.append(subject.clip_grad_norm_(max_norm).detach())
+        subject.optimizer.step()
+        subject.optimizer.zero_grad()
+    return Record(torch.stack(losses), torch.stack(norms) if norms else torch.zeros(0), subject.weights())
+
+
+def train_accumulating(subject: Plain | Sharded, name: str, *, num_steps: int = 4, num_micro: int = 3) -> Record:
+    """Trains with several micro batches a step, every label of the step and of all ranks weighing the same.
+
+    The convention of transformers: each loss is the sum over labels divided by their number in the whole step, times
+    the number of ranks, since gradients are averaged over them.
+    """
+    num_ranks = dist.get_world_size()
+    losses, norms = [], []
+    for step in range(num_steps):
+        micros = [
+            [models.batch(name, seed=1000 * step + 10 * micro + rank) for rank in range(num_ranks)]
+            for micro in range(num_micro)
+        ]
+        # Causal models predict the next token: the first label of each sequence is not one.
+        num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for micro in micros for batch in micro)
+        for index, micro in enumerate(micros):
+            with subject.accumulating() if index < num_micro - 1 else nullcontext():
+                loss = loss_of(subject(**micro[dist.get_rank()], num_items_in_batch=num_items)) * num_ranks
+                loss.backward()
+            losses.append(loss.detach())
+        norms.append(subject.clip_grad_norm_(0.1).detach())
+        subject.optimizer.step()
+        subject.optimizer.zero_grad()
+    return Record(torch.stack(losses), torch.stack(norms), subject.weights())
+
+
+def assert_equal(a: Record, b: Record, what: str) -> None:
+    """Bit for bit."""
+    assert torch.equal(a.losses, b.losses), f"{what}: losses {a.losses.tolist()} and {b.losses.tolist()}"
+    assert torch.equal(a.norms, b.norms), f"{what}: norms {a.norms.tolist()} and {b.norms.tolist()}"
+    assert a.weights.keys() == b.weights.keys(), what
+    for name, weight in a.weights.items():
+        difference = (weight - b.weights[name]).abs().max()
+        assert torch.equal(weight, b.weights[name]), f"{what}: {name} differs by {difference}"
+
+
+def assert_close(a: Record, b: Record, what: str, *, loss=1e-6, norm=1e-6, weight=1e-5, atol=0.0) -> None:
+    """Losses, norms and weights agree within relative errors, those of a weight relative to its largest element.
+
+    Args:
+        atol (`float`): allowed for any weight, see the caller's derivation.
+    """
+    for key, bound in (("losses", loss), ("norms", norm)):
+        x, y = getattr(a, key), getattr(b, key)
+        error = ((x - y).abs() / y.abs()).max().item() if y.numel() else 0.0
+        assert error <= bound, f"{what}: {key} differ by {error:.2e} relative, bound {bound:.0e}: {x} and {y}"
+    assert a.weights.keys() == b.weights.keys(), what
+    for name, x in a.weights.items():
+        y = b.weights[name]
+        assert x.shape == y.shape, f"{what}: {name} is {tuple(x.shape)}, wanted {tuple(y.shape)}"
+        error = (x - y).abs().max().item() if y.numel() else 0.0
+        bound = weight * y.abs().max().item() + atol if y.numel() else 0.0
+        assert error <= bound, f"{what}: {name} differs by {error:.2e}, bound {bound:.2e}"
