@@ -96,7 +96,11 @@ class _Pool:
             limit = 5.0 if failures else timeout
             try:
                 ready = connection.poll(limit)
-                answer = pickle.loads(connection.recv_bytes()) if ready else ("failed", "Timeout", f"no answer within {limit:.0f} s")
+                answer = (
+                    pickle.loads(connection.recv_bytes())
+                    if ready
+                    else ("failed", "Timeout", f"no answer within {limit:.0f} s")
+                )
             except EOFError:
                 answer = ("failed", "Died", "the process ended")
             if answer[0] == "failed":

@@ -98,7 +98,8 @@ class PairwiseComm(DistributedComm):
         start, stop = piece
         own = full[self.rank * out.numel() + start : self.rank * out.numel() + stop]
         summands = [
-            own if peer == self.rank else self._staged(full.dtype, peer, stop - start) for peer in range(self.num_ranks)
+            own if peer == self.rank else self._staged(full.dtype, peer, stop - start)
+            for peer in range(self.num_ranks)
         ]
         scratch = self._scratch_of(dtype)
         for low in range(0, stop - start, SUM_NUMEL):

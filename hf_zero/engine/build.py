@@ -199,4 +199,3 @@ def _keep_in_fp32(model: nn.Module):
             names += getattr(module, attribute, None) or ()
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}(\.|$)" for name in names)) if names else None
     return lambda name: pattern is not None and pattern.search(name) is not None
-

@@ -51,7 +51,14 @@ class ZeroEngine(Uncopyable):
     """
 
     def __init__(
-        self, model: nn.Module, config: ZeroConfig, comm: Comm, *, root: Unit, schedule: Schedule, placeholders: Placeholders
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        comm: Comm,
+        *,
+        root: Unit,
+        schedule: Schedule,
+        placeholders: Placeholders,
     ):
         self.model = model
         self.placeholders = placeholders
@@ -287,7 +294,9 @@ class ZeroEngine(Uncopyable):
         self._is_backward_open = False
 
     def _drain(self) -> None:
-        for slots in {id(unit.gradient_slots): unit.gradient_slots for unit in self.units if unit.gradient_slots}.values():
+        for slots in {
+            id(unit.gradient_slots): unit.gradient_slots for unit in self.units if unit.gradient_slots
+        }.values():
             slots.drain()
 
     # The optimizer's side

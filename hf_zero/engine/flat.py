@@ -163,4 +163,3 @@ class Flat:
         for piece in self.layout.pieces(low, high):
             info = self.infos[piece.index]
             yield NamedShard(info.name, info.shape, piece.start, window[piece.offset : piece.offset + piece.numel])
-

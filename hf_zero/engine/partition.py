@@ -51,7 +51,9 @@ def partition(model: nn.Module) -> Partition:
         units = []
         for key, block in _members(container):
             owned = {
-                names[id(p)]: p for p in block.parameters() if users[id(p)] == 1 and id(p) not in taken and p.numel() > 0
+                names[id(p)]: p
+                for p in block.parameters()
+                if users[id(p)] == 1 and id(p) not in taken and p.numel() > 0
             }
             if owned:
                 units.append(UnitSpec(f"{path}.{key}".lstrip("."), block, owned))

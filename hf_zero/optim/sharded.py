@@ -182,14 +182,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = [used for gradient in gradients for used in gradient.used]
         if not own:
             return
-        flags = self.engine.comm.all_gather_vector(torch.tensor(own, dtype=torch.uint8, device=self.engine.comm.device))
+        flags = self.engine.comm.all_gather_vector(
+            torch.tensor(own, dtype=torch.uint8, device=self.engine.comm.device)
+        )
         anywhere = flags.amax(dim=0).tolist()
         for gradient in gradients if not all(own) else ():
             gradient.used = [bool(flag) for flag in anywhere[: len(gradient.used)]]
             anywhere = anywhere[len(gradient.used) :]
         if all(used for gradient in gradients for used in gradient.used):
             return
-        self.runs = [part for run in self.runs for part in self._divided(run, lambda index, g=run.gradient: g.used[index])]
+        self.runs = [
+            part for run in self.runs for part in self._divided(run, lambda index, g=run.gradient: g.used[index])
+        ]
         self._share_groups()
 
     def _divided(self, run: Run, key) -> list[Run]:
@@ -261,12 +265,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 continue
             for key, value in values.items():
                 old = self.state[run.param].get(key)
-                self.state[run.param][key] = torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
+                self.state[run.param][key] = (
+                    torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
+                )
 
     def _make_early_state(self) -> None:
         """The state of an optimizer that makes it when it is built (Adagrad), for the runs."""
         groups = [{**group, "params": list(group["params"])} for group in self.inner.param_groups]
-        self.state.update(type(self.inner)([group for group in groups if group["params"]], **self.inner.defaults).state)
+        self.state.update(
+            type(self.inner)([group for group in groups if group["params"]], **self.inner.defaults).state
+        )
 
     def _create_state(self) -> None:
         """Lets the inner optimizer make its state, by a step with zero gradients and no effect on the masters."""

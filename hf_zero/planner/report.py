@@ -42,7 +42,11 @@ def measure(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) 
     flats = [flat for unit in engine.units for flat in unit.flats]
     gradients = list(engine.gradients())
     compute = [flat.shard if flat.is_sharded else flat.full for flat in flats]
-    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)] if optimizer else []
+    state = (
+        [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+        if optimizer
+        else []
+    )
     resting = [g.reduced for g in gradients if g.reduced is not None] + [g.full for g in gradients if g.is_persistent]
     masters = [flat.master for flat in flats if flat.has_master]
     slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]
@@ -56,7 +60,9 @@ def measure(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) 
         optimizer_nbytes=_nbytes(masters) + _nbytes(state),
         buffer_nbytes=_nbytes(slots),
         ddp_parameter_nbytes=sum(info.shape.numel() * info.save_dtype.itemsize for info in ddp_params),
-        ddp_gradient_nbytes=sum(info.shape.numel() * info.save_dtype.itemsize for info in ddp_params if info.trainable),
+        ddp_gradient_nbytes=sum(
+            info.shape.numel() * info.save_dtype.itemsize for info in ddp_params if info.trainable
+        ),
         ddp_optimizer_nbytes=trainable * per_element,
     )
 

@@ -1,0 +1,55 @@
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+OLDEST_BIN := .venv-oldest/bin
+STAMP := .venv/.installed
+OLDEST_STAMP := .venv-oldest/.installed
+OLDEST_TRANSFORMERS := 5.17.0
+
+# The code under check; what is not there yet is left out.
+SOURCES := $(wildcard hf_zero tests benchmarks)
+
+# No hub, and no more threads than cores: most tests run two or four processes at once.
+RUN_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+TEST_ENV := $(RUN_ENV) OMP_NUM_THREADS=1
+
+.PHONY: quickstart test test-oldest quality style install clean
+
+quickstart: $(STAMP)
+	$(RUN_ENV) $(BIN)/python -m hf_zero.recipes classify --config recipes/quickstart.yaml --num_processes 2 --zero_stage 3
+
+test: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST_STAMP)
+	$(TEST_ENV) $(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS)
+
+quality: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+style: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+install: $(STAMP)
+
+# The stamp is made last: an installation that broke off is done again.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -e '.[test,quickstart]' -c constraints.txt
+	touch $@
+
+# The same pins, but for transformers and the hub client that follows it.
+$(OLDEST_STAMP): pyproject.toml constraints.txt
+	test -x $(OLDEST_BIN)/python || $(PYTHON) -m venv .venv-oldest
+	grep -v -i -E '^(transformers|huggingface_hub|tokenizers|sentence-transformers|peft|trl)==' constraints.txt \
+		> .venv-oldest/constraints.txt
+	echo 'transformers==$(OLDEST_TRANSFORMERS)' >> .venv-oldest/constraints.txt
+	$(OLDEST_BIN)/python -m pip install -q -e '.[test,quickstart]' -c .venv-oldest/constraints.txt
+	touch $@
+
+clean:
+	rm -rf build dist outputs *.egg-info .pytest_cache .ruff_cache
+	find hf_zero tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
