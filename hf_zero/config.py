@@ -94,7 +94,7 @@ class ZeroConfig:
         choose("stage", self.stage, STAGES)
         if self.compute_dtype is not None and not self.compute_dtype.is_floating_point:
             raise ConfigError(
-                f"compute_dtype: {self.compute_dtype} is not a floating dtype; use torch.bfloat16, torch.float16 or None"
+                f"compute_dtype: {self.compute_dtype} is not a floating dtype; give torch.bfloat16, float16 or None"
             )
         if self.reduce_dtype not in REDUCE_DTYPES.values():
             raise ConfigError(f"reduce_dtype: {self.reduce_dtype} is not one of torch.float32, torch.bfloat16")

@@ -12,7 +12,7 @@ copy, and in bf16 with fp32 masters:
 
 A gradient that is replicated until it is reduced (stages 0, 1) is collected in bf16, g = 2. Reduced gradients rest in
 the dtype of their sum: r = 2 with reduce_dtype bf16, and then they lie in the collected ones' memory, gm = 0, which is
-the table of docs/design.md; with fp32, the default, r = gm = 4, and a stage costs 2P/N or 4P/N more than that table.
+the table of README.md; with fp32, the default, r = gm = 4, and a stage costs 2P/N or 4P/N more than that table.
 
 Constant buffers, which do not grow with the number of layers:
 

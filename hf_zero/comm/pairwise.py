@@ -139,6 +139,6 @@ class PairwiseComm(DistributedComm):
 
 
 def _tag(verb: str, what: str) -> int:
-    """A message tag of its own for every unit and verb: ranks that fell out of step would wait for one another and fail
-    with a message, instead of taking one unit's values for another's."""
+    """A message tag of its own for every unit and verb: ranks that fell out of step wait for one another and fail with
+    a message, instead of taking one unit's values for another's."""
     return crc32(f"{verb} {what}".encode()) & 0x3FFFFFFF

@@ -28,8 +28,8 @@ def unit_of(param: Tensor) -> Unit | None:
 def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = False) -> Iterator[None]:
     """Makes parameters whole on every rank for as long as the context lasts. All ranks enter it together.
 
-    Whole units are gathered: the parameters' neighbours in their blocks become whole too. Parameters of a model that is
-    not sharded are left as they are.
+    Whole units are gathered: the parameters' neighbours in their blocks become whole too. Parameters of a model that
+    is not sharded are left as they are.
 
     Args:
         what (`nn.Module`, `Tensor` or iterable of `Tensor`): a module (all its parameters), or parameters.

@@ -161,7 +161,7 @@ def _bind(flats: list[list[Flat]], plan: StagePlan, comm: Comm, prefetch_units: 
 
 
 def _place_gradients(units: list[Unit], comm: Comm) -> None:
-    """Gives every trainable unit memory for its gradients: its own, or a few buffers for all blocks and one for the root."""
+    """Gives every trainable unit memory for its gradients: its own, or what the blocks share."""
     lent = [unit for unit in units if unit.gradients and not unit.gradients[0].is_persistent]
     root = [unit for unit in lent if unit is units[0]]
     for members in (lent[len(root) :], root):

@@ -142,8 +142,8 @@ class ZeroEngine(Uncopyable):
             last.detach()
 
     def _take(self, units: list[Unit], stack: Stack) -> None:
-        """Gathers units of a stack. Those that a backward will come to are noted: by what all ranks know, whether or not
-        this one skips a block."""
+        """Gathers units of a stack. Those that a backward will come to are noted: by what all ranks know, whether or
+        not this one skips a block."""
         if self._depth == 0:
             self._notes = torch.is_grad_enabled()  # a block that is called by hand
         for unit in units:
@@ -270,9 +270,9 @@ class ZeroEngine(Uncopyable):
             self.open_backward()
         if not unit.is_whole:
             raise LifecycleError(
-                f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through the "
-                "outputs of its forward, so its parameters were away; return the tensor from the block's forward, in a "
-                "tuple or dict, or use stage 2"
+                f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through "
+                "the outputs of its forward, so its parameters were away; return the tensor from the block's forward, "
+                "in a tuple or dict, or use stage 2"
             )
         unit.lend_gradients()
 

@@ -145,7 +145,7 @@ class Flat:
             target.copy_(self.master)
 
     def take_back(self) -> None:
-        """Makes rank 0's whole values everyone's: the shard and the master follow what was written to the parameters."""
+        """Makes rank 0's whole values everyone's: shard and master follow what was written to the parameters."""
         self.comm.broadcast_(self.full)
         low, high = self.owned
         if self.is_sharded:

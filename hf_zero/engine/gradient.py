@@ -54,8 +54,8 @@ class Gradient:
         """
         if self.is_persistent and self.is_reduced:
             raise LifecycleError(
-                f"{self.flat.infos[index].name}: a backward came after the gradients were clipped and before the optimizer "
-                "step; step first, or use stage 2 or 3"
+                f"{self.flat.infos[index].name}: a backward came after the gradients were clipped and before the "
+                "optimizer step; step first, or use stage 2 or 3"
             )
         is_filled = self.filled[index]
         self.filled[index] = self.used[index] = True
@@ -70,7 +70,7 @@ class Gradient:
             place.copy_(grad)
 
     def reduce(self, what: str) -> Pending:
-        """Averages what was collected over the ranks, into `reduced`. A parameter without a gradient counts as zero."""
+        """Averages what was collected over the ranks, into `reduced`. Where no gradient came, zero counts."""
         full, flat = self.full, self.flat
         for index, filled in enumerate(self.filled):
             if not filled:
@@ -144,7 +144,7 @@ class GradientSlots:
         return [*self._free, *self._busy]
 
     def acquire(self) -> Slot:
-        """A buffer to collect in: a new one as long as there is only one, then the one whose reduction is under way."""
+        """A buffer to collect in: a new one as long as there is one at most, then the one that is being reduced."""
         if not self._free and len(self._busy) > 1:
             self._settle_one()
         slot = self._free.pop() if self._free else Slot(self._nbytes, self._device)

@@ -46,7 +46,7 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
         _guard_state_dict(engine)
 
 
-# The hooks are partial calls and no closures, so that whoever copies or pickles a module meets the engine, which refuses.
+# The hooks are partial calls, not closures: whoever copies or pickles a module meets the engine, which refuses.
 
 
 def _install_on_outer(engine: ZeroEngine, module: nn.Module, stack: Stack | None) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters form a unit, read off the model's structure: its repeated blocks, and the root with all the rest."""
+"""Which parameters form a unit, read off the model's structure: its repeated blocks, and the root with the rest."""
 
 from dataclasses import dataclass
 

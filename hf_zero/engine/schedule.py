@@ -100,8 +100,8 @@ class Schedule:
             self._opened.append(units)
 
     def look_back(self, unit: Unit) -> Iterator[Unit]:
-        """A recomputation comes to `unit` before backward does: the units from the tape's end to it that were not taken
-        yet, which stay on the tape. Other passes than those that backward has come to are not looked at."""
+        """A recomputation comes to `unit` before backward does: the units from the tape's end to it that were not
+        taken yet, which stay on the tape. Other passes than those that backward has come to are not looked at."""
         tape = self._tape_of(unit)
         if tape is None or (self._opened and not any(tape is opened for opened in self._opened)):
             return
@@ -149,7 +149,7 @@ class Schedule:
         return visit
 
     def is_complete(self, unit: Unit) -> bool:
-        """Whether the backward under way has come to every noted use of `unit`. One off the tape may always come again."""
+        """Whether the backward under way has come to every noted use of `unit`. One off the tape may come again."""
         return unit in self._rewound and not self._left[unit]
 
     def after(self, unit: Unit, count: int) -> list[Unit]:

@@ -10,8 +10,8 @@ class ZeroGradScaler(GradScaler):
     """`torch.amp.GradScaler` whose overflow check covers all ranks' shards, so that all skip a step or none does."""
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
-        """Called by `unscale_`: divides the averaged gradients by the scale, and notes on every rank whether any rank's
-        overflowed."""
+        """Called by `unscale_`: divides the averaged gradients by the scale, and notes on every rank whether any
+        rank's overflowed."""
         sharded = sharded_of(optimizer)
         if sharded is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

@@ -7,15 +7,15 @@ from hf_zero.comm import Comm
 from hf_zero.engine.gradient import Gradient
 
 
-# torch's fp32 norm of a long CPU tensor is off by 1e-5 at 1 M elements and 3e-4 at 10 M; by rows of so many elements, which
-# are then added in fp64, it is exact to 4e-9, and no slower.
+# torch's fp32 norm of a long CPU tensor is off by 1e-5 at 1 M elements and 3e-4 at 10 M; by rows of so many elements,
+# which are then added in fp64, it is exact to 4e-9, and no slower.
 ROW_NUMEL = 1024
 
 
 def global_norm(gradients: list[Gradient], comm: Comm, norm_type: float = 2.0) -> Tensor:
     """The norm over all parameters and ranks of the averaged gradients, by one exchange of one number.
 
-    Every rank measures the ranges that it owns, at every stage the same ones, so the result does not depend on the stage.
+    Every rank measures the ranges that it owns, at every stage the same ones: the result does not depend on the stage.
 
     Args:
         gradients (`list[Gradient]`): the reduced gradients, in the same order on every rank.

@@ -62,8 +62,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         engine (`ZeroEngine`): the sharded model.
         optimizer (`type` or `torch.optim.Optimizer`): a class, which is then built on the trainable parameters, or an
-            optimizer that was built on the model's parameters: its groups and hyperparameters are kept, and it must not
-            have stepped yet.
+            optimizer that was built on the model's parameters: its groups and hyperparameters are kept, and it must
+            not have stepped yet.
         params (iterable, *optional*): with a class, parameters or groups of them, as `torch.optim` takes them.
         kwargs: with a class, its hyperparameters.
 
@@ -105,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates the masters by the averaged gradients, and lets the compute copies follow. Gradients are consumed."""
+        """Updates the masters by the averaged gradients; the compute copies follow. The gradients are consumed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -280,13 +280,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Lets the inner optimizer make its state, by a step with zero gradients and no effect on the masters."""
         if self._makes_state_early:
             self._make_early_state()
-        saved = [run.param.detach().clone() for run in self.runs]
-        for run in self.runs:
+        for run in self.runs:  # one at a time: what is set aside is one run
+            for index, group in enumerate(self.inner.param_groups):
+                group["params"] = [run.param] if index == run.group else []
+            values = run.param.detach().clone()
             run.param.grad = torch.zeros_like(run.param)
-        self.inner.step()
-        for run, values in zip(self.runs, saved):
+            self.inner.step()
             run.param.copy_(values)
             run.param.grad = None
+        self._share_groups()
 
     def groups_state(self) -> list[dict]:
         """The groups' hyperparameters that can be written as JSON, each with its parameters' names."""
@@ -354,7 +356,7 @@ def _named_groups(engine: ZeroEngine, optimizer) -> list[list[tuple[str, nn.Para
         for param in group["params"]:
             if id(param) not in names:
                 raise ConfigError(
-                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is not a parameter of the model; "
+                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is no parameter of the model; "
                     "build the optimizer on model.parameters()"
                 )
         groups.append([(names[id(param)], param) for param in group["params"]])
@@ -381,7 +383,7 @@ def _make_runs(engine: ZeroEngine, optimizer) -> list[Run]:
 
 
 def _cuts(run: Run, key) -> list[tuple[int, int]]:
-    """The ranges of a run in which `key(index of the parameter)` is the same; padding goes with what stands before it."""
+    """The ranges of a run in which `key(index of the parameter)` is the same; padding goes with what is before it."""
     places = run.flat.layout.places
     cuts, last = [run.start], None
     for position, index in enumerate(run.indices):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import prod
 
 
-# Parameters begin at multiples of so many elements: 64 bytes in fp32. Matrix kernels then see aligned operands, and the
-# vectorised loops of the fused optimizers never reach their scalar tails, whatever range of the buffer a rank owns.
+# Parameters begin at multiples of so many elements: 64 bytes in fp32. Matrix kernels then see aligned operands, and
+# the vectorised loops of fused optimizers never reach their scalar tails, whatever range of the buffer a rank owns.
 ALIGN_NUMEL = 16
 
 
