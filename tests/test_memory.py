@@ -8,7 +8,7 @@ copy, and in bf16 with fp32 masters:
     0       4P + 4P + 8P                                2P + gP + gmP  + 12P
     1       4P + 4P + 8P/N                              2P + gP + gmP/N + 12P/N
     2       4P + (4P + 8P)/N                            2P + (rP + 12P)/N
-    3       (4P + 4P + 8P)/N                            (2P + rP + 12P)/N
+    3       (4P + 4P + 8P)/N                            (rP + 12P)/N
 
 A gradient that is replicated until it is reduced (stages 0, 1) is collected in bf16, g = 2. Reduced gradients rest in
 the dtype of their sum: r = 2 with reduce_dtype bf16, and then they lie in the collected ones' memory, gm = 0, which is
@@ -17,7 +17,7 @@ the table of README.md; with fp32, the default, r = gm = 4, and a stage costs 2P
 Constant buffers, which do not grow with the number of layers:
 
     stage 3         prefetch_units + 1 slots of the largest block, and one of the root's size, in the compute dtype
-    stages 2, 3     two slots of the largest block and one of the root's size, in which gradients are collected
+    stages 2, 3     in backward: two slots of the largest block and one of the root's size, to collect gradients
     always          the staging bucket of the exchange, and its scratch of SUM_NUMEL elements per dtype of a sum
 """
 
@@ -105,7 +105,8 @@ def _classes(stage: int, num_ranks: int, compute: torch.dtype | None, reduce: to
         collected = 2 + (0 if reduced == 2 else reduced * share["state"])
     else:
         collected = reduced * own
-    return {"compute": 2 * share["compute"], "grad": collected, "state": 12 * share["state"]}
+    # at stage 3 the compute copy does not rest: it is cast from the master when it is gathered
+    return {"compute": 2 if stage < 3 else 0, "grad": collected, "state": 12 * share["state"]}
 
 
 def _held(subject: Sharded) -> dict[str, int]:
@@ -123,7 +124,8 @@ def _held(subject: Sharded) -> dict[str, int]:
 
     for flat in (flat for unit in engine.units for flat in unit.flats):
         add("compute", flat.full)
-        add("compute", flat.shard)
+        if flat.master.dtype is flat.dtype:
+            add("compute", flat.master)
         add("state", flat.master)
     for gradient in engine.gradients():
         add("grad", gradient.full)
@@ -141,9 +143,13 @@ def _buffers(engine: ZeroEngine, stage: int) -> int:
     nbytes = BUCKET_NBYTES + SUM_NUMEL * engine.config.reduce_dtype.itemsize
     if stage == 3:
         nbytes += ((engine.config.prefetch_units + 1) * max(blocks) + root) * size
-    if stage >= 2:
-        nbytes += (2 * max(blocks) + root) * size
     return nbytes
+
+
+def _buffers_of_backward(engine: ZeroEngine) -> int:
+    """Bytes of the buffers in which stages 2 and 3 collect gradients, see the note above."""
+    root, *blocks = _numels(engine)
+    return (2 * max(blocks) + root) * engine.units[0].flats[0].dtype.itemsize
 
 
 def _rests_as_the_table_says(stage: int, compute: torch.dtype | None, reduce: torch.dtype) -> None:
@@ -208,14 +214,19 @@ def _peak_of_a_step(stage: int, layers: int) -> tuple[int, ZeroEngine]:
 
 
 def _peaks_within_the_bound(layers: int) -> None:
-    """[Note: the bound] What rests (table and constant buffers, see above) stays; forward and backward add what they
-    add in plain torch, the gradient that autograd just made included; the fused optimizer and the norm add numbers."""
+    """[Note: the bound] Parameters, moments (12 bytes per parameter over N ranks) and constant buffers stay. Forward
+    and backward add activations as plain torch does, the gradient that autograd just made included; backward gives
+    them back block by block while the shards of the gradients (4 bytes) come block by block, and collects in its
+    buffers. So the two come to the larger of both, and to one block more of the smaller, since a block's gradients are
+    there before its activations are gone. The fused optimizer and the norm add numbers."""
     peak_of_stage_0, _ = _peak_of_a_step(0, layers)
     peak, engine = _peak_of_a_step(3, layers)
-    shards, buffers = 16 * sum(_numels(engine)) / dist.get_world_size(), _buffers(engine, 3)
-    activations = _activations_of_plain_torch(layers)
-    bound = 1.01 * (shards + buffers) + activations + SMALL_NBYTES
-    terms = f"shards {shards:.0f} + buffers {buffers} + activations {activations}"
+    shards = 12 * sum(_numels(engine)) / dist.get_world_size()
+    buffers = _buffers(engine, 3) + _buffers_of_backward(engine)
+    activations, gradients = _activations_of_plain_torch(layers), shards / 3
+    moving = max(activations, gradients) + min(activations, gradients) / layers
+    bound = 1.01 * (shards + buffers) + moving + SMALL_NBYTES
+    terms = f"shards {shards:.0f} + buffers {buffers} + activations {activations} or gradients {gradients:.0f}"
     assert peak <= bound, f"peak {peak} bytes, bound {bound:.0f}: {terms}"
     assert bound < peak_of_stage_0, (
         f"the bound says nothing: stage 0 peaks at {peak_of_stage_0}, bound {bound:.0f}: {terms}"

@@ -335,19 +335,23 @@ class ZeroEngine(Uncopyable):
                     f"unit {unit.name!r}: new values inside hf_zero.gathered(...); leave the context first"
                 )
 
-    def mark_updated(self) -> None:
-        """The masters have new values: the compute copies follow. All ranks call it."""
+    def mark_updated(self, only_trained: bool = False) -> None:
+        """The masters have new values: the compute copies follow. All ranks call it.
+
+        Args:
+            only_trained (`bool`): frozen parameters have kept their values.
+        """
         self.check_can_update()
         pendings: list[Pending] = []
         for unit in self.units:
-            pendings += unit.refresh()
+            pendings += unit.refresh(only_trained)
         for pending in pendings:
             pending.wait()
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
     def end_step(self) -> None:
         """After an optimizer step: the masters have new values, and this step's gradients are no more."""
-        self.mark_updated()
+        self.mark_updated(only_trained=True)
         self.clear_gradients()
         if not self._is_order_known:
             self._agree_on_order()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Comm
+from hf_zero.comm import Comm, Pending
 from hf_zero.config import Residency, StagePlan
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.shard.layout import Layout
@@ -60,8 +60,7 @@ class Flat:
     """
 
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
-    shard: Tensor  # the compute copy, this rank's range
-    master: Tensor  # what the optimizer updates: the compute copy itself unless dtypes differ
+    master: Tensor  # the values at rest, as far as this rank updates them; often the compute copy itself
     views: list[Tensor]  # of `full`, one per parameter, in its shape
 
     def __init__(
@@ -92,12 +91,12 @@ class Flat:
     @property
     def needs_spread(self) -> bool:
         """Whether every rank holds the whole compute copy but updates only its own range."""
-        return not self.is_sharded and self.plan.master is Residency.SHARDED and self.trainable
+        return not self.is_sharded and self.plan.master is Residency.SHARDED
 
     @property
     def has_master(self) -> bool:
-        """Whether the master is a tensor of its own beside the compute copy."""
-        return self.master is not self.shard and self.master is not self.full
+        """Whether the master is a tensor beside the compute copy. Where that does not rest, the master is all."""
+        return not self.is_sharded and self.master.dtype is not self.dtype
 
     @property
     def held(self) -> tuple[int, int]:
@@ -110,7 +109,7 @@ class Flat:
         self.views = [full[place.offset : place.stop].view(place.shape) for place in self.layout.places]
 
     def fill(self, master_dtype: torch.dtype | None) -> None:
-        """Takes over the parameters' data: rank 0's values, into `full`, the shard and the master.
+        """Takes over the parameters' data: rank 0's values, into the master and, where it rests, the compute copy.
 
         Args:
             master_dtype (`torch.dtype`, *optional*): dtype of a master of its own; `None` for none.
@@ -120,14 +119,19 @@ class Flat:
         for place, p in zip(self.layout.places, self.params):
             whole[place.offset : place.stop].copy_(p.detach().reshape(-1))
         self.comm.broadcast_(whole)
-        low, high = self.owned
-        if whole is not self.full:
+        if whole is not self.full and not self.is_sharded:
             self.full.copy_(whole)
-        self.shard = self.full[low:high].clone() if self.is_sharded else self.full[low:high]
-        if master_dtype is None:
-            self.master = self.full if self.plan.master is Residency.REPLICATED else self.shard
-        else:
-            self.master = whole if self.plan.master is Residency.REPLICATED else whole[low:high].clone()
+        held = whole[slice(*self.held)]
+        # a slot is another unit's next, and a whole master of which this rank holds a part is given up
+        is_lent = self.is_sharded or (whole is not self.full and held.numel() < whole.numel())
+        self.master = held.clone() if is_lent else held
+
+    def gather(self, what: str) -> Pending:
+        """Brings the whole values into `full`: this rank's range is written, cast if need be, and sent from there."""
+        own = self.full[slice(*self.owned)]
+        if self.is_sharded:
+            own.copy_(self.master)
+        return self.comm.gather(self.full, own, what=what)
 
     def attach(self) -> None:
         for p, view in zip(self.params, self.views):
@@ -140,18 +144,13 @@ class Flat:
     def refresh(self) -> None:
         """Writes the compute copy of the range that the master covers."""
         if self.has_master:
-            low, high = self.held
-            target = self.shard if self.is_sharded else self.full[low:high]
-            target.copy_(self.master)
+            self.full[slice(*self.held)].copy_(self.master)
 
     def take_back(self) -> None:
-        """Makes rank 0's whole values everyone's: shard and master follow what was written to the parameters."""
+        """Makes rank 0's whole values everyone's: the master follows what was written to the parameters."""
         self.comm.broadcast_(self.full)
-        low, high = self.owned
-        if self.is_sharded:
-            self.shard.copy_(self.full[low:high])
-        if self.has_master:
-            # What was not written keeps its master: the compute copy is a rounded one.
+        if self.is_sharded or self.has_master:
+            # What was not written keeps its master: the compute copy may be a rounded one.
             values = self.full[slice(*self.held)]
             written = values != self.master.to(values.dtype)
             self.master.copy_(torch.where(written, values.to(self.master.dtype), self.master))

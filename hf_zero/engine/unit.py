@@ -66,7 +66,7 @@ class Unit(Uncopyable):
             self.slot.holder.evict()
         self.slot.holder = self
         self.phase = moved(self.name, self.phase, Phase.GATHERING)
-        self._gathering = [flat.comm.gather(flat.full, flat.shard, what=self.name) for flat in self.flats]
+        self._gathering = [flat.gather(self.name) for flat in self.flats]
 
     def settle(self) -> None:
         """Waits for a gather under way."""
@@ -101,14 +101,18 @@ class Unit(Uncopyable):
             self.detach()
             self.phase = moved(self.name, self.phase, Phase.SHARDED)
 
-    def refresh(self) -> list[Pending]:
-        """Makes the compute copy follow the masters: sharded values are gathered when next used, others now."""
-        for flat in self.flats:
+    def refresh(self, only_trained: bool) -> list[Pending]:
+        """Makes the compute copy follow the masters: sharded values are gathered when next used, others now.
+
+        Args:
+            only_trained (`bool`): frozen parameters have kept their values.
+        """
+        flats = [flat for flat in self.flats if flat.trainable or not only_trained]
+        for flat in flats:
             flat.refresh()
-        if self.is_sharded:
+        if self.is_sharded and flats:
             self.evict()
-            return []
-        return [flat.comm.gather(flat.full, flat.shard, what=self.name) for flat in self.flats if flat.needs_spread]
+        return [flat.gather(self.name) for flat in flats if flat.needs_spread]
 
     @property
     def has_collected(self) -> bool:
@@ -137,7 +141,7 @@ class Unit(Uncopyable):
         for flat in self.flats:
             flat.bind(torch.empty_like(flat.full))
         self.phase = moved(self.name, self.phase, Phase.GATHERING)
-        self._gathering = [flat.comm.gather(flat.full, flat.shard, what=self.name) for flat in self.flats]
+        self._gathering = [flat.gather(self.name) for flat in self.flats]
         self.attach()
 
     def come_home(self) -> None:

@@ -14,7 +14,7 @@ class MemoryReport:
     """Bytes on one rank by tensor class, each tensor counted once.
 
     Args:
-        parameter_nbytes (`int`): the compute copies.
+        parameter_nbytes (`int`): the parameters as they rest: compute copies at stages 0 to 2, masters at stage 3.
         gradient_nbytes (`int`): gradients that rest between backward and step.
         optimizer_nbytes (`int`): masters that are tensors of their own, and optimizer state.
         buffer_nbytes (`int`): reused slots for gathering and for collecting gradients.
@@ -41,7 +41,7 @@ def measure(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) 
     """
     flats = [flat for unit in engine.units for flat in unit.flats]
     gradients = list(engine.gradients())
-    compute = [flat.shard if flat.is_sharded else flat.full for flat in flats]
+    parameters = [flat.master if flat.is_sharded else flat.full for flat in flats]
     state = (
         [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
         if optimizer
@@ -55,7 +55,7 @@ def measure(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) 
     trainable = sum(info.shape.numel() for info in ddp_params if info.trainable)
     per_element = _per_element(optimizer) if optimizer else 0
     return MemoryReport(
-        parameter_nbytes=_nbytes(compute),
+        parameter_nbytes=_nbytes(parameters),
         gradient_nbytes=_nbytes(resting),
         optimizer_nbytes=_nbytes(masters) + _nbytes(state),
         buffer_nbytes=_nbytes(slots),

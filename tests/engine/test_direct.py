@@ -11,7 +11,7 @@ from hf_zero.engine import direct
 
 
 class Net(nn.Module):
-    """Embeddings with padding, linear modules with and without bias, and a head that may share the embeddings' weight."""
+    """Embeddings with padding, linear modules with and without bias, and a head that may share the first weight."""
 
     def __init__(self, tied: bool = False):
         super().__init__()
