@@ -4,6 +4,8 @@ Gathers and reductions have a process group each, so that neither waits behind t
 own streams, ordered after the work that the current stream had when they were issued.
 """
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,9 +29,10 @@ class NativeComm(DistributedComm):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float):
         super().__init__(group, device, timeout_seconds)
-        ranks = dist.get_process_group_ranks(group)
-        self._gather_group = dist.new_group(ranks)
-        self._reduce_group = dist.new_group(ranks)
+        ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
+        # local: the members of a part of the world make their groups without the others
+        self._gather_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        self._reduce_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         work = _all_gather(full, shard, group=self._gather_group, async_op=True)

@@ -1,5 +1,6 @@
 """Which collectives this process needs: none, pairwise exchange, or the backend's own."""
 
+import atexit
 import os
 from datetime import timedelta
 
@@ -41,12 +42,19 @@ def connect(
             f"WORLD_SIZE is {launched} but the process group has {dist.get_world_size()} ranks; "
             "launch with torchrun, and let it set the environment"
         )
+    atexit.register(_leave)
     group = group or dist.group.WORLD
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
     if _backend(group, device) == "gloo":
         return PairwiseComm(group, device, timeout_seconds, bucket_nbytes)
     return NativeComm(group, device, timeout_seconds)
+
+
+def _leave() -> None:
+    """At the end of the program: a backend's threads that outlive the interpreter may abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

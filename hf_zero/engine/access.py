@@ -1,7 +1,7 @@
 """The public way to whole parameters: `hf_zero.gathered`."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
@@ -42,10 +42,8 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
         params = [what] if isinstance(what, Tensor) else list(what)
     units = {unit_of(param) for param in params} - {None}
     held = sorted(units, key=lambda unit: unit.index)
-    for unit in held:
-        unit.pin()
-    try:
-        yield
-    finally:
+    with ExitStack() as pinned:
         for unit in held:
-            unit.unpin(writeback)
+            unit.pin()
+            pinned.callback(unit.unpin, writeback)
+        yield

@@ -119,6 +119,8 @@ def _assemble(model, config, comm, units, parts, placeholders) -> ZeroEngine:
     engine = ZeroEngine(model, config, comm, root=units[0], schedule=schedule, placeholders=placeholders)
     hooks.install(engine, {by_name[spec.name]: spec.module for spec in specs[1:]}, owners)
     model.__dict__[ENGINE_ATTRIBUTE] = engine
+    if any(unit.is_sharded for unit in engine.units):
+        model._is_fsdp_managed_module = True  # `generate`: ranks that end early go on, so that none waits for them
     return engine
 
 
@@ -175,11 +177,13 @@ def _place_gradients(units: list[Unit], comm: Comm) -> None:
 
 def _place_buffers(model: nn.Module, comm: Comm) -> None:
     """Buffers stay whole on every rank: on the engine's device, with rank 0's values."""
+    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old ones live on, so that no id comes twice
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                # contiguous: an expanded view could not be written
-                module._buffers[name] = buffer.detach().to(comm.device).contiguous()
+                # contiguous: an expanded view could not be written; once: modules may share a buffer
+                placed.setdefault(id(buffer), (buffer, buffer.detach().to(comm.device).contiguous()))
+                module._buffers[name] = placed[id(buffer)][1]
     for _, buffer in model.named_buffers():
         if buffer.numel():
             comm.broadcast_(torch.view_as_real(buffer) if buffer.is_complex() else buffer)

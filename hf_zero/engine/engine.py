@@ -69,7 +69,7 @@ class ZeroEngine(Uncopyable):
         self.schedule = schedule
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
-        self.handles: list = []  # of every hook on the model, until the engine is taken off again
+        self.handles: list = []  # of every hook on the model; keeps the AccumulateGrad nodes alive that have some
         self._depth = 0  # how many forwards of hooked modules are under way, one in another
         self._is_order_known = comm.num_ranks == 1 or not self.blocks
         self._notes = True  # whether the outermost forward under way is to be followed by a backward
@@ -219,12 +219,11 @@ class ZeroEngine(Uncopyable):
         """Every unit that has not been reduced is, in a fixed order; nothing stays attached."""
         self._pass_over(self.schedule.finish_passes())
         self._turn_to(None)
-        if self.plan.grad is Residency.SHARDED:
-            for unit in [*reversed(self.blocks), self.root]:
-                if unit not in self._closed:
-                    unit.reduce_gradients()
-                elif unit.has_collected:
-                    raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
+        for unit in [*reversed(self.blocks), self.root]:
+            if unit not in self._closed and unit.reduces_each_backward:
+                unit.reduce_gradients()
+            elif unit in self._closed and unit.has_collected:
+                raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
         self._drain()
         for unit in self.units:
             unit.detach()
@@ -266,7 +265,7 @@ class ZeroEngine(Uncopyable):
         """
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
-        if self.plan.grad is Residency.SHARDED:
+        if not gradient.rests_where_collected:
             self.open_backward()
         if not unit.is_whole:
             raise LifecycleError(
@@ -316,7 +315,7 @@ class ZeroEngine(Uncopyable):
         self._drain()
 
     def clear_gradients(self) -> None:
-        """Forgets all gradients; the memory stays."""
+        """Forgets all gradients, and gives back the shards of them."""
         if self._is_backward_open and not in_backward():
             self.recover()
         for gradient in self.gradients():

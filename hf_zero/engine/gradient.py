@@ -39,12 +39,15 @@ class Gradient:
         """Whether `full` stays between backward passes, because it is the resting place of the summand."""
         return self.flat.plan.grad is not Residency.SHARDED
 
+    @property
+    def rests_where_collected(self) -> bool:
+        """Whether `reduced` is (a range of) `full`: reduced once a step, when the last micro-batch is in."""
+        return self.is_persistent and self.full.dtype is self.dtype
+
     def lend(self, full: Tensor) -> None:
-        """Gives memory in which gradients are collected. Only the padding is cleared: the rest is overwritten."""
+        """Gives memory in which gradients are collected. It is overwritten."""
         self.full = full
         self.views = [full[place.offset : place.stop].view(place.shape) for place in self.flat.layout.places]
-        for start, stop in self._pads:
-            full[start:stop].zero_()
 
     def place(self, index: int) -> tuple[Tensor, bool]:
         """Where one parameter's gradient goes, and whether there is one already, to which to add. It counts as filled.
@@ -52,7 +55,7 @@ class Gradient:
         Raises:
             `LifecycleError`: when the gradients of this step are reduced already and rest where they were collected.
         """
-        if self.is_persistent and self.is_reduced:
+        if self.rests_where_collected and self.is_reduced:
             raise LifecycleError(
                 f"{self.flat.infos[index].name}: a backward came after the gradients were clipped and before the "
                 "optimizer step; step first, or use stage 2 or 3"
@@ -72,6 +75,8 @@ class Gradient:
     def reduce(self, what: str) -> Pending:
         """Averages what was collected over the ranks, into `reduced`. Where no gradient came, zero counts."""
         full, flat = self.full, self.flat
+        for start, stop in self._pads:  # each time: clipping by a norm that is not finite reaches the padding too
+            full[start:stop].zero_()
         for index, filled in enumerate(self.filled):
             if not filled:
                 self.views[index].zero_()
@@ -93,7 +98,7 @@ class Gradient:
     def _make_reduced(self) -> Tensor:
         layout, (low, high) = self.flat.layout, self.flat.owned
         whole = self.flat.plan.grad is Residency.REPLICATED
-        if self.is_persistent and self.full.dtype is self.dtype:
+        if self.rests_where_collected:
             return self.full if whole else self.full[low:high]
         numel = layout.full_numel if whole else layout.shard_numel
         return torch.empty(numel, dtype=self.dtype, device=self.flat.comm.device)

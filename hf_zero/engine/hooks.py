@@ -36,14 +36,22 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
                 engine.handles.append((node, node.register_hook(lambda *_, take=take: take())))
                 sinks[id(param)] = Sink(engine, unit, gradient, index, node)
     direct.install(engine, sinks)
-    if engine.plan.grad is not Residency.SHARDED and engine.plan.compute is not Residency.SHARDED:
+    engine.model.zero_grad = partial(_zero_grad, engine)
+    if not any(unit.is_sharded or unit.reduces_each_backward for unit in engine.units):
         return  # nothing is moved during forward and backward
     for module in _outer_modules(engine.model, modules, engine.root):
         _install_on_outer(engine, module, owners.get(module))
-    for unit, module in modules.items():
+    moves_blocks = engine.plan.grad is Residency.SHARDED or engine.plan.compute is Residency.SHARDED
+    for unit, module in modules.items() if moves_blocks else ():
         _install_on_block(engine, unit, module)
     if any(unit.is_sharded for unit in engine.units):
         _guard_state_dict(engine)
+
+
+def _zero_grad(engine: ZeroEngine, set_to_none: bool = True) -> None:
+    """What `model.zero_grad()` is once the gradients are the engine's."""
+    engine.clear_gradients()
+    type(engine.model).zero_grad(engine.model, set_to_none)
 
 
 # The hooks are partial calls, not closures: whoever copies or pickles a module meets the engine, which refuses.

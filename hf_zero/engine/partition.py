@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hf_zero.errors import UnsupportedError
@@ -87,7 +88,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
         `UnsupportedError`: for DTensors, uninitialised, sparse or subclassed parameters.
     """
     for name, p in model.named_parameters():
-        plain = type(p) is nn.Parameter and type(p.data).__name__ == "Tensor" and p.layout.__str__() == "torch.strided"
+        plain = type(p) is nn.Parameter and type(p.data).__name__ == "Tensor" and p.layout is torch.strided
         if not plain:
             raise UnsupportedError(
                 f"{name}: {type(p).__name__} of {type(p.data).__name__} cannot be sharded; "

@@ -54,6 +54,10 @@ class Stack:
         return passed
 
 
+# Forwards with gradients whose backward never comes (inference without `no_grad`) are forgotten in the end.
+MAX_PASSES = 64
+
+
 @dataclass(frozen=True)
 class Visit:
     """A unit that backward comes to. `is_taken`: a recomputation has had it gathered before."""
@@ -87,6 +91,8 @@ class Schedule:
         """Starts a new pass on the tape."""
         if self._passes[-1]:
             self._passes.append([])
+        if len(self._passes) > MAX_PASSES:
+            self._left.subtract(self._passes.pop(0))
 
     def note(self, unit: Unit) -> None:
         """Records that a forward took this unit and that its backward is to come."""

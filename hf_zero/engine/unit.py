@@ -1,6 +1,5 @@
 """The unit: parameters that are gathered, attached, released and reduced together."""
 
-import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
@@ -47,6 +46,7 @@ class Unit(Uncopyable):
         self.pins = 0  # how many `gathered` contexts hold the parameters
         self._gathering: list[Pending] = []
         self._gradient_slot: Slot | None = None
+        self._was_attached = False  # when it was pinned
         self._homes: list[Tensor] = []  # where the whole values appear when not pinned; empty while they are there
 
     @property
@@ -115,6 +115,12 @@ class Unit(Uncopyable):
         return [flat.gather(self.name) for flat in flats if flat.needs_spread]
 
     @property
+    def reduces_each_backward(self) -> bool:
+        """Whether its gradients are reduced at the end of every backward: sharded ones, and those in half precision,
+        which would lose what later micro-batches add."""
+        return any(not gradient.rests_where_collected for gradient in self.gradients)
+
+    @property
     def has_collected(self) -> bool:
         """Whether gradients have come in that are not reduced yet."""
         return any(any(gradient.filled) for gradient in self.gradients)
@@ -129,20 +135,24 @@ class Unit(Uncopyable):
 
     def pin(self) -> None:
         """Makes the parameters whole in memory of their own, outside of the slots, until `unpin`."""
-        if self.phase is Phase.ATTACHED:
+        if self.pins or not self.is_sharded:
             self.pins += 1
-            return  # in use already: whoever attached it detaches it after the last `unpin`
-        self.evict()
-        self.pins += 1
-        if self.slot.holder is self:
-            self.slot.holder = None
+            return
+        self._was_attached = self.phase is Phase.ATTACHED
+        if not self._was_attached:
+            self._leave_slot()
+        self.pins = 1
         # Autograd may hold views of the slot from a forward: the private memory leaves them as they are.
         self._homes = [flat.full for flat in self.flats]
-        for flat in self.flats:
-            flat.bind(torch.empty_like(flat.full))
-        self.phase = moved(self.name, self.phase, Phase.GATHERING)
-        self._gathering = [flat.gather(self.name) for flat in self.flats]
-        self.attach()
+        for flat, home in zip(self.flats, self._homes):
+            flat.bind(home.clone())
+        if self._was_attached:
+            for flat in self.flats:
+                flat.attach()
+        else:
+            self.phase = moved(self.name, self.phase, Phase.GATHERING)
+            self._gathering = [flat.gather(self.name) for flat in self.flats]
+            self.attach()
 
     def come_home(self) -> None:
         """Brings the values of a pinned unit also into its slot, where autograd's views of a former forward look."""
@@ -161,12 +171,22 @@ class Unit(Uncopyable):
         self.pins -= 1
         if self.pins or not self._homes:
             return
+        homes, self._homes = self._homes, []
+        # in use when it was pinned, and its slot not taken since: whoever attached it detaches it
+        stays = self._was_attached and self.slot.holder is self
+        for flat, home in zip(self.flats, homes):
+            if stays:
+                home.copy_(flat.full)
+            flat.bind(home)
+            if stays:
+                flat.attach()
+        if not stays:
+            self._leave_slot()
+
+    def _leave_slot(self) -> None:
+        self.evict()
         if self.slot.holder is self:
             self.slot.holder = None
-        self.evict()
-        for flat, home in zip(self.flats, self._homes):
-            flat.bind(home)
-        self._homes = []
 
     def reduce_gradients(self) -> None:
         """Averages what was collected over the ranks: all ranks call it for the same units in the same order."""
@@ -205,8 +225,11 @@ def reassign_slots(units: list[Unit]) -> None:
         units (`list[Unit]`): the blocks' units in their new order, none of them gathered.
     """
     slots = list({id(unit.slot): unit.slot for unit in units if unit.slot is not None}.values())
-    for position, unit in enumerate(units if slots else ()):
+    for unit in units:
         unit.evict()
+    for slot in slots:
+        slot.holder = None
+    for position, unit in enumerate(units if slots else ()):
         unit.slot = slots[position % len(slots)]
         parts = [(flat.layout.full_numel, flat.dtype) for flat in unit.flats]
         for flat, full in zip(unit.flats, unit.slot.views(parts)):

@@ -27,13 +27,18 @@ def global_norm(gradients: list[Gradient], comm: Comm, norm_type: float = 2.0) -
     """
     owned = [part for gradient in gradients for part in _rows(gradient.owned_range())]
     if owned:
-        norms = torch.cat([torch.linalg.vector_norm(part, norm_type, dim=1) for part in owned]).double()
+        norms = torch.cat([_row_norms(part, norm_type) for part in owned]).double()
     else:
         norms = torch.zeros(1, dtype=torch.float64, device=comm.device)
     if norm_type == float("inf"):
         return comm.all_gather_vector(norms.max().reshape(1)).max().float()
     own = norms.pow(norm_type).sum().reshape(1)
     return comm.all_gather_vector(own).sum().pow(1.0 / norm_type).float()
+
+
+def _row_norms(rows: Tensor, norm_type: float) -> Tensor:
+    dtype = torch.promote_types(rows.dtype, torch.float32)  # a norm of bf16 numbers would be rounded to bf16
+    return torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=dtype)
 
 
 def _rows(flat: Tensor) -> list[Tensor]:

@@ -103,6 +103,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
+    def add_param_group(self, param_group: dict) -> None:
+        """Refused: the runs are cut by the groups when the optimizer is built."""
+        if hasattr(self, "param_groups") and self.param_groups is self.inner.param_groups:
+            raise LifecycleError(
+                "add_param_group: the shards are assigned; give all groups when the optimizer is built"
+            )
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(self, closure=None):
         """Updates the masters by the averaged gradients; the compute copies follow. The gradients are consumed."""
@@ -264,7 +272,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.state.pop(run.param, None)
                 continue
             for key, value in values.items():
-                old = self.state[run.param].get(key)
+                if key not in self.state[run.param]:
+                    raise CheckpointError(
+                        f"{names[0]}: the checkpoint has optimizer state {key!r}, {type(self.inner).__name__} has "
+                        f"{sorted(self.state[run.param])}; resume with the optimizer that saved it"
+                    )
+                old = self.state[run.param][key]
                 self.state[run.param][key] = (
                     torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
                 )
@@ -328,10 +341,10 @@ def refuse_non_elementwise(cls: type) -> None:
     Raises:
         `UnsupportedError`: naming the optimizer and those that work.
     """
-    if not any(base.__name__ in ELEMENTWISE for base in cls.__mro__) and not getattr(cls, "elementwise", False):
+    if cls.__name__ not in ELEMENTWISE and not getattr(cls, "elementwise", False):
         raise UnsupportedError(
             f"optimizer {cls.__name__}: is not known to update each element by itself, so it cannot run on shards; "
-            f"use one of {', '.join(sorted(ELEMENTWISE))}"
+            f"use one of {', '.join(sorted(ELEMENTWISE))}, or set `elementwise = True` on a class that is"
         )
 
 

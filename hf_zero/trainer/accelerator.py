@@ -38,10 +38,7 @@ class ZeroAccelerator(Accelerator):
 
     def shard(self, model: nn.Module) -> ZeroEngine:
         """The engine of a model, which is sharded now unless it is already."""
-        engine = engine_of(model) or shard_with(model, self.zero_config, device=self.zero_device)
-        if engine.stage == 3 and engine.comm.num_ranks > 1:
-            model._is_fsdp_managed_module = True  # ranks that end early keep generating, so that none waits for them
-        return engine
+        return engine_of(model) or shard_with(model, self.zero_config, device=self.zero_device)
 
     def prepare_model(self, model: nn.Module, device_placement=None, evaluation_mode: bool = False) -> nn.Module:
         """Shards the model; autocast and compilation apply as usual, DDP does not."""

@@ -137,10 +137,11 @@ class ZeroArgumentsMixin:
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size: ranks would disagree on the batch size; set the batch size")
         compiles = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
-        if self.zero_stage == 3 and (compiles or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"):
+        compiles = compiles or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+        if compiles and (int(self.zero_stage) > 1 or self.bf16 or self.fp16):
             raise ConfigError(
-                "torch_compile: parameters that come and go at stage 3 would be compiled again and again; "
-                "use --zero_stage 2"
+                "torch_compile: the engine's hooks on blocks, and in half precision on the model, do not compile; "
+                "use --zero_stage 1 in fp32"
             )
         if self.bf16_full_eval or self.fp16_full_eval:
             raise ConfigError(

@@ -10,7 +10,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from hf_zero.checkpoint import load_state, load_weights, save_pretrained, save_state
-from hf_zero.checkpoint.agreement import together
+from hf_zero.checkpoint.agreement import on_first, together
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim import ShardedOptimizer, refuse_non_elementwise, sharded_of
@@ -97,7 +97,11 @@ class ZeroTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_state(self.zero_engine, self._zero_optimizer, output_dir)
-        if self.args.should_save and self.lr_scheduler is not None:
+        comm = self.zero_engine.comm
+        together(comm, f"{output_dir}: saving the scheduler", on_first(comm, lambda: self._save_scheduler(output_dir)))
+
+    def _save_scheduler(self, output_dir: str) -> None:
+        if self.lr_scheduler is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns when a scheduler is saved without its optimizer
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -132,10 +136,13 @@ class ZeroTrainerMixin:
             return
         load_state(self.zero_engine, self._zero_optimizer, checkpoint)
         scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
-        if os.path.isfile(scheduler):
+        together(self.zero_engine.comm, f"{scheduler}: loading the scheduler", lambda: self._load_scheduler(scheduler))
+
+    def _load_scheduler(self, path: str) -> None:
+        if os.path.isfile(path):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+                self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
 
 
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)

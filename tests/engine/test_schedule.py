@@ -1,15 +1,21 @@
 """The order in which units are taken, alone: it depends on the model and on what all ranks know, not on the calls."""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
-from hf_zero.engine.schedule import Schedule, Stack
+from hf_zero.engine.schedule import Schedule, Stack, Visit
 
 
 def stack_of(count: int, prefix: str = "u") -> Stack:
     """A stack of units, of which the schedule needs no more than that they differ."""
     return Stack([f"{prefix}{index}" for index in range(count)])
+
+
+def taken_by(visits: Iterator[Visit]) -> list[str]:
+    """The units that a backward comes to."""
+    return [visit.unit for visit in visits]
 
 
 def forward(stack: Stack, called: list[str]) -> list[str]:
@@ -93,68 +99,68 @@ def taped(*passes: list[str]) -> tuple[Schedule, list[list[str]]]:
 def test_backward_takes_the_same_units_whatever_it_visits(size):
     for visited in itertools.combinations(reversed(UNITS), size):
         schedule, (tape,) = taped(UNITS)
-        taken = schedule.open_pass(tape)  # the gradient of the output comes first, on every rank
+        taken = taken_by(schedule.open_pass(tape))  # the gradient of the output comes first, on every rank
         for unit in visited:
-            taken += schedule.rewind_to(unit)
+            taken += taken_by(schedule.rewind_to(unit))
             assert taken[-1] == unit
-        assert taken + schedule.finish_passes() == UNITS[::-1]
+        assert taken + taken_by(schedule.finish_passes()) == UNITS[::-1]
 
 
 def test_a_unit_is_complete_when_every_noted_use_of_it_was_visited():
     schedule, (tape,) = taped(["u0", "u1", "u0", "u1"])
-    schedule.open_pass(tape)
+    taken_by(schedule.open_pass(tape))
     wanted = [("u1", set()), ("u0", set()), ("u1", {"u1"}), ("u0", {"u0", "u1"})]
     for unit, complete in wanted:
-        assert schedule.rewind_to(unit) == [unit]
+        assert taken_by(schedule.rewind_to(unit)) == [unit]
         assert {u for u in UNITS if schedule.is_complete(u)} == complete
 
 
 def test_two_passes_are_rewound_last_one_first():
     schedule, tapes = taped(UNITS, UNITS)
-    assert schedule.open_pass(tapes[1]) == []
-    assert [unit for visit in reversed(UNITS) for unit in schedule.rewind_to(visit)] == UNITS[::-1]
+    assert taken_by(schedule.open_pass(tapes[1])) == []
+    assert [unit for visit in reversed(UNITS) for unit in taken_by(schedule.rewind_to(visit))] == UNITS[::-1]
     assert not any(schedule.is_complete(unit) for unit in UNITS)
-    assert schedule.open_pass(tapes[0]) == []
-    assert [unit for visit in reversed(UNITS) for unit in schedule.rewind_to(visit)] == UNITS[::-1]
+    assert taken_by(schedule.open_pass(tapes[0])) == []
+    assert [unit for visit in reversed(UNITS) for unit in taken_by(schedule.rewind_to(visit))] == UNITS[::-1]
     assert all(schedule.is_complete(unit) for unit in UNITS)
 
 
 @pytest.mark.parametrize("visited_first", [[], ["u3"], ["u2", "u0"], ["u3", "u2", "u1", "u0"]])
 def test_opening_another_pass_takes_what_is_left_of_the_one_before(visited_first):
     schedule, tapes = taped(UNITS, UNITS)
-    taken = schedule.open_pass(tapes[1])
+    taken = taken_by(schedule.open_pass(tapes[1]))
     for unit in visited_first:
-        taken += schedule.rewind_to(unit)
-    taken += schedule.open_pass(tapes[0])
+        taken += taken_by(schedule.rewind_to(unit))
+    taken += taken_by(schedule.open_pass(tapes[0]))
     assert taken == UNITS[::-1]
-    assert taken + schedule.finish_passes() == UNITS[::-1] * 2
+    assert taken + taken_by(schedule.finish_passes()) == UNITS[::-1] * 2
 
 
 def test_a_backward_through_the_first_of_two_passes_leaves_the_second():
     schedule, tapes = taped(UNITS, ["u0", "u1"])
-    schedule.open_pass(tapes[0])
-    assert schedule.rewind_to("u1") == ["u3", "u2", "u1"]
-    assert schedule.finish_passes() == ["u0"]
-    schedule.open_pass(tapes[1])
-    assert schedule.rewind_to("u1") == ["u1"]
-    assert schedule.finish_passes() == ["u0"]
+    taken_by(schedule.open_pass(tapes[0]))
+    assert taken_by(schedule.rewind_to("u1")) == ["u3", "u2", "u1"]
+    assert taken_by(schedule.finish_passes()) == ["u0"]
+    taken_by(schedule.open_pass(tapes[1]))
+    assert taken_by(schedule.rewind_to("u1")) == ["u1"]
+    assert taken_by(schedule.finish_passes()) == ["u0"]
 
 
 def test_a_unit_off_the_tape_comes_alone():
     schedule, _ = taped()
-    assert schedule.rewind_to("u2") == ["u2"]
+    assert taken_by(schedule.rewind_to("u2")) == ["u2"]
     assert not schedule.is_complete("u2"), "it may come again: nobody knows how often"
     schedule, (tape,) = taped(["u0", "u1"])
-    schedule.open_pass(tape)
-    assert schedule.rewind_to("u3") == ["u3"]
-    assert schedule.rewind_to("u1") == ["u1"]
+    taken_by(schedule.open_pass(tape))
+    assert taken_by(schedule.rewind_to("u3")) == ["u3"]
+    assert taken_by(schedule.rewind_to("u1")) == ["u1"]
 
 
 def test_empty_passes_leave_no_trace():
     schedule, tapes = taped([], [], ["u0"], [])
-    schedule.open_pass(tapes[2])
-    assert schedule.rewind_to("u0") == ["u0"]
-    assert schedule.finish_passes() == []
+    taken_by(schedule.open_pass(tapes[2]))
+    assert taken_by(schedule.rewind_to("u0")) == ["u0"]
+    assert taken_by(schedule.finish_passes()) == []
 
 
 def test_what_comes_next_is_foreseen():
@@ -165,7 +171,7 @@ def test_what_comes_next_is_foreseen():
     assert schedule.after("u1", 5) == ["u2", "u3"]
     assert schedule.after("u1", 0) == []
     assert schedule.before(2) == []
-    schedule.open_pass(tape)
+    taken_by(schedule.open_pass(tape))
     assert schedule.before(1) == ["u2"]
     assert schedule.before(2) == ["u2", "u1"]
     assert schedule.before(0) == []
@@ -176,5 +182,5 @@ def test_reset_forgets_tape_and_places():
     schedule.stacks[0].advance("u2")
     schedule.reset()
     assert schedule.current_pass == []
-    assert schedule.rewind_to("u3") == ["u3"]
+    assert taken_by(schedule.rewind_to("u3")) == ["u3"]
     assert schedule.stacks[0].advance("u0") == ["u0"]
