@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_zero.engine.engine import DOUBLE_BACKWARD, ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import UnsupportedError
 
 
 class Sink:
@@ -105,11 +104,6 @@ def _embedding(module: nn.Embedding, sink: Sink, input: Tensor) -> Tensor:
     return _Embedding.apply(input, module.weight, module.padding_idx, sink)
 
 
-def _refuse_double_backward() -> None:
-    if torch.is_grad_enabled():
-        raise UnsupportedError(DOUBLE_BACKWARD)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias, sink):
@@ -119,7 +113,6 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        _refuse_double_backward()
         input, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         grad_input = (rows @ weight).view(input.shape) if ctx.needs_input_grad[0] else None
@@ -144,7 +137,6 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        _refuse_double_backward()
         (input,) = ctx.saved_tensors
         if not ctx.sink.is_open():
             padding = -1 if ctx.padding_idx is None else ctx.padding_idx
