@@ -108,11 +108,10 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
     remember(units)
     _place_gradients(units, comm)
     _place_buffers(model, comm)
-    return _assemble(model, config, comm, units, parts, placeholders)
+    return _assemble(model, config, comm, units, parts, specs, placeholders)
 
 
-def _assemble(model, config, comm, units, parts, placeholders) -> ZeroEngine:
-    specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
+def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEngine:
     by_name = {spec.name: unit for spec, unit in zip(specs, units)}
     owners = {spec.owner: Stack([by_name[unit.name] for unit in spec.units]) for spec in parts.stacks}
     schedule = Schedule(list(owners.values()))
@@ -151,7 +150,7 @@ def _bind(flats: list[list[Flat]], plan: StagePlan, comm: Comm, prefetch_units: 
         for flat in (flat for flats_of in flats for flat in flats_of):
             flat.bind(torch.empty(flat.layout.full_numel, dtype=flat.dtype, device=comm.device))
         return [None] * len(flats)
-    parts = [[(flat.layout.full_numel, flat.dtype) for flat in flats_of] for flats_of in flats]
+    parts = [[flat.slot_part for flat in flats_of] for flats_of in flats]
     blocks = parts[1:]
     num_slots = min(len(blocks), prefetch_units + 1)
     shared = [Slot(max(map(parts_nbytes, blocks)), comm.device) for _ in range(num_slots)]
@@ -167,7 +166,7 @@ def _place_gradients(units: list[Unit], comm: Comm) -> None:
     lent = [unit for unit in units if unit.gradients and not unit.gradients[0].is_persistent]
     root = [unit for unit in lent if unit is units[0]]
     for members in (lent[len(root) :], root):
-        sizes = [parts_nbytes([(g.flat.layout.full_numel, g.flat.dtype) for g in unit.gradients]) for unit in members]
+        sizes = [parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in members]
         slots = GradientSlots(max(sizes, default=0), comm.device)
         for unit in members:
             unit.gradient_slots = slots

@@ -85,6 +85,11 @@ class Flat:
         self.placeholders = [placeholders.of(p.shape, dtype) for p in params]
 
     @property
+    def slot_part(self) -> tuple[int, torch.dtype]:
+        """What a slot must hold for the whole buffer: elements and dtype, see `Slot.views`."""
+        return self.layout.full_numel, self.dtype
+
+    @property
     def is_sharded(self) -> bool:
         return self.plan.compute is Residency.SHARDED
 

@@ -1,5 +1,6 @@
 """The unit: parameters that are gathered, attached, released and reduced together."""
 
+import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
@@ -129,7 +130,7 @@ class Unit(Uncopyable):
         """Sees to it that there is memory to collect gradients in."""
         if self.gradients and self.gradients[0].full is None:
             self._gradient_slot = self.gradient_slots.acquire()
-            parts = [(gradient.flat.layout.full_numel, gradient.flat.dtype) for gradient in self.gradients]
+            parts = [gradient.flat.slot_part for gradient in self.gradients]
             for gradient, full in zip(self.gradients, self._gradient_slot.views(parts)):
                 gradient.lend(full)
 
@@ -145,7 +146,7 @@ class Unit(Uncopyable):
         # Autograd may hold views of the slot from a forward: the private memory leaves them as they are.
         self._homes = [flat.full for flat in self.flats]
         for flat, home in zip(self.flats, self._homes):
-            flat.bind(home.clone())
+            flat.bind(home.clone() if self._was_attached else torch.empty_like(home))
         if self._was_attached:
             for flat in self.flats:
                 flat.attach()
@@ -231,6 +232,5 @@ def reassign_slots(units: list[Unit]) -> None:
         slot.holder = None
     for position, unit in enumerate(units if slots else ()):
         unit.slot = slots[position % len(slots)]
-        parts = [(flat.layout.full_numel, flat.dtype) for flat in unit.flats]
-        for flat, full in zip(unit.flats, unit.slot.views(parts)):
+        for flat, full in zip(unit.flats, unit.slot.views([flat.slot_part for flat in unit.flats])):
             flat.bind(full)
