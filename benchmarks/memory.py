@@ -14,6 +14,7 @@ It does not see memory that does not come from that allocator: mapped shared mem
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import re
 import sys
@@ -74,6 +75,8 @@ class TensorMeter:
         report, level = _flags()
         sys.stderr.flush()
         log_file = os.memfd_create("tensor-meter")
+        # appended: the offset of such a file is not locked, and lines of two threads could overwrite one another
+        fcntl.fcntl(log_file, fcntl.F_SETFL, os.O_APPEND)
         self._saved = (os.dup(2), log_file)
         os.dup2(log_file, 2)
         self._level = level.value
@@ -137,6 +140,12 @@ class TensorMeter:
             if inside:
                 _add(span, change, total - base)
         raise ValueError(f"marks {first!r} .. {last!r} are not both in the log, in this order")
+
+    def allocations(self, first: str, last: str) -> list[int]:
+        """Bytes of each storage handed out between two marks, in order."""
+        marks = [event[1] if event[0] == "mark" else None for event in self._events]
+        events = self._events[marks.index(first) : marks.index(last)]
+        return [event[0] for event in events if event[0] != "mark" and event[0] > 0]
 
 
 def _add(span: Span, change: int, total: int) -> None:

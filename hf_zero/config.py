@@ -81,6 +81,7 @@ class ZeroConfig:
         bucket_nbytes (`int`): size in bytes of the staging buffer through which gradients are exchanged.
         prefetch_units (`int`): how many units are gathered ahead of use at stage 3.
         timeout_seconds (`float`): how long a collective may take before it is an error.
+        shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
     """
 
     stage: int = 3
@@ -89,6 +90,7 @@ class ZeroConfig:
     bucket_nbytes: int = 8 * 2**20
     prefetch_units: int = 1
     timeout_seconds: float = 1800.0
+    shared_memory: bool = True
 
     def __post_init__(self):
         choose("stage", self.stage, STAGES)

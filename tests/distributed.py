@@ -131,7 +131,10 @@ def _serve() -> None:
     import torch
     import torch.distributed as dist
 
+    from hf_zero.engine import direct
+
     torch.set_num_threads(1)
+    direct.MIN_NUMEL = 0  # the models of the tests are small
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     connection = Client(("127.0.0.1", int(os.environ["HF_ZERO_TEST_PORT"])), authkey=_KEY)
     connection.send(rank)

@@ -19,6 +19,10 @@ Constant buffers, which do not grow with the number of layers:
     stage 3         prefetch_units + 1 slots of the largest block, and one of the root's size, in the compute dtype
     stages 2, 3     in backward: two slots of the largest block and one of the root's size, to collect gradients
     always          the staging bucket of the exchange, and its scratch of SUM_NUMEL elements per dtype of a sum
+
+Ranks of one host that share memory have no staging bucket; they keep the slots of gradients; and at stage 3 they need
+no slots for parameters in the dtype of their masters. Shared memory does not come from the allocator: what is mapped,
+over the number of ranks, is this rank's part of it, since all ranks make the same and each maps all.
 """
 
 import gc
@@ -40,6 +44,7 @@ from tests.training import Sharded, adamw
 BUCKET_NBYTES = 2**16
 # Buffers of the model, Adam's step counts, one NaN per parameter: less than a hundred numbers of 4 or 8 bytes.
 SMALL_NBYTES = 4096
+PAGE_NBYTES = 4096
 
 
 def _model(layers: int = 6):
@@ -48,7 +53,9 @@ def _model(layers: int = 6):
     return models.llama(hidden=128, layers=layers, vocab=256).train()
 
 
-def _sharded(stage: int, layers: int = 6, **settings) -> Sharded:
+def _sharded(stage: int, layers: int = 6, shared_memory: bool = False, **settings) -> Sharded:
+    settings["shared_memory"] = shared_memory
+
     def optimizer(model):
         return adamw(model, fused=True)  # makes no tensors on its way, unlike the loop over parameters
 
@@ -113,6 +120,14 @@ def _held(subject: Sharded) -> dict[str, int]:
     """Bytes of the storages of each class; the slots, which several units share, belong to none."""
     engine, optimizer = subject.engine, subject.optimizer
     slots = {unit.slot.buffer.untyped_storage().data_ptr() for unit in engine.units if unit.slot is not None}
+    slots |= {
+        s.buffer.untyped_storage().data_ptr() for u in engine.units if u.gradient_slots for s in u.gradient_slots.slots
+    }
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    # one for all ranks: each rank's part of it
+    common = {
+        flat.common.untyped_storage().data_ptr(): engine.comm.num_ranks for flat in flats if flat.common is not None
+    }
     found: dict[str, dict[int, int]] = {"compute": {}, "grad": {}, "state": {}}
 
     def add(kind: str, tensor) -> None:
@@ -120,9 +135,9 @@ def _held(subject: Sharded) -> dict[str, int]:
             storage = tensor.untyped_storage()
             taken = any(storage.data_ptr() in others for others in found.values())
             if not taken and storage.data_ptr() not in slots:
-                found[kind][storage.data_ptr()] = storage.nbytes()
+                found[kind][storage.data_ptr()] = storage.nbytes() // common.get(storage.data_ptr(), 1)
 
-    for flat in (flat for unit in engine.units for flat in unit.flats):
+    for flat in flats:
         add("compute", flat.full)
         if flat.master.dtype is flat.dtype:
             add("compute", flat.master)
@@ -140,8 +155,12 @@ def _buffers(engine: ZeroEngine, stage: int) -> int:
     """Bytes of the constant buffers, see the note above."""
     root, *blocks = _numels(engine)
     size = engine.units[0].flats[0].dtype.itemsize
-    nbytes = BUCKET_NBYTES + SUM_NUMEL * engine.config.reduce_dtype.itemsize
-    if stage == 3:
+    nbytes = SUM_NUMEL * engine.config.reduce_dtype.itemsize
+    if engine.comm.shares_memory:
+        nbytes += _buffers_of_backward(engine) if stage > 1 else 0
+    else:
+        nbytes += BUCKET_NBYTES
+    if any(unit.slot is not None for unit in engine.units):
         nbytes += ((engine.config.prefetch_units + 1) * max(blocks) + root) * size
     return nbytes
 
@@ -152,9 +171,20 @@ def _buffers_of_backward(engine: ZeroEngine) -> int:
     return (2 * max(blocks) + root) * engine.units[0].flats[0].dtype.itemsize
 
 
-def _rests_as_the_table_says(stage: int, compute: torch.dtype | None, reduce: torch.dtype) -> None:
+def _mapped_nbytes() -> int:
+    """Bytes of shared memory that this process maps, its own and others'."""
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps if "memfd:hf_zero" in line]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in ranges)
+
+
+def _rests_as_the_table_says(
+    stage: int, compute: torch.dtype | None, reduce: torch.dtype, shared_memory: bool
+) -> None:
+    _collect()
+    mapped = _mapped_nbytes()
     with _counting() as meter:
-        subject = _sharded(stage, compute_dtype=compute, reduce_dtype=reduce)
+        subject = _sharded(stage, compute_dtype=compute, reduce_dtype=reduce, shared_memory=shared_memory)
         for step in range(2):
             _step(subject, step)
         _backward(subject)  # between backward and step everything of the table is there
@@ -166,8 +196,13 @@ def _rests_as_the_table_says(stage: int, compute: torch.dtype | None, reduce: to
         assert table <= nbytes <= 1.01 * table + SMALL_NBYTES, f"{kind}: {nbytes} bytes, the table says {table:.0f}"
     table = sum(wanted.values()) * num_params
     extra = _buffers(subject.engine, stage)
-    held = meter.span("begin", "rest").end_nbytes
-    assert table + extra <= held <= 1.01 * (table + extra) + SMALL_NBYTES, (
+    shared = (_mapped_nbytes() - mapped) // dist.get_world_size()
+    assert (shared > 0) is shared_memory
+    held = meter.span("begin", "rest").end_nbytes + shared
+    pages = (
+        PAGE_NBYTES * len(subject.engine.units) * 2 if shared_memory else 0
+    )  # half of one is lost in each, and more
+    assert table + extra <= held <= 1.01 * (table + extra) + SMALL_NBYTES + pages, (
         f"{held} bytes at rest, table {table:.0f} + buffers {extra}"
     )
 
@@ -183,8 +218,9 @@ def _rests_as_the_table_says(stage: int, compute: torch.dtype | None, reduce: to
     ids=["fp32-2", "fp32-4", "bf16-reduce-fp32-2", "bf16-reduce-bf16-4"],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_resting_bytes_are_those_of_the_table(num_ranks, compute, reduce, stage):
-    run_ranks(_rests_as_the_table_says, num_ranks, stage, compute, reduce)
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared"])
+def test_resting_bytes_are_those_of_the_table(num_ranks, compute, reduce, stage, shared_memory):
+    run_ranks(_rests_as_the_table_says, num_ranks, stage, compute, reduce, shared_memory)
 
 
 def _activations_of_plain_torch(layers: int) -> int:
@@ -238,21 +274,25 @@ def test_peak_of_stage_3_is_shards_buffers_and_activations(num_ranks, layers):
     run_ranks(_peaks_within_the_bound, num_ranks, layers)
 
 
-def _does_not_grow(stage: int, **settings) -> None:
+def _does_not_grow(stage: int, shared_memory: bool) -> None:
+    mapped = []
     with _counting() as meter:
-        subject = _sharded(stage, layers=3, **settings)
+        subject = _sharded(stage, layers=3, shared_memory=shared_memory)
         for step in range(6):
             _step(subject, step, num_micro=1 + step % 2)  # accumulation in some of them
             with torch.no_grad():
                 subject(**models.batch("llama", seed=step))
             _mark(meter, f"step-{step}")
+            mapped.append(_mapped_nbytes())
+    assert len(set(mapped[1:])) == 1, f"shared bytes at rest after each step: {mapped}"
     held = [meter.span("begin", f"step-{step}").end_nbytes for step in range(6)]
     assert len(set(held[1:])) == 1, f"bytes at rest after each step: {held}"
 
 
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_nothing_grows_from_step_to_step(stage):
-    run_ranks(_does_not_grow, 2, stage)
+def test_nothing_grows_from_step_to_step(stage, shared_memory):
+    run_ranks(_does_not_grow, 2, stage, shared_memory)
 
 
 def _takes_prefetch_into_account(counts: list[int]) -> list[int]:
@@ -271,3 +311,31 @@ def _takes_prefetch_into_account(counts: list[int]) -> list[int]:
 def test_each_prefetched_unit_costs_one_slot():
     for costs in run_ranks(_takes_prefetch_into_account, 2, [0, 1, 3]):
         assert costs == pytest.approx([0, 1, 3], abs=1e-3)
+
+
+def _allocates(stage: int, shared_memory: bool) -> tuple[list[int], list[list[int]]]:
+    """Bytes of each gradient's shard, and of what is allocated in steps 3 to 5 and is at least as large as one."""
+    with _counting() as meter:
+        subject = _sharded(stage, shared_memory=shared_memory)
+        for step in range(5):
+            _mark(meter, f"begin-{step}")
+            _step(subject, step)
+            _mark(meter, f"end-{step}")
+    shards = [4 * gradient.flat.layout.shard_numel for gradient in subject.engine.gradients()]
+    sizes = [meter.allocations(f"begin-{step}", f"end-{step}") for step in (2, 3, 4)]
+    return sorted(shards), [sorted(size for size in of_step if size >= min(shards)) for of_step in sizes]
+
+
+@pytest.mark.parametrize(
+    "stage, shared_memory, num_made",
+    [(0, True, 0), (1, True, 0), (2, True, 0), (3, True, 0)]
+    + [(0, False, 0), (1, False, 0), (2, False, 3), (3, False, 3)],
+)
+def test_what_is_made_anew_in_each_step_is_known(stage, shared_memory, num_made):
+    """In the steady state nothing but the shards of the gradients, which take the place of activations, and where
+    ranks send messages the three buffers in which backward collects."""
+    for shards, steps in run_ranks(_allocates, 2, stage, shared_memory):
+        assert steps[0] == steps[1] == steps[2]
+        wanted = shards if stage > 1 else []
+        assert len(steps[0]) == len(wanted) + num_made, (steps[0], shards)
+        assert num_made or steps[0] == wanted

@@ -76,18 +76,24 @@ def test_accumulation_with_ragged_labels_agrees_with_ddp(name, num_ranks):
     run_ranks(_accumulate_all_stages, num_ranks, name)
 
 
-def _without_prefetch_is_bit_equal(name: str) -> None:
-    records = [
-        train(Sharded(models.build(name), adamw, 3, prefetch_units=count, bucket_nbytes=nbytes), name, num_steps=3)
-        for count, nbytes in ((1, 32 * 2**20), (0, 4096), (2, 5000), (9, 4096))
-    ]
-    for record in records[1:]:
-        assert_equal(record, records[0], "another prefetch depth and bucket")
+def _way_of_exchange_changes_no_bit(name: str, dtype: torch.dtype | None) -> None:
+    ways = [{}, *({"shared_memory": False, "prefetch_units": n, "bucket_nbytes": b} for n, b in DEPTHS_AND_BUCKETS)]
+    for stage in range(4):
+        first = None
+        for way in ways if stage == 3 else ways[:2]:
+            record = train(Sharded(models.build(name), adamw, stage, compute_dtype=dtype, **way), name, num_steps=3)
+            first = first or record
+            assert_equal(record, first, f"stage {stage}, {way}")
 
 
+DEPTHS_AND_BUCKETS = [(1, 32 * 2**20), (0, 4096), (2, 5000), (9, 4096)]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name, num_ranks", [("llama", 2), ("t5", 3)])
-def test_prefetch_depth_and_bucket_size_change_no_bit(name, num_ranks):
-    run_ranks(_without_prefetch_is_bit_equal, num_ranks, name)
+def test_the_way_of_exchange_changes_no_bit(name, num_ranks, dtype):
+    """Shared memory or messages, however far ahead and through whatever buckets."""
+    run_ranks(_way_of_exchange_changes_no_bit, num_ranks, name, dtype)
 
 
 def _train_twice(name: str) -> None:

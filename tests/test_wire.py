@@ -1,11 +1,15 @@
 """Bytes on the wire are those of the table: counted where they are sent, and the counter checked against the kernel.
 
-[Note: what a step sends] Each rank sends every other rank its part of each unit, so to gather or reduce n elements (a
-multiple of the number of ranks N) costs n (N-1)/N elements. A step at stages 0, 1 and 2 reduces and gathers everything
-once. At stage 3 it gathers every unit for forward, reduces every unit, and gathers for backward what forward did not
-leave behind: the root stays in its own slot, and the last blocks stay in the slots, of which there are
-prefetch_units + 1. The optimizer step empties them all, for the values have changed.
+[Note: what a step sends] Where ranks send messages, each sends every other its part of each unit, so to gather or
+reduce n elements (a multiple of the number of ranks N) costs n (N-1)/N elements. A step at stages 0, 1 and 2 reduces
+and gathers everything once. At stage 3 it gathers every unit for forward, reduces every unit, and gathers for backward
+what forward did not leave behind: the root stays in its own slot, and the last blocks stay in the slots, of which
+there are prefetch_units + 1. The optimizer step empties them all, for the values have changed.
 On top come the numbers that ranks agree by: one norm (8 bytes) and a byte per parameter, to every other rank.
+
+Ranks of one host that share memory send nothing. What they copy from one another's memory is counted instead: the same
+as above at stages 0 to 2; at stage 3 parameters in the dtype of their masters are used where they lie, others are cast
+from all masters.
 """
 
 import pytest
@@ -20,11 +24,11 @@ from tests.training import Sharded, adamw
 LAYERS = 5
 
 
-def _subject(stage: int, **settings) -> Sharded:
+def _subject(stage: int, shared_memory: bool = False, **settings) -> Sharded:
     # large enough that the padding, less than 16 elements per parameter and rank, stays below 1 %
     torch.manual_seed(0)
     model = models.llama(hidden=48, layers=LAYERS).train()
-    return Sharded(model, adamw, stage, **settings)
+    return Sharded(model, adamw, stage, shared_memory=shared_memory, **settings)
 
 
 def _numels(engine: ZeroEngine) -> tuple[int, list[int]]:
@@ -97,10 +101,10 @@ def _written_nbytes() -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("wchar:"))
 
 
-def _counts_what_the_kernel_counts(stage: int) -> tuple[int, int]:
+def _counts_what_the_kernel_counts(stage: int, shared_memory: bool) -> tuple[int, int]:
     torch.manual_seed(0)
     # 2 M parameters, so that gloo's headers, some 50 bytes a message, disappear
-    subject = Sharded(models.llama(hidden=192, layers=4).train(), adamw, stage)
+    subject = Sharded(models.llama(hidden=192, layers=4).train(), adamw, stage, shared_memory=shared_memory)
     _step(subject)
     engine = subject.engine
     engine.comm.barrier()
@@ -114,6 +118,32 @@ def _counts_what_the_kernel_counts(stage: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_counter_agrees_with_the_kernel(stage):
-    for counted, written in run_ranks(_counts_what_the_kernel_counts, 2, stage):
+    for counted, written in run_ranks(_counts_what_the_kernel_counts, 2, stage, False):
         assert counted > 10**6
         assert abs(written - counted) <= 0.01 * counted, f"counted {counted}, the process wrote {written}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_ranks_that_share_memory_send_next_to_nothing(stage):
+    for counted, written in run_ranks(_counts_what_the_kernel_counts, 2, stage, True):
+        assert counted > 10**6 and written < 0.01 * counted, f"counted {counted}, the process wrote {written}"
+
+
+def _copies_what_the_note_says(stage: int, dtype: torch.dtype | None) -> None:
+    subject = _subject(stage, shared_memory=True, compute_dtype=dtype)
+    engine, num_ranks, itemsize = subject.engine, subject.engine.comm.num_ranks, dtype.itemsize if dtype else 4
+    exact = _elements(*_padded(engine), stage, num_ranks, 1)
+    gathered = {0: 4, 1: itemsize, 2: itemsize, 3: 4 if dtype else 0}[stage]
+    for number in range(3):
+        before = dict(engine.comm.counters.sent_nbytes)
+        _step(subject)
+        copied = {verb: nbytes - before.get(verb, 0) for verb, nbytes in engine.comm.counters.sent_nbytes.items()}
+        assert copied["reduce"] == exact["reduce"] * itemsize, f"step {number}: {copied}"
+        assert copied.get("gather", 0) == exact["gather"] * gathered, f"step {number}: {copied}"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_that_share_memory_copy_what_the_note_says(num_ranks, stage, dtype):
+    run_ranks(_copies_what_the_note_says, num_ranks, stage, dtype)

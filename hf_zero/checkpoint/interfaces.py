@@ -39,6 +39,9 @@ class Engine(Protocol):
     def named_shards(self, resident: bool = False) -> Iterator[Shard]:
         """Master values: the ranges this rank owns (all ranks' tile every parameter) or, `resident`, holds."""
 
+    def begin_update(self) -> None:
+        """Called before masters are written."""
+
     def mark_updated(self) -> None:
         """Collective: what derives from the masters follows them."""
 

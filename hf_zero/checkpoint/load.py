@@ -51,6 +51,7 @@ def load_weights(
     Raises:
         `CheckpointError`: no such folder, a truncated file, a tensor that is missing, unexpected or of another shape.
     """
+    engine.begin_update()
     tensors = saved_tensors(engine.model, engine.param_infos())
     if keys is not None:
         tensors = renamed(tensors, keys)

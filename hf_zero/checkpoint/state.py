@@ -78,6 +78,7 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
     Raises:
         `CheckpointError`: state is missing, damaged, of other shapes, or of an optimizer with other state.
     """
+    engine.begin_update()
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
     manifest = together(comm, subject, lambda: Manifest.read(folder))
     files = together(comm, subject, lambda: _read_files(state_folder, manifest))

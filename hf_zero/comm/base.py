@@ -49,11 +49,35 @@ class Comm:
 
     rank: int = 0
     num_ranks: int = 1
+    shares_memory: bool = False  # whether `common` memory can be had
 
     def __init__(self, device: torch.device, timeout_seconds: float):
         self.device = device
         self.timeout_seconds = timeout_seconds
         self.counters = Counters()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory, 1-D, of which other ranks take parts: what is to be gathered or reduced best lies in it. It lives
+        as long as the ranks are connected."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory, 1-D and zero, that is one for all ranks. Between two fences each element has one writer, or readers.
+
+        Raises:
+            `NotImplementedError`: where the ranks do not share memory.
+        """
+        raise NotImplementedError("these ranks do not share memory")
+
+    def read_common(self, full: Tensor, common: Tensor) -> None:
+        """Copies `common` memory into `full`, casting if need be."""
+        raise NotImplementedError("these ranks do not share memory")
+
+    def fence(self) -> None:
+        """What any rank wrote to common memory before it, all can read after it. Without such memory it is nothing."""
+
+    def progress(self) -> None:
+        """Does what can be done of the collectives under way without waiting; to be called now and then."""
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         """Fills `full` from the shards of all ranks.

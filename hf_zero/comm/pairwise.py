@@ -39,7 +39,7 @@ class PairwiseComm(DistributedComm):
         self._peers = [dist.get_global_rank(group, peer) for peer in range(self.num_ranks)]
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        numel, tag = shard.numel(), _tag("gather", what)
+        numel, tag = shard.numel(), tag_of("gather", what)
         works = []
         for distance in range(1, self.num_ranks):
             source = (self.rank - distance) % self.num_ranks
@@ -56,13 +56,15 @@ class PairwiseComm(DistributedComm):
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
         # The first piece travels while the caller computes; the others follow when it is waited for.
         pieces = self._pieces(out.numel(), full.element_size())
-        tag = _tag("reduce", what)
+        tag = tag_of("reduce", what)
         works = self._exchange(full, pieces[0], tag) if pieces else []
 
         def finish():
             for index, piece in enumerate(pieces):
                 self._wait(works if index == 0 else self._exchange(full, piece, tag), f"reduction of unit {what!r}")
-                self._sum(full, out, piece, dtype, accumulate)
+                start, stop = piece
+                summands = [self._summand(full, peer, piece) for peer in range(self.num_ranks)]
+                average(summands, out[start:stop], self._scratch_of(dtype), accumulate)
 
         self._reducing = Pending(finish)
         return self._reducing
@@ -94,26 +96,13 @@ class PairwiseComm(DistributedComm):
             works.append((target, self._send(range_, target, tag, "reduce")))
         return works
 
-    def _sum(self, full: Tensor, out: Tensor, piece: tuple[int, int], dtype: torch.dtype, accumulate: bool) -> None:
+    def _summand(self, full: Tensor, peer: int, piece: tuple[int, int]) -> Tensor:
+        """A rank's summand of a piece of this rank's range: in its place, or where it was received."""
         start, stop = piece
-        own = full[self.rank * out.numel() + start : self.rank * out.numel() + stop]
-        summands = [
-            own if peer == self.rank else self._staged(full.dtype, peer, stop - start)
-            for peer in range(self.num_ranks)
-        ]
-        scratch = self._scratch_of(dtype)
-        for low in range(0, stop - start, SUM_NUMEL):
-            high = min(low + SUM_NUMEL, stop - start)
-            total = scratch[: high - low]
-            total.copy_(summands[0][low:high])
-            for summand in summands[1:]:
-                total.add_(summand[low:high])
-            total.div_(self.num_ranks)
-            target = out[start + low : start + high]
-            if accumulate:
-                target.add_(total)
-            else:
-                target.copy_(total)
+        if peer != self.rank:
+            return self._staged(full.dtype, peer, stop - start)
+        own = full.numel() // self.num_ranks * self.rank
+        return full[own + start : own + stop]
 
     def _scratch_of(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._scratch:
@@ -132,13 +121,45 @@ class PairwiseComm(DistributedComm):
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
-                raise CommError(
-                    f"{what}: rank {self.rank} waited for rank {peer} (limit {self.timeout_seconds:.0f} s): {error}; "
-                    f"look at the log of rank {peer} first"
-                ) from error
+                raise self._failed(what, peer, error) from error
+
+    def _failed(self, what: str, peer: int, reason) -> CommError:
+        return CommError(
+            f"{what}: rank {self.rank} waited for rank {peer} (limit {self.timeout_seconds:.0f} s): {reason}; "
+            f"look at the log of rank {peer} first"
+        )
 
 
-def _tag(verb: str, what: str) -> int:
+def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool) -> None:
+    """Adds in the order given, divides by the number of summands, and writes or adds the result to `out`.
+
+    Args:
+        summands (`list[Tensor]`): 1-D, two or more; `out` may be one of them.
+        out (`Tensor`): 1-D, as long as they are.
+        scratch (`Tensor`): 1-D, in the dtype in which to add. As much is summed at a time.
+        accumulate (`bool`): whether to add to `out` instead of overwriting it.
+    """
+    dtype = scratch.dtype
+    # of two numbers in one dtype the sum can be made where it goes: no third is needed after `out` is written
+    in_place = len(summands) == 2 and not accumulate and dtype is out.dtype is summands[0].dtype
+    for low in range(0, out.numel(), scratch.numel()):
+        part = slice(low, min(low + scratch.numel(), out.numel()))
+        first, *others = (summand[part] for summand in summands)
+        target = out[part]
+        if in_place:
+            torch.add(first, others[0], out=target).div_(2)
+            continue
+        total = scratch[: target.numel()].copy_(first)
+        for summand in others:
+            total.add_(summand)
+        total.div_(len(summands))
+        if accumulate:
+            target.add_(total)
+        else:
+            target.copy_(total)
+
+
+def tag_of(verb: str, what: str) -> int:
     """A message tag of its own for every unit and verb: ranks that fell out of step wait for one another and fail with
     a message, instead of taking one unit's values for another's."""
     return crc32(f"{verb} {what}".encode()) & 0x3FFFFFFF

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from hf_zero.comm.base import Comm
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import PairwiseComm
+from hf_zero.comm.peers import meet
+from hf_zero.comm.shared import SharedComm
 from hf_zero.errors import ConfigError
 
 
@@ -20,6 +22,7 @@ def connect(
     group: dist.ProcessGroup | None = None,
     timeout_seconds: float,
     bucket_nbytes: int,
+    shared_memory: bool = True,
 ) -> Comm:
     """Joins the data-parallel ranks. One process that nobody launched as one of several is the world of one rank.
 
@@ -28,6 +31,7 @@ def connect(
         group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world when `None`.
         timeout_seconds (`float`): how long one exchange may take.
         bucket_nbytes (`int`): size in bytes of the staging buffer of the pairwise exchange.
+        shared_memory (`bool`): lets gloo's ranks, where they are all on one host, share memory instead.
 
     Raises:
         `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree.
@@ -48,6 +52,9 @@ def connect(
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
     if _backend(group, device) == "gloo":
+        connections = meet(group, timeout_seconds) if shared_memory and device.type == "cpu" else None
+        if connections:
+            return SharedComm(group, device, timeout_seconds, bucket_nbytes, connections)
         return PairwiseComm(group, device, timeout_seconds, bucket_nbytes)
     return NativeComm(group, device, timeout_seconds)
 

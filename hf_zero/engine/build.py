@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm import Comm, connect
-from hf_zero.config import Residency, StagePlan, ZeroConfig
+from hf_zero.config import ZeroConfig
 from hf_zero.engine import hooks
 from hf_zero.engine.access import remember, unit_of
 from hf_zero.engine.engine import ZeroEngine
@@ -16,7 +16,7 @@ from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule, Stack
-from hf_zero.engine.unit import Unit
+from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
 from hf_zero.errors import LifecycleError
 from hf_zero.shard.layout import Layout
 from hf_zero.shard.slots import Slot, parts_nbytes
@@ -77,7 +77,11 @@ def shard_with(
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
     comm = connect(
-        torch.device(device), group=group, timeout_seconds=config.timeout_seconds, bucket_nbytes=config.bucket_nbytes
+        torch.device(device),
+        group=group,
+        timeout_seconds=config.timeout_seconds,
+        bucket_nbytes=config.bucket_nbytes,
+        shared_memory=config.shared_memory,
     )
     return build(model, config, comm)
 
@@ -92,15 +96,16 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
     parts = partition(model)
     specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
     pattern = _keep_in_fp32(model)
-    plan = config.plan(comm.num_ranks)
     groups = [_grouped(spec, config.compute_dtype, pattern) for spec in specs]
     placeholders = Placeholders(comm.device)
-    flats = [[_lay_out(group, plan, comm, placeholders) for group in groups_of] for groups_of in groups]
-    slots = _bind(flats, plan, comm, config.prefetch_units)
+    flats = [[_lay_out(group, config, comm, placeholders) for group in groups_of] for groups_of in groups]
+    for flat in (flat for flats_of in flats for flat in flats_of):
+        flat.rest()
+    slots = _make_slots(flats, comm, config.prefetch_units)
     units = []
     for index, (spec, flats_of, slot) in enumerate(zip(specs, flats, slots)):
         for flat in flats_of:
-            flat.fill(_master_dtype(flat, config.compute_dtype))
+            flat.fill()
             flat.detach() if flat.is_sharded else flat.attach()
         gradients = [Gradient(flat, config.reduce_dtype) for flat in flats_of if flat.trainable]
         units.append(Unit(spec.name, flats_of, gradients, index=index))
@@ -134,31 +139,45 @@ def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str
     return list(groups.values())
 
 
-def _lay_out(group, plan: StagePlan, comm: Comm, placeholders: Placeholders) -> Flat:
+def _lay_out(group, config: ZeroConfig, comm: Comm, placeholders: Placeholders) -> Flat:
     infos = [ParamInfo(name, p.shape, p.dtype, p.requires_grad) for name, p, _ in group]
     layout = Layout.of([tuple(p.shape) for _, p, _ in group], comm.num_ranks)
     params, dtype = [p for _, p, _ in group], group[0][2]
-    return Flat(infos, params, layout, plan=plan, comm=comm, dtype=dtype, placeholders=placeholders)
+    # parameters that are asked to compute in half precision, and are trained, have a master of more
+    is_cast = config.compute_dtype is not None and infos[0].trainable
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return Flat(
+        infos,
+        params,
+        layout,
+        plan=config.plan(comm.num_ranks),
+        comm=comm,
+        dtype=dtype,
+        master_dtype=torch.float32 if is_cast and is_half else dtype,
+        placeholders=placeholders,
+    )
 
 
-def _bind(flats: list[list[Flat]], plan: StagePlan, comm: Comm, prefetch_units: int) -> list[Slot | None]:
-    """Gives every unit the memory in which it appears whole: its own, or a slot that it shares with others.
+def _make_slots(flats: list[list[Flat]], comm: Comm, prefetch_units: int) -> list[Slot | None]:
+    """Gives every unit whose whole values do not rest a slot in which they appear, which blocks share.
 
     A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
     """
-    if plan.compute is not Residency.SHARDED:
-        for flat in (flat for flats_of in flats for flat in flats_of):
-            flat.bind(torch.empty(flat.layout.full_numel, dtype=flat.dtype, device=comm.device))
-        return [None] * len(flats)
-    parts = [[flat.slot_part for flat in flats_of] for flats_of in flats]
-    blocks = parts[1:]
+    sizes = {
+        index: parts_nbytes(slot_parts(flats_of))
+        for index, flats_of in enumerate(flats)
+        if not all(flat.rests_whole for flat in flats_of)
+    }
+    blocks = [index for index in sizes if index > 0]
     num_slots = min(len(blocks), prefetch_units + 1)
-    shared = [Slot(max(map(parts_nbytes, blocks)), comm.device) for _ in range(num_slots)]
-    slots = [Slot(parts_nbytes(parts[0]), comm.device), *(shared[i % num_slots] for i in range(len(blocks)))]
-    for flats_of, parts_of, slot in zip(flats, parts, slots):
-        for flat, full in zip(flats_of, slot.views(parts_of)):
-            flat.bind(full)
-    return slots
+    largest = max((sizes[index] for index in blocks), default=0)
+    shared = [Slot(torch.empty(largest, dtype=torch.uint8, device=comm.device)) for _ in range(num_slots)]
+    slots = {index: shared[position % num_slots] for position, index in enumerate(blocks)}
+    if 0 in sizes:
+        slots[0] = Slot(torch.empty(sizes[0], dtype=torch.uint8, device=comm.device))
+    for index, slot in slots.items():
+        bind_to_slot(flats[index], slot)
+    return [slots.get(index) for index in range(len(flats))]
 
 
 def _place_gradients(units: list[Unit], comm: Comm) -> None:
@@ -167,11 +186,11 @@ def _place_gradients(units: list[Unit], comm: Comm) -> None:
     root = [unit for unit in lent if unit is units[0]]
     for members in (lent[len(root) :], root):
         sizes = [parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in members]
-        slots = GradientSlots(max(sizes, default=0), comm.device)
+        slots = GradientSlots(max(sizes, default=0), comm)
         for unit in members:
             unit.gradient_slots = slots
     for gradient in (g for unit in units for g in unit.gradients if g.is_persistent):
-        gradient.lend(torch.empty(gradient.flat.layout.full_numel, dtype=gradient.flat.dtype, device=comm.device))
+        gradient.lend(comm.empty(gradient.flat.layout.full_numel, gradient.flat.dtype))
 
 
 def _place_buffers(model: nn.Module, comm: Comm) -> None:
@@ -186,12 +205,6 @@ def _place_buffers(model: nn.Module, comm: Comm) -> None:
     for _, buffer in model.named_buffers():
         if buffer.numel():
             comm.broadcast_(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
-
-
-def _master_dtype(flat: Flat, compute_dtype: torch.dtype | None) -> torch.dtype | None:
-    """fp32 masters for trainable parameters that were asked to compute in half precision; else none of their own."""
-    is_half = flat.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if compute_dtype is not None and is_half and flat.trainable else None
 
 
 def _keep_in_fp32(model: nn.Module):

@@ -1,4 +1,4 @@
-"""Weight gradients of `nn.Linear` and `nn.Embedding`, written straight into the buffer that is reduced.
+"""Weight gradients of linear and embedding modules, written straight into the buffer that is reduced.
 
 Autograd would allocate a tensor for each, add up those of tied weights in further ones, and the engine would copy the
 result. Here the matrix product writes where the gradient belongs. Values are those of the stock modules: the same
@@ -10,6 +10,7 @@ runs, once, after all its uses in that backward, with nothing to add. Where it w
 `torch.autograd.grad`, the gradient is returned in the ordinary way.
 """
 
+import sys
 from functools import partial
 
 import torch
@@ -19,6 +20,10 @@ from torch import Tensor, nn
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
+
+
+# For smaller weights the ordinary way costs less: a gradient is allocated and copied faster than Python is called.
+MIN_NUMEL = 2**16
 
 
 class Sink:
@@ -70,38 +75,68 @@ def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
         engine (`ZeroEngine`): of the model.
         sinks (`dict[int, Sink]`): by `id` of the weight.
     """
+    forwards = {nn.Linear: _linear, nn.Embedding: _embedding}
+    # GPT-2's linear, whose weight is stored transposed; a model that has one has imported it
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    if conv1d is not None:
+        forwards[conv1d] = _conv1d
     for module in engine.model.modules():
-        if "forward" in module.__dict__ or type(module) not in (nn.Linear, nn.Embedding):
+        forward = forwards.get(type(module))
+        if forward is None or "forward" in module.__dict__:
             continue
         sink = sinks.get(id(module.weight))
-        if sink is None:
+        if sink is None or module.weight.numel() < MIN_NUMEL:
             continue
-        if type(module) is nn.Linear:
-            module.forward = partial(_linear, module, sink)
-        elif module.max_norm is None and not module.sparse and not module.scale_grad_by_freq and _on_cpu(module):
-            module.forward = partial(_embedding, module, sink)
+        if forward is not _embedding or _is_plain(module):
+            module.forward = partial(forward, module, sink)
 
 
-def _on_cpu(module: nn.Embedding) -> bool:
+def _is_plain(module: nn.Embedding) -> bool:
     # CUDA adds rows in no fixed order; its stock backward sorts them first
-    return module.weight.device.type == "cpu"
+    on_cpu = module.weight.device.type == "cpu"
+    return on_cpu and module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+
+
+def _operand(sink: Sink, weight: nn.Parameter, input: Tensor) -> Tensor | None:
+    """The input as the functions below take it, or `None` when the stock module has to be called."""
+    if torch.is_autocast_enabled(input.device.type):
+        if weight.dtype is not torch.get_autocast_dtype(input.device.type):
+            return None
+        input = input.to(weight.dtype)
+    return input if sink.serves(weight, input) and input.dtype is weight.dtype else None
 
 
 def _linear(module: nn.Linear, sink: Sink, input: Tensor) -> Tensor:
-    weight, bias = module.weight, module.bias
-    if torch.is_autocast_enabled(input.device.type):
-        if weight.dtype is not torch.get_autocast_dtype(input.device.type):
-            return F.linear(input, weight, bias)
-        input = input.to(weight.dtype)
-    if not sink.serves(weight, input) or input.dtype is not weight.dtype:
-        return F.linear(input, weight, bias)
-    return _Linear.apply(input, weight, bias, sink)
+    operand = _operand(sink, module.weight, input)
+    if operand is None:
+        return F.linear(input, module.weight, module.bias)
+    return _Linear.apply(operand, module.weight, module.bias, sink)
+
+
+def _conv1d(module: nn.Module, sink: Sink, input: Tensor) -> Tensor:
+    operand = _operand(sink, module.weight, input)
+    if operand is None:
+        return type(module).forward(module, input)
+    rows = _Conv1D.apply(operand.view(-1, operand.shape[-1]), module.weight, module.bias, sink)
+    return rows.view(*input.shape[:-1], rows.shape[-1])
 
 
 def _embedding(module: nn.Embedding, sink: Sink, input: Tensor) -> Tensor:
     if not sink.serves(module.weight, input):
         return F.embedding(input, module.weight, module.padding_idx)
     return _Embedding.apply(input, module.weight, module.padding_idx, sink)
+
+
+def _put_product(sink: Sink, left: Tensor, right: Tensor) -> Tensor | None:
+    """Writes or adds `left @ right`, a weight's gradient, where it belongs; returns it when a caller wants it."""
+    if not sink.is_open():
+        return left @ right
+    place, is_filled = sink.place()
+    if is_filled:
+        place.addmm_(left, right)
+    else:
+        torch.mm(left, right, out=place)
+    return None
 
 
 class _Linear(torch.autograd.Function):
@@ -117,15 +152,23 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_input = (rows @ weight).view(input.shape) if ctx.needs_input_grad[0] else None
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        columns, inputs = rows.t(), input.reshape(-1, input.shape[-1])
-        if not ctx.sink.is_open():
-            return grad_input, columns @ inputs, grad_bias, None
-        place, is_filled = ctx.sink.place()
-        if is_filled:
-            place.addmm_(columns, inputs)
-        else:
-            torch.mm(columns, inputs, out=place)
-        return grad_input, None, grad_bias, None
+        grad_weight = _put_product(ctx.sink, rows.t(), input.reshape(-1, input.shape[-1]))
+        return grad_input, grad_weight, grad_bias, None
+
+
+class _Conv1D(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weight, bias, sink):
+        ctx.save_for_backward(rows, weight)
+        ctx.sink = sink
+        return torch.addmm(bias, rows, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight = ctx.saved_tensors
+        grad_rows = grad @ weight.t() if ctx.needs_input_grad[0] else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_rows, _put_product(ctx.sink, rows.t(), grad), grad_bias, None
 
 
 class _Embedding(torch.autograd.Function):

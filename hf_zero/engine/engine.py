@@ -274,6 +274,7 @@ class ZeroEngine(Uncopyable):
                 "in a tuple or dict, or use stage 2"
             )
         unit.lend_gradients()
+        self.comm.progress()
 
     def recover(self) -> None:
         """After a backward that failed: what it collected is dropped, and everything is as before the step."""
@@ -321,8 +322,8 @@ class ZeroEngine(Uncopyable):
         for gradient in self.gradients():
             gradient.clear()
 
-    def check_can_update(self) -> None:
-        """Whether new values may be given to the masters.
+    def begin_update(self) -> None:
+        """The masters are about to get new values: no rank reads the old ones any more. All ranks call it.
 
         Raises:
             `LifecycleError`: inside `hf_zero.gathered`, or when someone wrote to a parameter whose data is away.
@@ -333,6 +334,7 @@ class ZeroEngine(Uncopyable):
                 raise LifecycleError(
                     f"unit {unit.name!r}: new values inside hf_zero.gathered(...); leave the context first"
                 )
+        self.comm.fence()
 
     def mark_updated(self, only_trained: bool = False) -> None:
         """The masters have new values: the compute copies follow. All ranks call it.
@@ -340,12 +342,12 @@ class ZeroEngine(Uncopyable):
         Args:
             only_trained (`bool`): frozen parameters have kept their values.
         """
-        self.check_can_update()
         pendings: list[Pending] = []
         for unit in self.units:
             pendings += unit.refresh(only_trained)
         for pending in pendings:
             pending.wait()
+        self.comm.fence()
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
     def end_step(self) -> None:

@@ -56,11 +56,13 @@ class Flat:
         plan (`StagePlan`): what rests where.
         comm (`Comm`): the data-parallel ranks.
         dtype (`torch.dtype`): of the compute copy.
+        master_dtype (`torch.dtype`): of the master.
         placeholders (`Placeholders`): what the parameters read while their data is away.
     """
 
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
     master: Tensor  # the values at rest, as far as this rank updates them; often the compute copy itself
+    common: Tensor | None = None  # all ranks' masters, where the ranks share memory; this rank's is its part of it
     views: list[Tensor]  # of `full`, one per parameter, in its shape
 
     def __init__(
@@ -72,6 +74,7 @@ class Flat:
         plan: StagePlan,
         comm: Comm,
         dtype: torch.dtype,
+        master_dtype: torch.dtype,
         placeholders: Placeholders,
     ):
         self.infos = infos
@@ -80,6 +83,7 @@ class Flat:
         self.plan = plan
         self.comm = comm
         self.dtype = dtype
+        self.master_dtype = master_dtype
         self.trainable = infos[0].trainable
         self.owned = layout.owned(comm.rank)
         self.placeholders = [placeholders.of(p.shape, dtype) for p in params]
@@ -88,6 +92,11 @@ class Flat:
     def slot_part(self) -> tuple[int, torch.dtype]:
         """What a slot must hold for the whole buffer: elements and dtype, see `Slot.views`."""
         return self.layout.full_numel, self.dtype
+
+    @property
+    def rests_whole(self) -> bool:
+        """Whether the whole compute copy is at hand without a gather: each rank's own, or one for all ranks."""
+        return not self.is_sharded or (self.comm.shares_memory and self.master_dtype is self.dtype)
 
     @property
     def is_sharded(self) -> bool:
@@ -101,28 +110,36 @@ class Flat:
     @property
     def has_master(self) -> bool:
         """Whether the master is a tensor beside the compute copy. Where that does not rest, the master is all."""
-        return not self.is_sharded and self.master.dtype is not self.dtype
+        return not self.is_sharded and self.master_dtype is not self.dtype
 
     @property
     def held(self) -> tuple[int, int]:
         """The range of the buffer that the master covers on this rank."""
         return (0, self.layout.full_numel) if self.plan.master is Residency.REPLICATED else self.owned
 
+    def rest(self) -> None:
+        """Makes the memory in which whole values rest on this rank, or are shared by all."""
+        numel = self.layout.full_numel
+        if self.is_sharded and self.comm.shares_memory:
+            self.common = self.comm.common(numel, self.master_dtype)
+        if self.rests_whole:
+            self.bind(self.comm.empty(numel, self.dtype) if self.common is None else self.common)
+
     def bind(self, full: Tensor) -> None:
         """Names the memory in which the whole values appear, and makes the parameters' views of it."""
         self.full = full
         self.views = [full[place.offset : place.stop].view(place.shape) for place in self.layout.places]
 
-    def fill(self, master_dtype: torch.dtype | None) -> None:
-        """Takes over the parameters' data: rank 0's values, into the master and, where it rests, the compute copy.
-
-        Args:
-            master_dtype (`torch.dtype`, *optional*): dtype of a master of its own; `None` for none.
-        """
-        whole = self.full if master_dtype is None else torch.empty_like(self.full, dtype=master_dtype)
-        whole.zero_()
-        for place, p in zip(self.layout.places, self.params):
-            whole[place.offset : place.stop].copy_(p.detach().reshape(-1))
+    def fill(self) -> None:
+        """Takes over the parameters' data: rank 0's values, into the master and, where it rests, the compute copy."""
+        if self.common is not None:
+            if self.comm.rank == 0:
+                self._copy_params(self.common)
+            self.comm.fence()
+            self.master = self.common[slice(*self.held)]
+            return
+        whole = self.full if self.master_dtype is self.dtype else torch.empty_like(self.full, dtype=self.master_dtype)
+        self._copy_params(whole.zero_())
         self.comm.broadcast_(whole)
         if whole is not self.full and not self.is_sharded:
             self.full.copy_(whole)
@@ -131,8 +148,16 @@ class Flat:
         is_lent = self.is_sharded or (whole is not self.full and held.numel() < whole.numel())
         self.master = held.clone() if is_lent else held
 
+    def _copy_params(self, whole: Tensor) -> None:
+        for place, p in zip(self.layout.places, self.params):
+            whole[place.offset : place.stop].copy_(p.detach().reshape(-1))
+
     def gather(self, what: str) -> Pending:
         """Brings the whole values into `full`: this rank's range is written, cast if need be, and sent from there."""
+        if self.common is not None:
+            if self.full is not self.common:
+                self.comm.read_common(self.full, self.common)
+            return Pending()
         own = self.full[slice(*self.owned)]
         if self.is_sharded:
             own.copy_(self.master)
@@ -154,11 +179,13 @@ class Flat:
     def take_back(self) -> None:
         """Makes rank 0's whole values everyone's: the master follows what was written to the parameters."""
         self.comm.broadcast_(self.full)
+        self.comm.fence()
         if self.is_sharded or self.has_master:
             # What was not written keeps its master: the compute copy may be a rounded one.
             values = self.full[slice(*self.held)]
             written = values != self.master.to(values.dtype)
             self.master.copy_(torch.where(written, values.to(self.master.dtype), self.master))
+        self.comm.fence()
 
     def named_shards(self, tensor: Tensor, covers: tuple[int, int], only: tuple[int, int]) -> Iterator[NamedShard]:
         """The parameters' runs inside `tensor`, which covers the range `covers` of the buffer, limited to `only`."""

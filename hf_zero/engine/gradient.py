@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Pending
+from hf_zero.comm import Comm, Pending
 from hf_zero.config import Residency
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
@@ -134,12 +134,12 @@ class GradientSlots:
 
     Args:
         nbytes (`int`): what the largest unit needs.
-        device (`torch.device`): where.
+        comm (`Comm`): where from.
     """
 
-    def __init__(self, nbytes: int, device: torch.device):
+    def __init__(self, nbytes: int, comm: Comm):
         self._nbytes = nbytes
-        self._device = device
+        self._comm = comm
         self._free: list[Slot] = []
         self._busy: dict[Slot, Pending | None] = {}  # None while gradients are being collected
 
@@ -152,7 +152,7 @@ class GradientSlots:
         """A buffer to collect in: a new one as long as there is one at most, then the one that is being reduced."""
         if not self._free and len(self._busy) > 1:
             self._settle_one()
-        slot = self._free.pop() if self._free else Slot(self._nbytes, self._device)
+        slot = self._free.pop() if self._free else Slot(self._comm.empty(self._nbytes, torch.uint8))
         self._busy[slot] = None
         return slot
 
@@ -169,7 +169,8 @@ class GradientSlots:
         """Waits for all reductions under way, and gives the memory back."""
         while self._settle_one():
             pass
-        self._free.clear()
+        if not self._comm.shares_memory:
+            self._free.clear()
 
     def _settle_one(self) -> bool:
         """Waits for the oldest reduction under way; False when there is none."""

@@ -63,11 +63,15 @@ class Unit(Uncopyable):
         """Starts to bring the whole values into the slot, unless they are there."""
         if self.phase is not Phase.SHARDED:
             return
-        if self.slot.holder not in (None, self):
-            self.slot.holder.evict()
-        self.slot.holder = self
+        self._take_slot()
         self.phase = moved(self.name, self.phase, Phase.GATHERING)
         self._gathering = [flat.gather(self.name) for flat in self.flats]
+
+    def _take_slot(self) -> None:
+        if self.slot is not None:
+            if self.slot.holder not in (None, self):
+                self.slot.holder.evict()
+            self.slot.holder = self
 
     def settle(self) -> None:
         """Waits for a gather under way."""
@@ -157,12 +161,9 @@ class Unit(Uncopyable):
 
     def come_home(self) -> None:
         """Brings the values of a pinned unit also into its slot, where autograd's views of a former forward look."""
-        if self._homes and self.slot.holder is not self:
-            if self.slot.holder is not None:
-                self.slot.holder.evict()
-            self.slot.holder = self
-            for flat, home in zip(self.flats, self._homes):
-                home.copy_(flat.full)
+        if self._homes and self.slot is not None and self.slot.holder is not self:
+            self._take_slot()
+            self._copy_home(self._homes)
 
     def unpin(self, writeback: bool) -> None:
         """Ends a `pin`; with `writeback`, rank 0's values become everyone's."""
@@ -174,19 +175,24 @@ class Unit(Uncopyable):
             return
         homes, self._homes = self._homes, []
         # in use when it was pinned, and its slot not taken since: whoever attached it detaches it
-        stays = self._was_attached and self.slot.holder is self
+        stays = self._was_attached and (self.slot is None or self.slot.holder is self)
+        if stays:
+            self._copy_home(homes)
         for flat, home in zip(self.flats, homes):
-            if stays:
-                home.copy_(flat.full)
             flat.bind(home)
             if stays:
                 flat.attach()
         if not stays:
             self._leave_slot()
 
+    def _copy_home(self, homes: list[Tensor]) -> None:
+        for flat, home in zip(self.flats, homes):
+            if home is not flat.common:  # there the masters are the values
+                home.copy_(flat.full)
+
     def _leave_slot(self) -> None:
         self.evict()
-        if self.slot.holder is self:
+        if self.slot is not None and self.slot.holder is self:
             self.slot.holder = None
 
     def reduce_gradients(self) -> None:
@@ -225,12 +231,24 @@ def reassign_slots(units: list[Unit]) -> None:
     Args:
         units (`list[Unit]`): the blocks' units in their new order, none of them gathered.
     """
-    slots = list({id(unit.slot): unit.slot for unit in units if unit.slot is not None}.values())
+    units = [unit for unit in units if unit.slot is not None]
+    slots = list({id(unit.slot): unit.slot for unit in units}.values())
     for unit in units:
         unit.evict()
     for slot in slots:
         slot.holder = None
-    for position, unit in enumerate(units if slots else ()):
+    for position, unit in enumerate(units):
         unit.slot = slots[position % len(slots)]
-        for flat, full in zip(unit.flats, unit.slot.views([flat.slot_part for flat in unit.flats])):
-            flat.bind(full)
+        bind_to_slot(unit.flats, unit.slot)
+
+
+def slot_parts(flats: list[Flat]) -> list[tuple[int, torch.dtype]]:
+    """What a slot must hold for a unit with these buffers, see `Slot.views`."""
+    return [flat.slot_part for flat in flats if not flat.rests_whole]
+
+
+def bind_to_slot(flats: list[Flat], slot: Slot) -> None:
+    """Lets the whole values of a unit's buffers appear in a slot, as far as they need one."""
+    moving = [flat for flat in flats if not flat.rests_whole]
+    for flat, full in zip(moving, slot.views(slot_parts(flats))):
+        flat.bind(full)

@@ -119,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_unfrozen()
-        self.engine.check_can_update()
+        self.engine.begin_update()
         self.engine.finish_gradients()
         self._leave_out_unused()
         self._lend_gradients()

@@ -8,10 +8,14 @@ from torch import Tensor
 
 
 class Slot:
-    """One reused buffer. `holder` is whoever filled it last; its contents are the holder's until another takes it."""
+    """One reused buffer. `holder` is whoever filled it last; its contents are the holder's until another takes it.
 
-    def __init__(self, nbytes: int, device: torch.device):
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    Args:
+        buffer (`Tensor`): 1-D uint8.
+    """
+
+    def __init__(self, buffer: Tensor):
+        self.buffer = buffer
         self.holder: object | None = None  # None until it is first filled
 
     def views(self, parts: list[tuple[int, torch.dtype]]) -> list[Tensor]:

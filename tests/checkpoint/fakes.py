@@ -76,6 +76,9 @@ class FakeEngine:
             for start, stop in self.ranges(info.shape.numel(), resident):
                 yield FakeShard(info.name, info.shape, start, self.masters[info.name][start:stop])
 
+    def begin_update(self):
+        self.comm.fence()
+
     def mark_updated(self):
         self.comm.barrier()
         self.num_updates += 1

@@ -13,7 +13,7 @@ SMALL = 4096  # bytes: fewer than most messages below
 
 
 def _connect(bucket_nbytes: int = 32 * 2**20, timeout_seconds: float = 60.0):
-    return connect(CPU, timeout_seconds=timeout_seconds, bucket_nbytes=bucket_nbytes)
+    return connect(CPU, timeout_seconds=timeout_seconds, bucket_nbytes=bucket_nbytes, shared_memory=False)
 
 
 def _summand(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -176,7 +176,7 @@ def _serves_a_part() -> float:
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         return 1.5
-    comm = connect(CPU, group=group, timeout_seconds=60.0, bucket_nbytes=SMALL)
+    comm = connect(CPU, group=group, timeout_seconds=60.0, bucket_nbytes=SMALL, shared_memory=False)
     assert (comm.num_ranks, comm.rank) == (2, dist.get_rank() // 2)
     full = torch.full((4,), float(dist.get_rank() + 1))
     out = torch.empty(2)

@@ -132,3 +132,31 @@ def test_modules_that_are_not_stock_are_left_alone(monkeypatch):
     model(x).sum().backward()
     assert torch.equal(engine.full_grad("0.weight"), plain[0].weight.grad)
     assert names == ["1.weight"]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_gpt2s_transposed_linear_is_served_too(monkeypatch, dtype):
+    from transformers.pytorch_utils import Conv1D
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(Conv1D(6, 4), nn.Tanh(), Conv1D(2, 6)).to(dtype)
+
+    plain, model = build(), build()
+    engine = hf_zero.shard(model, stage=1)
+    names = written_directly(monkeypatch)
+    x = torch.randn(2, 3, 4, dtype=dtype)
+    plain(x).sum().backward()
+    model(x).sum().backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    assert_same({name: engine.full_grad(name) for name in wanted}, wanted)
+    assert names == ["2.weight", "0.weight"]
+
+
+def test_small_weights_go_the_ordinary_way(monkeypatch):
+    plain, model = Net(), Net()
+    monkeypatch.setattr(direct, "MIN_NUMEL", model.up.weight.numel() + 1)
+    engine = hf_zero.shard(model, stage=1)
+    names = written_directly(monkeypatch)
+    assert_same(gradients(model, engine), gradients(plain))
+    assert names == []

@@ -13,7 +13,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 def test_views_are_aligned_apart_and_fill_what_was_counted(seed):
     rng = random.Random(seed)
     parts = [(rng.randrange(200), rng.choice(DTYPES)) for _ in range(rng.randrange(1, 6))]
-    slot = Slot(parts_nbytes(parts), torch.device("cpu"))
+    slot = Slot(torch.empty(parts_nbytes(parts), dtype=torch.uint8))
     views = slot.views(parts)
     assert [(view.numel(), view.dtype) for view in views] == parts
     for number, view in enumerate(views):
@@ -29,5 +29,5 @@ def test_views_are_aligned_apart_and_fill_what_was_counted(seed):
 
 def test_views_of_the_same_parts_are_the_same_memory():
     parts = [(10, torch.bfloat16), (30, torch.float32)]
-    slot = Slot(parts_nbytes(parts), torch.device("cpu"))
+    slot = Slot(torch.empty(parts_nbytes(parts), dtype=torch.uint8))
     assert [view.data_ptr() for view in slot.views(parts)] == [view.data_ptr() for view in slot.views(parts)]

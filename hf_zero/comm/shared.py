@@ -1,0 +1,173 @@
+"""Exchange among the ranks of one host through memory that all of them map: nothing is sent but short messages.
+
+[Note: messages] A rank tells its peers where its values lie (READY), reads theirs when they are ready, and tells when
+it has read them (DONE), after which the owner may write there again. All ranks begin their collectives in the same
+order, so the n-th READY of each belongs together; a tag says which unit it is, to notice when they do not. FENCE says
+that a rank has come to a fence; MEMORY and COMMON introduce memory.
+"""
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.base import Pending
+from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
+from hf_zero.comm.peers import Kind, Peer, close, mapped
+from hf_zero.errors import CommError
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A collective under way: `take` is called with every rank's values, this one's included, in rank order."""
+
+    number: int
+    tag: int
+    what: str
+    own: Tensor
+    take: Callable[[list[Tensor]], None]
+
+
+class SharedComm(PairwiseComm):
+    """Collectives among processes of one host. What does not lie in `empty` memory goes the pairwise way.
+
+    Args:
+        group, device, timeout_seconds, bucket_nbytes: as for `PairwiseComm`.
+        connections (`dict[int, socket.socket]`): to every other rank, see `meet`.
+    """
+
+    shares_memory = True
+
+    def __init__(self, group, device, timeout_seconds: float, bucket_nbytes: int, connections: dict):
+        super().__init__(group, device, timeout_seconds, bucket_nbytes)
+        self._others = [Peer(rank, connections[rank]) for rank in sorted(connections)]
+        self._own: dict[int, tuple[int, Tensor]] = {}  # by address; kept, so that no address comes twice
+        self._under_way: deque[_Exchange] = deque()  # begun, the values not taken yet
+        self._num_begun = 0
+        self._num_fences = 0
+        weakref.finalize(self, close, list(connections.values()))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._new(Kind.MEMORY, numel, dtype)
+
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self.rank == 0:
+            return self._new(Kind.COMMON, numel, dtype)
+        first = self._others[0]
+        self._hear_until(first, lambda: first.common, "sharing memory")
+        return first.memory[first.common.popleft()][: numel * dtype.itemsize].view(dtype)
+
+    def fence(self) -> None:
+        self._num_fences += 1
+        for peer in self._others:
+            self._tell(peer, Kind.FENCE)
+        for peer in self._others:
+            self._hear_until(peer, lambda peer=peer: peer.counts[Kind.FENCE] >= self._num_fences, "a fence")
+
+    def read_common(self, full: Tensor, common: Tensor) -> None:
+        full.copy_(common)
+        others = common.numel() * (self.num_ranks - 1) // self.num_ranks
+        self.counters.add("gather", others * common.element_size())
+
+    def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+        if not self._is_shared(shard):
+            return super().gather(full, shard, what=what)
+
+        def take(shards: list[Tensor]) -> None:
+            for place, values in zip(full.chunk(self.num_ranks), shards):
+                if place.data_ptr() != values.data_ptr():
+                    place.copy_(values)
+
+        return self._begin("gather", what, shard, shard.numel(), take)
+
+    def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        if not self._is_shared(full):
+            return super().reduce(full, out, dtype=dtype, accumulate=accumulate, what=what)
+        numel, scratch = out.numel(), self._scratch_of(dtype)
+
+        def take(fulls: list[Tensor]) -> None:
+            summands = [values[self.rank * numel : (self.rank + 1) * numel] for values in fulls]
+            average(summands, out, scratch, accumulate)
+
+        return self._begin("reduce", what, full, numel, take)
+
+    def progress(self) -> None:
+        while self._under_way:
+            for peer in self._others:
+                while not peer.ready:
+                    if not self._hear(peer, 0.0, self._under_way[0].what):
+                        return
+            self._take_first()
+
+    def _new(self, kind: Kind, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = max(1, numel * dtype.itemsize)
+        descriptor = os.memfd_create("hf_zero", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, nbytes)
+        number = len(self._own)
+        for peer in self._others:
+            self._tell(peer, kind, 0, number, nbytes, descriptor=descriptor)
+        memory = mapped(descriptor, nbytes)
+        self._own[memory.untyped_storage().data_ptr()] = number, memory
+        return memory[: numel * dtype.itemsize].view(dtype)
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._own
+
+    def _begin(self, verb: str, what: str, own: Tensor, numel: int, take: Callable) -> Pending:
+        tag = tag_of(verb, what)
+        number, _ = self._own[own.untyped_storage().data_ptr()]
+        for peer in self._others:
+            self._tell(peer, Kind.READY, tag, number, own.storage_offset() * own.element_size())
+        self._num_begun += 1
+        exchange = _Exchange(self._num_begun, tag, f"{verb} of unit {what!r}", own, take)
+        self._under_way.append(exchange)
+        self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1))
+        return Pending(partial(self._finish, exchange))
+
+    def _finish(self, exchange: _Exchange) -> None:
+        """Returns when this rank has what it needs and the others have read what they need from it."""
+        self.progress()
+        while self._under_way and self._under_way[0].number <= exchange.number:
+            for peer in self._others:
+                self._hear_until(peer, lambda peer=peer: peer.ready, self._under_way[0].what)
+            self._take_first()
+        for peer in self._others:
+            self._hear_until(peer, lambda peer=peer: peer.counts[Kind.DONE] >= exchange.number, exchange.what)
+
+    def _take_first(self) -> None:
+        """Serves the oldest collective under way: all ranks are ready."""
+        exchange = self._under_way.popleft()
+        own, values = exchange.own, {self.rank: exchange.own}
+        for peer in self._others:
+            tag, number, offset = peer.ready.popleft()
+            if tag != exchange.tag:
+                raise CommError(
+                    f"{exchange.what}: rank {peer.rank} has come to another unit or step; the ranks do not run the "
+                    f"same program; look at the log of rank {peer.rank} first"
+                )
+            there = peer.memory[number][offset : offset + own.numel() * own.element_size()]
+            values[peer.rank] = there.view(own.dtype)
+        exchange.take([values[rank] for rank in range(self.num_ranks)])
+        for peer in self._others:
+            self._tell(peer, Kind.DONE)
+
+    def _tell(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None = None) -> None:
+        while not peer.tell(kind, *numbers, descriptor=descriptor):
+            for other in self._others:  # it may be waiting for room as well: make some
+                self._hear(other, 0.001, "sending")
+
+    def _hear_until(self, peer: Peer, is_there: Callable[[], bool], what: str) -> None:
+        while not is_there():
+            if not self._hear(peer, self.timeout_seconds, what):
+                raise self._failed(what, peer.rank, "nothing came")
+
+    def _hear(self, peer: Peer, seconds: float, what: str) -> bool:
+        try:
+            return peer.hear(seconds)
+        except OSError as error:
+            raise self._failed(what, peer.rank, error) from error
