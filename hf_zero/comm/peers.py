@@ -29,6 +29,7 @@ class Kind(IntEnum):
 
 
 _MESSAGE = struct.Struct("<IIQQ")
+_DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 class Peer:
@@ -46,9 +47,12 @@ class Peer:
 
     def tell(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> bool:
         """Sends one message; False when its queue is full."""
+        message = _MESSAGE.pack(kind, *(numbers or (0, 0, 0)))
         try:
-            descriptors = [] if descriptor is None else [descriptor]
-            socket.send_fds(self.socket, [_MESSAGE.pack(kind, *(numbers or (0, 0, 0)))], descriptors)
+            if descriptor is None:
+                self.socket.send(message)
+            else:
+                socket.send_fds(self.socket, [message], [descriptor])
         except BlockingIOError:
             return False
         except OSError:
@@ -60,7 +64,7 @@ class Peer:
         if seconds and not self._waiter.poll(seconds * 1000):
             return False
         try:
-            message, descriptors, _, _ = socket.recv_fds(self.socket, _MESSAGE.size, 1)
+            message, ancillary, _, _ = self.socket.recvmsg(_MESSAGE.size, _DESCRIPTOR_SPACE)
         except BlockingIOError:
             return False
         if not message:
@@ -71,7 +75,7 @@ class Peer:
         elif kind in self.counts:
             self.counts[kind] += 1
         else:
-            self.memory[number] = mapped(descriptors[0], last)
+            self.memory[number] = mapped(*struct.unpack("i", ancillary[0][2]), last)
             if kind == Kind.COMMON:
                 self.common.append(number)
         return True

@@ -48,6 +48,7 @@ class SharedComm(PairwiseComm):
         self._others = [Peer(rank, connections[rank]) for rank in sorted(connections)]
         self._own: dict[int, tuple[int, Tensor]] = {}  # by address; kept, so that no address comes twice
         self._under_way: deque[_Exchange] = deque()  # begun, the values not taken yet
+        self._boards: list[Tensor] = []  # two, on which each rank has a row of bytes, used in turn
         self._num_begun = 0
         self._num_fences = 0
         weakref.finalize(self, close, list(connections.values()))
@@ -96,6 +97,18 @@ class SharedComm(PairwiseComm):
 
         return self._begin("reduce", what, full, numel, take)
 
+    def all_gather_vector(self, vector: Tensor) -> Tensor:
+        nbytes = vector.numel() * vector.element_size()
+        if not self._boards or self._boards[0].shape[1] < nbytes:
+            numel = self.num_ranks * max(nbytes, 4096)
+            self._boards = [self.common(numel, torch.uint8).view(self.num_ranks, -1) for _ in range(2)]
+        self._boards.reverse()  # whoever still reads the last one has not come to this fence
+        rows = self._boards[0][:, :nbytes]
+        rows[self.rank].copy_(vector.detach().contiguous().view(torch.uint8))
+        self.fence()
+        self.counters.add("scalar", nbytes * (self.num_ranks - 1))
+        return rows.contiguous().view(vector.dtype)
+
     def progress(self) -> None:
         while self._under_way:
             for peer in self._others:
@@ -127,6 +140,7 @@ class SharedComm(PairwiseComm):
         exchange = _Exchange(self._num_begun, tag, f"{verb} of unit {what!r}", own, take)
         self._under_way.append(exchange)
         self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1))
+        self.progress()
         return Pending(partial(self._finish, exchange))
 
     def _finish(self, exchange: _Exchange) -> None:

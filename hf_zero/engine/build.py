@@ -190,7 +190,8 @@ def _place_gradients(units: list[Unit], comm: Comm) -> None:
         for unit in members:
             unit.gradient_slots = slots
     for gradient in (g for unit in units for g in unit.gradients if g.is_persistent):
-        gradient.lend(comm.empty(gradient.flat.layout.full_numel, gradient.flat.dtype))
+        full = comm.empty(gradient.flat.layout.full_numel, gradient.flat.dtype)
+        gradient.lend(full, gradient.views_of(full))
 
 
 def _place_buffers(model: nn.Module, comm: Comm) -> None:

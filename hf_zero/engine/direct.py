@@ -54,6 +54,7 @@ class Sink:
     def place(self) -> tuple[Tensor, bool]:
         """The gradient's place, and whether something is there already to which to add."""
         self.engine.expect(self.unit, self.gradient, self.index)
+        self.engine.comm.progress()
         return self.gradient.place(self.index)
 
     def serves(self, weight: nn.Parameter, input_: Tensor) -> bool:

@@ -77,7 +77,8 @@ class ZeroEngine(Uncopyable):
         self._last: Unit | None = None  # the block that has just been called, still attached
         self._is_backward_open = False
         self._current: Unit | None = None  # the unit whose backward is under way; None outside of backward
-        self._closed: set[Unit] = set()  # units reduced in this backward
+        self._closed: set[Unit] = set()  # units whose reduction has begun in this backward
+        self._reducing: list[Pending] = []
 
     @property
     def stage(self) -> int:
@@ -221,7 +222,7 @@ class ZeroEngine(Uncopyable):
         self._turn_to(None)
         for unit in [*reversed(self.blocks), self.root]:
             if unit not in self._closed and unit.reduces_each_backward:
-                unit.reduce_gradients()
+                self._reducing.append(unit.reduce_gradients())
             elif unit in self._closed and unit.has_collected:
                 raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
         self._drain()
@@ -246,10 +247,10 @@ class ZeroEngine(Uncopyable):
         done.detach()
         if self.plan.grad is Residency.SHARDED and done not in self._closed and self.schedule.is_complete(done):
             self._closed.add(done)
-            done.reduce_gradients()
+            self._reducing.append(done.reduce_gradients())
 
-    def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter) -> None:
-        """Takes one parameter's gradient from autograd."""
+    def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
+        """Takes one parameter's gradient from autograd: the hook of the node that has just accumulated it."""
         grad, param.grad = param.grad, None
         if grad is None:
             return
@@ -265,16 +266,16 @@ class ZeroEngine(Uncopyable):
         """
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
-        if not gradient.rests_where_collected:
+        if not self._is_backward_open and not gradient.rests_where_collected:
             self.open_backward()
-        if not unit.is_whole:
+        if unit.phase is not Phase.ATTACHED:
             raise LifecycleError(
                 f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through "
                 "the outputs of its forward, so its parameters were away; return the tensor from the block's forward, "
                 "in a tuple or dict, or use stage 2"
             )
-        unit.lend_gradients()
-        self.comm.progress()
+        if gradient.full is None:
+            unit.lend_gradients()
 
     def recover(self) -> None:
         """After a backward that failed: what it collected is dropped, and everything is as before the step."""
@@ -294,6 +295,10 @@ class ZeroEngine(Uncopyable):
         self._is_backward_open = False
 
     def _drain(self) -> None:
+        """Waits for all reductions under way."""
+        for pending in self._reducing:
+            pending.wait()
+        self._reducing.clear()
         for slots in {
             id(unit.gradient_slots): unit.gradient_slots for unit in self.units if unit.gradient_slots
         }.values():
@@ -312,7 +317,7 @@ class ZeroEngine(Uncopyable):
             self.recover()
         for unit in self.units:
             if unit.gradients and not unit.gradients[0].is_reduced:
-                unit.reduce_gradients()
+                self._reducing.append(unit.reduce_gradients())
         self._drain()
 
     def clear_gradients(self) -> None:

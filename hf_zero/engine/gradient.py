@@ -10,6 +10,10 @@ from hf_zero.errors import LifecycleError
 from hf_zero.shard.slots import Slot
 
 
+# Smaller gradients are held back, to be copied together when their unit is reduced; larger ones are freed at once.
+MAX_HELD_NUMEL = 2**16
+
+
 class Gradient:
     """The gradient of one flat buffer between two optimizer steps.
 
@@ -21,6 +25,8 @@ class Gradient:
 
     full: Tensor | None  # this rank's summand; None while no slot is lent (sharded gradients only)
     reduced: Tensor | None  # the average, over the range that the optimizer updates; None until the first reduction
+    is_persistent: bool  # `full` stays between backward passes, because it is the resting place of the summand
+    rests_where_collected: bool  # `reduced` is (a range of) `full`: reduced once a step, after its last micro-batch
 
     def __init__(self, flat: Flat, sum_dtype: torch.dtype):
         self.flat = flat
@@ -29,25 +35,22 @@ class Gradient:
         self.full = None
         self.reduced = None
         self.views: list[Tensor] = []
+        self.is_persistent = flat.plan.grad is not Residency.SHARDED
+        self.rests_where_collected = self.is_persistent and flat.dtype is self.dtype
         self.is_reduced = False  # `reduced` holds a gradient of this step
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
         self.used = [False] * len(flat.params)  # it got one since the last step
         self._pads = list(flat.layout.pads())
+        self._places: list[Tensor] = []  # where the gradients go that are held back, and these
+        self._grads: list[Tensor] = []
 
-    @property
-    def is_persistent(self) -> bool:
-        """Whether `full` stays between backward passes, because it is the resting place of the summand."""
-        return self.flat.plan.grad is not Residency.SHARDED
+    def lend(self, full: Tensor, views: list[Tensor]) -> None:
+        """Gives memory in which gradients are collected, see `views_of`. It is overwritten."""
+        self.full, self.views = full, views
 
-    @property
-    def rests_where_collected(self) -> bool:
-        """Whether `reduced` is (a range of) `full`: reduced once a step, when the last micro-batch is in."""
-        return self.is_persistent and self.full.dtype is self.dtype
-
-    def lend(self, full: Tensor) -> None:
-        """Gives memory in which gradients are collected. It is overwritten."""
-        self.full = full
-        self.views = [full[place.offset : place.stop].view(place.shape) for place in self.flat.layout.places]
+    def views_of(self, full: Tensor) -> list[Tensor]:
+        """The places of the parameters' gradients in such memory."""
+        return [full[place.offset : place.stop].view(place.shape) for place in self.flat.layout.places]
 
     def place(self, index: int) -> tuple[Tensor, bool]:
         """Where one parameter's gradient goes, and whether there is one already, to which to add. It counts as filled.
@@ -62,6 +65,8 @@ class Gradient:
             )
         is_filled = self.filled[index]
         self.filled[index] = self.used[index] = True
+        if is_filled:
+            self.settle()
         return self.views[index], is_filled
 
     def receive(self, index: int, grad: Tensor) -> None:
@@ -69,12 +74,22 @@ class Gradient:
         place, is_filled = self.place(index)
         if is_filled:
             place.add_(grad)
+        elif grad.numel() < MAX_HELD_NUMEL and grad.dtype is place.dtype:
+            self._places.append(place)
+            self._grads.append(grad)
         else:
             place.copy_(grad)
+
+    def settle(self) -> None:
+        """Copies the gradients that were held back to be copied at once."""
+        if self._places:
+            torch._foreach_copy_(self._places, self._grads)
+            self._places, self._grads = [], []
 
     def reduce(self, what: str) -> Pending:
         """Averages what was collected over the ranks, into `reduced`. Where no gradient came, zero counts."""
         full, flat = self.full, self.flat
+        self.settle()
         for start, stop in self._pads:  # each time: clipping by a norm that is not finite reaches the padding too
             full[start:stop].zero_()
         for index, filled in enumerate(self.filled):
@@ -123,6 +138,7 @@ class Gradient:
             self.reduced = None
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
+        self._places, self._grads = [], []
 
 
 class GradientSlots:

@@ -1,7 +1,6 @@
 """The hooks on a model's modules and tensors: each is one call to the engine."""
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -33,7 +32,7 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
                 with torch.enable_grad():
                     node = param.expand_as(param).grad_fn.next_functions[0][0]
                 take = partial(engine.receive, unit, gradient, index, param)
-                engine.handles.append((node, node.register_hook(lambda *_, take=take: take())))
+                engine.handles.append((node, node.register_hook(take)))
                 sinks[id(param)] = Sink(engine, unit, gradient, index, node)
     direct.install(engine, sinks)
     engine.model.zero_grad = partial(_zero_grad, engine)
@@ -82,7 +81,7 @@ def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None
 
 
 def _before_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs) -> None:
-    engine.before_block(unit, any(tensor.requires_grad for tensor in tensors_in([args, kwargs])))
+    engine.before_block(unit, any(tensor.requires_grad for tensor in tensors_in(args, kwargs)))
 
 
 def _after_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs, output) -> None:
@@ -128,13 +127,14 @@ def _outer_modules(model: nn.Module, blocks: dict[Unit, nn.Module], root: Unit) 
     return outer
 
 
-def tensors_in(value) -> Iterator[Tensor]:
+def tensors_in(*values) -> list[Tensor]:
     """The tensors in a module's arguments or outputs, through tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+        elif isinstance(value, (tuple, list)):
+            found += tensors_in(*value)
+    return found

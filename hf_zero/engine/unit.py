@@ -133,10 +133,12 @@ class Unit(Uncopyable):
     def lend_gradients(self) -> None:
         """Sees to it that there is memory to collect gradients in."""
         if self.gradients and self.gradients[0].full is None:
-            self._gradient_slot = self.gradient_slots.acquire()
-            parts = [gradient.flat.slot_part for gradient in self.gradients]
-            for gradient, full in zip(self.gradients, self._gradient_slot.views(parts)):
-                gradient.lend(full)
+            slot = self._gradient_slot = self.gradient_slots.acquire()
+            if self not in slot.memos:
+                fulls = slot.views([gradient.flat.slot_part for gradient in self.gradients])
+                slot.memos[self] = [(full, g.views_of(full)) for g, full in zip(self.gradients, fulls)]
+            for gradient, memory in zip(self.gradients, slot.memos[self]):
+                gradient.lend(*memory)
 
     def pin(self) -> None:
         """Makes the parameters whole in memory of their own, outside of the slots, until `unpin`."""
@@ -195,10 +197,10 @@ class Unit(Uncopyable):
         if self.slot is not None and self.slot.holder is self:
             self.slot.holder = None
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> Pending:
         """Averages what was collected over the ranks: all ranks call it for the same units in the same order."""
         if not self.gradients:
-            return
+            return Pending()
         self.lend_gradients()
         pendings = [gradient.reduce(self.name) for gradient in self.gradients]
 
@@ -207,10 +209,10 @@ class Unit(Uncopyable):
                 pending.wait()
 
         slot, self._gradient_slot = self._gradient_slot, None
-        if slot is None:
-            finish()
-        else:
-            self.gradient_slots.reducing(slot, Pending(finish))
+        reducing = Pending(finish)
+        if slot is not None:
+            self.gradient_slots.reducing(slot, reducing)
+        return reducing
 
     def drop_gradients(self) -> None:
         """Forgets gradients that were collected but not reduced, after a backward that failed."""

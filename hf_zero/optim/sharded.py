@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class Run:
     def flat(self) -> Flat:
         return self.gradient.flat
 
-    @property
+    @cached_property
     def indices(self) -> list[int]:
         """The parameters that lie in it, wholly or in part."""
         return [piece.index for piece in self.flat.layout.pieces(self.start, self.stop)]

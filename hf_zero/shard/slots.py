@@ -16,6 +16,7 @@ class Slot:
 
     def __init__(self, buffer: Tensor):
         self.buffer = buffer
+        self.memos: dict[object, object] = {}  # what a borrower keeps as long as there is the buffer
         self.holder: object | None = None  # None until it is first filled
 
     def views(self, parts: list[tuple[int, torch.dtype]]) -> list[Tensor]:
