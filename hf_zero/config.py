@@ -80,6 +80,8 @@ class ZeroConfig:
         reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated.
         bucket_nbytes (`int`): size in bytes of the staging buffer through which gradients are exchanged.
         prefetch_units (`int`): how many units are gathered ahead of use at stage 3.
+        keep_gathered (`int` or `str`): how many further blocks stay gathered from forward to backward at stage 3, the
+            last ones first; "auto" takes as many as fit half of the memory that is free beside gradients and state.
         timeout_seconds (`float`): how long a collective may take before it is an error.
         shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
     """
@@ -89,6 +91,7 @@ class ZeroConfig:
     reduce_dtype: torch.dtype = torch.float32
     bucket_nbytes: int = 8 * 2**20
     prefetch_units: int = 1
+    keep_gathered: int | str = 0
     timeout_seconds: float = 1800.0
     shared_memory: bool = True
 
@@ -104,6 +107,8 @@ class ZeroConfig:
             raise ConfigError(f"bucket_nbytes: {self.bucket_nbytes} is too small; give at least 4096 bytes")
         if self.prefetch_units < 0:
             raise ConfigError(f"prefetch_units: {self.prefetch_units} is negative; give 0 or more")
+        if self.keep_gathered != "auto" and (not isinstance(self.keep_gathered, int) or self.keep_gathered < 0):
+            raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is no number of blocks; give 0 or more, or auto")
 
     def plan(self, num_ranks: int) -> StagePlan:
         """The stage plan for so many ranks: over one rank every partition is the whole."""

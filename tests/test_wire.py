@@ -42,6 +42,21 @@ def _padded(engine: ZeroEngine) -> tuple[int, list[int]]:
     return numels[0], numels[1:]
 
 
+def _keeps_gathered(kept: int | str, num_slots: int) -> None:
+    subject = _subject(3, keep_gathered=kept)
+    engine = subject.engine
+    exact = _elements(*_padded(engine), 3, engine.comm.num_ranks, num_slots - 1)
+    for _ in range(3):
+        before = engine.comm.counters.sent_nbytes.get("gather", 0)
+        _step(subject)
+        assert engine.comm.counters.sent_nbytes["gather"] - before == 4 * exact["gather"]
+
+
+@pytest.mark.parametrize("kept, num_slots", [(1, 3), (9, LAYERS), ("auto", LAYERS)])
+def test_blocks_that_stay_gathered_are_not_gathered_again(kept, num_slots):
+    run_ranks(_keeps_gathered, 2, kept, num_slots)
+
+
 def _elements(root: int, blocks: list[int], stage: int, num_ranks: int, prefetch_units: int) -> dict[str, int]:
     """Elements that a rank sends in one step, by verb, see the note above."""
     everything = root + sum(blocks)

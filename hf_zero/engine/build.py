@@ -1,5 +1,6 @@
 """From a plain model to an engine: partition, layout, buffers, slots, hooks."""
 
+import os
 import re
 
 import torch
@@ -101,7 +102,7 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
     flats = [[_lay_out(group, config, comm, placeholders) for group in groups_of] for groups_of in groups]
     for flat in (flat for flats_of in flats for flat in flats_of):
         flat.rest()
-    slots = _make_slots(flats, comm, config.prefetch_units)
+    slots = _make_slots(flats, config, comm)
     units = []
     for index, (spec, flats_of, slot) in enumerate(zip(specs, flats, slots)):
         for flat in flats_of:
@@ -158,7 +159,7 @@ def _lay_out(group, config: ZeroConfig, comm: Comm, placeholders: Placeholders) 
     )
 
 
-def _make_slots(flats: list[list[Flat]], comm: Comm, prefetch_units: int) -> list[Slot | None]:
+def _make_slots(flats: list[list[Flat]], config: ZeroConfig, comm: Comm) -> list[Slot | None]:
     """Gives every unit whose whole values do not rest a slot in which they appear, which blocks share.
 
     A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
@@ -169,8 +170,11 @@ def _make_slots(flats: list[list[Flat]], comm: Comm, prefetch_units: int) -> lis
         if not all(flat.rests_whole for flat in flats_of)
     }
     blocks = [index for index in sizes if index > 0]
-    num_slots = min(len(blocks), prefetch_units + 1)
     largest = max((sizes[index] for index in blocks), default=0)
+    kept = config.keep_gathered
+    if kept == "auto":
+        kept = _fitting(largest, flats, comm) if largest else 0
+    num_slots = min(len(blocks), config.prefetch_units + 1 + kept)
     shared = [Slot(torch.empty(largest, dtype=torch.uint8, device=comm.device)) for _ in range(num_slots)]
     slots = {index: shared[position % num_slots] for position, index in enumerate(blocks)}
     if 0 in sizes:
@@ -178,6 +182,17 @@ def _make_slots(flats: list[list[Flat]], comm: Comm, prefetch_units: int) -> lis
     for index, slot in slots.items():
         bind_to_slot(flats[index], slot)
     return [slots.get(index) for index in range(len(flats))]
+
+
+def _fitting(nbytes: int, flats: list[list[Flat]], comm: Comm) -> int:
+    """How many buffers of so many bytes fit half of what is free on every rank beside gradients and Adam's state."""
+    if comm.device.type == "cuda":
+        free = torch.cuda.mem_get_info(comm.device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks
+    to_come = sum(12 * flat.layout.shard_numel for flats_of in flats for flat in flats_of if flat.trainable)
+    own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
+    return int(comm.all_gather_vector(own).min())
 
 
 def _place_gradients(units: list[Unit], comm: Comm) -> None:

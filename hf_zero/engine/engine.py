@@ -79,6 +79,7 @@ class ZeroEngine(Uncopyable):
         self._current: Unit | None = None  # the unit whose backward is under way; None outside of backward
         self._closed: set[Unit] = set()  # units whose reduction has begun in this backward
         self._reducing: list[Pending] = []
+        self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
 
     @property
     def stage(self) -> int:
@@ -196,6 +197,7 @@ class ZeroEngine(Uncopyable):
         """Once in each backward: the root is made whole, and the end of the backward is awaited."""
         if not self._is_backward_open:
             self._is_backward_open = True
+            self._apply_grad_scale()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             self._attach_root()
 
@@ -319,11 +321,33 @@ class ZeroEngine(Uncopyable):
             if unit.gradients and not unit.gradients[0].is_reduced:
                 self._reducing.append(unit.reduce_gradients())
         self._drain()
+        self._apply_grad_scale()
+
+    def scale_gradients(self, scale: Tensor) -> None:
+        """Multiplies the reduced gradients: at once, when they are next looked at, or by who takes the scale.
+
+        Args:
+            scale (`Tensor`): 0-d fp32.
+        """
+        self.finish_gradients()
+        self._grad_scale = scale
+
+    def take_grad_scale(self) -> Tensor | None:
+        """By what the reduced gradients are still to be multiplied, which is up to the caller from now on."""
+        scale, self._grad_scale = self._grad_scale, None
+        return scale
+
+    def _apply_grad_scale(self) -> None:
+        scale = self.take_grad_scale()
+        reduced = [gradient.reduced for gradient in self.gradients() if gradient.is_reduced]
+        if scale is not None and reduced:
+            torch._foreach_mul_(reduced, scale.to(reduced[0].device))
 
     def clear_gradients(self) -> None:
         """Forgets all gradients, and gives back the shards of them."""
         if self._is_backward_open and not in_backward():
             self.recover()
+        self._grad_scale = None
         for gradient in self.gradients():
             gradient.clear()
 

@@ -1,6 +1,7 @@
 """Any elementwise optimizer over this rank's shards."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,13 +122,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._refuse_unfrozen()
         self.engine.begin_update()
+        scale = self.engine.take_grad_scale() if self._can_scale() else None
         self.engine.finish_gradients()
         self._leave_out_unused()
         self._lend_gradients()
-        self.inner.step()
+        with _scaling(self.inner, scale):
+            self.inner.step()
         self._drop_runs_gradients()
         self.engine.end_step()
         return loss
+
+    def _can_scale(self) -> bool:
+        """Whether the update itself can scale the gradients: torch's fused optimizers do, without a pass over them."""
+        fused = getattr(self.inner, "_step_supports_amp_scaling", False)
+        return fused and all(group.get("fused") for group in self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this step."""
@@ -153,8 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gradients = [gradient for gradient in self.engine.gradients() if gradient.is_reduced]
         norm = global_norm(gradients, self.engine.comm, norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if gradients and (scale < 1.0 or not torch.isfinite(scale)):
-            torch._foreach_mul_([gradient.reduced for gradient in gradients], scale.to(gradients[0].reduced.device))
+        if scale < 1.0 or not torch.isfinite(scale):
+            self.engine.scale_gradients(scale)
         return norm
 
     @torch.no_grad()
@@ -334,6 +342,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         raise LifecycleError("load_state_dict: the optimizer's state is sharded; load with hf_zero.load_state(...)")
+
+
+@contextmanager
+def _scaling(optimizer: torch.optim.Optimizer, scale: Tensor | None) -> Iterator[None]:
+    """Lets a fused optimizer multiply the gradients by `scale` on its way; its own attribute is a divisor."""
+    if scale is None:
+        yield
+        return
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), scale.device)
+    optimizer.grad_scale, optimizer.found_inf = scale.reciprocal().to(device), None
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def refuse_non_elementwise(cls: type) -> None:

@@ -37,6 +37,8 @@ class ZeroArgumentsMixin:
         zero_reduce_dtype (`str`): "fp32" or "bf16", in which gradients are summed over the ranks.
         zero_bucket_mb (`int`): size in MiB of the buffer through which gradients are exchanged.
         zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3.
+        zero_keep_gathered (`str`): how many further blocks stay gathered from forward to backward, or "auto".
+        zero_shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
     """
 
     zero_stage: int = field(
@@ -55,6 +57,17 @@ class ZeroArgumentsMixin:
     zero_prefetch_units: int = field(
         default=1,
         metadata={"help": "How many blocks are gathered ahead of use at stage 3; 0 saves one block's memory."},
+    )
+    zero_keep_gathered: str = field(
+        default="0",
+        metadata={
+            "help": "How many further blocks stay gathered from forward to backward at stage 3, at the cost of one "
+            "block's memory each; auto: as many as fit half of the memory that is free beside gradients and state."
+        },
+    )
+    zero_shared_memory: bool = field(
+        default=True,
+        metadata={"help": "Lets CPU ranks that are all on one host share memory instead of sending messages."},
     )
 
     def __post_init__(self):
@@ -97,12 +110,17 @@ class ZeroArgumentsMixin:
             raise ConfigError(f"zero_bucket_mb: {self.zero_bucket_mb} is not a size; give 1 or more (MiB)")
         if self.zero_prefetch_units < 0:
             raise ConfigError(f"zero_prefetch_units: {self.zero_prefetch_units} is negative; give 0 or more")
+        kept = str(self.zero_keep_gathered)
+        if kept != "auto" and not kept.isdecimal():
+            raise ConfigError(f"zero_keep_gathered: {kept!r} is no number of blocks; give 0 or more, or auto")
         return ZeroConfig(
             stage=self.zero_stage,
             compute_dtype=torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None,
             reduce_dtype=dtype,
             bucket_nbytes=self.zero_bucket_mb * 2**20,
             prefetch_units=self.zero_prefetch_units,
+            keep_gathered="auto" if kept == "auto" else int(kept),
+            shared_memory=self.zero_shared_memory,
             timeout_seconds=float(self.ddp_timeout),
         )
 

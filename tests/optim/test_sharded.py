@@ -262,3 +262,56 @@ def _closure() -> None:
 
 def test_a_closure_is_evaluated_with_gradients():
     run_ranks(_closure, 2)
+
+
+def _clips_before(then: str, stage: int, fused: bool) -> None:
+    """Whatever comes between clipping and the step finds the gradients clipped, as in plain torch."""
+
+    def make(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=fused)
+
+    results = []
+    for subject in (Plain(models.build("mlp"), make), Sharded(models.build("mlp"), make, stage)):
+        for step in range(2):
+            batch = models.batch("mlp", seed=step)  # the same on all ranks: no average to wait for
+            loss_of(subject(**batch)).backward()
+            norms = [subject.clip_grad_norm_(0.1)]
+            if then == "clip again":
+                norms.append(subject.clip_grad_norm_(0.05))
+            elif then == "clip values":
+                subject.clip_grad_value_(1e-3)
+            elif then == "backward":
+                loss_of(subject(**batch)).backward()
+            elif then == "look":
+                pairs = [(name, p.grad) for name, p in subject.model.named_parameters()]
+                if isinstance(subject, Sharded):
+                    pairs = [(name, subject.engine.full_grad(name)) for name, _ in pairs]
+                norms.append(torch.stack([grad.norm() for _, grad in pairs]).norm())
+            subject.optimizer.step()
+            subject.optimizer.zero_grad()
+        assert norms[0] > 0.1, f"clipping was to be active: {norms}"
+        results.append(Record(torch.ones(1), torch.stack(norms), subject.weights()))
+    assert_close(results[1], results[0], f"{then} after clipping", atol=ATOL)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "then, stage",
+    [("step", 1), ("step", 3), ("clip again", 2), ("clip values", 3)] + [("backward", 3), ("look", 0), ("look", 3)],
+)
+def test_what_follows_clipping_finds_the_gradients_clipped(then, stage, fused):
+    run_ranks(_clips_before, 2, then, stage, fused)
+
+
+def test_a_fused_optimizer_scales_on_its_way():
+    """No pass over the gradients: they are as they were reduced when the update begins."""
+    model = models.build("mlp")
+    engine = hf_zero.shard(model, stage=1)
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-3, fused=True)
+    loss_of(model(**models.batch("mlp", seed=0))).backward()
+    engine.finish_gradients()
+    before = [gradient.reduced.clone() for gradient in engine.gradients()]
+    assert optimizer.clip_grad_norm_(0.01) > 0.01
+    assert all(torch.equal(gradient.reduced, b) for gradient, b in zip(engine.gradients(), before))
+    optimizer.step()
+    assert not hasattr(optimizer.inner, "grad_scale")

@@ -26,6 +26,10 @@ REFUSED = {
     "a negative stage": ({"zero_stage": -1}, "zero_stage: -1 .*nearest is '0'"),
     "an unknown dtype": ({"zero_reduce_dtype": "bfloat16"}, "zero_reduce_dtype: 'bfloat16' .*nearest is 'bf16'"),
     "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*give 1 or more"),
+    "blocks that are no number": (
+        {"zero_keep_gathered": "some"},
+        "zero_keep_gathered: 'some' .*give 0 or more, or auto",
+    ),
     "a negative prefetch": ({"zero_prefetch_units": -1}, "zero_prefetch_units: -1 .*give 0 or more"),
     "adafactor": ({"optim": "adafactor"}, "optim: adafactor .*adamw_torch"),
     "8-bit AdamW": ({"optim": "adamw_bnb_8bit"}, "optim: adamw_bnb_8bit .*adamw_torch"),
@@ -101,12 +105,14 @@ def test_a_world_size_that_disagrees_with_the_process_group_is_refused(tmp_path)
 
 def test_flags_are_parsed_from_a_command_line(tmp_path):
     parser = HfArgumentParser(ZeroTrainingArguments)
-    line = f"--output_dir {tmp_path} --use_cpu --zero_stage 2 --zero_reduce_dtype bf16 --zero_bucket_mb 4 --bf16"
+    line = f"--output_dir {tmp_path} --use_cpu --zero_stage 2 --zero_reduce_dtype bf16 --zero_bucket_mb 4 --bf16 "
+    line += "--zero_keep_gathered auto --zero_shared_memory false"
     (args,) = parser.parse_args_into_dataclasses(line.split())
     config = args.zero_config()
     assert (config.stage, config.reduce_dtype, config.bucket_nbytes) == (2, torch.bfloat16, 4 * 2**20)
     assert config.compute_dtype is torch.bfloat16
     assert config.prefetch_units == 1
+    assert (config.keep_gathered, config.shared_memory) == ("auto", False)
     assert "zero_stage" in parser.format_help()
 
 
