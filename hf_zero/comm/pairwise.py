@@ -74,7 +74,7 @@ class PairwiseComm(DistributedComm):
         step = max(1, self._bucket_nbytes // element_size // (self.num_ranks - 1))
         needed = min(step, numel) * element_size * (self.num_ranks - 1)
         if self._staging.numel() < needed:
-            self._staging = torch.empty(needed, dtype=torch.uint8, device=self.device)
+            self._staging = torch.empty(needed, dtype=torch.uint8, device=self._staging.device)
         return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
     def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
@@ -106,7 +106,7 @@ class PairwiseComm(DistributedComm):
 
     def _scratch_of(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(SUM_NUMEL, dtype=dtype, device=self.device)
+            self._scratch[dtype] = torch.empty(SUM_NUMEL, dtype=dtype, device=self._staging.device)
         return self._scratch[dtype]
 
     def _send(self, tensor: Tensor, target: int, tag: int, verb: str):

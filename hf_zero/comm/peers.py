@@ -29,6 +29,8 @@ class Kind(IntEnum):
 
 
 _MESSAGE = struct.Struct("<IIQQ")
+# All ranks listen before any connects: one that does not come at once does not come at all.
+MEETING_SECONDS = 10.0
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
@@ -81,12 +83,11 @@ class Peer:
         return True
 
 
-def meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, socket.socket] | None:
+def meet(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
     """Connects this rank with every other one by a Unix socket; with none where they are not all on one host.
 
     Args:
         group (`dist.ProcessGroup`): the ranks; all of them call.
-        timeout_seconds (`float`): how long a rank may take to connect.
 
     Returns:
         `dict[int, socket.socket]` or `None`: by rank.
@@ -99,7 +100,7 @@ def meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, socket.s
     homes = _all_gather((host, listener and listener.getsockname()), group)
     if host and all(home == host for home, _ in homes):
         try:
-            connections = _connected(listener, [name for _, name in homes], dist.get_rank(group), timeout_seconds)
+            connections = _connected(listener, [name for _, name in homes], dist.get_rank(group))
         except OSError:  # in a container of its own, or another user's
             pass
     if listener:
@@ -110,21 +111,21 @@ def meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, socket.s
     return None
 
 
-def _connected(listener, names: list[bytes], rank: int, timeout_seconds: float) -> dict[int, socket.socket]:
+def _connected(listener: socket.socket, names: list[bytes], rank: int) -> dict[int, socket.socket]:
     connections = {}
     for lower in range(rank):
         connections[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connections[lower].settimeout(timeout_seconds)
+        connections[lower].settimeout(MEETING_SECONDS)
         connections[lower].connect(names[lower])
         connections[lower].send(struct.pack("<I", rank))
-    listener.settimeout(timeout_seconds)
+    listener.settimeout(MEETING_SECONDS)
     while len(connections) < len(names) - 1:
         connection, _ = listener.accept()
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():
             connection.close()  # not one of ours
             continue
-        connection.settimeout(timeout_seconds)
+        connection.settimeout(MEETING_SECONDS)
         connections[struct.unpack("<I", connection.recv(4))[0]] = connection
     for connection in connections.values():
         connection.setblocking(False)
@@ -132,11 +133,11 @@ def _connected(listener, names: list[bytes], rank: int, timeout_seconds: float) 
 
 
 def _host() -> str | None:
-    """What ranks that can reach one another's memory have in common; `None` where memory cannot be handed over."""
+    """What ranks that can reach one another's sockets have in common; `None` where memory cannot be handed over."""
     if sys.platform != "linux":
         return None
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read()
+        return file.read() + os.readlink("/proc/self/ns/net")
 
 
 def _all_gather(obj, group: dist.ProcessGroup) -> list:

@@ -13,6 +13,7 @@ from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.peers import meet
 from hf_zero.comm.shared import SharedComm
+from hf_zero.comm.staged import StagedComm
 from hf_zero.errors import ConfigError
 
 
@@ -47,16 +48,19 @@ def connect(
             f"WORLD_SIZE is {launched} but the process group has {dist.get_world_size()} ranks; "
             "launch with torchrun, and let it set the environment"
         )
+    atexit.unregister(_leave)  # once is enough
     atexit.register(_leave)
     group = group or dist.group.WORLD
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
-    if _backend(group, device) == "gloo":
-        connections = meet(group, timeout_seconds) if shared_memory and device.type == "cpu" else None
-        if connections:
-            return SharedComm(group, device, timeout_seconds, bucket_nbytes, connections)
-        return PairwiseComm(group, device, timeout_seconds, bucket_nbytes)
-    return NativeComm(group, device, timeout_seconds)
+    if _backend(group, device) != "gloo":
+        return NativeComm(group, device, timeout_seconds)
+    if device.type != "cpu":
+        return StagedComm(group, device, timeout_seconds, bucket_nbytes)
+    connections = meet(group) if shared_memory else None
+    if connections:
+        return SharedComm(group, device, timeout_seconds, bucket_nbytes, connections)
+    return PairwiseComm(group, device, timeout_seconds, bucket_nbytes)
 
 
 def _leave() -> None:

@@ -188,8 +188,10 @@ def _fitting(nbytes: int, flats: list[list[Flat]], comm: Comm) -> int:
     """How many buffers of so many bytes fit half of what is free on every rank beside gradients and Adam's state."""
     if comm.device.type == "cuda":
         free = torch.cuda.mem_get_info(comm.device)[0]
+    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # were all on this host
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks
+        free = 0
     to_come = sum(12 * flat.layout.shard_numel for flats_of in flats for flat in flats_of if flat.trainable)
     own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
     return int(comm.all_gather_vector(own).min())

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm import connect
+from hf_zero.comm.staged import StagedComm
 from tests.distributed import RemoteError, run_ranks
 
 
@@ -206,3 +207,27 @@ def test_a_rank_that_stays_away_is_named_with_the_unit():
     assert caught.value.kind == "CommError"
     for words in ("gather of unit 'layers.3'", "rank 1 waited for rank 0", "limit 2 s", "look at the log of rank 0"):
         assert words in str(caught.value)
+
+
+def _copies(dtype: torch.dtype) -> None:
+    """As if the tensors were a device's: the copies make no difference here, but each must be there."""
+    comm = StagedComm(dist.group.WORLD, CPU, 60.0, SMALL)
+    numel, num_ranks = 3000, comm.num_ranks
+    full, out = _summand(comm.rank, numel * num_ranks, dtype), torch.zeros(numel)
+    wanted = _mine(_average(numel * num_ranks, dtype, torch.float32))
+    pending = comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="sum")
+    assert not out.any()
+    pending.wait()
+    assert torch.equal(out, wanted)
+    comm.reduce(full, out, dtype=torch.float32, accumulate=True, what="sum").wait()
+    assert torch.equal(out, wanted + wanted)
+    gathered = torch.zeros(numel * num_ranks, dtype=dtype)
+    _mine(gathered).copy_(_summand(comm.rank, numel, dtype))
+    comm.gather(gathered, _mine(gathered), what="all").wait()
+    assert torch.equal(gathered, torch.cat([_summand(rank, numel, dtype) for rank in range(num_ranks)]))
+    assert comm.all_gather_vector(torch.tensor([comm.rank])).flatten().tolist() == list(range(num_ranks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_a_device_go_through_copies(dtype):
+    run_ranks(_copies, 3, dtype)
