@@ -107,7 +107,7 @@ class SharedComm(PairwiseComm):
         rows[self.rank].copy_(vector.detach().contiguous().view(torch.uint8))
         self.fence()
         self.counters.add("scalar", nbytes * (self.num_ranks - 1))
-        return rows.contiguous().view(vector.dtype)
+        return rows.clone(memory_format=torch.contiguous_format).view(vector.dtype)
 
     def progress(self) -> None:
         while self._under_way:
