@@ -9,7 +9,7 @@ from hf_zero.errors import CheckpointError
 
 
 STATE_FOLDER = "zero"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 
@@ -20,8 +20,12 @@ class Manifest:
     Args:
         stage (`int`): ZeRO stage of the run that saved. Any stage can load.
         num_ranks (`int`): ranks of that run. Any number can load.
-        files (`dict[str, int]`): safetensors files beside it, and their sizes in bytes.
-        dtypes (`dict[str, list[str]]`): dtypes of the "weights", and of the tensors of each file in `files`.
+        step (`int`, *optional*): optimizer steps that the run had taken.
+        loss (`float`, *optional*): of the last step, the mean over the ranks.
+        grad_norm (`float`, *optional*): of the last step, before clipping.
+        files (`dict[str, int]`): the safetensors files of the checkpoint, by path in it, and their sizes in bytes.
+        checksums (`dict[str, dict[str, int]]`): for each of them, the CRC-32 (zlib) of each tensor's bytes.
+        dtypes (`dict[str, list[str]]`): dtypes of the "weights", and of the tensors of each file of the state.
         groups (`list[dict]`): the optimizer's hyperparameters and parameter names, group by group.
         scalars (`dict[str, dict[str, float]]`): per parameter that has state, its numbers, such as Adam's "step".
         extra (`dict`): whatever the caller wants back, JSON-able.
@@ -30,10 +34,14 @@ class Manifest:
 
     stage: int
     num_ranks: int
-    files: dict[str, int]
     dtypes: dict[str, list[str]]
     groups: list[dict]
     scalars: dict[str, dict[str, float]]
+    files: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, dict[str, int]] = field(default_factory=dict)
+    step: int | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
     extra: dict = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
@@ -50,6 +58,12 @@ class Manifest:
                 f"{MANIFEST_NAME}: a hyperparameter or extra value cannot be written ({error}); "
                 "give numbers, texts, lists and dicts only"
             ) from error
+
+    def checksums_in(self, subfolder: str = "") -> dict[str, dict[str, int]]:
+        """The checksums of the files in one folder of the checkpoint, by the files' names."""
+        return {
+            os.path.basename(path): crcs for path, crcs in self.checksums.items() if os.path.dirname(path) == subfolder
+        }
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> "Manifest":

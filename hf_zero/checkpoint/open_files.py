@@ -1,14 +1,19 @@
 """The open safetensors files of one folder, addressed by tensor."""
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from torch import Tensor
 
+from hf_zero.checkpoint.checksum import Range, crc_of_whole
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.errors import CheckpointError
+
+
+Ranges = dict[str, list[Range]]  # by tensor
 
 
 class OpenFiles:
@@ -25,16 +30,27 @@ class OpenFiles:
         self.files = files
         self._writable = writable
         self._open: dict[str, SafetensorsFile] = {}
-        self.written_nbytes: dict[str, int] = {}  # by tensor, this process's part
+        self.ranges: Ranges = {}  # what this process has written or read
 
     def write_range(self, tensor: str, start: int, values: Tensor) -> None:
-        """See `SafetensorsFile.write_range`; counts what it wrote."""
-        nbytes = self._file(tensor).write_range(tensor, start, values)
-        self.written_nbytes[tensor] = self.written_nbytes.get(tensor, 0) + nbytes
+        """See `SafetensorsFile.write_range`; the range is noted."""
+        self.note(tensor, self._file(tensor).write_range(tensor, start, values))
+
+    def write_bytes(self, tensor: str, after: Range, view: memoryview) -> Range:
+        """See `SafetensorsFile.write_bytes`; the caller notes the range when it is whole."""
+        return self._file(tensor).write_bytes(tensor, after, view)
+
+    def read_bytes(self, tensor: str, begin: int, view: memoryview) -> None:
+        """See `SafetensorsFile.read_bytes`."""
+        self._file(tensor).read_bytes(tensor, begin, view)
 
     def read_range(self, tensor: str, start: int, out: Tensor) -> None:
-        """See `SafetensorsFile.read_range`."""
-        self._file(tensor).read_range(tensor, start, out)
+        """See `SafetensorsFile.read_range`; the range is noted."""
+        self.note(tensor, self._file(tensor).read_range(tensor, start, out))
+
+    def note(self, tensor: str, found: Range) -> None:
+        """Takes a range of a tensor into `ranges`."""
+        self.ranges.setdefault(tensor, []).append(found)
 
     def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:
         """Raises `CheckpointError` where the files have the tensor in another shape, or not at all."""
@@ -69,3 +85,31 @@ class OpenFiles:
             open_file = SafetensorsFile.open_for_writing if self._writable else SafetensorsFile.open
             self._open[name] = open_file(self.folder / name, self.files.layouts[name])
         return self._open[name]
+
+
+def check_ranges(
+    ranges: Iterable[Ranges], files: WeightFiles, checksums: Mapping[str, Mapping[str, int]], folder: str | os.PathLike
+) -> None:
+    """Compares what was read with what was written.
+
+    Args:
+        ranges (`Iterable[Ranges]`): what each rank has read. A tensor that they have not read whole is not checked.
+        files (`WeightFiles`): the files that they were read from.
+        checksums (`Mapping`): file to tensor to CRC-32 of its bytes when it was saved.
+        folder (`str` or `os.PathLike`): where the files lie, for the message.
+
+    Raises:
+        `CheckpointError`: naming the file and the tensor whose bytes have changed.
+    """
+    ranges = list(ranges)
+    for tensor, name in files.file_of.items():
+        expected = checksums.get(name, {}).get(tensor)
+        if expected is None:
+            continue
+        parts = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
+        found = crc_of_whole(parts, files.entry(tensor).nbytes)
+        if found is not None and found != expected:
+            raise CheckpointError(
+                f"{Path(folder) / name}: tensor {tensor!r} has checksum {found:08x}, it was saved with "
+                f"{expected:08x}: the file was damaged since; resume from another checkpoint"
+            )

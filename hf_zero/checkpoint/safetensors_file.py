@@ -7,17 +7,20 @@ follows from the layout, so any number of processes can write their own ranges o
 
 import io
 import os
+import zlib
 from collections.abc import Iterator
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from hf_zero.checkpoint.checksum import Range
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.errors import CheckpointError
 
 
-# Converted or copied off a device in pieces of this size, so that a whole tensor is never held twice.
+# Read, written, converted and copied off a device in pieces of this size: a whole tensor is never held twice, and a
+# piece is still in the processor's cache when its checksum is taken.
 PIECE_NBYTES = 4 * 2**20
 
 
@@ -75,7 +78,7 @@ class SafetensorsFile:
         """
         return cls(os.fspath(path), layout or FileLayout.read(path), _opened(path, "rb"))
 
-    def write_range(self, name: str, start: int, values: Tensor) -> int:
+    def write_range(self, name: str, start: int, values: Tensor) -> Range:
         """Writes elements [start, start + values.numel()) of one tensor, row-major, in the file's dtype.
 
         Args:
@@ -84,30 +87,52 @@ class SafetensorsFile:
             values (`Tensor`): 1-D, any dtype, any device; converted in pieces where it differs from the file's.
 
         Returns:
-            `int`: bytes written.
+            `Range`: the bytes written.
 
         Raises:
             `CheckpointError`: no such tensor, a range outside it, or the system refuses the write (a full disk).
         """
         entry = self._range_of(name, start, values)
-        begin = offset = self.layout.offsets[name] + start * entry.dtype.itemsize
+        written = Range(start * entry.dtype.itemsize, 0, 0)
+        for view in outgoing(values, entry.dtype):
+            written = self.write_bytes(name, written, view)
+        return written
+
+    def write_bytes(self, name: str, after: Range, view: memoryview) -> Range:
+        """Writes bytes of one tensor behind a range of it.
+
+        Args:
+            name (`str`): the tensor.
+            after (`Range`): what was written before; it may be empty.
+            view (`memoryview`): the bytes.
+
+        Returns:
+            `Range`: both together.
+        """
+        begin, nbytes, crc = after
+        offset = self.layout.offsets[name] + begin + nbytes
         try:
-            for view in _outgoing(values.detach(), entry.dtype):
-                offset += self._pwrite(view, offset)
+            for first in range(0, len(view), PIECE_NBYTES):
+                piece = view[first : first + PIECE_NBYTES]
+                crc = zlib.crc32(piece, crc)
+                self._pwrite(piece, offset + first)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: writing tensor {name!r} failed ({error.strerror}); "
                 "free space there or save to another folder"
             ) from error
-        return offset - begin
+        return Range(begin, nbytes + len(view), crc)
 
-    def read_range(self, name: str, start: int, out: Tensor) -> None:
+    def read_range(self, name: str, start: int, out: Tensor) -> Range:
         """Fills `out` with elements [start, start + out.numel()) of one tensor.
 
         Args:
             name (`str`): the tensor.
             start (`int`): first element of the flattened tensor.
             out (`Tensor`): 1-D, any device; the file's values are converted to its dtype in pieces.
+
+        Returns:
+            `Range`: the bytes read, as they lie in the file.
 
         Raises:
             `CheckpointError`: no such tensor, a range outside it, numbers of another kind, or the file ends early.
@@ -120,14 +145,21 @@ class SafetensorsFile:
             )
         self._file.seek(self.layout.offsets[name] + start * entry.dtype.itemsize)
         out = out.detach()
+        begin, nbytes, crc = start * entry.dtype.itemsize, out.numel() * entry.dtype.itemsize, 0
         if _is_addressable(out, entry.dtype):
-            return self._fill(_bytes_of(out), name)
+            return Range(begin, nbytes, self._fill(_bytes_of(out), name, crc))
         bounce = torch.empty(_piece_numel(out, entry.dtype), dtype=entry.dtype)
         for first in range(0, out.numel(), len(bounce)):
             target = out[first : first + len(bounce)]
             piece = bounce[: target.numel()]
-            self._fill(_bytes_of(piece), name)
+            crc = self._fill(_bytes_of(piece), name, crc)
             target.copy_(piece)
+        return Range(begin, nbytes, crc)
+
+    def read_bytes(self, name: str, begin: int, view: memoryview) -> int:
+        """Fills `view` with bytes of one tensor, from byte `begin` of it on. Returns their CRC-32."""
+        self._file.seek(self.layout.offsets[name] + begin)
+        return self._fill(view, name, 0)
 
     def sync(self) -> None:
         """Returns when everything that was written has reached the disk."""
@@ -151,22 +183,24 @@ class SafetensorsFile:
             )
         return entry
 
-    def _pwrite(self, view: memoryview, offset: int) -> int:
-        done = 0
-        while done < len(view):  # one call writes 2 GiB at most
-            done += os.pwrite(self._file.fileno(), view[done:], offset + done)
-        return done
-
-    def _fill(self, view: memoryview, name: str) -> None:
+    def _pwrite(self, view: memoryview, offset: int) -> None:
         done = 0
         while done < len(view):
-            count = self._file.readinto(view[done:])
+            done += os.pwrite(self._file.fileno(), view[done:], offset + done)
+
+    def _fill(self, view: memoryview, name: str, crc: int) -> int:
+        """Reads on from the file's position; returns the checksum `crc` continued over what it read."""
+        done = 0
+        while done < len(view):
+            count = self._file.readinto(view[done : done + PIECE_NBYTES])
             if not count:
                 raise CheckpointError(
                     f"{self.path}: the file ended inside tensor {name!r}, {len(view) - done} bytes short; "
                     "something shortened it while it was read: copy or download it again"
                 )
+            crc = zlib.crc32(view[done : done + count], crc)
             done += count
+        return crc
 
 
 def _opened(path: str | os.PathLike, mode: str) -> io.FileIO:
@@ -204,8 +238,9 @@ def _piece_numel(values: Tensor, dtype: torch.dtype) -> int:
     return max(1, min(values.numel(), PIECE_NBYTES // dtype.itemsize))
 
 
-def _outgoing(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of `values` in `dtype`: its own memory where possible, else piece by piece through one buffer."""
+def outgoing(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of 1-D `values` in `dtype`: its own memory where possible, else piece by piece through one buffer."""
+    values = values.detach()
     if _is_addressable(values, dtype):
         yield _bytes_of(values)
         return

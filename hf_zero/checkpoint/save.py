@@ -3,13 +3,14 @@
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import manifest_path
-from hf_zero.checkpoint.staging import write_together
+from hf_zero.checkpoint.staging import Part, Staged
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.errors import CheckpointError
@@ -40,13 +41,40 @@ def save_pretrained(
         weights_name (`str`): name of the file, or of the first part of its name when there are several.
         keys (`Mapping[str, str]`, *optional*): parameter or buffer name to its name in the file, to save only those
             (an adapter, say). By default all of them under the names that transformers keeps.
-        write_beside (`Callable`, *optional*): called on rank 0 with the temporary folder, writes what lies beside the
-            weights. By default the model's config, generation config and, for custom code, its source files.
+        write_beside (`Callable`, *optional*): called on one rank of each file system with the temporary folder, writes
+            what lies beside the weights. By default the model's config, generation config and, for custom code, its
+            source files.
 
     Raises:
         `CheckpointError`: the disk is full, the folder cannot be written or is not shared by the ranks.
         `ConfigError`: `max_shard_size` is not a size.
     """
+    weights = plan_weights(
+        engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
+    )
+    staged = Staged.open(engine.comm.aside(), folder, [weights.part], inside=True)
+    staged.write_beside(weights.write_beside)
+    staged.write([weights.part])
+    staged.publish(lambda path: _publish(path, staged.destination, weights.part.files, weights_name))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model as it will be saved: its safetensors files, and what lies beside them, written into a given folder."""
+
+    part: Part
+    write_beside: Callable[[Path], None]
+
+
+def plan_weights(
+    engine: Engine,
+    *,
+    max_shard_size: int | str = "50GB",
+    weights_name: str = WEIGHTS_NAME,
+    keys: Mapping[str, str] | None = None,
+    write_beside: Callable[[Path], None] | None = None,
+) -> Weights:
+    """What `save_pretrained` writes, which see for the arguments."""
     model = engine.model
     if keys is None and hasattr(model, "peft_config"):
         raise CheckpointError(
@@ -66,14 +94,7 @@ def save_pretrained(
             (staged / files.index_name).write_text(files.index_text(num_parameters), encoding="utf-8")
         (write_beside or (lambda path: _write_configs(model, tensors, path)))(staged)
 
-    write_together(
-        engine.comm,
-        folder,
-        files,
-        _pieces(engine, tensors),
-        write_beside=beside,
-        publish=lambda staged: _publish(staged, Path(folder), files, weights_name),
-    )
+    return Weights(Part(files, lambda: _pieces(engine, tensors)), beside)
 
 
 def _pieces(engine: Engine, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, int, Tensor]]:

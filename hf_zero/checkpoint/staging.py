@@ -1,121 +1,237 @@
-"""New files grow in a temporary folder inside their destination, and get their names when they are complete."""
+"""New files grow under a temporary name, written by all ranks at once, and get their names when all is on disk."""
 
 import os
 import secrets
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from hf_zero.checkpoint.agreement import gathered, on_first, together
-from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.agreement import gathered, together
+from hf_zero.checkpoint.checksum import Range, crc_of_whole
+from hf_zero.checkpoint.open_files import OpenFiles, Ranges
+from hf_zero.checkpoint.places import Places
+from hf_zero.checkpoint.replication import replicate_files, replicate_ranges
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError
 
 
-_PREFIX = ".saving-"
+STAGED_PREFIX = ".saving-"
+REPLACED_PREFIX = ".replaced-"
+
+Checksums = dict[str, dict[str, int]]
 
 
-def write_together(
-    comm: Comm,
-    folder: str | os.PathLike,
-    files: WeightFiles,
-    pieces: Iterable[tuple[str, int, Tensor]],
-    *,
-    write_beside: Callable[[Path], None],
-    publish: Callable[[Path], None],
-) -> None:
-    """Writes safetensors files from all ranks at once, each its own ranges, and publishes them when all is on disk.
-
-    Collective. When it fails on any rank it raises on all; what `folder` held stays untouched, nothing is left over.
+@dataclass(frozen=True)
+class Part:
+    """Safetensors files of one folder of what is saved.
 
     Args:
-        comm (`Comm`): the ranks; all of them see `folder`.
-        folder (`str` or `os.PathLike`): the destination, created where it is missing.
         files (`WeightFiles`): the files, the same on all ranks.
-        pieces (`Iterable`): this rank's (tensor name, first element, 1-D values); together they tile all tensors.
-        write_beside (`Callable`): on rank 0, writes the small files into the temporary folder.
-        publish (`Callable`): on rank 0, moves everything from the temporary folder to its place.
-
-    Raises:
-        `CheckpointError`: no room, no permission, a folder that the ranks do not share, elements that nobody wrote.
+        pieces (`Callable`): gives this rank's (tensor name, first element, 1-D values); the ranks' together tile all
+            tensors. All ranks take all of them, so that collectives may be between them.
+        subfolder (`str`): where the files lie, relative to the destination.
     """
-    folder = Path(folder)
-    subject = f"saving to {folder}"
-    staged = gathered(comm, subject, on_first(comm, lambda: _stage(folder, files)))[0]
-    try:
-        beside = on_first(comm, lambda: write_beside(staged))
-        written = gathered(comm, subject, lambda: _write(staged, files, pieces, beside))
-        _check_complete(written, files, subject)
-        together(comm, subject, on_first(comm, lambda: _publish(staged, folder, publish)))
-    finally:
-        if comm.rank == 0:
-            shutil.rmtree(staged, ignore_errors=True)
+
+    files: WeightFiles
+    pieces: Callable[[], Iterable[tuple[str, int, Tensor]]]
+    subfolder: str = ""
 
 
-def _stage(folder: Path, files: WeightFiles) -> Path:
-    """Creates the temporary folder and, at their full size, the files in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for left_by_killed_run in folder.glob(f"{_PREFIX}*"):
-        shutil.rmtree(left_by_killed_run, ignore_errors=True)
-    free_nbytes = shutil.disk_usage(folder).free
-    if free_nbytes < files.nbytes:
-        raise CheckpointError(
-            f"{folder}: saving takes {files.nbytes} bytes, {free_nbytes} are free; "
-            "free space there or save to another folder"
-        )
-    staged = folder / f"{_PREFIX}{secrets.token_hex(4)}"
-    staged.mkdir()
-    try:
-        for name, layout in files.layouts.items():
-            SafetensorsFile.create(staged / name, layout).close()
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
-    return staged
+class Staged:
+    """A temporary folder in which a save grows; nothing is seen under the destination's name before `publish`.
+
+    Every method is collective, and raises on all ranks when it fails on one; what was staged is then gone, what was
+    there before is untouched.
+
+    Args:
+        comm (`Comm`): the ranks, over connections that no other thread uses meanwhile.
+        destination (`Path`): the folder that is saved.
+        path (`Path`): the temporary folder, as this rank sees it.
+        places (`Places`): who sees which file system. Where there are several, each gets the whole.
+    """
+
+    def __init__(self, comm: Comm, destination: Path, path: Path, places: Places):
+        self.comm = comm
+        self.destination = destination
+        self.path = path
+        self.places = places
+        self._subject = f"saving to {destination}"
+
+    @classmethod
+    def open(
+        cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[Part], *, inside: bool = False
+    ) -> "Staged":
+        """Makes the temporary folder with all safetensors files in it at their full size.
+
+        Args:
+            comm (`Comm`): the ranks.
+            destination (`str` or `os.PathLike`): the folder that is saved; missing parents are created.
+            parts (`Sequence[Part]`): its safetensors files.
+            inside (`bool`): stages within the destination, for a save that adds to what is there, and not beside it.
+
+        Raises:
+            `CheckpointError`: no room, no permission.
+        """
+        destination = Path(os.path.abspath(destination))
+        parent = destination if inside else destination.parent
+        subject = f"saving to {destination}"
+        together(comm, subject, lambda: parent.mkdir(parents=True, exist_ok=True))
+        prefix = STAGED_PREFIX if inside else f"{STAGED_PREFIX}{destination.name}-"
+        path = parent / comm.broadcast_object(f"{prefix}{secrets.token_hex(4)}")
+        staged = cls(comm, destination, path, Places.find(comm, parent))
+        staged._on_writers(lambda: _reserve(path, parts))
+        return staged
+
+    def write(self, parts: Sequence[Part]) -> Checksums:
+        """Writes all ranks' pieces to disk.
+
+        Returns:
+            `Checksums`: file, relative to the destination, to tensor to CRC-32 of its bytes.
+
+        Raises:
+            `CheckpointError`: the system refused a write, or elements that nobody wrote.
+        """
+        with self._or_discard():
+            checksums: Checksums = {}
+            for part in parts:
+                folder = self.path / part.subfolder
+                ranges = gathered(self.comm, self._subject, partial(_write, folder, part))
+                if not self.places.are_one:
+                    replicate_ranges(self.comm, self._subject, self.places, folder, part.files, ranges)
+                for name, crcs in _checked(ranges, part.files, self._subject).items():
+                    checksums[os.path.join(part.subfolder, name)] = crcs
+            return checksums
+
+    def write_beside(self, write: Callable[[Path], None]) -> None:
+        """Lets each place's writer write small files into the temporary folder."""
+        self._on_writers(lambda: write(self.path))
+
+    def publish(self, publish: Callable[[Path], None]) -> None:
+        """Sees to it that everything is on disk, and calls `publish` in each place to give it its name."""
+        with self._or_discard():
+            if not self.places.are_one:
+                replicate_files(self.comm, self._subject, self.places, self.path)
+
+        def act():
+            _sync_all(self.path)
+            publish(self.path)
+            sync_path(self.path.parent)
+
+        self._on_writers(act)
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes what is left of the temporary folder. It is not collective."""
+        if self.places.is_writer:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _on_writers(self, act: Callable[[], None]) -> None:
+        with self._or_discard():
+            together(self.comm, self._subject, act if self.places.is_writer else lambda: None)
+
+    @contextmanager
+    def _or_discard(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
 
 
-def _write(
-    staged: Path, files: WeightFiles, pieces: Iterable[tuple[str, int, Tensor]], beside: Callable[[], None]
-) -> dict[str, int]:
-    """This rank's part of the bytes, flushed to disk. Returns how many it wrote of each tensor."""
-    beside()
-    with OpenFiles(staged, files, writable=True) as opened:
-        for tensor, start, values in pieces:
-            opened.write_range(tensor, start, values)
-        opened.sync()
-        return opened.written_nbytes
+def take_name(staged: Path, destination: Path) -> None:
+    """Gives a staged folder its name. Another one of that name stays whole, under a name of its own, until it has."""
+    replaced = destination.with_name(f"{REPLACED_PREFIX}{destination.name}")
+    if destination.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(destination, replaced)
+    os.rename(staged, destination)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _check_complete(written: list[dict[str, int]], files: WeightFiles, subject: str) -> None:
-    """The file was reserved full of zeros: a range that nobody wrote would go unnoticed for ever."""
-    total: Counter[str] = Counter()
-    for nbytes_of in written:
-        total.update(nbytes_of)
-    for name in files.file_of:
-        expected = files.entry(name).nbytes
-        if total[name] != expected:
-            raise CheckpointError(
-                f"{subject}: the ranks wrote {total[name]} of the {expected} bytes of tensor {name!r}, nothing was "
-                "saved; this is a fault of hf_zero, please report it with the model and the number of ranks"
-            )
+def restore_replaced(folder: Path) -> None:
+    """Gives folders their names back that `take_name` had moved away when it was killed."""
+    for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
+        destination = replaced.with_name(replaced.name.removeprefix(REPLACED_PREFIX))
+        if destination.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, destination)
 
 
-def _publish(staged: Path, folder: Path, publish: Callable[[Path], None]) -> None:
-    for path in staged.rglob("*"):
-        if path.is_file():
-            _sync(path)
-    publish(staged)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Returns when a file or the entries of a folder have reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _reserve(path: Path, parts: Sequence[Part]) -> None:
+    restore_replaced(path.parent)
+    for left_by_killed_run in path.parent.glob(f"{STAGED_PREFIX}*"):
+        shutil.rmtree(left_by_killed_run, ignore_errors=True)
+    nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(path.parent).free
+    if free_nbytes < nbytes:
+        raise CheckpointError(
+            f"{path.parent}: saving takes {nbytes} bytes, {free_nbytes} are free; "
+            "free space there or save to another folder"
+        )
+    path.mkdir()
+    for part in parts:
+        folder = path / part.subfolder
+        folder.mkdir(exist_ok=True)
+        for name, layout in part.files.layouts.items():
+            SafetensorsFile.create(folder / name, layout).close()
+
+
+def _write(folder: Path, part: Part) -> Ranges:
+    """This rank's part of the bytes, flushed to disk. Returns the ranges that it wrote of each tensor."""
+    failure: Exception | None = None
+    with OpenFiles(folder, part.files, writable=True) as opened:
+        for tensor, start, values in part.pieces():
+            if failure is None:
+                try:
+                    opened.write_range(tensor, start, values)
+                except Exception as error:  # the pieces go on: other ranks may have a part in making them
+                    failure = error
+        if failure is not None:
+            raise failure
+        opened.sync()
+        return opened.ranges
+
+
+def _checked(ranges: list[Ranges], files: WeightFiles, subject: str) -> Checksums:
+    """The checksums of all tensors, made of all ranks' ranges. The files were reserved full of zeros: a range that
+    nobody wrote would go unnoticed for ever."""
+    checksums: Checksums = {name: {} for name in files.layouts}
+    for tensor, name in files.file_of.items():
+        found = list(_ranges_of(tensor, ranges))
+        expected = files.entry(tensor).nbytes
+        crc = crc_of_whole(found, expected)
+        if crc is None:
+            raise CheckpointError(
+                f"{subject}: the ranks wrote {sum(part.nbytes for part in found)} of the {expected} bytes of tensor "
+                f"{tensor!r}, nothing was saved; this is a fault of hf_zero, please report it with the model and the "
+                "number of ranks"
+            )
+        checksums[name][tensor] = crc
+    return checksums
+
+
+def _ranges_of(tensor: str, ranges: list[Ranges]) -> Iterator[Range]:
+    for ranges_of_rank in ranges:
+        yield from ranges_of_rank.get(tensor, ())
+
+
+def _sync_all(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        sync_path(path)
+    sync_path(folder)

@@ -5,7 +5,8 @@ of parameters whose saved weights are of another dtype, `zero/manifest.json` the
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -13,9 +14,9 @@ from torch import Tensor
 from hf_zero.checkpoint.agreement import gathered, together
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, manifest_path
-from hf_zero.checkpoint.open_files import OpenFiles
-from hf_zero.checkpoint.staging import write_together
+from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, manifest_path
+from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
+from hf_zero.checkpoint.staging import Checksums, Part, Staged, sync_path
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
@@ -38,27 +39,57 @@ def save_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike, 
     Raises:
         `CheckpointError`: the disk is full, the folder cannot be written, a value that JSON does not know.
     """
-    comm, subject = engine.comm, f"saving state to {folder}"
+    state = plan_state(engine, optimizer, extra=extra or {})
+    staged = Staged.open(engine.comm.aside(), folder, [state.part], inside=True)
+    checksums = staged.write([state.part])
+    staged.write_beside(lambda path: state.write_manifest(path, [state.part], checksums))
+    staged.publish(lambda path: _publish(path, staged.destination))
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run needs beside its weights to go on, as it will be saved."""
+
+    part: Part
+    manifest: Manifest
+
+    def write_manifest(self, folder: Path, parts: Sequence[Part], checksums: Checksums) -> None:
+        """Writes the manifest of a checkpoint into a folder, once the files that it lists are complete."""
+        files = {
+            os.path.join(part.subfolder, name): layout.nbytes
+            for part in parts
+            for name, layout in part.files.layouts.items()
+        }
+        manifest = replace(self.manifest, files=files, checksums=checksums)
+        manifest_path(folder).write_text(manifest.text(), encoding="utf-8")
+
+
+def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
+    """What `save_state` writes. Collective.
+
+    Args:
+        engine ([`Engine`]): the sharded model.
+        optimizer ([`Optimizer`]): its optimizer.
+        facts: fields of `Manifest` that only the caller knows.
+
+    Raises:
+        `CheckpointError`: the ranks hold different state, or a value that JSON does not know.
+    """
+    comm, subject = engine.comm, "saving the optimizer's state"
     entries = _whole_tensors(comm, subject, lambda: _state_pieces(optimizer))
     masters = _whole_tensors(comm, subject, lambda: _master_pieces(engine))
     layouts = {OPTIMIZER_NAME: FileLayout.build(entries)}
     if masters:
         layouts[MASTER_NAME] = FileLayout.build(masters)
     scalars = _merged_scalars(comm, subject, optimizer, entries)
-    manifest = _manifest(engine, layouts, groups=optimizer.groups_state(), scalars=scalars, extra=extra or {})
+    manifest = _manifest(engine, layouts, groups=optimizer.groups_state(), scalars=scalars, **facts)
+    together(comm, subject, manifest.text)
 
     def pieces() -> Iterator[tuple[str, int, Tensor]]:
         for name, shard in (*_state_pieces(optimizer), *_master_pieces(engine)):
             yield name, shard.start, shard.tensor
 
-    write_together(
-        comm,
-        Path(folder) / STATE_FOLDER,
-        WeightFiles.of(layouts),
-        pieces(),
-        write_beside=lambda staged: (staged / MANIFEST_NAME).write_text(manifest.text(), encoding="utf-8"),
-        publish=lambda staged: _publish(staged, Path(folder)),
-    )
+    return State(Part(WeightFiles.of(layouts), pieces, STATE_FOLDER), manifest)
 
 
 def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) -> Manifest:
@@ -83,13 +114,16 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
     manifest = together(comm, subject, lambda: Manifest.read(folder))
     files = together(comm, subject, lambda: _read_files(state_folder, manifest))
 
-    def read() -> set[str]:
+    def read() -> tuple[set[str], Ranges]:
         optimizer.load_groups_state(manifest.groups)
         optimizer.load_scalar_state(manifest.scalars)
         with OpenFiles(state_folder, files) as opened:
-            return _read_state(opened, optimizer) | _read_masters(opened, engine)
+            names = _read_state(opened, optimizer) | _read_masters(opened, engine)
+            return names, opened.ranges
 
-    consumed = set().union(*gathered(comm, subject, read))
+    names, ranges = zip(*gathered(comm, subject, read))
+    consumed = set().union(*names)
+    check_ranges(ranges, files, manifest.checksums_in(STATE_FOLDER), state_folder)
     left = [name for name in files.file_of if name not in consumed and files.entry(name).numel]
     if left:
         raise CheckpointError(
@@ -106,7 +140,6 @@ def _manifest(engine: Engine, layouts: Mapping[str, FileLayout], **content) -> M
     return Manifest(
         stage=int(engine.stage),
         num_ranks=engine.comm.num_ranks,
-        files={name: layout.nbytes for name, layout in layouts.items()},
         dtypes={name: sorted(str(dtype).removeprefix("torch.") for dtype in found) for name, found in dtypes.items()},
         **content,
     )
@@ -159,7 +192,9 @@ def _merged_scalars(
 
 
 def _read_files(state_folder: Path, manifest: Manifest) -> WeightFiles:
-    return WeightFiles.of({name: FileLayout.read(state_folder / Path(name).name) for name in manifest.files})
+    # a name with a folder in it could lead out of the checkpoint
+    names = [Path(path).name for path in manifest.files if Path(path).parent.name == STATE_FOLDER]
+    return WeightFiles.of({name: FileLayout.read(state_folder / name) for name in names})
 
 
 def _read_state(opened: OpenFiles, optimizer: Optimizer) -> set[str]:
@@ -187,11 +222,13 @@ def _read_shard(opened: OpenFiles, name: str, shard: Shard) -> None:
 
 
 def _publish(staged: Path, folder: Path) -> None:
-    manifest = manifest_path(folder)
+    manifest, new = manifest_path(folder), staged / STATE_FOLDER
+    manifest.parent.mkdir(exist_ok=True)
     manifest.unlink(missing_ok=True)
     for name in (OPTIMIZER_NAME, MASTER_NAME):
-        if (staged / name).exists():
-            os.replace(staged / name, manifest.parent / name)
+        if (new / name).exists():
+            os.replace(new / name, manifest.parent / name)
         else:
             (manifest.parent / name).unlink(missing_ok=True)
-    os.replace(staged / manifest.name, manifest)
+    os.replace(new / manifest.name, manifest)
+    sync_path(manifest.parent)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -120,6 +121,20 @@ class Comm:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
 
+    def aside(self) -> "Comm":
+        """The same ranks over connections of their own, for objects and tensors on the CPU. Its first call is
+        collective. What goes on there does not meet what goes on here, so it may be used by another thread."""
+        return self
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Sends a contiguous tensor to one rank, which calls `receive` for it; messages between two ranks keep their
+        order."""
+        raise NotImplementedError("there is no other rank")
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Overwrites a contiguous tensor by what `rank` sends."""
+        raise NotImplementedError("there is no other rank")
+
     def broadcast_object(self, obj):
         """Rank 0's `obj`, on every rank (pickled: small, trusted objects only)."""
         return obj
@@ -144,6 +159,7 @@ class DistributedComm(Comm):
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0)
+        self._aside: DistributedComm | None = None  # until it is asked for
 
     def all_gather_vector(self, vector: Tensor) -> Tensor:
         rows = [torch.empty_like(vector) for _ in range(self.num_ranks)]
@@ -157,6 +173,24 @@ class DistributedComm(Comm):
 
     def barrier(self) -> None:
         dist.barrier(self.group)
+
+    def aside(self) -> Comm:
+        if self._aside is None:
+            group = dist.new_group(
+                dist.get_process_group_ranks(self.group),
+                timeout=timedelta(seconds=self.timeout_seconds),
+                backend="gloo",
+                use_local_synchronization=True,  # the ranks of other groups have no part in it
+            )
+            self._aside = DistributedComm(group, torch.device("cpu"), self.timeout_seconds)
+        return self._aside
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        dist.send(tensor, dist.get_global_rank(self.group, rank), group=self.group)
+        self.counters.add("send", tensor.numel() * tensor.element_size())
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        dist.recv(tensor, dist.get_global_rank(self.group, rank), group=self.group)
 
     def broadcast_object(self, obj):
         box = [obj]

@@ -146,7 +146,7 @@ def fail_on_last_rank(comm, folder, where):
         elif where == "shards" and comm.rank == 1:
             patch.setattr(engine, "named_shards", lambda: iter([refuse]))
         elif where == "stage":
-            patch.setattr(staging, "_stage", refuse)
+            patch.setattr(staging, "_reserve", refuse)
         elif where == "publish":
             patch.setattr(save, "_publish", refuse)
         elif where == "config":

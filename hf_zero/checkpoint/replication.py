@@ -1,0 +1,112 @@
+"""A save on file systems that the ranks do not share: what one place has written goes to the writers of the others.
+
+Each rank has written its ranges to the files that it sees. The ranges are known to all, so places and their ranges are
+gone through in one order by all writers, and bytes travel in bounded pieces without further words.
+"""
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from hf_zero.checkpoint.agreement import together
+from hf_zero.checkpoint.checksum import Range
+from hf_zero.checkpoint.open_files import OpenFiles, Ranges
+from hf_zero.checkpoint.places import Places
+from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
+from hf_zero.checkpoint.weight_files import WeightFiles
+from hf_zero.comm import Comm
+from hf_zero.errors import CheckpointError
+
+
+def replicate_ranges(
+    comm: Comm,
+    subject: str,
+    places: Places,
+    folder: Path,
+    files: WeightFiles,
+    ranges: list[Ranges],
+) -> None:
+    """Brings every range into the files of every place. Collective.
+
+    Args:
+        comm (`Comm`): the ranks.
+        subject (`str`): for messages.
+        places (`Places`): who sees which files.
+        folder (`Path`): where they lie, seen by this rank.
+        files (`WeightFiles`): what they hold.
+        ranges (`list[Ranges]`): by rank, what was written.
+    """
+    failure: Exception | None = None
+    if places.is_writer:
+        with OpenFiles(folder, files, writable=True) as opened:
+            bounce = torch.empty(PIECE_NBYTES, dtype=torch.uint8)
+            for ranks in places.members:
+                for tensor, part in _written_by(ranks, ranges):
+                    try:
+                        _copy(comm, places, opened, tensor, part, source=ranks[0], bounce=bounce)
+                    except CheckpointError as error:
+                        failure = failure or error
+            opened.sync()
+    together(comm, subject, lambda: _raise(failure))
+
+
+def replicate_files(comm: Comm, subject: str, places: Places, folder: Path) -> None:
+    """Gives every place the files of rank 0's that it lacks. They are small. Collective."""
+    content = None
+    if comm.rank == 0:
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+        content = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    content = comm.broadcast_object(content)
+
+    def write():
+        for name, data in content.items() if places.is_writer else ():
+            path = folder / name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+
+    together(comm, subject, write)
+
+
+def _written_by(ranks: tuple[int, ...], ranges: list[Ranges]) -> Iterator[tuple[str, Range]]:
+    for rank in ranks:
+        for tensor, parts in ranges[rank].items():
+            for part in parts:
+                yield tensor, part
+
+
+def _copy(
+    comm: Comm, places: Places, opened: OpenFiles, tensor: str, part: Range, *, source: int, bounce: torch.Tensor
+) -> None:
+    """One range, from the writer `source` to all others. A rank that fails goes on, so that the others can."""
+    failure: CheckpointError | None = None
+    done = Range(part.begin, 0, 0)
+    while done.nbytes < part.nbytes:
+        piece = bounce[: min(len(bounce), part.nbytes - done.nbytes)]
+        view = piece.numpy().data
+        try:
+            if comm.rank == source:
+                opened.read_bytes(tensor, part.begin + done.nbytes, view)
+        except CheckpointError as error:
+            failure = failure or error
+        for writer in places.writers:
+            if comm.rank == source and writer != source:
+                comm.send(piece, writer)
+        if comm.rank != source:
+            comm.receive(piece, source)
+        try:
+            if comm.rank != source and failure is None:
+                opened.write_bytes(tensor, done, view)
+        except CheckpointError as error:
+            failure = error
+        done = Range(part.begin, done.nbytes + len(view), zlib.crc32(view, done.crc))
+    if failure is None and done.crc != part.crc:
+        failure = CheckpointError(f"{opened.folder}: tensor {tensor!r} was damaged on its way; save again")
+    _raise(failure)
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
