@@ -2,7 +2,15 @@
 
 from importlib import import_module
 
-from hf_zero.checkpoint import load_pretrained, load_state, load_weights, save_pretrained, save_state
+from hf_zero.checkpoint import (
+    Snapshots,
+    load_pretrained,
+    load_state,
+    load_weights,
+    save_checkpoint,
+    save_pretrained,
+    save_state,
+)
 from hf_zero.engine import ZeroEngine, engine_of, gathered, shard
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler
 
@@ -21,6 +29,7 @@ _TRAINER = (
 
 __all__ = [
     "ShardedOptimizer",
+    "Snapshots",
     "ZeroEngine",
     "ZeroGradScaler",
     "engine_of",
@@ -28,6 +37,7 @@ __all__ = [
     "load_pretrained",
     "load_state",
     "load_weights",
+    "save_checkpoint",
     "save_pretrained",
     "save_state",
     "shard",

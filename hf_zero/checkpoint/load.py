@@ -123,6 +123,12 @@ def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -
         raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         raise CheckpointError(f"{folder}: there is no config.json in it; give the folder of a saved model")
+    check_weights(folder, variant=variant)
+
+
+def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
+    """The part of `check_pretrained` that holds for a model without a config, too."""
+    folder = Path(folder)
     names = ["adapter_model.safetensors", WEIGHTS_NAME]
     if variant is not None:
         names.append(f"model.{variant}.safetensors")

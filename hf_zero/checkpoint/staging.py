@@ -22,8 +22,9 @@ from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError
 
 
-STAGED_PREFIX = ".saving-"
-REPLACED_PREFIX = ".replaced-"
+# Names that begin with an underscore are left out when Trainer uploads its output folder.
+STAGED_PREFIX = "_saving-"
+REPLACED_PREFIX = "_replaced-"
 
 Checksums = dict[str, dict[str, int]]
 
@@ -53,14 +54,16 @@ class Staged:
     Args:
         comm (`Comm`): the ranks, over connections that no other thread uses meanwhile.
         destination (`Path`): the folder that is saved.
-        path (`Path`): the temporary folder, as this rank sees it.
+        root (`Path`): the temporary folder, as this rank sees it; `path` is it, or a folder of the destination's name
+            in it.
         places (`Places`): who sees which file system. Where there are several, each gets the whole.
     """
 
-    def __init__(self, comm: Comm, destination: Path, path: Path, places: Places):
+    def __init__(self, comm: Comm, destination: Path, root: Path, places: Places):
         self.comm = comm
         self.destination = destination
-        self.path = path
+        self.root = root
+        self.path = root
         self.places = places
         self._subject = f"saving to {destination}"
 
@@ -83,10 +86,11 @@ class Staged:
         parent = destination if inside else destination.parent
         subject = f"saving to {destination}"
         together(comm, subject, lambda: parent.mkdir(parents=True, exist_ok=True))
-        prefix = STAGED_PREFIX if inside else f"{STAGED_PREFIX}{destination.name}-"
-        path = parent / comm.broadcast_object(f"{prefix}{secrets.token_hex(4)}")
-        staged = cls(comm, destination, path, Places.find(comm, parent))
-        staged._on_writers(lambda: _reserve(path, parts))
+        root = parent / comm.broadcast_object(f"{STAGED_PREFIX}{secrets.token_hex(4)}")
+        staged = cls(comm, destination, root, Places.find(comm, parent))
+        if not inside:
+            staged.path = root / destination.name
+        staged._on_writers(lambda: _reserve(staged.path, parent, parts))
         return staged
 
     def write(self, parts: Sequence[Part]) -> Checksums:
@@ -122,7 +126,7 @@ class Staged:
         def act():
             _sync_all(self.path)
             publish(self.path)
-            sync_path(self.path.parent)
+            sync_path(self.root.parent)
 
         self._on_writers(act)
         self.discard()
@@ -130,7 +134,7 @@ class Staged:
     def discard(self) -> None:
         """Removes what is left of the temporary folder. It is not collective."""
         if self.places.is_writer:
-            shutil.rmtree(self.path, ignore_errors=True)
+            shutil.rmtree(self.root, ignore_errors=True)
 
     def _on_writers(self, act: Callable[[], None]) -> None:
         with self._or_discard():
@@ -174,17 +178,17 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def _reserve(path: Path, parts: Sequence[Part]) -> None:
-    restore_replaced(path.parent)
-    for left_by_killed_run in path.parent.glob(f"{STAGED_PREFIX}*"):
+def _reserve(path: Path, parent: Path, parts: Sequence[Part]) -> None:
+    restore_replaced(parent)
+    for left_by_killed_run in parent.glob(f"{STAGED_PREFIX}*"):
         shutil.rmtree(left_by_killed_run, ignore_errors=True)
-    nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(path.parent).free
+    nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(parent).free
     if free_nbytes < nbytes:
         raise CheckpointError(
-            f"{path.parent}: saving takes {nbytes} bytes, {free_nbytes} are free; "
+            f"{parent}: saving takes {nbytes} bytes, {free_nbytes} are free; "
             "free space there or save to another folder"
         )
-    path.mkdir()
+    path.mkdir(parents=True)
     for part in parts:
         folder = path / part.subfolder
         folder.mkdir(exist_ok=True)

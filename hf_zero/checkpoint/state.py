@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_zero.checkpoint.agreement import gathered, together
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
+from hf_zero.checkpoint.load import check_weights
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, manifest_path
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
 from hf_zero.checkpoint.staging import Checksums, Part, Staged, sync_path
@@ -132,6 +133,28 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
         )
     engine.mark_updated()
     return manifest
+
+
+def check_checkpoint(folder: str | os.PathLike) -> None:
+    """Checks that a checkpoint is complete: its weights and, where it has a state, all files of that. Costs a read of
+    the headers.
+
+    Raises:
+        `CheckpointError`: says what is missing or damaged.
+    """
+    folder = Path(folder)
+    check_weights(folder)
+    if not (folder / STATE_FOLDER).is_dir():
+        return
+    manifest = Manifest.read(folder)
+    for name, nbytes in manifest.files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != nbytes:
+            raise CheckpointError(
+                f"{path}: {'is missing' if found is None else f'{found} bytes'}, its manifest says {nbytes} bytes; "
+                "resume from another checkpoint"
+            )
 
 
 def _manifest(engine: Engine, layouts: Mapping[str, FileLayout], **content) -> Manifest:

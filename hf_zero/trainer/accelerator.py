@@ -1,5 +1,7 @@
 """The seam to accelerate: an `Accelerator` that shards a model where the stock one would wrap it in DDP."""
 
+from dataclasses import dataclass
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -11,7 +13,26 @@ from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
 from hf_zero.trainer.compat import check_overrides
 
 
-OVERRIDES = ("prepare_model", "prepare_optimizer", "clip_grad_norm_", "clip_grad_value_", "get_state_dict")
+OVERRIDES = ("prepare_model", "prepare_optimizer", "backward", "clip_grad_norm_", "clip_grad_value_", "get_state_dict")
+
+
+@dataclass
+class LastStep:
+    """What the last optimizer step was like, for the checkpoint's record.
+
+    Args:
+        loss (`Tensor`, *optional*): 0-d, of this rank: the sum of what its micro-batches were differentiated for.
+        grad_norm (`Tensor`, *optional*): 0-d, before clipping, of all ranks; `None` without clipping.
+    """
+
+    loss: Tensor | None = None
+    grad_norm: Tensor | None = None
+    _is_over: bool = True
+
+    def add(self, loss: Tensor, *, ends: bool) -> None:
+        """Takes the loss of one micro-batch; `ends` with the step's last."""
+        self.loss = loss if self._is_over else self.loss + loss
+        self._is_over = ends
 
 
 class ZeroAccelerator(Accelerator):
@@ -19,6 +40,7 @@ class ZeroAccelerator(Accelerator):
 
     zero_config: ZeroConfig
     zero_device: torch.device
+    last_step: "LastStep"
 
     @classmethod
     def adopt(cls, accelerator: Accelerator, config: ZeroConfig, device: torch.device) -> "ZeroAccelerator":
@@ -32,6 +54,7 @@ class ZeroAccelerator(Accelerator):
         accelerator.__class__ = cls
         accelerator.zero_config = config
         accelerator.zero_device = device
+        accelerator.last_step = LastStep()
         if accelerator.scaler is not None:
             accelerator.scaler = ZeroGradScaler(accelerator.device.type)
         return accelerator
@@ -51,10 +74,16 @@ class ZeroAccelerator(Accelerator):
             optimizer = ShardedOptimizer(engine_of(self._models[-1]), optimizer)
         return super().prepare_optimizer(optimizer, device_placement=False)
 
+    def backward(self, loss, **kwargs) -> None:
+        """As ever; the loss is noted."""
+        self.last_step.add(loss.detach(), ends=self.sync_gradients)
+        super().backward(loss, **kwargs)
+
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2) -> Tensor:
         """Clips by the exact norm over all shards; `parameters` are those of the prepared model."""
         self.unscale_gradients()
-        return self._sharded().clip_grad_norm_(max_norm, norm_type)
+        self.last_step.grad_norm = self._sharded().clip_grad_norm_(max_norm, norm_type)
+        return self.last_step.grad_norm
 
     def clip_grad_value_(self, parameters, clip_value) -> None:
         """Clips every element; `parameters` are those of the prepared model."""

@@ -39,6 +39,7 @@ class ZeroArgumentsMixin:
         zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3.
         zero_keep_gathered (`str`): how many further blocks stay gathered from forward to backward, or "auto".
         zero_shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
+        zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone.
     """
 
     zero_stage: int = field(
@@ -68,6 +69,13 @@ class ZeroArgumentsMixin:
     zero_shared_memory: bool = field(
         default=True,
         metadata={"help": "Lets CPU ranks that are all on one host share memory instead of sending messages."},
+    )
+    zero_async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Saves checkpoints in the background: training waits for a copy of the shards alone, whose memory "
+            "is kept for the next."
+        },
     )
 
     def __post_init__(self):

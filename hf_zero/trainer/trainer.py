@@ -3,11 +3,14 @@
 import logging
 import os
 import warnings
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_zero.checkpoint import load_state, load_weights, save_pretrained, save_state
 from hf_zero.checkpoint.agreement import on_first, together
@@ -19,12 +22,22 @@ from hf_zero.trainer.accelerator import ZeroAccelerator
 from hf_zero.trainer.adapters import is_adapter_model, load_adapters, save_adapters
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.compat import check_overrides
+from hf_zero.trainer.position import Position, leave_out, samples_of
+from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
+from hf_zero.trainer.saving import Saver, finite, mean_over_ranks, rotation
+from hf_zero.trainer.signals import StopOnSignal
 
 
 logger = logging.getLogger(__name__)
 
 OVERRIDES = (
     "create_accelerator_and_postprocess",
+    "train",
+    "set_initial_training_values",
+    "_init_training_state",
+    "_finalize_training",
+    "_get_output_dir",
+    "_save_checkpoint",
     "save_model",
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
@@ -57,9 +70,17 @@ class ZeroTrainerMixin:
         _refuse_optimizers(**{key: kwargs[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in kwargs})
         super().__init__(model, args, *pargs, **kwargs)
 
+        self._stop_on_signal = StopOnSignal(self)
+        self.add_callback(self._stop_on_signal)
+        self.add_callback(CompareLoss(self))
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         ZeroAccelerator.adopt(self.accelerator, self.args.zero_config(), self.args.device)
+        self._saver = Saver(in_background=self.args.zero_async_save)
+        self.resumed = Resumed()
+        self._start = Position(0, 0, 0)  # where this run's data begins
+        self._num_samples: int | None = None  # in an epoch; None where that is not known, and until training begins
 
     @property
     def zero_engine(self) -> ZeroEngine | None:
@@ -74,15 +95,123 @@ class ZeroTrainerMixin:
         """Bytes that this rank holds by tensor class, measured, beside what DDP would hold."""
         return measure(self.accelerator.shard(self.model), sharded_of(self.optimizer))
 
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        """As `Trainer.train`. `True` resumes from the newest checkpoint that is complete. SIGTERM and SIGUSR1 end the
+        training after the step under way, with a checkpoint and the exit code 128 + the signal's number."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_complete(self.args.output_dir, is_first=self.args.process_index == 0)
+            if resume_from_checkpoint is None:
+                raise CheckpointError(
+                    f"{self.args.output_dir}: holds no complete checkpoint to resume from; train from the start"
+                )
+        self.resumed = resumed_from(resume_from_checkpoint)
+        self._start = self.resumed.position
+        taken = self._stop_on_signal.install()
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            self._stop_on_signal.remove(taken)
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        self.wait_for_checkpoint()
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    # Where the run is in its data
+
+    def set_initial_training_values(self, args, dataloader):
+        """As in Trainer; a run that is resumed counts from where it is, whatever its batches were before."""
+        epochs, per_epoch, examples, samples, per_step, in_epoch, steps = super().set_initial_training_values(
+            args, dataloader
+        )
+        self._num_samples, self._per_step = samples_of(dataloader), per_step
+        if self._goes_on():
+            start, data = self._start, (self._num_samples, per_step)
+            leave_out(dataloader, start, per_step)
+            if args.max_steps > 0:
+                epochs = start.epochs_until(steps - start.step, *data)
+            else:
+                steps = start.step + start.steps_until(args.num_train_epochs, *data)
+        return epochs, per_epoch, examples, samples, per_step, in_epoch, steps
+
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if self._goes_on():
+            steps = self._start.sample // self._per_step
+            return self._start.epoch, steps * self.args.gradient_accumulation_steps
+        return epochs, batches
+
+    def _goes_on(self) -> bool:
+        return self._start.step > 0 and bool(self._num_samples) and not self.args.ignore_data_skip
+
     # Saving: every rank writes its own ranges, so every rank must come here
+
+    def wait_for_checkpoint(self) -> Path | None:
+        """Returns when a checkpoint that is written in the background is complete: its folder, if there was one.
+
+        Raises:
+            `CheckpointError`: it could not be saved; on all ranks.
+        """
+        return self._saver.wait()
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Lets Trainer write its files into a temporary folder, adds the tensors, and gives it its name."""
+        self.wait_for_checkpoint()
+        run_dir = super()._get_output_dir(trial)
+        folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._saver.begin(
+            self.zero_engine,
+            None if self.args.save_only_model else self._zero_optimizer,
+            folder,
+            with_weights=not is_adapter_model(self.model),
+            **({} if self.args.save_only_model else self._facts()),
+        )
+        try:
+            super()._save_checkpoint(model, trial)
+            self._note_best(run_dir)
+        except BaseException:
+            self._saver.discard()
+            raise
+        args, best = self.args, self.state.best_model_checkpoint
+        self._saver.finish(rotation(run_dir, args.save_total_limit, best, acts=args.should_save))
+
+    def _note_best(self, run_dir: str) -> None:
+        """The best checkpoint goes by its name, not by that of the temporary folder."""
+        if not self.state.best_global_step or self.state.best_model_checkpoint is None:
+            return
+        if Path(self.state.best_model_checkpoint).parent == Path(self._saver.run_dir):
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            self.state.best_model_checkpoint = os.path.join(run_dir, name)
+            if self.args.should_save:
+                path = os.path.join(self._get_output_dir(None), name, TRAINER_STATE_NAME)
+                self.state.save_to_json(path)
+
+    def _facts(self) -> dict:
+        last, position = self.accelerator.last_step, None
+        if self._num_samples:
+            position = self._start.after(self.state.global_step, self._num_samples, self._per_step)
+        return {
+            "step": self.state.global_step,
+            "loss": mean_over_ranks(self.zero_engine, last.loss),
+            "grad_norm": finite(last.grad_norm),
+            "extra": {"position": asdict(position)} if position is not None else {},
+        }
+
+    def _get_output_dir(self, trial) -> str:
+        return self._saver.run_dir or super()._get_output_dir(trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         engine = self.accelerator.shard(self.model)
+        if not self._saver.is_saving:
+            self.wait_for_checkpoint()
         if is_adapter_model(self.model):
             save_adapters(engine, output_dir)
-        else:
+        elif not self._saver.is_saving:
             save_pretrained(engine, output_dir)
         beside = (lambda: self._save_beside(output_dir)) if self.args.should_save else (lambda: None)
         together(engine.comm, f"saving to {output_dir}", beside)
@@ -96,7 +225,8 @@ class ZeroTrainerMixin:
         torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_state(self.zero_engine, self._zero_optimizer, output_dir)
+        if not self._saver.is_saving:
+            save_state(self.zero_engine, self._zero_optimizer, output_dir, extra={})
         comm = self.zero_engine.comm
         together(comm, f"{output_dir}: saving the scheduler", on_first(comm, lambda: self._save_scheduler(output_dir)))
 
@@ -107,8 +237,11 @@ class ZeroTrainerMixin:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self.zero_engine.comm.barrier()  # rank 0 copies files that all ranks have written
-        super()._push_from_checkpoint(checkpoint_folder)
+        if self._saver.is_saving:
+            folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
+            self._saver.push_later(lambda: self._push_from_checkpoint(folder))
+        else:
+            super()._push_from_checkpoint(checkpoint_folder)
 
     # Loading
 

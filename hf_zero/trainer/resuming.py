@@ -1,0 +1,132 @@
+"""Which checkpoint a run goes on from: the newest that is complete on every rank."""
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+
+from hf_zero.checkpoint import Manifest, check_checkpoint
+from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.staging import restore_replaced
+from hf_zero.errors import CheckpointError
+from hf_zero.trainer.position import Position
+from hf_zero.trainer.saving import mean_over_ranks
+
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def newest_complete(output_dir: str, *, is_first: bool) -> str | None:
+    """The newest checkpoint that all ranks find complete. What is skipped is said, and why. All ranks call it.
+
+    Args:
+        output_dir (`str`): where the checkpoints lie.
+        is_first (`bool`): whether this rank speaks for all.
+
+    Returns:
+        `str` or `None`: its folder; `None` where there is none.
+    """
+    folder = Path(output_dir)
+    if is_first and folder.is_dir():
+        restore_replaced(folder)
+    gather_object([None])  # others look when that is done
+    faults = {path.name: _fault(path) for path in _newest_first(folder)}
+    seen = gather_object([faults])
+    for name in sorted({name for found in seen for name in found}, key=_step, reverse=True):
+        reasons = [found.get(name, "is not seen by every rank") for found in seen]
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None:
+            return str(folder / name)
+        if is_first:
+            logger.warning("%s is skipped: %s", folder / name, reason)
+    return None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run that is resumed knows of the run before.
+
+    Args:
+        position (`Position`): where it was in its data.
+        loss (`float`, *optional*): of its last step.
+    """
+
+    position: Position = Position(0, 0, 0)
+    loss: float | None = None
+
+
+def resumed_from(folder: str | None) -> Resumed:
+    """Reads the record of a checkpoint; weights without a state have none."""
+    if folder is None or not manifest_path(folder).is_file():
+        return Resumed()
+    manifest = Manifest.read(folder)
+    position = manifest.extra.get("position")
+    return Resumed(Position(**position) if position else Position(0, 0, 0), manifest.loss)
+
+
+class CompareLoss(TrainerCallback):
+    """Says so when the first loss after resuming is far from the last one before: then the data, the model or the
+    settings are not what they were.
+
+    Args:
+        trainer (`ZeroTrainerMixin`): which is resumed.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._before: float | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._before = self._trainer.resumed.loss
+
+    def on_step_end(self, args, state, control, **kwargs):
+        before, self._before = self._before, None
+        if before is None:
+            return
+        after = mean_over_ranks(self._trainer.zero_engine, self._trainer.accelerator.last_step.loss)
+        message = (
+            f"step {state.global_step}: the first loss after resuming is {after}, the last before was {before:.6g}"
+        )
+        if after is None or after > 1.5 * before + 0.1:
+            logger.warning("%s; check that data, model and settings are those of the checkpoint", message)
+        else:
+            logger.info(message)
+
+
+def check_state(folder: str | Path) -> None:
+    """Checks that a folder can be resumed from: weights and state complete, the trainer's own state readable.
+
+    Raises:
+        `CheckpointError`: saying what is missing or damaged.
+    """
+    check_checkpoint(folder)
+    path = Path(folder) / "trainer_state.json"
+    try:
+        json.loads(path.read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({type(error).__name__}); resume from another checkpoint"
+        ) from error
+
+
+def _fault(folder: Path) -> str | None:
+    try:
+        check_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: _step(path.name), reverse=True)
+
+
+def _step(name: str) -> int:
+    return int(_NAME.fullmatch(name)[1])

@@ -1,0 +1,114 @@
+"""A trainer's checkpoints: what Trainer writes is led into a temporary folder, and all of it appears at once."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.trainer_utils import rotate_checkpoints
+
+from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state, plan_weights
+from hf_zero.engine import ZeroEngine
+from hf_zero.optim import ShardedOptimizer
+
+
+class Saver:
+    """The checkpoint that is being saved, and the one that a thread still writes.
+
+    Args:
+        in_background (`bool`): lets a thread write, after a copy.
+    """
+
+    def __init__(self, *, in_background: bool):
+        self._snapshots = Snapshots() if in_background else None
+        self._written: Checkpoint | None = None  # until it is waited for
+        self._current: Checkpoint | None = None  # while Trainer writes its files
+        self._push: Callable[[], None] | None = None
+
+    @property
+    def run_dir(self) -> str | None:
+        """Where Trainer is to write checkpoints while one is being saved."""
+        return str(self._current.path.parent) if self._current is not None else None
+
+    @property
+    def is_saving(self) -> bool:
+        return self._current is not None
+
+    def begin(
+        self, engine: ZeroEngine, optimizer: ShardedOptimizer | None, folder: str, *, with_weights: bool, **facts
+    ) -> Checkpoint:
+        """Checks the space for a checkpoint and makes its temporary folder. Collective.
+
+        Args:
+            engine (`ZeroEngine`): the model.
+            optimizer (`ShardedOptimizer`, *optional*): `None` to save the model alone.
+            folder (`str`): the checkpoint.
+            with_weights (`bool`): `False` where the caller writes them into the folder.
+            facts: for the manifest.
+        """
+        self._current = Checkpoint.begin(
+            engine,
+            folder,
+            weights=plan_weights(engine) if with_weights else None,
+            state=plan_state(engine, optimizer, **facts) if optimizer is not None else None,
+        )
+        return self._current
+
+    def push_later(self, push: Callable[[], None]) -> None:
+        """Uploads wait until the checkpoint is complete."""
+        self._push = push
+
+    def finish(self, after: Callable[[], None]) -> None:
+        """Writes the tensors and gives the checkpoint its name, here or in the background; then comes `after`."""
+        current, self._current = self._current, None
+        current.finish(self._snapshots, after)
+        self._written = current
+        if self._snapshots is None:
+            self.wait()
+
+    def discard(self) -> None:
+        """Gives up the checkpoint that was begun, after a failure."""
+        current, self._current = self._current, None
+        self._push = None
+        if current is not None:
+            current.discard()
+
+    def wait(self) -> Path | None:
+        """Returns when what was saved is complete, and uploads it where that was asked for.
+
+        Returns:
+            `Path` or `None`: the checkpoint that was waited for.
+
+        Raises:
+            `CheckpointError`: it could not be saved; on all ranks.
+        """
+        written, self._written = self._written, None
+        push, self._push = self._push, None
+        if written is None:
+            return None
+        written.wait()
+        if push is not None:
+            push()
+        return written.folder
+
+
+def rotation(run_dir: str, limit: int | None, best: str | None, *, acts: bool) -> Callable[[], None]:
+    """Deletes the oldest checkpoints beyond `limit`; to be called when a newer one is complete."""
+
+    def rotate() -> None:
+        if acts:
+            rotate_checkpoints(output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+    return rotate
+
+
+def mean_over_ranks(engine: ZeroEngine, value: Tensor | None) -> float | None:
+    """The mean of a 0-d tensor that each rank has its own of; not finite becomes `None`, which JSON knows. Collective."""
+    own = torch.full((1,), math.nan) if value is None else value.detach().float().reshape(1)
+    return finite(engine.comm.all_gather_vector(own.to(engine.comm.device)).mean())
+
+
+def finite(value: Tensor | None) -> float | None:
+    """As JSON knows it."""
+    return float(value) if value is not None and math.isfinite(value) else None
