@@ -22,7 +22,7 @@ def check_overrides(cls: type, base: type, names: tuple[str, ...]) -> None:
     for name in names:
         wanted = _parameters(getattr(cls, name))
         found = _parameters(getattr(base, name)) if hasattr(base, name) else None
-        if found == wanted:
+        if found is not None and (found == wanted or (_hands_on(getattr(cls, name)) and set(wanted) <= set(found))):
             continue
         seen = "does not exist" if found is None else f"takes ({', '.join(found)})"
         raise ConfigError(
@@ -32,8 +32,17 @@ def check_overrides(cls: type, base: type, names: tuple[str, ...]) -> None:
 
 
 def _parameters(member) -> list[str]:
-    """Names of a method's parameters; a property has none."""
-    return list(inspect.signature(member).parameters) if callable(member) else []
+    """Names of a method's parameters but for `**kwargs` that it hands on; a property has none."""
+    if not callable(member):
+        return []
+    named = inspect.signature(member).parameters
+    return [name for name, parameter in named.items() if parameter.kind is not parameter.VAR_KEYWORD]
+
+
+def _hands_on(member) -> bool:
+    """Whether a method takes further arguments by name, and so need not know them."""
+    kinds = [parameter.kind for parameter in inspect.signature(member).parameters.values()] if callable(member) else []
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _versions() -> str:

@@ -55,10 +55,12 @@ class Resumed:
     Args:
         position (`Position`): where it was in its data.
         loss (`float`, *optional*): of its last step.
+        accumulation (`int`, *optional*): micro-batches in a step; some models' losses grow with it.
     """
 
     position: Position = Position(0, 0, 0)
     loss: float | None = None
+    accumulation: int | None = None
 
 
 def resumed_from(folder: str | None) -> Resumed:
@@ -67,7 +69,9 @@ def resumed_from(folder: str | None) -> Resumed:
         return Resumed()
     manifest = Manifest.read(folder)
     position = manifest.extra.get("position")
-    return Resumed(Position(**position) if position else Position(0, 0, 0), manifest.loss)
+    return Resumed(
+        Position(**position) if position else Position(0, 0, 0), manifest.loss, manifest.extra.get("accumulation")
+    )
 
 
 class CompareLoss(TrainerCallback):
@@ -83,20 +87,22 @@ class CompareLoss(TrainerCallback):
         self._before: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._before = self._trainer.resumed.loss
+        before = self._trainer.resumed
+        self._before = before.loss if before.accumulation == args.gradient_accumulation_steps else None
 
     def on_step_end(self, args, state, control, **kwargs):
         before, self._before = self._before, None
         if before is None:
             return
         after = mean_over_ranks(self._trainer.zero_engine, self._trainer.accelerator.last_step.loss)
-        message = (
-            f"step {state.global_step}: the first loss after resuming is {after}, the last before was {before:.6g}"
-        )
-        if after is None or after > 1.5 * before + 0.1:
-            logger.warning("%s; check that data, model and settings are those of the checkpoint", message)
-        else:
-            logger.info(message)
+        if state.is_world_process_zero and (after is None or after > 1.5 * before + 0.1):
+            logger.warning(
+                "step %d: the first loss after resuming is %s, the last before was %s; check that data, model and "
+                "settings are those of the checkpoint",
+                state.global_step,
+                after,
+                before,
+            )
 
 
 def check_state(folder: str | Path) -> None:

@@ -104,7 +104,7 @@ def rotation(run_dir: str, limit: int | None, best: str | None, *, acts: bool) -
 
 
 def mean_over_ranks(engine: ZeroEngine, value: Tensor | None) -> float | None:
-    """The mean of a 0-d tensor that each rank has its own of; not finite becomes `None`, which JSON knows. Collective."""
+    """The mean over the ranks of a 0-d tensor; what is not finite becomes `None`, which JSON knows. Collective."""
     own = torch.full((1,), math.nan) if value is None else value.detach().float().reshape(1)
     return finite(engine.comm.all_gather_vector(own.to(engine.comm.device)).mean())
 

@@ -1,6 +1,7 @@
 """`ZeroTrainer`: the Hugging Face `Trainer` over sharded models."""
 
 import logging
+import math
 import os
 import warnings
 from dataclasses import asdict
@@ -35,6 +36,7 @@ OVERRIDES = (
     "train",
     "set_initial_training_values",
     "_init_training_state",
+    "_run_epoch",
     "_finalize_training",
     "_get_output_dir",
     "_save_checkpoint",
@@ -144,6 +146,20 @@ class ZeroTrainerMixin:
             return self._start.epoch, steps * self.args.gradient_accumulation_steps
         return epochs, batches
 
+    def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
+        """As in Trainer; an epoch that is gone on with may be shorter, in batches of the present size."""
+        if self._goes_on() and epoch == self._start.epoch:
+            accumulation = self.args.gradient_accumulation_steps
+            left = self._num_samples - self._start.sample % self._per_step
+            steps_in_epoch = math.ceil(left * accumulation / self._per_step)
+            num_update_steps_per_epoch = math.ceil(left / self._per_step)
+        super()._run_epoch(
+            epoch=epoch,
+            steps_in_epoch=steps_in_epoch,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            **kwargs,
+        )
+
     def _goes_on(self) -> bool:
         return self._start.step > 0 and bool(self._num_samples) and not self.args.ignore_data_skip
 
@@ -197,7 +213,10 @@ class ZeroTrainerMixin:
             "step": self.state.global_step,
             "loss": mean_over_ranks(self.zero_engine, last.loss),
             "grad_norm": finite(last.grad_norm),
-            "extra": {"position": asdict(position)} if position is not None else {},
+            "extra": {
+                "position": asdict(position) if position is not None else None,
+                "accumulation": self.args.gradient_accumulation_steps,
+            },
         }
 
     def _get_output_dir(self, trial) -> str:

@@ -1,0 +1,116 @@
+"""A run goes on at the sample where it was, whatever its batches were before and are now."""
+
+import itertools
+import math
+
+import pytest
+from torch.utils.data import Dataset, SequentialSampler
+
+from hf_zero.trainer.position import Position, Remaining
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import Rows, make, seed_everything
+
+
+@pytest.mark.parametrize("num_samples, per_step", [(20, 4), (23, 4), (5, 7), (24, 1)])
+def test_the_position_after_some_steps_is_what_counting_gives(num_samples, per_step):
+    epoch = sample = 0
+    for step in range(1, 40):
+        sample += per_step
+        if sample >= num_samples:
+            epoch, sample = epoch + 1, 0
+        assert Position(0, 0, 0).after(step, num_samples, per_step) == Position(epoch, sample, step)
+
+
+@pytest.mark.parametrize("before, now", list(itertools.product((3, 4, 8), (2, 4, 5))))
+def test_a_position_counts_on_with_other_batches(before, now):
+    start = Position(0, 0, 0).after(9, 30, before)
+    seen = start.epoch * 30 + start.sample
+    for step in range(10, 60):
+        rest_of_epoch = 30 - seen % 30
+        seen += min(now, rest_of_epoch)
+        position = start.after(step, 30, now)
+        assert position.epoch * 30 + position.sample == seen
+    total = start.step + start.steps_until(4, 30, now)
+    assert start.after(total, 30, now) == Position(4, 0, total)
+    assert start.after(total - 1, 30, now).epoch == 3
+    for more in range(1, 30):
+        end = start.after(start.step + more, 30, now)
+        assert start.epochs_until(more, 30, now) == (end.epoch if end.sample == 0 else end.epoch + 1)
+
+
+def test_samples_that_were_trained_on_are_left_out_in_their_epoch_alone():
+    sampler = Remaining(SequentialSampler(range(6)), epoch=2, first=2, count=3)
+    assert list(sampler) == [0, 1, 5] and len(sampler) == 6
+    sampler.set_epoch(3)
+    assert list(sampler) == [0, 1, 2, 3, 4, 5]
+
+
+class Numbered(Dataset):
+    """Rows that note which of them a rank was given."""
+
+    def __init__(self, count: int):
+        self.rows = Rows("bert", count)
+        self.given: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int):
+        self.given.append(index)
+        return self.rows[index]
+
+
+def _samples(folder, batch_size, settings, resume=None):
+    """Which rows every rank trained on, as one list in the order of the steps; the logged steps."""
+    data = Numbered(24)
+    seed_everything()
+    trainer = make(3, folder, models.build("bert"), data, per_device_train_batch_size=batch_size, **settings)
+    steps = []
+    original = trainer.training_step
+
+    def training_step(model, inputs, num_items_in_batch=None):
+        steps.append(inputs["input_ids"].tolist())
+        return original(model, inputs, num_items_in_batch)
+
+    trainer.training_step = training_step
+    trainer.train(resume_from_checkpoint=resume)
+    return steps, trainer.state.global_step, trainer.state.max_steps
+
+
+def _rows_of(results) -> list[str]:
+    """The rows of all ranks, step by step."""
+    steps = zip(*(steps for steps, _, _ in results))
+    return [str(row) for micros in steps for micro in micros for row in micro]
+
+
+@pytest.mark.parametrize(
+    "num_ranks, batch_size, accumulation",
+    [(1, 4, 1), (1, 3, 1), (3, 2, 1), (2, 5, 1), (2, 1, 3), (4, 1, 1)],
+)
+def test_no_sample_comes_twice_or_is_left_out_when_the_number_of_ranks_changes(
+    tmp_path, num_ranks, batch_size, accumulation
+):
+    # 24 rows; 2 ranks with batches of 2: step 8 lies in the second epoch, 8 rows into it
+    settings = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 8}
+    whole = run_ranks(_samples, 2, str(tmp_path), 2, settings, timeout=240)
+    order = _rows_of(whole)
+    assert len(order) == 72
+    resume = str(tmp_path / "checkpoint-8")
+    settings = {**settings, "gradient_accumulation_steps": accumulation, "save_strategy": "no"}
+    resumed = run_ranks(_samples, num_ranks, str(tmp_path / "on"), batch_size, settings, resume, timeout=240)
+    rows, per_step = _rows_of(resumed), num_ranks * batch_size * accumulation
+    second, third = rows[: 24 - 8], rows[-24:] if 24 % (num_ranks * batch_size) == 0 else None
+    assert second == order[32:48], "the rest of the epoch under way, in its order"
+    if third is not None:
+        assert third == order[48:], "the last epoch"
+    _, steps, max_steps = resumed[0]
+    assert steps == max_steps == 8 + math.ceil(16 / per_step) + math.ceil(24 / per_step)
+
+
+def test_max_steps_is_reached_with_smaller_batches_too(tmp_path):
+    settings = {"max_steps": 12, "save_strategy": "steps", "save_steps": 8}
+    run_ranks(_samples, 2, str(tmp_path), 4, settings, timeout=240)
+    resumed = run_ranks(_samples, 1, str(tmp_path / "on"), 1, settings, str(tmp_path / "checkpoint-8"), timeout=240)
+    steps, last, _ = resumed[0]
+    assert last == 12 and len(steps) == 4
