@@ -11,7 +11,8 @@ from torch import nn
 
 from hf_zero.checkpoint.agreement import together
 from hf_zero.checkpoint.interfaces import Engine
-from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.manifest import Checksums, saved_checksums
+from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors, shortened
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
 from hf_zero.errors import CheckpointError
@@ -56,7 +57,7 @@ def load_weights(
     if keys is not None:
         tensors = renamed(tensors, keys)
 
-    def read() -> LoadReport:
+    def read() -> tuple[LoadReport, WeightFiles, Ranges, Checksums]:
         files = WeightFiles.read(folder, weights_name)
         found, report = _match(tensors, files, _ignored_pattern(engine.model))
         if strict:
@@ -65,9 +66,10 @@ def load_weights(
             for saved, name in found:
                 opened.check_shape(name, saved.shape)
             _read_all(engine, opened, found)
-        return report
+        return report, files, opened.ranges, saved_checksums(folder)
 
-    report = together(engine.comm, f"loading {folder}", read)
+    report, files, ranges, checksums = together(engine.comm, f"loading {folder}", read)
+    check_ranges(engine.comm.all_gather_object(ranges), files, checksums, folder)
     engine.mark_updated()
     return report
 

@@ -12,6 +12,8 @@ STATE_FOLDER = "zero"
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
+Checksums = dict[str, dict[str, int]]  # file, to tensor, to the CRC-32 of its bytes
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -24,7 +26,7 @@ class Manifest:
         loss (`float`, *optional*): of the last step, the mean over the ranks.
         grad_norm (`float`, *optional*): of the last step, before clipping.
         files (`dict[str, int]`): the safetensors files of the checkpoint, by path in it, and their sizes in bytes.
-        checksums (`dict[str, dict[str, int]]`): for each of them, the CRC-32 (zlib) of each tensor's bytes.
+        checksums (`Checksums`): for each of them, the CRC-32 (zlib) of each tensor's bytes.
         dtypes (`dict[str, list[str]]`): dtypes of the "weights", and of the tensors of each file of the state.
         groups (`list[dict]`): the optimizer's hyperparameters and parameter names, group by group.
         scalars (`dict[str, dict[str, float]]`): per parameter that has state, its numbers, such as Adam's "step".
@@ -38,7 +40,7 @@ class Manifest:
     groups: list[dict]
     scalars: dict[str, dict[str, float]]
     files: dict[str, int] = field(default_factory=dict)
-    checksums: dict[str, dict[str, int]] = field(default_factory=dict)
+    checksums: Checksums = field(default_factory=dict)
     step: int | None = None
     loss: float | None = None
     grad_norm: float | None = None
@@ -59,7 +61,7 @@ class Manifest:
                 "give numbers, texts, lists and dicts only"
             ) from error
 
-    def checksums_in(self, subfolder: str = "") -> dict[str, dict[str, int]]:
+    def checksums_in(self, subfolder: str = "") -> Checksums:
         """The checksums of the files in one folder of the checkpoint, by the files' names."""
         return {
             os.path.basename(path): crcs for path, crcs in self.checksums.items() if os.path.dirname(path) == subfolder
@@ -92,6 +94,11 @@ class Manifest:
         if missing:
             raise CheckpointError(f"{path}: {', '.join(missing)} missing; resume from another checkpoint")
         return cls(**{part.name: content[part.name] for part in fields(cls)})
+
+
+def saved_checksums(folder: str | os.PathLike) -> Checksums:
+    """The checksums of a folder's weights, by file and tensor; empty for a model that is no checkpoint."""
+    return Manifest.read(folder).checksums_in() if manifest_path(folder).is_file() else {}
 
 
 def manifest_path(folder: str | os.PathLike) -> Path:

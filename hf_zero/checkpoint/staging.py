@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.agreement import gathered, together
 from hf_zero.checkpoint.checksum import Range, crc_of_whole
+from hf_zero.checkpoint.manifest import Checksums
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
 from hf_zero.checkpoint.places import Places
 from hf_zero.checkpoint.replication import replicate_files, replicate_ranges
@@ -25,8 +26,6 @@ from hf_zero.errors import CheckpointError
 # Names that begin with an underscore are left out when Trainer uploads its output folder.
 STAGED_PREFIX = "_saving-"
 REPLACED_PREFIX = "_replaced-"
-
-Checksums = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)

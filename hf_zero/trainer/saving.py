@@ -24,6 +24,7 @@ class Saver:
         self._snapshots = Snapshots() if in_background else None
         self._written: Checkpoint | None = None  # until it is waited for
         self._current: Checkpoint | None = None  # while Trainer writes its files
+        self._newest: Path | None = None  # until one is complete
         self._push: Callable[[], None] | None = None
 
     @property
@@ -78,19 +79,19 @@ class Saver:
         """Returns when what was saved is complete, and uploads it where that was asked for.
 
         Returns:
-            `Path` or `None`: the checkpoint that was waited for.
+            `Path` or `None`: the newest checkpoint.
 
         Raises:
             `CheckpointError`: it could not be saved; on all ranks.
         """
         written, self._written = self._written, None
         push, self._push = self._push, None
-        if written is None:
-            return None
-        written.wait()
-        if push is not None:
-            push()
-        return written.folder
+        if written is not None:
+            written.wait()
+            self._newest = written.folder
+            if push is not None:
+                push()
+        return self._newest
 
 
 def rotation(run_dir: str, limit: int | None, best: str | None, *, acts: bool) -> Callable[[], None]:

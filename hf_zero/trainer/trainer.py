@@ -106,7 +106,7 @@ class ZeroTrainerMixin:
                 raise CheckpointError(
                     f"{self.args.output_dir}: holds no complete checkpoint to resume from; train from the start"
                 )
-        self.resumed = resumed_from(resume_from_checkpoint)
+        self.resumed = resumed_from(resume_from_checkpoint or None)
         self._start = self.resumed.position
         taken = self._stop_on_signal.install()
         try:
@@ -166,7 +166,7 @@ class ZeroTrainerMixin:
     # Saving: every rank writes its own ranges, so every rank must come here
 
     def wait_for_checkpoint(self) -> Path | None:
-        """Returns when a checkpoint that is written in the background is complete: its folder, if there was one.
+        """Returns when what is written in the background is complete: the newest checkpoint, if there is one.
 
         Raises:
             `CheckpointError`: it could not be saved; on all ranks.

@@ -1,0 +1,219 @@
+"""A checkpoint as a whole: atomic, checked, in the background, on file systems that the ranks share or do not."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zero.checkpoint import (
+    Manifest,
+    Snapshots,
+    check_checkpoint,
+    load_state,
+    load_weights,
+    save_checkpoint,
+    staging,
+)
+from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.places import Places
+from hf_zero.errors import CheckpointError
+from tests.checkpoint import models
+from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
+
+
+HALF = {"save_dtype": torch.bfloat16, "master_dtype": torch.float32}
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def save(comm, folder, name="checkpoint-1", background=None, dtypes=HALF, **facts):
+    engine = FakeEngine(models.tied_llama(), comm, **dtypes)
+    return save_checkpoint(engine, FakeOptimizer(engine), folder / name, background=background, **facts)
+
+
+def test_the_folder_holds_model_state_and_record(tmp_path):
+    run_ranks(save, 2, tmp_path, "checkpoint-1", None, HALF)
+    folder = tmp_path / "checkpoint-1"
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+    assert set(content_of(folder)) == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "zero/manifest.json",
+        "zero/master.safetensors",
+        "zero/optimizer.safetensors",
+    }
+    manifest = Manifest.read(folder)
+    assert manifest.files == {name: (folder / name).stat().st_size for name in manifest.checksums}
+    check_checkpoint(folder)
+    assert models.tied_llama().from_pretrained(folder).config.vocab_size == 61
+
+
+def test_the_record_says_what_the_run_was_like(tmp_path):
+    save(world_of_one(), tmp_path, step=12, loss=2.5, grad_norm=None, extra={"epoch": 1})
+    manifest = Manifest.read(tmp_path / "checkpoint-1")
+    assert (manifest.step, manifest.loss, manifest.grad_norm, manifest.extra) == (12, 2.5, None, {"epoch": 1})
+
+
+def test_a_save_replaces_a_folder_of_that_name_whole(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "stale").touch()
+    save(world_of_one(), tmp_path)
+    assert not (tmp_path / "checkpoint-1" / "stale").exists()
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_folder_that_was_being_replaced_when_the_run_was_killed_gets_its_name_back(tmp_path, monkeypatch):
+    save(world_of_one(), tmp_path)
+    before = content_of(tmp_path / "checkpoint-1")
+    rename = os.rename
+
+    def killed(source, target):
+        if Path(source).parent.name.startswith("_saving-"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.os, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(world_of_one(), tmp_path)
+    assert os.listdir(tmp_path) == ["_replaced-checkpoint-1"]
+    save(world_of_one(), tmp_path, "checkpoint-2")
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "checkpoint-2"]
+    assert content_of(tmp_path / "checkpoint-1") == before
+
+
+@pytest.mark.parametrize("name", ["zero/optimizer.safetensors", "zero/master.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_byte_that_changed_is_named_by_file_and_tensor(tmp_path, num_ranks, name):
+    save(world_of_one(), tmp_path)
+    path = tmp_path / "checkpoint-1" / name
+    with open(path, "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    run_ranks(refuse_damaged, num_ranks, tmp_path / "checkpoint-1", os.path.basename(name))
+
+
+def refuse_damaged(comm, folder, name):
+    engine = FakeEngine(models.tied_llama(), comm, **HALF)
+    with pytest.raises(
+        CheckpointError, match=rf"{name}: tensor '.*' has checksum \w+, it was saved with \w+: the file"
+    ):
+        load_weights(engine, folder)
+        load_state(engine, FakeOptimizer(engine), folder)
+
+
+def save_in_background(comm, folder):
+    snapshots, engine = Snapshots(), FakeEngine(models.tied_llama(), comm, **HALF)
+    optimizer = FakeOptimizer(engine)
+    for step in (1, 2):
+        checkpoint = save_checkpoint(engine, optimizer, folder / f"checkpoint-{step}", background=snapshots)
+        for master in engine.masters.values():  # training goes on
+            master.add_(1.0)
+        checkpoint.wait()
+        assert (folder / f"checkpoint-{step}").exists()
+        held = sum(len(chunk) for chunk in snapshots._chunks)
+        assert held == 64 * 2**20, "the second save uses the memory of the first"
+
+
+def test_a_save_in_the_background_holds_the_values_of_its_moment(tmp_path):
+    run_ranks(save_in_background, 2, tmp_path)
+    save(world_of_one(), tmp_path, "reference")
+    for name in ("model.safetensors", "zero/optimizer.safetensors", "zero/master.safetensors"):
+        assert (tmp_path / "checkpoint-1" / name).read_bytes() == (tmp_path / "reference" / name).read_bytes()
+    first, second = (content_of(tmp_path / f"checkpoint-{step}") for step in (1, 2))
+    assert first["model.safetensors"] != second["model.safetensors"]
+
+
+def fail_in_background(comm, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(OpenFiles, "write_range", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+        checkpoint = save(comm, folder, background=Snapshots())
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoint.wait()
+    assert threading.active_count() == 1 or "saving" not in str(threading.enumerate())
+    comm.barrier()
+    assert os.listdir(folder) == []
+
+
+def test_a_write_that_fails_in_the_background_is_an_error_on_every_rank(tmp_path):
+    run_ranks(fail_in_background, 2, tmp_path)
+
+
+def save_on_own_disks(comm, folder, hosts, background):
+    """Ranks of one host share a folder; hosts do not."""
+    own = folder / f"host{hosts[comm.rank]}"
+    own.mkdir(exist_ok=True)
+    comm.barrier()
+    assert len(Places.find(comm, own).members) == len(set(hosts))
+    checkpoint = save(comm, own, background=Snapshots() if background else None, step=7)
+    checkpoint.wait()
+
+
+@pytest.mark.parametrize("hosts, background", [((0, 1), False), ((0, 1, 0), True), ((0, 0, 1, 2), False)])
+def test_hosts_that_share_no_file_system_get_the_whole_each(tmp_path, monkeypatch, hosts, background):
+    save(world_of_one(), tmp_path, "reference")
+    run_ranks(save_on_own_disks, len(hosts), tmp_path, hosts, background)
+    reference = content_of(tmp_path / "reference")
+    for host in set(hosts):
+        folder = tmp_path / f"host{host}" / "checkpoint-1"
+        assert os.listdir(folder.parent) == ["checkpoint-1"]
+        found = content_of(folder)
+        assert found.keys() == reference.keys()
+        for name, data in found.items():
+            if name.endswith(".safetensors"):
+                assert data == reference[name], f"host {host}: {name}"
+        assert json.loads(found["zero/manifest.json"])["step"] == 7
+        check_checkpoint(folder)
+
+
+def fail_on_one_disk(comm, folder):
+    own = folder / f"host{comm.rank}"
+    own.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            original = OpenFiles.write_bytes
+
+            def full(self, tensor, after, view):
+                if tensor == "model.norm.weight":
+                    raise CheckpointError("disk full")
+                return original(self, tensor, after, view)
+
+            patch.setattr(OpenFiles, "write_bytes", full)
+        with pytest.raises(CheckpointError, match="disk full"):
+            save(comm, own)
+    comm.barrier()
+    assert os.listdir(own) == []
+
+
+def test_a_disk_of_one_host_that_is_full_fails_on_all_and_leaves_nothing(tmp_path):
+    run_ranks(fail_on_one_disk, 2, tmp_path)
+
+
+def test_a_checkpoint_that_lost_a_file_or_a_part_of_one_is_incomplete(tmp_path):
+    save(world_of_one(), tmp_path)
+    folder = tmp_path / "checkpoint-1"
+    os.rename(folder / "zero" / "master.safetensors", tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=r"master.safetensors: is missing, its manifest says \d+ bytes"):
+        check_checkpoint(folder)
+    os.rename(tmp_path / "kept", folder / "zero" / "master.safetensors")
+    os.truncate(folder / "model.safetensors", 5000)
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        check_checkpoint(folder)
+
+
+def test_every_moment_of_the_state_comes_back(tmp_path):
+    run_ranks(save, 3, tmp_path, "checkpoint-1", None, HALF)
+    engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
+    optimizer = FakeOptimizer(engine, stepped=False)
+    load_state(engine, optimizer, tmp_path / "checkpoint-1")
+    for info in engine.param_infos():
+        assert torch.equal(optimizer.state[info.name]["exp_avg"], expected_moment(info, "exp_avg"))

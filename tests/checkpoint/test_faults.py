@@ -1,0 +1,142 @@
+"""Ranks are killed at random moments of saves: nothing that was complete is lost, and the run goes on bit for bit."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from tests.distributed import free_port
+
+
+NUM_KILLS = 30
+NUM_RANKS = 2
+STEPS_PER_RUN = 10
+LIMIT_SECONDS = 60.0
+
+
+def train(rank: int, port: int, folder: str, num_steps: int) -> None:
+    """Trains with a checkpoint after every step, each second one in the background; goes on where a run was killed."""
+    import torch.distributed as dist
+
+    import hf_zero
+    from hf_zero.checkpoint import check_checkpoint
+    from tests.checkpoint import models
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=LIMIT_SECONDS),
+    )
+    engine = hf_zero.shard(models.tied_llama(), stage=3)
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-2)
+    newest = steps_in(folder)[-1:]
+    for step in newest:
+        check_checkpoint(f"{folder}/checkpoint-{step}")
+        hf_zero.load_weights(engine, f"{folder}/checkpoint-{step}")
+        hf_zero.load_state(engine, optimizer, f"{folder}/checkpoint-{step}")
+    snapshots, last = hf_zero.Snapshots(), None
+    for step in range(newest[0] if newest else 0, num_steps):
+        tokens = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
+        engine.model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        if last is not None:
+            last.wait()
+        background = snapshots if step % 2 else None
+        last = hf_zero.save_checkpoint(engine, optimizer, f"{folder}/checkpoint-{step + 1}", background=background)
+    last.wait()
+    Path(folder, f"done-{rank}").touch()
+    dist.barrier()
+    time.sleep(0.1)
+    os._exit(0)  # gloo's threads are not awaited
+
+
+def steps_in(folder: str) -> list[int]:
+    return sorted(int(path.name.partition("-")[2]) for path in Path(folder).glob("checkpoint-*"))
+
+
+def start(context, folder: str, num_steps: int) -> list:
+    port = free_port()
+    processes = [context.Process(target=train, args=(rank, port, folder, num_steps)) for rank in range(NUM_RANKS)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait_for(condition, processes: list) -> bool:
+    """Whether it came to be before the processes ended."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "no progress"
+        if not any(process.is_alive() for process in processes):
+            return condition()
+        time.sleep(0.002)
+    return True
+
+
+def end(processes: list) -> None:
+    """Every process must come to its end by itself: no rank hangs because another was killed."""
+    try:
+        for process in processes:
+            process.join(LIMIT_SECONDS)
+            assert process.exitcode is not None, "a rank hangs"
+    finally:
+        for process in processes:
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+
+
+def assert_complete(folder: str) -> None:
+    from hf_zero.checkpoint import Manifest, check_checkpoint
+    from hf_zero.checkpoint.safetensors_file import SafetensorsFile
+
+    for step in steps_in(folder):
+        path = Path(folder, f"checkpoint-{step}")
+        check_checkpoint(path)
+        for name, crcs in Manifest.read(path).checksums.items():
+            with SafetensorsFile.open(path / name) as file:
+                for tensor, crc in crcs.items():
+                    view = memoryview(bytearray(file.layout.entries[tensor].nbytes))
+                    assert file.read_bytes(tensor, 0, view) == crc, f"{path / name}: {tensor}"
+
+
+def test_ranks_killed_in_the_middle_of_saves_lose_nothing(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "hf_zero", "tests.checkpoint.models"])
+    whole = str(tmp_path / "whole")
+    end(start(context, whole, STEPS_PER_RUN))
+    assert steps_in(whole) == list(range(1, STEPS_PER_RUN + 1))
+
+    generator, kills, runs, left_over = random.Random(0), 0, 0, 0
+    folder = str(tmp_path / "0")
+    while kills < NUM_KILLS:
+        before = steps_in(folder)
+        processes = start(context, folder, STEPS_PER_RUN)
+        goes_on = wait_for(lambda: steps_in(folder)[len(before) :], processes)  # noqa: B023 - called at once
+        time.sleep(generator.uniform(0, 0.1))
+        victims = generator.choice([processes[:1], processes[1:], processes])
+        for victim in victims if goes_on else ():
+            if victim.is_alive():
+                os.kill(victim.pid, signal.SIGKILL)
+                kills += 1
+        end(processes)
+        after = steps_in(folder)
+        assert after[: len(before)] == before and len(after) > len(before), "a complete checkpoint was lost"
+        left_over += len(list(Path(folder).glob("_saving-*")))
+        if after[-1] == STEPS_PER_RUN:
+            assert_complete(folder)
+            for name in ("model.safetensors", "zero/optimizer.safetensors"):
+                ours = Path(folder, f"checkpoint-{STEPS_PER_RUN}", name).read_bytes()
+                assert ours == Path(whole, f"checkpoint-{STEPS_PER_RUN}", name).read_bytes(), "the runs differ"
+            runs += 1
+            folder = str(tmp_path / str(runs))
+    assert_complete(folder)
+    assert runs >= 1 and left_over >= 5, "kills were to fall into saves, and a run to be finished in spite of them"

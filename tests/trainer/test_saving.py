@@ -1,0 +1,277 @@
+"""When a trainer saves: whole or not at all, in the background, on a signal; which checkpoint it goes on from."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.checkpoint import Manifest, check_checkpoint, staging
+from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.errors import CheckpointError
+from tests import models
+from tests.distributed import free_port, run_ranks
+from tests.trainer.harness import Rows, assert_equal, make, record, seed_everything, train
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+
+
+def _names(folder) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+
+
+def _saves_in_background(folder):
+    run = train(3, f"{folder}/here", **SAVING)
+    aside = train(3, f"{folder}/aside", zero_async_save=True, **SAVING)
+    assert_equal(aside, run, "saving in the background and not")
+    dist.barrier()
+    resumed = train(2, f"{folder}/aside", resume=f"{folder}/aside/checkpoint-2", **{**SAVING, "save_strategy": "no"})
+    assert_equal(resumed, run, "resumed and unbroken")
+
+
+def test_a_save_in_the_background_is_the_same_save(tmp_path):
+    run_ranks(_saves_in_background, 2, str(tmp_path), timeout=240)
+    assert _names(tmp_path / "aside") == _names(tmp_path / "here") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    for step in (2, 4, 6):
+        for name in ("model.safetensors", "zero/optimizer.safetensors"):
+            one, other = (tmp_path / mode / f"checkpoint-{step}" / name for mode in ("here", "aside"))
+            assert one.read_bytes() == other.read_bytes()
+
+
+def _records(folder):
+    train(3, folder, **{**SAVING, "gradient_accumulation_steps": 2})
+
+
+def test_the_record_has_loss_and_norm_of_the_last_step(tmp_path):
+    run_ranks(_records, 2, str(tmp_path), timeout=240)
+    manifest = Manifest.read(tmp_path / "checkpoint-4")
+    history = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    logged = {entry["step"]: entry for entry in history}
+    assert manifest.step == 4 and manifest.extra["position"] == {"epoch": 1, "sample": 8, "step": 4}
+    assert manifest.loss == pytest.approx(logged[4]["loss"], rel=1e-3)
+    assert manifest.grad_norm == pytest.approx(logged[4]["grad_norm"], rel=1e-6)
+
+
+def _keeps_two(folder, aside):
+    seen = []
+    original = staging.take_name
+
+    def take_name(staged, destination):
+        seen.append((destination.name, _names(destination.parent)))
+        original(staged, destination)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_zero.checkpoint.checkpoint.take_name", take_name)
+        train(3, folder, save_total_limit=2, zero_async_save=aside, **{**SAVING, "max_steps": 8})
+    return seen
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_the_oldest_goes_when_the_newest_is_complete(tmp_path, aside):
+    seen, _ = run_ranks(_keeps_two, 2, str(tmp_path), aside, timeout=240)
+    assert _names(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+    for name, present in seen[2:]:
+        complete = [other for other in present if other.startswith("checkpoint")]
+        assert len(complete) == 2, f"before {name} was complete there were {complete}"
+
+
+def _cannot_save(folder, aside):
+    seed_everything()
+    trainer = make(3, folder, models.build("bert"), Rows("bert"), zero_async_save=aside, **SAVING)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            original = OpenFiles.write_range
+
+            def full(self, *args):
+                if trainer.state.global_step >= 4:
+                    raise OSError(28, "No space left on device")
+                return original(self, *args)
+
+            patch.setattr(OpenFiles, "write_range", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            trainer.train()
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_save_that_fails_ends_the_training_and_leaves_what_was_complete(tmp_path, aside):
+    run_ranks(_cannot_save, 2, str(tmp_path), aside, timeout=240)
+    assert _names(tmp_path) == ["checkpoint-2"]
+    check_checkpoint(tmp_path / "checkpoint-2")
+
+
+def _skips_damaged(folder):
+    whole = train(3, folder, **SAVING)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.truncate(f"{folder}/checkpoint-6/zero/optimizer.safetensors", 100)
+        os.remove(f"{folder}/checkpoint-4/trainer_state.json")
+        os.makedirs(f"{folder}/checkpoint-99")
+    dist.barrier()
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("hf_zero.trainer.resuming").addHandler(handler)
+    resumed = train(3, folder, resume=True, **SAVING)
+    assert_equal(resumed, whole, "resumed and unbroken")
+    return records
+
+
+def test_resume_takes_the_newest_that_is_complete_and_says_what_it_skipped(tmp_path):
+    said, silent = run_ranks(_skips_damaged, 2, str(tmp_path), timeout=240)
+    assert "checkpoint-99 is skipped" in said[0]
+    assert "checkpoint-6 is skipped" in said[1] and "optimizer.safetensors" in said[1]
+    assert "checkpoint-4 is skipped" in said[2] and "trainer_state.json" in said[2]
+    assert len(said) == 3 and not silent
+
+
+def _has_none(folder):
+    trainer = make(3, folder, models.build("bert"), Rows("bert"), **SAVING)
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint to resume from"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_no_checkpoint_to_resume_from_is_one_line(tmp_path):
+    run_ranks(_has_none, 2, str(tmp_path), timeout=240)
+
+
+def _best(folder, only_model, aside):
+    settings = {
+        **SAVING,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "save_only_model": only_model,
+        "save_total_limit": 1,
+        "learning_rate": 0.3,  # diverges: the first is the best
+        "zero_async_save": aside,
+        "parts": {"eval_dataset": Rows("bert", 6)},
+    }
+    seed_everything()
+    trainer = make(3, folder, models.build("bert"), Rows("bert"), **settings)
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert Path(best).parent == Path(folder)
+    loaded = type(trainer.model).from_pretrained(best)
+    weights = record(trainer).weights
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, weights[name])
+    return best
+
+
+@pytest.mark.parametrize("only_model, aside", [(False, False), (True, True)])
+def test_the_best_model_is_read_back_also_when_only_models_are_saved(tmp_path, only_model, aside):
+    best, _ = run_ranks(_best, 2, str(tmp_path), only_model, aside, timeout=240)
+    state = json.loads(Path(best, "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == best
+    assert os.path.exists(f"{best}/zero") != only_model
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from transformers import TrainerCallback
+from tests.trainer.harness import Rows, make, models, record, seed_everything
+
+folder, number, sender, resume = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "resume"
+
+
+class Send(TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.on_step_begin(args, state, control)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if number and state.global_step == 3 and args.process_index == sender:
+            os.kill(os.getpid(), number)
+
+
+seed_everything()
+trainer = make(3, folder, models.build("bert"), Rows("bert"), max_steps=8, zero_async_save=bool(sender))
+trainer.add_callback(Send())
+trainer.train(resume_from_checkpoint=resume)
+if trainer.args.process_index == 0:
+    torch.save(record(trainer).weights, f"{folder}/weights.pt")
+else:
+    record(trainer)
+trainer.accelerator.end_training()
+"""
+
+
+def _launch(folder, number=0, sender=0, resume=False):
+    os.makedirs(folder, exist_ok=True)
+    port = str(free_port())
+    processes = []
+    for rank in range(2):
+        env = {
+            **os.environ,
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(Path(__file__).parents[2])},
+        }
+        command = [sys.executable, "-c", SCRIPT, str(folder), str(number), str(sender), "resume" if resume else ""]
+        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True))
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return [process.returncode for process in processes], errors
+
+
+@pytest.mark.parametrize("number, sender", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bit_for_bit(tmp_path, number, sender):
+    codes, errors = _launch(tmp_path / "whole")
+    assert codes == [0, 0], errors
+    codes, errors = _launch(tmp_path / "stopped", number, sender)
+    assert codes == [128 + number] * 2, errors
+    assert f"{number.name}: saved {tmp_path}/stopped/checkpoint-4 at step 4" in errors[0]
+    assert _names(tmp_path / "stopped") == ["checkpoint-4"]
+    codes, errors = _launch(tmp_path / "stopped", resume=True)
+    assert codes == [0, 0], errors
+    expected = torch.load(tmp_path / "whole" / "weights.pt", weights_only=True)
+    found = torch.load(tmp_path / "stopped" / "weights.pt", weights_only=True)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def _keeps_users_handler(folder):
+    def own(number, frame):
+        pass
+
+    signal.signal(signal.SIGUSR1, own)
+    try:
+        train(3, folder, max_steps=1)
+        assert signal.getsignal(signal.SIGUSR1) is own
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def test_a_users_own_handler_stays(tmp_path):
+    run_ranks(_keeps_users_handler, 1, str(tmp_path))
+
+
+def _resumes_elsewhere(folder):
+    """Ranks with disks of their own: each resumes from what its host has."""
+    own = f"{folder}/host{dist.get_rank()}"
+    whole = train(3, own, **SAVING)
+    shutil.rmtree(f"{own}/checkpoint-6")
+    if dist.get_rank() == 1:
+        shutil.rmtree(f"{own}/checkpoint-4")
+    dist.barrier()
+    resumed = train(3, own, resume=True, **SAVING)
+    assert_equal(resumed, whole, "resumed and unbroken")
+
+
+def test_hosts_with_disks_of_their_own_resume_from_the_newest_that_all_have(tmp_path):
+    run_ranks(_resumes_elsewhere, 2, str(tmp_path), timeout=240)
+    for rank in (0, 1):
+        assert (tmp_path / f"host{rank}" / "checkpoint-2" / f"rng_state_{rank}.pth").exists()
+        assert (tmp_path / f"host{rank}" / "checkpoint-2" / "trainer_state.json").exists()
