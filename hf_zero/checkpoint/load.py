@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_zero.checkpoint.agreement import together
+from hf_zero.checkpoint.conversion import Origin, Origins, is_pretrained, origins_by_name, origins_in
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.open_files import OpenFiles
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors, shortened
+from hf_zero.checkpoint.transfer import incoming
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
 from hf_zero.errors import CheckpointError
 
@@ -35,8 +38,10 @@ def load_weights(
 ) -> LoadReport:
     """Loads a folder's safetensors weights into the shards, in place. Collective; fails on all ranks or on none.
 
-    Names, shapes and file sizes are checked before the first value is written. Values are converted to the master's
-    dtype on the way. Buffers are read whole on every rank. A tied parameter may be stored under any of its names.
+    The tensors may have the names and shapes of the model, or any that `from_pretrained` takes: those of its published
+    checkpoints, of older versions, with or without the prefix of the base model. Names, shapes and file sizes are
+    checked before the first value is written. Values are converted to the master's dtype on the way. Buffers are read
+    whole on every rank. A tied parameter may be stored under any of its names.
 
     Args:
         engine ([`Engine`]): the sharded model.
@@ -58,13 +63,15 @@ def load_weights(
 
     def read() -> LoadReport:
         files = WeightFiles.read(folder, weights_name)
-        found, report = _match(tensors, files, _ignored_pattern(engine.model))
+        entries = {name: files.entry(name) for name in files.file_of}
+        converts = keys is None and is_pretrained(engine.model)
+        origins = origins_in(engine.model, tensors, entries) if converts else origins_by_name(tensors, entries)
+        report = _report(origins, _ignored_pattern(engine.model))
         if strict:
             _refuse_differences(folder, report)
+        _refuse_mismatches(folder, origins)
         with OpenFiles(folder, files) as opened:
-            for saved, name in found:
-                opened.check_shape(name, saved.shape)
-            _read_all(engine, opened, found)
+            _read_all(engine, opened, tensors, origins)
         return report
 
     report = together(engine.comm, f"loading {folder}", read)
@@ -143,22 +150,9 @@ def _ignored_pattern(model: nn.Module) -> re.Pattern | None:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
 
 
-def _match(
-    tensors: Sequence[SavedTensor], files: WeightFiles, ignored: re.Pattern | None
-) -> tuple[list[tuple[SavedTensor, str]], LoadReport]:
-    """Pairs the model's tensors with the files' names, and says what is left on both sides."""
-    found, missing, known = [], [], set()
-    for saved in tensors:
-        names = [name for name in (saved.key, saved.name, *saved.aliases) if name in files.file_of]
-        known.update(names)
-        if names:
-            found.append((saved, names[0]))
-        else:
-            missing.append(saved.key)
-    unexpected = [
-        name for name in files.file_of if name not in known and not (ignored is not None and ignored.search(name))
-    ]
-    return found, LoadReport(tuple(missing), tuple(unexpected))
+def _report(origins: Origins, ignored: re.Pattern | None) -> LoadReport:
+    unexpected = [name for name in origins.unexpected if ignored is None or not ignored.search(name)]
+    return LoadReport(origins.missing, tuple(unexpected))
 
 
 def _refuse_differences(folder: str | os.PathLike, report: LoadReport) -> None:
@@ -171,14 +165,44 @@ def _refuse_differences(folder: str | os.PathLike, report: LoadReport) -> None:
         raise CheckpointError(f"{folder}: {', '.join(parts)}; give a folder that was saved from this model")
 
 
-def _read_all(engine: Engine, opened: OpenFiles, found: Sequence[tuple[SavedTensor, str]]) -> None:
-    file_name_of = {saved.name: name for saved, name in found if saved.buffer is None}
+def _refuse_mismatches(folder: str | os.PathLike, origins: Origins) -> None:
+    for name, found, wanted in origins.mismatched:
+        raise CheckpointError(
+            f"{folder}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; "
+            "load with the config saved beside it"
+        )
+
+
+def _read_all(engine: Engine, opened: OpenFiles, tensors: Sequence[SavedTensor], origins: Origins) -> None:
     for shard in engine.named_shards(resident=True):
-        if shard.name in file_name_of:
-            opened.read_range(file_name_of[shard.name], shard.start, shard.tensor)
-    for saved, name in found:
-        if saved.buffer is not None:
+        if shard.name in origins.of:
+            read_origin(opened, origins.of[shard.name], shard.start, shard.tensor)
+    for saved in tensors:
+        if saved.buffer is not None and saved.name in origins.of:
             # A buffer that is not contiguous has no flat view: read it apart and copy it in.
             flat = saved.buffer.new_empty(saved.buffer.numel())
-            opened.read_range(name, 0, flat)
+            read_origin(opened, origins.of[saved.name], 0, flat)
             saved.buffer.copy_(flat.view(saved.shape))
+
+
+def read_origin(
+    opened: OpenFiles, origin: Origin, start: int, out: Tensor, *, through: torch.dtype | None = None
+) -> None:
+    """Fills a run of a parameter from the files.
+
+    Args:
+        opened (`OpenFiles`): holds the tensors of the origin.
+        origin (`Origin`): of which tensors the parameter is made.
+        start (`int`): first element of the run in the flattened parameter.
+        out (`Tensor`): the run, 1-D.
+        through (`torch.dtype`, *optional*): rounds the values to this dtype on the way.
+    """
+    if origin.computation is None:
+        incoming(origin.copies, start, out, opened.read_range, through=through)
+        return
+    values = {}
+    for name in origin.computation.sources:
+        values[name] = torch.empty(opened.files.entry(name).numel, dtype=origin.computation.dtype_of(name))
+        opened.read_range(name, 0, values[name])
+    whole = origin.computation.of(values)
+    out.copy_(whole[start : start + out.numel()].to(through or out.dtype))

@@ -5,12 +5,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.conversion import FileTensor, file_tensors
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import manifest_path
 from hf_zero.checkpoint.staging import write_together
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
+from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.errors import CheckpointError
 
@@ -31,7 +34,9 @@ def save_pretrained(
     fails, all raise and `folder` is as before. Optimizer state saved beside older weights in the same folder becomes
     invalid: save the model first, then the state.
 
-    Tied parameters are saved once, buffers from rank 0, each parameter in the dtype that the engine gives for it.
+    Tied parameters are saved once, buffers from rank 0, each parameter in the dtype that the engine gives for it. Keys
+    and shapes are those of the model's published checkpoints, where they differ from the model's own: transformers
+    converts them when it loads, and so does `load_weights`.
 
     Args:
         engine ([`Engine`]): the sharded model. A model without a config is saved as weights alone.
@@ -39,7 +44,7 @@ def save_pretrained(
         max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
         weights_name (`str`): name of the file, or of the first part of its name when there are several.
         keys (`Mapping[str, str]`, *optional*): parameter or buffer name to its name in the file, to save only those
-            (an adapter, say). By default all of them under the names that transformers keeps.
+            (an adapter, say). By default all of them under the names that transformers writes.
         write_beside (`Callable`, *optional*): called on rank 0 with the temporary folder, writes what lies beside the
             weights. By default the model's config, generation config and, for custom code, its source files.
 
@@ -56,8 +61,10 @@ def save_pretrained(
     tensors = saved_tensors(model, engine.param_infos())
     if keys is not None:
         tensors = renamed(tensors, keys)
+    content = file_tensors(None if keys is not None else model, tensors)
+    computed = _computed(engine, content)
     files = WeightFiles.plan(
-        (saved.entry for saved in tensors), max_shard_size=max_shard_size, weights_name=weights_name
+        (written.entry for written in content), max_shard_size=max_shard_size, weights_name=weights_name
     )
 
     def beside(staged: Path) -> None:
@@ -70,21 +77,57 @@ def save_pretrained(
         engine.comm,
         folder,
         files,
-        _pieces(engine, tensors),
+        _pieces(engine, tensors, content, computed),
         write_beside=beside,
         publish=lambda staged: _publish(staged, Path(folder), files, weights_name),
     )
 
 
-def _pieces(engine: Engine, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, int, Tensor]]:
-    key_of = {saved.name: saved.key for saved in tensors if saved.buffer is None}
+def _pieces(
+    engine: Engine, tensors: Sequence[SavedTensor], content: Sequence[FileTensor], computed: Mapping[str, Tensor]
+) -> Iterator[tuple[str, int, Tensor]]:
+    """This rank's part of the files: (key, first element, 1-D values)."""
+    copies_of: dict[str, list] = {}
+    for written in content:
+        for copied in written.copies:
+            copies_of.setdefault(copied.name, []).append((written.entry.name, copied))
     for shard in engine.named_shards():
-        if shard.name in key_of:
-            yield key_of[shard.name], shard.start, shard.tensor
+        for key, copied in copies_of.get(shard.name, ()):
+            for first, values in outgoing(copied, shard.start, shard.tensor):
+                yield key, first, values
     if engine.comm.rank == 0:
         for saved in tensors:
-            if saved.buffer is not None:
-                yield saved.key, 0, saved.buffer.reshape(-1)
+            for key, copied in copies_of.get(saved.name, ()) if saved.buffer is not None else ():
+                for first, values in outgoing(copied, 0, saved.buffer.reshape(-1)):
+                    yield key, first, values
+    for key, values in computed.items():
+        yield key, 0, values
+
+
+def _computed(engine: Engine, content: Sequence[FileTensor]) -> dict[str, Tensor]:
+    """Tensors that are computed rather than copied, which takes whole parameters: one at a time, and divided over the
+    ranks, of which this is one's part. No model of transformers has such tensors; conversions of users may."""
+    buffers = {name: buffer.detach() for name, buffer in engine.model.named_buffers()}
+    dtype_of = {info.name: info.save_dtype for info in engine.param_infos()}
+    own = {}
+    for index, written in enumerate(found for found in content if found.computation is not None):
+        names = [name for name in written.computation.sources if name in dtype_of]
+        pieces = [
+            (shard.name, shard.start, shard.tensor.to(dtype_of[shard.name]).cpu())
+            for shard in engine.named_shards()
+            if shard.name in names
+        ]
+        gathered = engine.comm.all_gather_object(pieces)
+        if index % engine.comm.num_ranks != engine.comm.rank:
+            continue
+        values = {
+            name: buffers[name].reshape(-1).cpu().clone() for name in written.computation.sources if name in buffers
+        }
+        for name in names:
+            parts = sorted((part for of_rank in gathered for part in of_rank if part[0] == name), key=lambda p: p[1])
+            values[name] = torch.cat([part for _, _, part in parts])
+        own[written.entry.name] = written.computation.of(values)
+    return own
 
 
 def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Path) -> None:
