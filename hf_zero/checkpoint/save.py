@@ -107,27 +107,31 @@ def _pieces(
 def _computed(engine: Engine, content: Sequence[FileTensor]) -> dict[str, Tensor]:
     """Tensors that are computed rather than copied, which takes whole parameters: one at a time, and divided over the
     ranks, of which this is one's part. No model of transformers has such tensors; conversions of users may."""
-    buffers = {name: buffer.detach() for name, buffer in engine.model.named_buffers()}
-    dtype_of = {info.name: info.save_dtype for info in engine.param_infos()}
+    buffers = {name: buffer.detach().cpu().reshape(-1) for name, buffer in engine.model.named_buffers()}
+    computations = [(found.entry.name, found.computation) for found in content if found.computation is not None]
     own = {}
-    for index, written in enumerate(found for found in content if found.computation is not None):
-        names = [name for name in written.computation.sources if name in dtype_of]
-        pieces = [
-            (shard.name, shard.start, shard.tensor.to(dtype_of[shard.name]).cpu())
-            for shard in engine.named_shards()
-            if shard.name in names
-        ]
-        gathered = engine.comm.all_gather_object(pieces)
-        if index % engine.comm.num_ranks != engine.comm.rank:
-            continue
-        values = {
-            name: buffers[name].reshape(-1).cpu().clone() for name in written.computation.sources if name in buffers
-        }
-        for name in names:
-            parts = sorted((part for of_rank in gathered for part in of_rank if part[0] == name), key=lambda p: p[1])
-            values[name] = torch.cat([part for _, _, part in parts])
-        own[written.entry.name] = written.computation.of(values)
+    for index, (key, computation) in enumerate(computations):
+        owner = index % engine.comm.num_ranks
+        whole = _gathered(engine, computation.sources, owner)
+        if engine.comm.rank == owner:
+            values = {name: buffers[name].clone() for name in computation.sources if name in buffers} | whole
+            own[key] = computation.of(values)
     return own
+
+
+def _gathered(engine: Engine, names: Sequence[str], owner: int) -> dict[str, Tensor]:
+    """Whole parameters, 1-D and in the dtype in which they are saved, on one rank. All ranks call it."""
+    dtype_of = {info.name: info.save_dtype for info in engine.param_infos() if info.name in names}
+    runs = [
+        (shard.name, shard.start, shard.tensor.to(dtype_of[shard.name]).cpu())
+        for shard in engine.named_shards()
+        if shard.name in dtype_of
+    ]
+    everyones = [run for runs_of_rank in engine.comm.all_gather_object(runs) for run in runs_of_rank]
+    if engine.comm.rank != owner:
+        return {}
+    everyones.sort(key=lambda run: run[:2])
+    return {name: torch.cat([values for known, _, values in everyones if known == name]) for name in dtype_of}
 
 
 def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Integers only: rectangular copies between two flat tensors, composed with one another and cut at ranges.
 
-A reordering of elements (a chunk, a stack of experts, a transpose, a permutation of heads) is a few such copies, however
-many elements it moves. Nothing here reads or allocates a tensor.
+A reordering of elements (a chunk, a stack of experts, a transpose, a permutation of heads) is a few such copies,
+however many elements it moves. Nothing here reads or allocates a tensor.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,8 +1,8 @@
 """Where every element of a converted tensor comes from, learnt from tensors without data.
 
 Conversion code runs as it is, on meta tensors. Views are read off their storage, offset and strides; what makes new
-storage out of old (a clone, a concatenation) is written down as rectangular copies. Other operations are kept on a tape
-and can be done again, on real values, for as much of it as one result needs.
+storage out of old (a clone, a concatenation) is written down as rectangular copies. Other operations are kept on a
+tape and can be done again, on real values, for as much of it as one result needs.
 """
 
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ class Trace(TorchDispatchMode):
 
         Args:
             tensor (`Tensor`): without data.
-            values (`Mapping[str, Tensor]`): the real values of its `sources_of`, each 1-D and whole; may be written to.
+            values (`Mapping[str, Tensor]`): of its `sources_of`, each 1-D and whole; may be written to.
 
         Returns:
             `Tensor`: with data, row by row.
@@ -75,10 +75,10 @@ class Trace(TorchDispatchMode):
         held = {storage: values[name] for storage, (name, _) in self._roots.items() if storage in needed}
         for function, args, kwargs, outputs in tape:
             real = function(*_real(args, held), **_real(kwargs, held))
-            for meta, out in zip(outputs, [leaf for leaf in tree_flatten(real)[0] if isinstance(leaf, Tensor)]):
-                held.setdefault(
-                    _storage(meta), out.as_strided((out.untyped_storage().nbytes() // out.itemsize,), (1,), 0)
-                )
+            results = [leaf for leaf in tree_flatten(real)[0] if isinstance(leaf, Tensor)]
+            for meta, result in zip(outputs, results):
+                numel = result.untyped_storage().nbytes() // result.itemsize
+                held.setdefault(_storage(meta), result.as_strided((numel,), (1,), 0))
         return _real(tensor, held).contiguous()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -128,6 +128,8 @@ class Trace(TorchDispatchMode):
 
     def _composed(self, view: Tensor, strides: tuple[int, ...], offset: int) -> list[Copy]:
         """The copies by which the elements of a view come to lie with these strides."""
+        if not view.numel():
+            return []
         written = self._written.get(_storage(view)) if view.device.type == "meta" else None
         if written is None:
             raise Unaligned
@@ -135,7 +137,7 @@ class Trace(TorchDispatchMode):
         outer = Copy("", view.storage_offset(), offset, dims)
         if len(written) == 1 and _storage(view) in self._roots:
             name = self._roots[_storage(view)][0]
-            return [Copy(name, outer.source, offset, merged(dims))] if outer.numel else []
+            return [Copy(name, outer.source, offset, merged(dims))]
         return [found for inner in written if (found := compose(inner, outer)) is not None]
 
     def _needed(self, tensor: Tensor) -> tuple[list, set[int]]:
