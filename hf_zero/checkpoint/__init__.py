@@ -1,8 +1,9 @@
 """Checkpoints that are the model: safetensors written and read in ranges, by all ranks, at known offsets."""
 
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
-from hf_zero.checkpoint.load import LoadReport, check_pretrained, load_pretrained, load_weights
+from hf_zero.checkpoint.load import LoadReport, load_weights
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.pretrained import check_pretrained, load_pretrained
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.save import save_pretrained
 from hf_zero.checkpoint.state import load_state, save_state

@@ -36,9 +36,10 @@ class Computation:
     meta: Tensor
     sources: tuple[str, ...]
 
-    def dtype_of(self, source: str) -> torch.dtype:
-        """The dtype in which a source is taken."""
-        return self.trace.dtype_of(source)
+    def room_for(self, source: str) -> Tensor:
+        """Memory for the values of a source, 1-D, in the dtype in which it is taken."""
+        meta = self.trace.source(source)
+        return torch.empty(meta.numel(), dtype=meta.dtype)
 
     def of(self, values: Mapping[str, Tensor]) -> Tensor:
         """The result, 1-D, out of the whole 1-D values of all sources."""

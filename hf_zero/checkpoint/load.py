@@ -4,8 +4,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,70 +77,6 @@ def load_weights(
     return report
 
 
-def load_pretrained(auto_class: Any, name_or_folder: str | os.PathLike, **kwargs: Any) -> Any:
-    """`auto_class.from_pretrained(name_or_folder, **kwargs)`, with the files checked before the model is built.
-
-    Args:
-        auto_class (`type`): such as `AutoModelForCausalLM`, or a model class.
-        name_or_folder (`str` or `os.PathLike`): a folder, or a name on the Hub, which transformers resolves.
-        kwargs: for `from_pretrained`.
-
-    Returns:
-        `PreTrainedModel`: the whole model, not yet sharded; on the CPU its weights are mapped from the file and not
-        copied, as long as `dtype` is that of the file.
-
-    Raises:
-        `CheckpointError`: no such folder, no config or weights in it, a truncated or damaged safetensors file, or a
-            Hub name that cannot be resolved.
-    """
-    from safetensors import SafetensorError
-
-    folder = Path(os.path.expanduser(name_or_folder))
-    if folder.is_dir():
-        check_pretrained(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
-        name_or_folder = folder
-    elif folder.is_absolute() or folder.exists() or str(name_or_folder).startswith(("~", "./", "../")):
-        found = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder}: {found}; give the folder of a saved model, or a name on the Hub")
-    try:
-        return auto_class.from_pretrained(str(name_or_folder), **kwargs)
-    except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{name_or_folder}: the model cannot be loaded ({reason}); check the name, or give a local folder"
-        ) from error
-
-
-def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """Checks that a folder can be loaded from: a config, weights, and safetensors files that are whole.
-
-    Costs a read of the headers. Weights in other formats than safetensors are left to transformers.
-
-    Args:
-        folder (`str` or `os.PathLike`): the model.
-        variant (`str`, *optional*): such as "fp16", for `model.fp16.safetensors`.
-
-    Raises:
-        `CheckpointError`: says what is missing or damaged.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
-    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise CheckpointError(f"{folder}: there is no config.json in it; give the folder of a saved model")
-    names = ["adapter_model.safetensors", WEIGHTS_NAME]
-    if variant is not None:
-        names.append(f"model.{variant}.safetensors")
-    present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]
-    for name in present:
-        WeightFiles.read(folder, name)
-    other_formats = ("*.bin", "*.bin.index.json", "*.safetensors", "*.gguf")
-    if not present and not any(any(folder.glob(pattern)) for pattern in other_formats):
-        raise CheckpointError(
-            f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; give the folder of a saved model"
-        )
-
-
 def _ignored_pattern(model: nn.Module) -> re.Pattern | None:
     """Names that the model's class expects in old files and does without."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -202,7 +136,7 @@ def read_origin(
         return
     values = {}
     for name in origin.computation.sources:
-        values[name] = torch.empty(opened.files.entry(name).numel, dtype=origin.computation.dtype_of(name))
+        values[name] = origin.computation.room_for(name)
         opened.read_range(name, 0, values[name])
     whole = origin.computation.of(values)
     out.copy_(whole[start : start + out.numel()].to(through or out.dtype))

@@ -52,9 +52,9 @@ class Trace(TorchDispatchMode):
             raise Unaligned
         return copies
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a tensor of `new`."""
-        return next(tensor.dtype for known, tensor in self._roots.values() if known == name)
+    def source(self, name: str) -> Tensor:
+        """The tensor of `new` that has this name."""
+        return next(tensor for known, tensor in self._roots.values() if known == name)
 
     def sources_of(self, tensor: Tensor) -> list[str]:
         """Names of all tensors of `new` that a tensor is computed from."""
