@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from hf_zero.checkpoint import load_pretrained, load_state, load_weights, save_pretrained, save_state
-from hf_zero.engine import ZeroEngine, engine_of, gathered, materialize, shard
+from hf_zero.engine import ZeroEngine, engine_of, gathered, materialize, placeholders, shard
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler
 
 
@@ -29,6 +29,7 @@ __all__ = [
     "load_state",
     "load_weights",
     "materialize",
+    "placeholders",
     "save_pretrained",
     "save_state",
     "shard",

@@ -54,11 +54,13 @@ class FileSource:
     Args:
         files (`StoredFiles` or `MappedTensors`): shared by all parameters of the model.
         origin (`Origin`): of which tensors in them the parameter is made.
+        shape (`tuple[int, ...]`): the parameter's.
         dtype (`torch.dtype`): the dtype that the model was loaded in.
     """
 
     files: "StoredFiles | MappedTensors"
     origin: Origin
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
@@ -214,7 +216,7 @@ def _load_headers(load, model: nn.Module, files: StoredFiles | MappedTensors, lo
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or not trace.knows(tensor):
             continue
-        source = FileSource(files, origin_of(trace, tensor), tensor.dtype)
+        source = FileSource(files, origin_of(trace, tensor), tuple(tensor.shape), tensor.dtype)
         if isinstance(tensor, nn.Parameter):
             set_source(tensor, source)
         else:

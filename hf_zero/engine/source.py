@@ -1,13 +1,14 @@
 """Parameters whose values still lie elsewhere: on the meta device, with a source to read any range of them from."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Comm
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, UnsupportedError
 
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 class Source(Protocol):
     """Where the values of one parameter are."""
+
+    shape: tuple[int, ...]
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
         """Fills `out`, 1-D, with elements [start, start + out.numel()) of the flattened parameter.
@@ -64,11 +67,60 @@ def materialize(model: nn.Module) -> nn.Module:
     return model
 
 
+@contextmanager
+def placeholders(model: nn.Module) -> Iterator[None]:
+    """Lets parameters that are still in files pass for ones on the CPU, for code that adds others beside them.
+
+    PEFT puts an adapter on the device of the weight that it adapts, and it must not be the meta device:
+
+        with hf_zero.placeholders(model):
+            model = get_peft_model(model, LoraConfig(...))
+
+    Inside, they read NaN. What comes out of it as NaN was made from weights that are not there yet.
+
+    Args:
+        model (`nn.Module`): as `hf_zero.load_pretrained` returns it; of another model nothing is changed.
+
+    Raises:
+        `UnsupportedError`: a parameter that was added, or put in place of another, was computed from theirs.
+    """
+    unread = [param for param in model.parameters() if source_of(param) is not None]
+    for param in unread:
+        nothing = float("nan") if param.is_floating_point() else 0
+        _swap(param, torch.full((), nothing, dtype=param.dtype).expand(param.shape))
+    try:
+        yield
+    finally:
+        for param in unread:
+            _swap(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
+    for name, param in model.named_parameters() if unread else ():
+        source = source_of(param)
+        is_new = source is None and param.is_floating_point() and param.device.type != "meta"
+        if (is_new and bool(param.isnan().any())) or (source is not None and not fits(param, source)):
+            raise UnsupportedError(f"{name}: {COMPUTED}")
+
+
+COMPUTED = (
+    "was computed from weights that are still in files (resized, or an initialisation that reads them); "
+    "call hf_zero.materialize(model) before"
+)
+
+
+def fits(param: nn.Parameter, source: Source) -> bool:
+    """Whether a parameter is still the one whose values the source has."""
+    return tuple(param.shape) == tuple(source.shape)
+
+
 def give_data(param: nn.Parameter, data: Tensor) -> None:
     """`param.data = data`, for a parameter on the meta device: the object stays the same."""
-    if param.device.type != "meta":
+    if param.device.type == "meta":
+        _swap(param, data)
+    else:
         param.data = data
-        return
+
+
+def _swap(param: nn.Parameter, data: Tensor) -> None:
+    """`param.data = data`, between devices where torch refuses that."""
     attributes = dict(param.__dict__)
     torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
     param.__dict__.update(attributes)

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -287,6 +288,45 @@ def test_training_goes_the_same_way(tmp_path, build):
     assert (
         load_file(tmp_path / "again" / "model.safetensors").keys() == load_file(tmp_path / "model.safetensors").keys()
     )
+
+
+def adapt(model):
+    torch.manual_seed(3)
+    with hf_zero.placeholders(model):
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    return adapted
+
+
+def adapt_both_ways(comm, folder):
+    whole, direct = (
+        adapt(load(AutoModelForCausalLM, folder))
+        for load in (lambda auto_class, path: auto_class.from_pretrained(path), load_pretrained)
+    )
+    assert [name for name, p in whole.named_parameters() if p.requires_grad] == [
+        name for name, p in direct.named_parameters() if p.requires_grad
+    ]
+    for settings in ({"stage": 3}, {"stage": 2, "shared_memory": False}):
+        compare_sharded(adapt(load_pretrained(AutoModelForCausalLM, folder)), whole, settings)
+
+
+def test_adapters_are_added_before_the_weights_are_read(saved):
+    run_ranks(adapt_both_ways, 2, saved.parent)
+
+
+def test_what_is_computed_from_weights_that_are_not_there_is_refused(saved):
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
+    with pytest.raises(
+        UnsupportedError, match="embed_tokens.weight: was computed from weights that are still in files"
+    ):
+        with hf_zero.placeholders(direct):
+            direct.resize_token_embeddings(70, mean_resizing=False)
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
+    direct.resize_token_embeddings(70, mean_resizing=False)
+    with pytest.raises(UnsupportedError, match="(has no data .meta device.|was computed from weights)"):
+        hf_zero.shard(direct)
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
+    hf_zero.materialize(direct).resize_token_embeddings(70)
+    hf_zero.shard(direct)
 
 
 def lose_the_file_on_one_rank(comm, folder):
