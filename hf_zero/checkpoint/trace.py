@@ -84,6 +84,8 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
+        if func.is_view:
+            return outputs  # of known storage: there is nothing to note
         inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.device.type == "meta"]
         former = {_storage(tensor) for tensor in inputs if tensor.device.type == "meta"}

@@ -31,6 +31,10 @@ class Source(Protocol):
 
 
 SOURCE_ATTRIBUTE = "_hf_zero_source"
+COMPUTED = (
+    "was computed from weights that are still in files (resized, or an initialisation that reads them); "
+    "call hf_zero.materialize(model) before"
+)
 
 
 def set_source(param: nn.Parameter, source: Source) -> None:
@@ -56,10 +60,16 @@ def materialize(model: nn.Module) -> nn.Module:
 
     Returns:
         `nn.Module`: the same model, whole, on the CPU.
+
+    Raises:
+        `UnsupportedError`: a parameter was resized before its values were read.
+        `CheckpointError`: the files cannot be read any more.
     """
-    for param in model.parameters():
+    for name, param in model.named_parameters():
         source = source_of(param)
         if source is not None:
+            if not fits(param, source):
+                raise UnsupportedError(f"{name}: {COMPUTED}")
             values = torch.empty(param.shape, dtype=param.dtype)
             source.read(0, values.view(-1), param.dtype)
             give_data(param, values)
@@ -98,12 +108,6 @@ def placeholders(model: nn.Module) -> Iterator[None]:
         is_new = source is None and param.is_floating_point() and param.device.type != "meta"
         if (is_new and bool(param.isnan().any())) or (source is not None and not fits(param, source)):
             raise UnsupportedError(f"{name}: {COMPUTED}")
-
-
-COMPUTED = (
-    "was computed from weights that are still in files (resized, or an initialisation that reads them); "
-    "call hf_zero.materialize(model) before"
-)
 
 
 def fits(param: nn.Parameter, source: Source) -> bool:

@@ -13,7 +13,7 @@ from hf_zero.checkpoint import load_weights, save_pretrained
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
-from tests.checkpoint.tiny_models import tiny
+from tests.checkpoint.tiny_models import known, tiny
 
 
 # Experts merged (first row), with a transpose, interleaved, permuted for rope, chunked or concatenated projections.
@@ -55,12 +55,12 @@ def round_trip(comm, folder, model_type):
         assert torch.equal(shard.tensor, wanted[shard.start : shard.start + shard.tensor.numel()]), shard.name
 
 
-@pytest.mark.parametrize("model_type", ON_TWO_RANKS)
+@pytest.mark.parametrize("model_type", known(*ON_TWO_RANKS))
 def test_two_ranks_write_and_read_what_transformers_does(tmp_path, model_type):
     run_ranks(round_trip, 2, tmp_path, model_type)
 
 
-@pytest.mark.parametrize("model_type", ON_ONE_RANK)
+@pytest.mark.parametrize("model_type", known(*ON_ONE_RANK))
 def test_one_rank_writes_and_reads_what_transformers_does(tmp_path, model_type):
     round_trip(world_of_one(), tmp_path, model_type)
 

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,7 +22,7 @@ from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import run_ranks
-from tests.checkpoint.tiny_models import tiny
+from tests.checkpoint.tiny_models import known, tiny
 
 
 def same_model(direct, whole):
@@ -127,7 +126,9 @@ def test_other_models_and_several_files(tmp_path, build, auto_class):
         run_ranks(check, 2, tmp_path, auto_class, {}, settings)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "jina_embeddings_v3", "kimi_k25", "inkling2_text", "llava"])
+@pytest.mark.parametrize(
+    "model_type", known("qwen3_vl_moe", "jina_embeddings_v3", "kimi_k25", "inkling2_text", "llava")
+)
 def test_converted_models(tmp_path, model_type):
     model = tiny(model_type)
     model.save_pretrained(tmp_path)
@@ -291,6 +292,8 @@ def test_training_goes_the_same_way(tmp_path, build):
 
 
 def adapt(model):
+    import peft
+
     torch.manual_seed(3)
     with hf_zero.placeholders(model):
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
@@ -310,6 +313,7 @@ def adapt_both_ways(comm, folder):
 
 
 def test_adapters_are_added_before_the_weights_are_read(saved):
+    pytest.importorskip("peft")
     run_ranks(adapt_both_ways, 2, saved.parent)
 
 

@@ -33,6 +33,11 @@ SIZES = {
 }
 
 
+def known(*model_types: str) -> list[str]:
+    """Those that the installed transformers has: some are newer than the oldest version that is supported."""
+    return [model_type for model_type in model_types if model_type in CONFIG_MAPPING]
+
+
 def tiny(model_type: str) -> PreTrainedModel:
     """The same model at every call: what the class offers for language, else its bare model."""
     torch.manual_seed(0)
