@@ -11,7 +11,7 @@ from hf_zero.checkpoint import (
     save_pretrained,
     save_state,
 )
-from hf_zero.engine import ZeroEngine, engine_of, gathered, shard
+from hf_zero.engine import ZeroEngine, engine_of, gathered, materialize, placeholders, shard
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler
 
 
@@ -37,6 +37,8 @@ __all__ = [
     "load_pretrained",
     "load_state",
     "load_weights",
+    "materialize",
+    "placeholders",
     "save_checkpoint",
     "save_pretrained",
     "save_state",

@@ -2,8 +2,9 @@
 
 from hf_zero.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
-from hf_zero.checkpoint.load import LoadReport, check_pretrained, load_pretrained, load_weights
+from hf_zero.checkpoint.load import LoadReport, load_weights
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.pretrained import check_pretrained, load_pretrained
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.save import plan_weights, save_pretrained
 from hf_zero.checkpoint.snapshot import Snapshots

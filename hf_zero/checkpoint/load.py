@@ -4,16 +4,17 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_zero.checkpoint.agreement import together
+from hf_zero.checkpoint.conversion import Origin, Origins, is_pretrained, origins_by_name, origins_in
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import Checksums, saved_checksums
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors, shortened
+from hf_zero.checkpoint.transfer import incoming
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
 from hf_zero.errors import CheckpointError
 
@@ -36,8 +37,10 @@ def load_weights(
 ) -> LoadReport:
     """Loads a folder's safetensors weights into the shards, in place. Collective; fails on all ranks or on none.
 
-    Names, shapes and file sizes are checked before the first value is written. Values are converted to the master's
-    dtype on the way. Buffers are read whole on every rank. A tied parameter may be stored under any of its names.
+    The tensors may have the names and shapes of the model, or any that `from_pretrained` takes: those of its published
+    checkpoints, of older versions, with or without the prefix of the base model. Names, shapes and file sizes are
+    checked before the first value is written. Values are converted to the master's dtype on the way. Buffers are read
+    whole on every rank. A tied parameter may be stored under any of its names.
 
     Args:
         engine ([`Engine`]): the sharded model.
@@ -59,89 +62,21 @@ def load_weights(
 
     def read() -> tuple[LoadReport, WeightFiles, Ranges, Checksums]:
         files = WeightFiles.read(folder, weights_name)
-        found, report = _match(tensors, files, _ignored_pattern(engine.model))
+        entries = {name: files.entry(name) for name in files.file_of}
+        converts = keys is None and is_pretrained(engine.model)
+        origins = origins_in(engine.model, tensors, entries) if converts else origins_by_name(tensors, entries)
+        report = _report(origins, _ignored_pattern(engine.model))
         if strict:
             _refuse_differences(folder, report)
+        _refuse_mismatches(folder, origins)
         with OpenFiles(folder, files) as opened:
-            for saved, name in found:
-                opened.check_shape(name, saved.shape)
-            _read_all(engine, opened, found)
+            _read_all(engine, opened, tensors, origins)
         return report, files, opened.ranges, saved_checksums(folder)
 
     report, files, ranges, checksums = together(engine.comm, f"loading {folder}", read)
     check_ranges(engine.comm.all_gather_object(ranges), files, checksums, folder)
     engine.mark_updated()
     return report
-
-
-def load_pretrained(auto_class: Any, name_or_folder: str | os.PathLike, **kwargs: Any) -> Any:
-    """`auto_class.from_pretrained(name_or_folder, **kwargs)`, with the files checked before the model is built.
-
-    Args:
-        auto_class (`type`): such as `AutoModelForCausalLM`, or a model class.
-        name_or_folder (`str` or `os.PathLike`): a folder, or a name on the Hub, which transformers resolves.
-        kwargs: for `from_pretrained`.
-
-    Returns:
-        `PreTrainedModel`: the whole model, not yet sharded; on the CPU its weights are mapped from the file and not
-        copied, as long as `dtype` is that of the file.
-
-    Raises:
-        `CheckpointError`: no such folder, no config or weights in it, a truncated or damaged safetensors file, or a
-            Hub name that cannot be resolved.
-    """
-    from safetensors import SafetensorError
-
-    folder = Path(os.path.expanduser(name_or_folder))
-    if folder.is_dir():
-        check_pretrained(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
-        name_or_folder = folder
-    elif folder.is_absolute() or folder.exists() or str(name_or_folder).startswith(("~", "./", "../")):
-        found = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder}: {found}; give the folder of a saved model, or a name on the Hub")
-    try:
-        return auto_class.from_pretrained(str(name_or_folder), **kwargs)
-    except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{name_or_folder}: the model cannot be loaded ({reason}); check the name, or give a local folder"
-        ) from error
-
-
-def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """Checks that a folder can be loaded from: a config, weights, and safetensors files that are whole.
-
-    Costs a read of the headers. Weights in other formats than safetensors are left to transformers.
-
-    Args:
-        folder (`str` or `os.PathLike`): the model.
-        variant (`str`, *optional*): such as "fp16", for `model.fp16.safetensors`.
-
-    Raises:
-        `CheckpointError`: says what is missing or damaged.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
-    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise CheckpointError(f"{folder}: there is no config.json in it; give the folder of a saved model")
-    check_weights(folder, variant=variant)
-
-
-def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """The part of `check_pretrained` that holds for a model without a config, too."""
-    folder = Path(folder)
-    names = ["adapter_model.safetensors", WEIGHTS_NAME]
-    if variant is not None:
-        names.append(f"model.{variant}.safetensors")
-    present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]
-    for name in present:
-        WeightFiles.read(folder, name)
-    other_formats = ("*.bin", "*.bin.index.json", "*.safetensors", "*.gguf")
-    if not present and not any(any(folder.glob(pattern)) for pattern in other_formats):
-        raise CheckpointError(
-            f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; give the folder of a saved model"
-        )
 
 
 def _ignored_pattern(model: nn.Module) -> re.Pattern | None:
@@ -151,22 +86,9 @@ def _ignored_pattern(model: nn.Module) -> re.Pattern | None:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
 
 
-def _match(
-    tensors: Sequence[SavedTensor], files: WeightFiles, ignored: re.Pattern | None
-) -> tuple[list[tuple[SavedTensor, str]], LoadReport]:
-    """Pairs the model's tensors with the files' names, and says what is left on both sides."""
-    found, missing, known = [], [], set()
-    for saved in tensors:
-        names = [name for name in (saved.key, saved.name, *saved.aliases) if name in files.file_of]
-        known.update(names)
-        if names:
-            found.append((saved, names[0]))
-        else:
-            missing.append(saved.key)
-    unexpected = [
-        name for name in files.file_of if name not in known and not (ignored is not None and ignored.search(name))
-    ]
-    return found, LoadReport(tuple(missing), tuple(unexpected))
+def _report(origins: Origins, ignored: re.Pattern | None) -> LoadReport:
+    unexpected = [name for name in origins.unexpected if ignored is None or not ignored.search(name)]
+    return LoadReport(origins.missing, tuple(unexpected))
 
 
 def _refuse_differences(folder: str | os.PathLike, report: LoadReport) -> None:
@@ -179,14 +101,44 @@ def _refuse_differences(folder: str | os.PathLike, report: LoadReport) -> None:
         raise CheckpointError(f"{folder}: {', '.join(parts)}; give a folder that was saved from this model")
 
 
-def _read_all(engine: Engine, opened: OpenFiles, found: Sequence[tuple[SavedTensor, str]]) -> None:
-    file_name_of = {saved.name: name for saved, name in found if saved.buffer is None}
+def _refuse_mismatches(folder: str | os.PathLike, origins: Origins) -> None:
+    for name, found, wanted in origins.mismatched:
+        raise CheckpointError(
+            f"{folder}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; "
+            "load with the config saved beside it"
+        )
+
+
+def _read_all(engine: Engine, opened: OpenFiles, tensors: Sequence[SavedTensor], origins: Origins) -> None:
     for shard in engine.named_shards(resident=True):
-        if shard.name in file_name_of:
-            opened.read_range(file_name_of[shard.name], shard.start, shard.tensor)
-    for saved, name in found:
-        if saved.buffer is not None:
+        if shard.name in origins.of:
+            read_origin(opened, origins.of[shard.name], shard.start, shard.tensor)
+    for saved in tensors:
+        if saved.buffer is not None and saved.name in origins.of:
             # A buffer that is not contiguous has no flat view: read it apart and copy it in.
             flat = saved.buffer.new_empty(saved.buffer.numel())
-            opened.read_range(name, 0, flat)
+            read_origin(opened, origins.of[saved.name], 0, flat)
             saved.buffer.copy_(flat.view(saved.shape))
+
+
+def read_origin(
+    opened: OpenFiles, origin: Origin, start: int, out: Tensor, *, through: torch.dtype | None = None
+) -> None:
+    """Fills a run of a parameter from the files.
+
+    Args:
+        opened (`OpenFiles`): holds the tensors of the origin.
+        origin (`Origin`): of which tensors the parameter is made.
+        start (`int`): first element of the run in the flattened parameter.
+        out (`Tensor`): the run, 1-D.
+        through (`torch.dtype`, *optional*): rounds the values to this dtype on the way.
+    """
+    if origin.computation is None:
+        incoming(origin.copies, start, out, opened.read_range, through=through)
+        return
+    values = {}
+    for name in origin.computation.sources:
+        values[name] = origin.computation.room_for(name)
+        opened.read_range(name, 0, values[name])
+    whole = origin.computation.of(values)
+    out.copy_(whole[start : start + out.numel()].to(through or out.dtype))

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.conversion import FileTensor, file_tensors
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import manifest_path
 from hf_zero.checkpoint.staging import Part, Staged
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
+from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.errors import CheckpointError
 
@@ -32,7 +35,9 @@ def save_pretrained(
     fails, all raise and `folder` is as before. Optimizer state saved beside older weights in the same folder becomes
     invalid: save the model first, then the state.
 
-    Tied parameters are saved once, buffers from rank 0, each parameter in the dtype that the engine gives for it.
+    Tied parameters are saved once, buffers from rank 0, each parameter in the dtype that the engine gives for it. Keys
+    and shapes are those of the model's published checkpoints, where they differ from the model's own: transformers
+    converts them when it loads, and so does `load_weights`.
 
     Args:
         engine ([`Engine`]): the sharded model. A model without a config is saved as weights alone.
@@ -40,7 +45,7 @@ def save_pretrained(
         max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
         weights_name (`str`): name of the file, or of the first part of its name when there are several.
         keys (`Mapping[str, str]`, *optional*): parameter or buffer name to its name in the file, to save only those
-            (an adapter, say). By default all of them under the names that transformers keeps.
+            (an adapter, say). By default all of them under the names that transformers writes.
         write_beside (`Callable`, *optional*): called on one rank of each file system with the temporary folder, writes
             what lies beside the weights. By default the model's config, generation config and, for custom code, its
             source files.
@@ -84,8 +89,9 @@ def plan_weights(
     tensors = saved_tensors(model, engine.param_infos())
     if keys is not None:
         tensors = renamed(tensors, keys)
+    content = file_tensors(None if keys is not None else model, tensors)
     files = WeightFiles.plan(
-        (saved.entry for saved in tensors), max_shard_size=max_shard_size, weights_name=weights_name
+        (written.entry for written in content), max_shard_size=max_shard_size, weights_name=weights_name
     )
 
     def beside(staged: Path) -> None:
@@ -94,18 +100,58 @@ def plan_weights(
             (staged / files.index_name).write_text(files.index_text(num_parameters), encoding="utf-8")
         (write_beside or (lambda path: _write_configs(model, tensors, path)))(staged)
 
-    return Weights(Part(files, lambda: _pieces(engine, tensors)), beside)
+    return Weights(Part(files, lambda: _pieces(engine, tensors, content, _computed(engine, content))), beside)
 
 
-def _pieces(engine: Engine, tensors: Sequence[SavedTensor]) -> Iterator[tuple[str, int, Tensor]]:
-    key_of = {saved.name: saved.key for saved in tensors if saved.buffer is None}
+def _pieces(
+    engine: Engine, tensors: Sequence[SavedTensor], content: Sequence[FileTensor], computed: Mapping[str, Tensor]
+) -> Iterator[tuple[str, int, Tensor]]:
+    """This rank's part of the files: (key, first element, 1-D values)."""
+    copies_of: dict[str, list] = {}
+    for written in content:
+        for copied in written.copies:
+            copies_of.setdefault(copied.name, []).append((written.entry.name, copied))
     for shard in engine.named_shards():
-        if shard.name in key_of:
-            yield key_of[shard.name], shard.start, shard.tensor
+        for key, copied in copies_of.get(shard.name, ()):
+            for first, values in outgoing(copied, shard.start, shard.tensor):
+                yield key, first, values
     if engine.comm.rank == 0:
         for saved in tensors:
-            if saved.buffer is not None:
-                yield saved.key, 0, saved.buffer.reshape(-1)
+            for key, copied in copies_of.get(saved.name, ()) if saved.buffer is not None else ():
+                for first, values in outgoing(copied, 0, saved.buffer.reshape(-1)):
+                    yield key, first, values
+    for key, values in computed.items():
+        yield key, 0, values
+
+
+def _computed(engine: Engine, content: Sequence[FileTensor]) -> dict[str, Tensor]:
+    """Tensors that are computed rather than copied, which takes whole parameters: one at a time, and divided over the
+    ranks, of which this is one's part. No model of transformers has such tensors; conversions of users may."""
+    buffers = {name: buffer.detach().cpu().reshape(-1) for name, buffer in engine.model.named_buffers()}
+    computations = [(found.entry.name, found.computation) for found in content if found.computation is not None]
+    own = {}
+    for index, (key, computation) in enumerate(computations):
+        owner = index % engine.comm.num_ranks
+        whole = _gathered(engine, computation.sources, owner)
+        if engine.comm.rank == owner:
+            values = {name: buffers[name].clone() for name in computation.sources if name in buffers} | whole
+            own[key] = computation.of(values)
+    return own
+
+
+def _gathered(engine: Engine, names: Sequence[str], owner: int) -> dict[str, Tensor]:
+    """Whole parameters, 1-D and in the dtype in which they are saved, on one rank. All ranks call it."""
+    dtype_of = {info.name: info.save_dtype for info in engine.param_infos() if info.name in names}
+    runs = [
+        (shard.name, shard.start, shard.tensor.to(dtype_of[shard.name]).cpu())
+        for shard in engine.named_shards()
+        if shard.name in dtype_of
+    ]
+    everyones = [run for runs_of_rank in engine.comm.all_gather_object(runs) for run in runs_of_rank]
+    if engine.comm.rank != owner:
+        return {}
+    everyones.sort(key=lambda run: run[:2])
+    return {name: torch.cat([values for known, _, values in everyones if known == name]) for name in dtype_of}
 
 
 def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Path) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from hf_zero.checkpoint.agreement import gathered, together
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
-from hf_zero.checkpoint.load import check_weights
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Checksums, Manifest, manifest_path
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
+from hf_zero.checkpoint.pretrained import check_weights
 from hf_zero.checkpoint.staging import Part, Staged, sync_path
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles

@@ -4,6 +4,17 @@ from hf_zero.engine.access import gathered
 from hf_zero.engine.build import engine_of, shard
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard, ParamInfo
+from hf_zero.engine.source import has_sources, materialize, placeholders
 
 
-__all__ = ["NamedShard", "ParamInfo", "ZeroEngine", "engine_of", "gathered", "shard"]
+__all__ = [
+    "NamedShard",
+    "ParamInfo",
+    "ZeroEngine",
+    "engine_of",
+    "gathered",
+    "has_sources",
+    "materialize",
+    "placeholders",
+    "shard",
+]

@@ -17,6 +17,7 @@ from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule, Stack
+from hf_zero.engine.source import read_sources
 from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
 from hf_zero.errors import LifecycleError
 from hf_zero.shard.layout import Layout
@@ -41,10 +42,12 @@ def shard(
     before. Where the ranks' parameters differ, rank 0's are taken. A model that is sharded already is left as it is.
 
     Args:
-        model (`nn.Module`): any module with its data in place.
+        model (`nn.Module`): any module with its data in place, or one of `hf_zero.load_pretrained`, of whose files
+            every rank now reads its own ranges.
         stage (`int`): 0, 1, 2 or 3.
         compute_dtype (`torch.dtype`, *optional*): casts the parameters; trainable ones keep an fp32 master.
-        device (`torch.device`, *optional*): where to train; by default where the first parameter is.
+        device (`torch.device`, *optional*): where to train; by default where the first parameter is, and the CPU for a
+            model whose values are all in files.
         group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; by default the world.
         settings: further fields of `ZeroConfig`.
 
@@ -54,6 +57,7 @@ def shard(
     Raises:
         `ConfigError`: for a setting that is not valid.
         `UnsupportedError`: for parameters that are not dense tensors in memory.
+        `CheckpointError`: files of `load_pretrained` cannot be read any more, on any rank.
     """
     config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
     return shard_with(model, config, device=device, group=group)
@@ -76,7 +80,7 @@ def shard_with(
         raise LifecycleError("a part of the model, or a model that holds it, is sharded already; shard the whole once")
     refuse_what_cannot_be_sharded(model)
     if device is None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     comm = connect(
         torch.device(device),
         group=group,
@@ -103,6 +107,7 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
     for flat in (flat for flats_of in flats for flat in flats_of):
         flat.rest()
     slots = _make_slots(flats, config, comm)
+    read_sources([flat for flats_of in flats for flat in flats_of], comm)
     units = []
     for index, (spec, flats_of, slot) in enumerate(zip(specs, flats, slots)):
         for flat in flats_of:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Comm, Pending
 from hf_zero.config import Residency, StagePlan
 from hf_zero.engine.placeholder import Placeholders
+from hf_zero.engine.source import give_data, source_of
 from hf_zero.shard.layout import Layout
 
 
@@ -87,6 +88,8 @@ class Flat:
         self.trainable = infos[0].trainable
         self.owned = layout.owned(comm.rank)
         self.placeholders = [placeholders.of(p.shape, dtype) for p in params]
+        self.is_read = [source_of(p) is not None for p in params]  # which parameters come out of files
+        self._home_dtypes = [p.dtype for p in params]
 
     @property
     def slot_part(self) -> tuple[int, torch.dtype]:
@@ -130,14 +133,59 @@ class Flat:
         self.full = full
         self.views = [full[place.offset : place.stop].view(place.shape) for place in self.layout.places]
 
+    def read(self) -> None:
+        """Makes the memory of the master and reads into it, and into the compute copy where it rests, what lies in
+        files. No other rank takes part. Does nothing where no parameter has a source."""
+        if not any(self.is_read):
+            return
+        if self.common is not None:
+            self.master = self.common[slice(*self.held)]
+        elif not self.is_sharded and self.master_dtype is self.dtype:
+            self.master = self.full.zero_()[slice(*self.held)]
+        else:
+            self.master = torch.zeros(self.held[1] - self.held[0], dtype=self.master_dtype, device=self.comm.device)
+        if self.has_master:
+            self.full.zero_()
+        for memory, covers in self._at_rest():
+            for piece in self.layout.pieces(*covers):
+                if self.is_read[piece.index]:
+                    out = memory[piece.offset : piece.offset + piece.numel]
+                    source_of(self.params[piece.index]).read(piece.start, out, self._home_dtypes[piece.index])
+
+    def _at_rest(self) -> list[tuple[Tensor, tuple[int, int]]]:
+        """All memory in which values rest on this rank, each with the range of the buffer that it covers."""
+        if self.is_sharded:
+            return [(self.master, self.held)]
+        whole = [(self.full, (0, self.layout.full_numel))]
+        return [(self.master, self.held), *whole] if self.has_master else whole
+
     def fill(self) -> None:
         """Takes over the parameters' data: rank 0's values, into the master and, where it rests, the compute copy."""
-        if self.common is not None:
+        if any(self.is_read):
+            self._fill_rest()
+        elif self.common is not None:
             if self.comm.rank == 0:
                 self._copy_params(self.common)
             self.comm.fence()
             self.master = self.common[slice(*self.held)]
-            return
+        else:
+            self._fill_from_params()
+
+    def _fill_rest(self) -> None:
+        """Takes over rank 0's values of the parameters that were not read."""
+        for index, (place, param) in enumerate(zip(self.layout.places, self.params)):
+            if self.is_read[index]:
+                give_data(param, self.placeholders[index])
+                continue
+            whole = param.detach().to(device=self.comm.device, dtype=self.master_dtype).reshape(-1).clone()
+            self.comm.broadcast_(whole)
+            for memory, (start, stop) in self._at_rest():
+                low, high = max(place.offset, start), min(place.stop, stop)
+                if low < high:
+                    memory[low - start : high - start].copy_(whole[low - place.offset : high - place.offset])
+        self.comm.fence()
+
+    def _fill_from_params(self) -> None:
         whole = self.full if self.master_dtype is self.dtype else torch.empty_like(self.full, dtype=self.master_dtype)
         self._copy_params(whole.zero_())
         self.comm.broadcast_(whole)

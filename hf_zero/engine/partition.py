@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_zero.engine.source import COMPUTED, fits, source_of
 from hf_zero.errors import UnsupportedError
 
 
@@ -94,8 +95,13 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
                 f"{name}: {type(p).__name__} of {type(p.data).__name__} cannot be sharded; "
                 "load the model without quantization or another sharding library"
             )
-        if p.device.type == "meta":
-            raise UnsupportedError(f"{name}: has no data (meta device); load or initialise the model first")
+        source = source_of(p)
+        if source is not None and not fits(p, source):
+            raise UnsupportedError(f"{name}: {COMPUTED}")
+        if p.device.type == "meta" and source is None:
+            raise UnsupportedError(
+                f"{name}: has no data (meta device) and no file to read it from; load or initialise the model first"
+            )
 
 
 def _no_split_names(model: nn.Module) -> set[str]:

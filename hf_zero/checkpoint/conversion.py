@@ -1,0 +1,273 @@
+"""Under which keys, and in which order of elements, transformers keeps a model's tensors in files.
+
+Some models hold their weights otherwise than their checkpoints do: experts stacked, projections split, matrices
+transposed. transformers converts on load and reverts on save; its own code runs here on tensors without data, and what
+it does becomes rectangular copies between parameters and tensors of files, which every rank carries out for its part.
+"""
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.checkpoint.file_layout import TensorEntry
+from hf_zero.checkpoint.strided import Copy, Unaligned, reversed_copy, within
+from hf_zero.checkpoint.tensor_names import SavedTensor
+from hf_zero.checkpoint.trace import Trace
+from hf_zero.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A tensor that is not made by copies alone: to be computed from whole tensors.
+
+    Args:
+        trace (`Trace`): knows how.
+        meta (`Tensor`): the result, without data.
+        sources (`tuple[str, ...]`): the tensors that it takes.
+    """
+
+    trace: Trace
+    meta: Tensor
+    sources: tuple[str, ...]
+
+    def room_for(self, source: str) -> Tensor:
+        """Memory for the values of a source, 1-D, in the dtype in which it is taken."""
+        meta = self.trace.source(source)
+        return torch.empty(meta.numel(), dtype=meta.dtype)
+
+    def of(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The result, 1-D, out of the whole 1-D values of all sources."""
+        return self.trace.values_of(self.meta, values).reshape(-1)
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file that is to be written.
+
+    Args:
+        entry (`TensorEntry`): its key, dtype and shape.
+        copies (`tuple[Copy, ...]`): out of parameters and buffers, under their `SavedTensor` names.
+        computation (`Computation`, *optional*): in place of copies.
+    """
+
+    entry: TensorEntry
+    copies: tuple[Copy, ...]
+    computation: Computation | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Of which tensors of files a parameter or buffer is made.
+
+    Args:
+        copies (`tuple[Copy, ...]`): each from the parameter to the tensor of a file whose name it bears: a load goes
+            backwards.
+        computation (`Computation`, *optional*): in place of copies.
+    """
+
+    copies: tuple[Copy, ...]
+    computation: Computation | None = None
+
+
+@dataclass(frozen=True)
+class Origins:
+    """What was found for a model in files: by `SavedTensor` name, and what is left on both sides."""
+
+    of: Mapping[str, Origin]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()  # key, shape found, shape expected
+
+
+def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> list[FileTensor]:
+    """The tensors that `model.save_pretrained` would write, in its order.
+
+    Args:
+        model (`nn.Module`, *optional*): its parameters may be placeholders; of them, only shapes are looked at.
+            Without a model, the keys are kept.
+        tensors (`Sequence[SavedTensor]`): what is saved of it.
+    """
+    trace = Trace()
+    state = {saved.key: trace.new(saved.name, saved.shape, saved.dtype) for saved in tensors}
+    if model is not None and is_pretrained(model):
+        from transformers.core_model_loading import revert_weight_conversion
+
+        with trace:
+            state = revert_weight_conversion(model, state)
+    return [_file_tensor(trace, key, tensor) for key, tensor in state.items()]
+
+
+def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
+    """Of which of a folder's tensors each of a model's is made, as `from_pretrained` would have it.
+
+    Args:
+        model (`nn.Module`): its parameters may be placeholders; of them, only shapes are looked at.
+        tensors (`Sequence[SavedTensor]`): what is to be loaded.
+        entries (`Mapping[str, TensorEntry]`): what the files hold.
+
+    Raises:
+        `CheckpointError`: transformers cannot convert these tensors into the model's.
+    """
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    trace, twin = Trace(), Twin(model)
+    headers = {name: Header(trace, entry) for name, entry in entries.items()}
+    config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=_conversions_of(model))
+    with without_progress_bars(), trace:
+        info, _ = convert_and_load_state_dict_in_model(twin, headers, config)
+    for key, error in info.conversion_errors.items():
+        raise CheckpointError(
+            f"{key}: the checkpoint's tensors cannot be converted ({error.strip().splitlines()[-1]}); "
+            "use a checkpoint of this model"
+        )
+    held = twin.state_dict(keep_vars=True)
+    found, missing = {}, []
+    for saved in tensors:
+        names = [name for name in (saved.key, saved.name, *saved.aliases) if name in held and trace.knows(held[name])]
+        if names:
+            found[saved.name] = origin_of(trace, held[names[0]])
+        else:
+            missing.append(saved.key)
+    mismatched = tuple((key, tuple(was), tuple(wanted)) for key, was, wanted in sorted(info.mismatched_keys))
+    unplaced = {key for key, *_ in mismatched}
+    missing = tuple(key for key in missing if key not in unplaced)
+    return Origins(found, missing, tuple(sorted(info.unexpected_keys)), mismatched)
+
+
+def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
+    """As `origins_in`, for tensors that files hold under the model's own names or those given to them."""
+    found, missing, known, mismatched = {}, [], set(), []
+    for saved in tensors:
+        names = [name for name in (saved.key, saved.name, *saved.aliases) if name in entries]
+        known.update(names)
+        if not names:
+            missing.append(saved.key)
+        elif entries[names[0]].shape != saved.shape:
+            mismatched.append((names[0], entries[names[0]].shape, saved.shape))
+        else:
+            trace = Trace()
+            found[saved.name] = origin_of(trace, trace.new(names[0], saved.shape, saved.dtype))
+    unexpected = tuple(name for name in entries if name not in known)
+    return Origins(found, tuple(missing), unexpected, tuple(mismatched))
+
+
+def origin_of(trace: Trace, tensor: Tensor) -> Origin:
+    """Of which tensors of files a traced tensor is made."""
+    copies = _copies(trace, tensor, backwards=True)
+    return Origin(copies or ()) if copies is not None else Origin((), _computation(trace, tensor))
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether it is a model of transformers, whose checkpoints may need conversion."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def _file_tensor(trace: Trace, key: str, tensor: Tensor) -> FileTensor:
+    entry = TensorEntry(key, tensor.dtype, tuple(tensor.shape))
+    copies = _copies(trace, tensor, backwards=False)
+    return FileTensor(entry, copies or (), None if copies is not None else _computation(trace, tensor))
+
+
+def _copies(trace: Trace, tensor: Tensor, backwards: bool) -> tuple[Copy, ...] | None:
+    """The copies that make a tensor, or `None` when a rank could not do its part of them."""
+    try:
+        copies = trace.copies_of(tensor)
+        if backwards:
+            copies = [reversed_copy(found, found.name) for found in copies]
+        for found in copies:
+            next(within(found, 0, 1), None)  # raises where a range of the source is not a few rectangles
+    except Unaligned:
+        return None
+    return tuple(copies)
+
+
+def _computation(trace: Trace, tensor: Tensor) -> Computation:
+    return Computation(trace, tensor, tuple(trace.sources_of(tensor)))
+
+
+def _conversions_of(model: nn.Module) -> list:
+    """The conversions of a model's class, and those that the user gave when it was loaded."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known = get_model_conversion_mapping(model)
+    patterns = {(tuple(found._original_source_patterns), tuple(found._original_target_patterns)) for found in known}
+    used = [
+        copy.deepcopy(found)
+        for found in getattr(model, "_weight_conversions", None) or ()
+        if (tuple(found._original_source_patterns), tuple(found._original_target_patterns)) not in patterns
+    ]
+    return used + known
+
+
+class Header:
+    """Stands for a tensor of a file where transformers expects one that is read when it is sliced.
+
+    Args:
+        trace (`Trace`): follows what becomes of it.
+        entry (`TensorEntry`): name, dtype and shape.
+    """
+
+    def __init__(self, trace: Trace, entry: TensorEntry):
+        self._trace = trace
+        self._entry = entry
+
+    def get_shape(self) -> list[int]:
+        return list(self._entry.shape)
+
+    def __getitem__(self, what) -> "Header":
+        if what is not Ellipsis:
+            raise NotImplementedError(f"{self._entry.name}: a part of a tensor was asked for, expected the whole")
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        return self._trace.new(self._entry.name, self._entry.shape, dtype or self._entry.dtype)
+
+
+class Twin(nn.Module):
+    """A model's tree of modules with its parameters and buffers on the meta device, and nothing else of its own."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.__dict__["_original"] = model
+        _copy_tree(model, self, {id(model): self}, {})
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
+
+
+def _copy_tree(module: nn.Module, new: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, Tensor]) -> None:
+    for name, p in module._parameters.items():
+        if p is not None and id(p) not in tensors:
+            tensors[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False)
+        new._parameters[name] = None if p is None else tensors[id(p)]
+    for name, buffer in module._buffers.items():
+        new._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="meta")
+    new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in modules:
+            modules[id(child)] = nn.Module()
+            _copy_tree(child, modules[id(child)], modules, tensors)
+        new._modules[name] = None if child is None else modules[id(child)]
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers shows no progress while it is entered: nothing is being read yet."""
+    from transformers.utils import logging
+
+    former = logging.set_tqdm_hook(lambda factory, args, kwargs: factory(*args, **{**kwargs, "disable": True}))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(former)

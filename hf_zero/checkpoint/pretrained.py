@@ -1,0 +1,121 @@
+"""`hf_zero.load_pretrained`: the model as transformers builds it, its weights left in files until it is sharded."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint.unread import leaving_weights_in_files
+from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
+from hf_zero.engine.source import source_of
+from hf_zero.errors import CheckpointError, ConfigError
+
+
+logger = logging.getLogger(__name__)
+
+# Arguments of `from_pretrained` that give parameters a place of their own, which sharding is to give.
+_PLACING = ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config")
+# Formats whose tensors are made anew when they are read: transformers loads these whole.
+_WHOLE = ("quantization_config", "gguf_file", "state_dict")
+
+
+def load_pretrained(
+    auto_class: Any, name_or_folder: str | os.PathLike, *, allow_missing: Sequence[str] = (), **kwargs: Any
+) -> Any:
+    """`auto_class.from_pretrained(name_or_folder, **kwargs)` without the weights: they are read when it is sharded.
+
+    The model is built by transformers, on the meta device. Its parameters know in which ranges of which files their
+    values are; `hf_zero.shard`, or a `ZeroTrainer`, makes every rank read its own ranges, so that no rank ever holds
+    the whole model. Until then it can be changed (PEFT, `requires_grad_`, gradient checkpointing) but not run or
+    moved; `hf_zero.materialize` reads it whole. A new head is initialised as by `from_pretrained`, by rank 0 for all.
+
+    Quantized and GGUF checkpoints, and adapters with their base, are loaded whole.
+
+    Args:
+        auto_class (`type`): such as `AutoModelForCausalLM`, or a model class.
+        name_or_folder (`str` or `os.PathLike`): a folder, or a name on the Hub, which transformers resolves.
+        allow_missing (`Sequence[str]`): modules or parameters of the base model that may be missing in the files and
+            are then initialised, such as `["bert.pooler"]`. Those outside of it, a new head, always may.
+        kwargs: for `from_pretrained`.
+
+    Returns:
+        `PreTrainedModel`, or what `from_pretrained` returns with `output_loading_info=True`.
+
+    Raises:
+        `CheckpointError`: no such folder, no config or weights in it, a truncated or damaged file, weights of the base
+            model missing or of other shapes, or a Hub name that cannot be resolved.
+        `ConfigError`: arguments that place parameters otherwise than by sharding.
+    """
+    for name in _PLACING:
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"load_pretrained: {name}={kwargs[name]!r} places the parameters, as sharding is to do; leave it out"
+            )
+    folder = Path(os.path.expanduser(name_or_folder))
+    if folder.is_dir():
+        check_pretrained(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
+        name_or_folder = folder
+    elif folder.is_absolute() or folder.exists() or str(name_or_folder).startswith(("~", "./", "../")):
+        found = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder}: {found}; give the folder of a saved model, or a name on the Hub")
+    is_adapter = (folder / kwargs.get("subfolder", "") / "adapter_config.json").exists()
+    if is_adapter or any(kwargs.get(name) is not None for name in _WHOLE):
+        return _from_pretrained(auto_class, str(name_or_folder), kwargs)
+    with leaving_weights_in_files(allow_missing):
+        loaded = _from_pretrained(auto_class, str(name_or_folder), kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    lost = [name for name, p in model.named_parameters() if p.device.type == "meta" and source_of(p) is None]
+    lost += [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
+    if lost:
+        logger.warning("%s: %s and others were not found in its files one by one; it is loaded whole", folder, lost[0])
+        return _from_pretrained(auto_class, str(name_or_folder), kwargs)
+    return loaded
+
+
+def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
+    from safetensors import SafetensorError
+
+    try:
+        return auto_class.from_pretrained(name, **kwargs)
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{name}: the model cannot be loaded ({reason}); check the name, or give a local folder"
+        ) from error
+
+
+def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
+    """Checks that a folder can be loaded from: a config, weights, and safetensors files that are whole.
+
+    Costs a read of the headers. Weights in other formats than safetensors are left to transformers.
+
+    Args:
+        folder (`str` or `os.PathLike`): the model.
+        variant (`str`, *optional*): such as "fp16", for `model.fp16.safetensors`.
+
+    Raises:
+        `CheckpointError`: says what is missing or damaged.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+        raise CheckpointError(f"{folder}: there is no config.json in it; give the folder of a saved model")
+    check_weights(folder, variant=variant)
+
+
+def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
+    """The part of `check_pretrained` that holds for a model without a config, too."""
+    folder = Path(folder)
+    names = ["adapter_model.safetensors", WEIGHTS_NAME]
+    if variant is not None:
+        names.append(f"model.{variant}.safetensors")
+    present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]
+    for name in present:
+        WeightFiles.read(folder, name)
+    other_formats = ("*.bin", "*.bin.index.json", "*.safetensors", "*.gguf")
+    if not present and not any(any(folder.glob(pattern)) for pattern in other_formats):
+        raise CheckpointError(
+            f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; give the folder of a saved model"
+        )

@@ -1,0 +1,293 @@
+"""`from_pretrained` without the weights: transformers does all it does, on the headers of the files alone.
+
+Two static methods of its base class for models are replaced while it runs, in this thread only: the one that reads
+files into a model gets tensors without data, and what it makes of them is noted on the parameters.
+"""
+
+import inspect
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.checkpoint.conversion import Header, Origin, origin_of, without_progress_bars
+from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.checkpoint.load import read_origin
+from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.tensor_names import shortened
+from hf_zero.checkpoint.trace import Trace
+from hf_zero.checkpoint.weight_files import WeightFiles
+from hf_zero.engine.source import set_source, source_of
+from hf_zero.errors import CheckpointError, ConfigError
+
+
+# What is replaced, with the parameters that it had when this was written.
+_SIGNATURES = {
+    "_load_pretrained_model": ("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
+    "_finalize_model_loading": ("model", "load_config", "loading_info"),
+}
+_lock = threading.RLock()
+_request: ContextVar["_Request | None"] = ContextVar("hf_zero_request", default=None)
+
+
+@dataclass
+class _Request:
+    """One call of `load_pretrained`."""
+
+    allow_missing: tuple[str, ...]
+    models: list[nn.Module] = field(default_factory=list)  # those whose weights were left in files
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Where the values of one parameter are, see `hf_zero.engine.source.Source`.
+
+    Args:
+        files (`StoredFiles` or `MappedTensors`): shared by all parameters of the model.
+        origin (`Origin`): of which tensors in them the parameter is made.
+        shape (`tuple[int, ...]`): the parameter's.
+        dtype (`torch.dtype`): the dtype that the model was loaded in.
+    """
+
+    files: "StoredFiles | MappedTensors"
+    origin: Origin
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
+        with self.files.open() as opened:
+            if dtype is self.dtype:
+                read_origin(opened, self.origin, start, out, through=dtype)
+            else:  # the model was cast after it was loaded
+                values = torch.empty(out.numel(), dtype=self.dtype)
+                read_origin(opened, self.origin, start, values)
+                out.copy_(values.to(dtype))
+
+
+class StoredFiles:
+    """Safetensors files whose headers have been read, and which are opened for each parameter anew.
+
+    Args:
+        paths (`Sequence[str]`): the files; of tensors that several hold, the last counts, as in transformers.
+    """
+
+    def __init__(self, paths: Sequence[str]):
+        layouts = {str(path): FileLayout.read(path) for path in paths}
+        file_of = {name: path for path, layout in layouts.items() for name in layout.entries}
+        self._files = WeightFiles(layouts, file_of, None)
+        self._states = {path: _state_of(path) for path in layouts}
+        self.entries = {name: self._files.entry(name) for name in file_of}
+
+    def open(self) -> OpenFiles:
+        """Opens them to read.
+
+        Raises:
+            `CheckpointError`: a file is no longer the one whose header was read.
+        """
+        for path, state in self._states.items():
+            if _state_of(path) != state:
+                raise CheckpointError(
+                    f"{path}: was changed or removed after the model was loaded from it, before it was sharded; "
+                    "load the model again"
+                )
+        return OpenFiles(Path(), self._files)
+
+
+class MappedTensors:
+    """The tensors of files that torch has pickled, mapped into memory and read from there. Stands for `OpenFiles` too.
+
+    Args:
+        tensors (`Mapping[str, Tensor]`): as `torch.load(mmap=True)` gives them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors = tensors
+        self.entries = {name: TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+
+    def open(self) -> AbstractContextManager["MappedTensors"]:
+        return nullcontext(self)
+
+    def read_range(self, name: str, start: int, out: Tensor) -> None:
+        """See `OpenFiles.read_range`."""
+        out.copy_(self._tensors[name].reshape(-1)[start : start + out.numel()])
+
+
+def _state_of(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def leaving_weights_in_files(allow_missing: Sequence[str]) -> Iterator[None]:
+    """While it is entered, `from_pretrained` in this thread leaves weights where they are.
+
+    Args:
+        allow_missing (`Sequence[str]`): see `load_pretrained`.
+
+    Raises:
+        `ConfigError`: this version of transformers loads models in another way.
+    """
+    from transformers import PreTrainedModel
+
+    for name, wanted in _SIGNATURES.items():
+        found = (
+            tuple(inspect.signature(getattr(PreTrainedModel, name)).parameters)
+            if hasattr(PreTrainedModel, name)
+            else ()
+        )
+        if found != wanted:
+            raise ConfigError(
+                f"transformers {metadata.version('transformers')}: PreTrainedModel.{name} takes ({', '.join(found)}), "
+                f"expected ({', '.join(wanted)}); install a version that this hf_zero was tested with"
+            )
+    token = _request.set(_Request(tuple(allow_missing)))
+    try:
+        with _lock, _replaced(PreTrainedModel):
+            yield
+    finally:
+        _request.reset(token)
+
+
+@contextmanager
+def _replaced(base: type) -> Iterator[None]:
+    load, finalize = base._load_pretrained_model, base._finalize_model_loading
+
+    def load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+        request = _request.get()
+        placed = load_config.device_map is not None or load_config.is_quantized or expected_keys is not None
+        files = None if request is None or state_dict is not None or placed else _open(checkpoint_files)
+        if files is None:
+            return load(model, state_dict, checkpoint_files, load_config, expected_keys)
+        request.models.append(model)
+        return _load_headers(load, model, files, load_config)
+
+    def finalize_model_loading(model, load_config, loading_info):
+        request = _request.get()
+        if request is None or not any(model is known for known in request.models):
+            return finalize(model, load_config, loading_info)
+        _refuse_what_does_not_fit(load_config, loading_info)
+        _tie_what_is_equal(model, loading_info.missing_keys)
+        loading_info = finalize(model, load_config, loading_info)
+        _refuse_incomplete(model, load_config, loading_info, request.allow_missing)
+        return loading_info
+
+    base._load_pretrained_model = staticmethod(load_pretrained_model)
+    base._finalize_model_loading = staticmethod(finalize_model_loading)
+    try:
+        yield
+    finally:
+        base._load_pretrained_model = staticmethod(load)
+        base._finalize_model_loading = staticmethod(finalize)
+
+
+def _open(paths: Sequence[str] | None) -> StoredFiles | MappedTensors | None:
+    """The files and what they hold; `None` where transformers is to read them."""
+    if not paths:
+        return None
+    if all(str(path).endswith(".safetensors") for path in paths):
+        return StoredFiles(paths)
+    tensors: dict[str, Any] = {}
+    try:
+        for path in paths:
+            tensors.update(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    except (RuntimeError, UnpicklingError):  # an older format, which is not mapped, or more in it than tensors
+        return None
+    return MappedTensors(tensors) if all(isinstance(tensor, Tensor) for tensor in tensors.values()) else None
+
+
+def _load_headers(load, model: nn.Module, files: StoredFiles | MappedTensors, load_config) -> tuple:
+    """Lets transformers load tensors without data, and notes on the parameters what they are made of."""
+    trace = Trace()
+    headers = {name: Header(trace, entry) for name, entry in files.entries.items()}
+    with without_progress_bars(), trace:
+        result = load(model, headers, None, replace(load_config, device_map={"": "meta"}))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor) or not trace.knows(tensor):
+            continue
+        source = FileSource(files, origin_of(trace, tensor), tuple(tensor.shape), tensor.dtype)
+        if isinstance(tensor, nn.Parameter):
+            set_source(tensor, source)
+        else:
+            _read_buffer(model, name, tensor, source)
+    return result
+
+
+def _read_buffer(model: nn.Module, name: str, buffer: Tensor, source: FileSource) -> None:
+    """Buffers are small, and whole on every rank."""
+    values = torch.empty(buffer.shape, dtype=buffer.dtype)
+    source.read(0, values.view(-1), buffer.dtype)
+    values._is_hf_initialized = True  # or transformers would initialise it
+    path, _, own = name.rpartition(".")
+    model.get_submodule(path)._buffers[own] = values
+
+
+def _refuse_what_does_not_fit(load_config, loading_info) -> None:
+    where = load_config.pretrained_model_name_or_path
+    for key, error in loading_info.conversion_errors.items():
+        raise CheckpointError(
+            f"{where}: the tensors of {key} cannot be converted ({error.strip().splitlines()[-1]}); "
+            "use a checkpoint of this model"
+        )
+    if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+        key, found, wanted = sorted(loading_info.mismatched_keys)[0]
+        more = f" and {len(loading_info.mismatched_keys) - 1} more" if len(loading_info.mismatched_keys) > 1 else ""
+        raise CheckpointError(
+            f"{where}: tensor {key!r} has shape {list(found)}, the model's has {list(wanted)}{more}; load with the "
+            "config saved beside it, or pass ignore_mismatched_sizes=True to initialise anew what does not fit"
+        )
+
+
+def _tie_what_is_equal(model: nn.Module, missing: set[str]) -> None:
+    """Files may hold both sides of a tie. transformers compares their values, which it cannot where there are none."""
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target in missing or source in missing:
+            continue
+        first, second = model.get_parameter(source), model.get_parameter(target)
+        if first is second or source_of(first) is None or source_of(second) is None:
+            continue
+        if _are_equal(first, second):
+            path, _, own = target.rpartition(".")
+            model.get_submodule(path)._parameters[own] = first
+        else:
+            model.all_tied_weights_keys.pop(target)
+
+
+def _are_equal(first: Tensor, second: Tensor, piece_numel: int = 2**20) -> bool:
+    if first.shape != second.shape or first.dtype is not second.dtype:
+        return False
+    for start in range(0, first.numel(), piece_numel):
+        values = torch.empty(2, min(piece_numel, first.numel() - start), dtype=first.dtype)
+        for row, param in zip(values, (first, second)):
+            source_of(param).read(start, row, param.dtype)
+        if not torch.equal(*values):
+            return False
+    return True
+
+
+def _refuse_incomplete(model: nn.Module, load_config, loading_info, allowed: Sequence[str]) -> None:
+    """A head that is missing is a new head; a base model of which something is missing is the wrong one."""
+    base = model.base_model
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    lost = sorted(
+        key
+        for key in loading_info.missing_keys
+        if key.startswith(prefix) and not any(key == name or key.startswith(f"{name}.") for name in allowed)
+    )
+    if lost:
+        raise CheckpointError(
+            f"{load_config.pretrained_model_name_or_path}: {len(lost)} tensors of the base model are missing "
+            f"({shortened(lost)}); give a checkpoint of this model, or name what may be initialised: "
+            f"allow_missing=[{lost[0].rpartition('.')[0]!r}]"
+        )

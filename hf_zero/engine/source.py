@@ -1,0 +1,167 @@
+"""Parameters whose values still lie elsewhere: on the meta device, with a source to read any range of them from."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Comm
+from hf_zero.errors import CheckpointError, UnsupportedError
+
+
+if TYPE_CHECKING:
+    from hf_zero.engine.flat import Flat
+
+
+class Source(Protocol):
+    """Where the values of one parameter are."""
+
+    shape: tuple[int, ...]
+
+    def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
+        """Fills `out`, 1-D, with elements [start, start + out.numel()) of the flattened parameter.
+
+        Args:
+            start (`int`): first element.
+            out (`Tensor`): any dtype and device.
+            dtype (`torch.dtype`): the parameter's, to which the values are rounded on the way.
+        """
+
+
+SOURCE_ATTRIBUTE = "_hf_zero_source"
+COMPUTED = (
+    "was computed from weights that are still in files (resized, or an initialisation that reads them); "
+    "call hf_zero.materialize(model) before"
+)
+
+
+def set_source(param: nn.Parameter, source: Source) -> None:
+    """Notes on a parameter on the meta device where its values are. They are read when it is sharded."""
+    setattr(param, SOURCE_ATTRIBUTE, source)
+
+
+def source_of(param: Tensor) -> Source | None:
+    """Where the values of a parameter are, or `None` when it has them, or has none."""
+    return getattr(param, SOURCE_ATTRIBUTE, None)
+
+
+def has_sources(model: nn.Module) -> bool:
+    """Whether values of a model's parameters are still to be read: it can be sharded, but neither run nor moved."""
+    return any(source_of(p) is not None for p in model.parameters())
+
+
+def materialize(model: nn.Module) -> nn.Module:
+    """Reads all values that are still in files, so that the model can be used without sharding it.
+
+    Args:
+        model (`nn.Module`): as `hf_zero.load_pretrained` returns it; parameters keep their identity.
+
+    Returns:
+        `nn.Module`: the same model, whole, on the CPU.
+
+    Raises:
+        `UnsupportedError`: a parameter was resized before its values were read.
+        `CheckpointError`: the files cannot be read any more.
+    """
+    for name, param in model.named_parameters():
+        source = source_of(param)
+        if source is not None:
+            if not fits(param, source):
+                raise UnsupportedError(f"{name}: {COMPUTED}")
+            values = torch.empty(param.shape, dtype=param.dtype)
+            source.read(0, values.view(-1), param.dtype)
+            give_data(param, values)
+            forget_source(param)
+    return model
+
+
+@contextmanager
+def placeholders(model: nn.Module) -> Iterator[None]:
+    """Lets parameters that are still in files pass for ones on the CPU, for code that adds others beside them.
+
+    PEFT puts an adapter on the device of the weight that it adapts, and it must not be the meta device:
+
+        with hf_zero.placeholders(model):
+            model = get_peft_model(model, LoraConfig(...))
+
+    Inside, they read NaN. What comes out of it as NaN was made from weights that are not there yet.
+
+    Args:
+        model (`nn.Module`): as `hf_zero.load_pretrained` returns it; of another model nothing is changed.
+
+    Raises:
+        `UnsupportedError`: a parameter that was added, or put in place of another, was computed from theirs.
+    """
+    unread = [param for param in model.parameters() if source_of(param) is not None]
+    for param in unread:
+        nothing = float("nan") if param.is_floating_point() else 0
+        _swap(param, torch.full((), nothing, dtype=param.dtype).expand(param.shape))
+    try:
+        yield
+    finally:
+        for param in unread:
+            _swap(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
+    for name, param in model.named_parameters() if unread else ():
+        source = source_of(param)
+        is_new = source is None and param.is_floating_point() and param.device.type != "meta"
+        if (is_new and bool(param.isnan().any())) or (source is not None and not fits(param, source)):
+            raise UnsupportedError(f"{name}: {COMPUTED}")
+
+
+def fits(param: nn.Parameter, source: Source) -> bool:
+    """Whether a parameter is still the one whose values the source has."""
+    return tuple(param.shape) == tuple(source.shape)
+
+
+def give_data(param: nn.Parameter, data: Tensor) -> None:
+    """`param.data = data`, for a parameter on the meta device: the object stays the same."""
+    if param.device.type == "meta":
+        _swap(param, data)
+    else:
+        param.data = data
+
+
+def _swap(param: nn.Parameter, data: Tensor) -> None:
+    """`param.data = data`, between devices where torch refuses that."""
+    attributes = dict(param.__dict__)
+    torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
+    param.__dict__.update(attributes)
+
+
+def forget_source(param: Tensor) -> None:
+    """Its values have been read."""
+    param.__dict__.pop(SOURCE_ATTRIBUTE, None)
+
+
+def read_sources(flats: Sequence["Flat"], comm: Comm) -> None:
+    """Reads, on every rank, what it holds of the parameters that have sources; all ranks come out alike.
+
+    Raises:
+        `CheckpointError`: a rank could not read, or the ranks were given different models.
+    """
+    error = None
+    try:
+        for flat in flats:
+            flat.read()
+    except Exception as caught:  # the others must not wait for this rank in the collectives that follow
+        error = caught
+    own = (sum(source_of(p) is not None for p in _params(flats)), None if error is None else str(error))
+    outcomes = comm.all_gather_object(own)
+    if error is not None:
+        raise error
+    for rank, (num_sources, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise CheckpointError(f"reading the weights: rank {rank} failed: {failure}")
+        if num_sources != own[0]:
+            raise CheckpointError(
+                f"{num_sources} parameters are to be read from files on rank {rank}, {own[0]} on rank {comm.rank}; "
+                "load the model in the same way on every rank"
+            )
+    for param in _params(flats):
+        forget_source(param)
+
+
+def _params(flats: Iterable["Flat"]) -> Iterable[nn.Parameter]:
+    return (param for flat in flats for param in flat.params)

@@ -1,0 +1,396 @@
+"""Models whose weights stay in the files until they are sharded are those that transformers loads whole."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import hf_zero
+from hf_zero.checkpoint import load_pretrained
+from hf_zero.checkpoint.safetensors_file import SafetensorsFile
+from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
+from tests.checkpoint import models
+from tests.checkpoint.fakes import run_ranks
+from tests.checkpoint.tiny_models import known, tiny
+
+
+def same_model(direct, whole):
+    """All but the weights, which are not there yet."""
+    assert type(direct) is type(whole) and direct.training == whole.training
+    assert direct.config.to_dict() == whole.config.to_dict()
+    for (name, ours), (other, theirs) in zip(direct.named_parameters(), whole.named_parameters(), strict=True):
+        assert (name, ours.dtype, ours.shape, ours.requires_grad) == (
+            other,
+            theirs.dtype,
+            theirs.shape,
+            theirs.requires_grad,
+        )
+    for (name, ours), (other, theirs) in zip(direct.named_buffers(), whole.named_buffers(), strict=True):
+        assert name == other and ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+    if getattr(whole, "generation_config", None) is not None:
+        assert direct.generation_config.to_dict() == whole.generation_config.to_dict()
+
+
+def both(auto_class, folder, **kwargs):
+    torch.manual_seed(7)
+    whole = auto_class.from_pretrained(folder, **kwargs)
+    torch.manual_seed(7)
+    direct = load_pretrained(auto_class, folder, **kwargs)
+    return direct, whole
+
+
+def check(comm, folder, auto_class, kwargs, settings):
+    direct, whole = both(auto_class, folder, **kwargs)
+    same_model(direct, whole)
+    held = [p.device.type == "meta" for p in direct.parameters()]
+    assert any(held)
+    identities = [id(p) for p in direct.parameters()]
+    compare_sharded(direct, whole, settings)
+    assert identities == [id(p) for p in direct.parameters()]
+
+
+def compare_sharded(direct, whole, settings):
+    engine = hf_zero.shard(direct, **settings)
+    for shard in engine.named_shards(resident=True):
+        wanted = whole.get_parameter(shard.name).detach().reshape(-1)[shard.start :][: shard.tensor.numel()]
+        assert torch.equal(shard.tensor, wanted.to(shard.tensor.dtype)), shard.name
+    with hf_zero.gathered(direct):
+        for name, wanted in whole.named_parameters():
+            ours = direct.get_parameter(name)
+            assert torch.equal(ours, wanted.to(ours.dtype)), name
+    assert not hf_zero.engine.has_sources(direct)
+
+
+SETTINGS = [
+    {"stage": 0},
+    {"stage": 1},
+    {"stage": 2, "compute_dtype": torch.bfloat16},
+    {"stage": 3},
+    {"stage": 3, "shared_memory": False},
+    {"stage": 3, "compute_dtype": torch.bfloat16},
+    {"stage": 3, "compute_dtype": torch.bfloat16, "shared_memory": False},
+]
+
+
+def check_settings(comm, folder, auto_class, kwargs):
+    for settings in SETTINGS:
+        check(comm, folder, auto_class, kwargs, settings)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_tied_model_at_every_stage(tmp_path, num_ranks):
+    models.tied_llama().save_pretrained(tmp_path)
+    run_ranks(check_settings, num_ranks, tmp_path, AutoModelForCausalLM, {})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_new_head_gets_the_values_that_transformers_gives_it(tmp_path, num_ranks):
+    models.bert().bert.save_pretrained(tmp_path)
+    allowed = {"num_labels": 3}
+    run_ranks(check_new_head, num_ranks, tmp_path, AutoModelForSequenceClassification, allowed)
+
+
+def check_new_head(comm, folder, auto_class, kwargs):
+    for settings in SETTINGS:
+        torch.manual_seed(7)
+        whole = auto_class.from_pretrained(folder, **kwargs)
+        torch.manual_seed(7 + comm.rank)  # rank 0's head is everyone's
+        direct = load_pretrained(auto_class, folder, allow_missing=["bert.pooler"], **kwargs)
+        compare_sharded(direct, whole, settings)
+
+
+@pytest.mark.parametrize(
+    ("build", "auto_class"),
+    [
+        (models.t5, AutoModelForSeq2SeqLM),
+        (models.mixtral, AutoModelForCausalLM),
+        (models.gpt2, AutoModelForCausalLM),
+        (models.bert, AutoModelForMaskedLM),
+    ],
+)
+def test_other_models_and_several_files(tmp_path, build, auto_class):
+    build().save_pretrained(tmp_path, max_shard_size="8KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    for settings in ({"stage": 3}, {"stage": 2, "shared_memory": False}):
+        run_ranks(check, 2, tmp_path, auto_class, {}, settings)
+
+
+@pytest.mark.parametrize(
+    "model_type", known("qwen3_vl_moe", "jina_embeddings_v3", "kimi_k25", "inkling2_text", "llava")
+)
+def test_converted_models(tmp_path, model_type):
+    model = tiny(model_type)
+    model.save_pretrained(tmp_path)
+    run_ranks(check, 2, tmp_path, type(model), {}, {"stage": 3})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto", "bfloat16"])
+def test_another_dtype_than_the_files(tmp_path, dtype):
+    models.t5().save_pretrained(tmp_path)  # some of its modules stay in fp32
+    run_ranks(check, 2, tmp_path, AutoModelForSeq2SeqLM, {"dtype": dtype}, {"stage": 3})
+    run_ranks(
+        check, 2, tmp_path, AutoModelForSeq2SeqLM, {"dtype": dtype}, {"stage": 3, "compute_dtype": torch.float16}
+    )
+
+
+def test_wider_than_the_files(tmp_path):
+    models.llama().bfloat16().save_pretrained(tmp_path)
+    run_ranks(check, 2, tmp_path, AutoModelForCausalLM, {"dtype": torch.float32}, {"stage": 3})
+
+
+def save_as_bin(model, path, **options):
+    model.config.save_pretrained(path.parent)
+    torch.save(model.state_dict(), path, **options)
+
+
+@pytest.mark.parametrize("build", [models.tied_llama, models.gpt2])
+def test_files_that_torch_pickled(tmp_path, build):
+    save_as_bin(build(), tmp_path / "pytorch_model.bin")
+    run_ranks(check, 2, tmp_path, AutoModelForCausalLM, {}, {"stage": 3})
+
+
+def test_files_that_cannot_be_mapped_are_loaded_whole(tmp_path):
+    save_as_bin(models.llama(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    direct, whole = both(AutoModelForCausalLM, tmp_path)
+    assert not hf_zero.engine.has_sources(direct)
+    compare_sharded(direct, whole, {"stage": 3})
+
+
+@pytest.fixture
+def saved(tmp_path):
+    models.llama().save_pretrained(tmp_path)
+    return tmp_path / "model.safetensors"
+
+
+def changed(path, drop=(), **tensors):
+    kept = {name: tensor for name, tensor in load_file(path).items() if name not in drop}
+    save_file(kept | tensors, path, metadata={"format": "pt"})
+
+
+def test_arguments_do_what_they_do_in_transformers(saved):
+    nested = {"subfolder": saved.parent.name, "attn_implementation": "eager", "output_loading_info": True}
+    (direct, ours), (whole, theirs) = both(AutoModelForCausalLM, saved.parent.parent, **nested)
+    assert ours == theirs and direct.config._attn_implementation == "eager"
+    same_model(direct, whole)
+
+
+def test_what_is_missing_and_unexpected_is_reported_as_by_transformers(saved, caplog):
+    changed(saved, drop=["lm_head.weight"], stranger=torch.zeros(1))
+    (direct, ours), (whole, theirs) = both(AutoModelForCausalLM, saved.parent, output_loading_info=True)
+    assert ours == theirs and ours["missing_keys"] == {"lm_head.weight"} and ours["unexpected_keys"] == {"stranger"}
+    assert torch.equal(direct.lm_head.weight, whole.lm_head.weight)
+    compare_sharded(direct, whole, {"stage": 3})
+
+
+def test_a_missing_tensor_of_the_base_model_is_an_error(saved):
+    changed(saved, drop=["model.norm.weight", "lm_head.weight"])
+    with pytest.raises(
+        CheckpointError, match=r"1 tensors of the base model are missing \(model.norm.weight\); give a"
+    ):
+        load_pretrained(AutoModelForCausalLM, saved.parent)
+    with pytest.raises(CheckpointError, match=r"\(norm.weight\).*allow_missing=\['norm'\]"):
+        load_pretrained(AutoModel, saved.parent)
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent, allow_missing=["model.norm"])
+    assert bool((direct.model.norm.weight == 1).all())
+
+
+def test_another_shape_is_an_error_unless_it_is_to_be_ignored(saved):
+    changed(saved, **{"lm_head.weight": torch.zeros(61, 8)})
+    match = r"'lm_head.weight' has shape \[61, 8\], the model's has \[61, 16\]; load .* ignore_mismatched_sizes=True"
+    with pytest.raises(CheckpointError, match=match):
+        load_pretrained(AutoModelForCausalLM, saved.parent)
+    direct, whole = both(AutoModelForCausalLM, saved.parent, ignore_mismatched_sizes=True)
+    compare_sharded(direct, whole, {"stage": 3})
+
+
+def test_both_sides_of_a_tie_are_compared(tmp_path):
+    models.tied_llama().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    embedding = load_file(path)["model.embed_tokens.weight"]
+    changed(path, **{"lm_head.weight": embedding.clone()})
+    direct, whole = both(AutoModelForCausalLM, tmp_path)
+    assert direct.lm_head.weight is direct.model.embed_tokens.weight
+    same_model(direct, whole)
+    changed(path, **{"lm_head.weight": embedding + 1})
+    direct, whole = both(AutoModelForCausalLM, tmp_path)
+    assert direct.lm_head.weight is not direct.model.embed_tokens.weight
+    same_model(direct, whole)
+    compare_sharded(direct, whole, {"stage": 3})
+
+
+def test_a_model_can_be_read_whole(saved):
+    direct, whole = both(AutoModelForCausalLM, saved.parent)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        direct(torch.tensor([[1]])).logits.sum().item()
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(hf_zero.materialize(direct)(tokens).logits, whole(tokens).logits)
+
+
+def test_a_model_that_was_cast_is_rounded_as_it_would_have_been(saved):
+    direct, whole = both(AutoModelForCausalLM, saved.parent)
+    compare_sharded(direct.half(), whole.half(), {"stage": 3, "compute_dtype": torch.bfloat16})
+
+
+def test_a_file_that_has_changed_in_the_meantime_is_noticed(saved):
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
+    changed(saved, stranger=torch.zeros(1))
+    with pytest.raises(CheckpointError, match="model.safetensors: was changed or removed after the model was loaded"):
+        hf_zero.shard(direct)
+
+
+def test_a_parameter_that_nobody_can_read_is_refused(saved):
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
+    direct.extra = torch.nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(UnsupportedError, match="extra: has no data .meta device. and no file to read it from"):
+        hf_zero.shard(direct)
+
+
+def test_placing_parameters_otherwise_is_refused(saved):
+    with pytest.raises(ConfigError, match="load_pretrained: device_map='auto' places the parameters"):
+        load_pretrained(AutoModelForCausalLM, saved.parent, device_map="auto")
+
+
+def test_other_models_load_as_ever_meanwhile_and_afterwards(saved):
+    load_pretrained(AutoModelForCausalLM, saved.parent)
+    assert LlamaForCausalLM.from_pretrained(saved.parent).device.type == "cpu"
+
+
+def train_both_ways(comm, folder):
+    losses = []
+    for load in (AutoModelForCausalLM.from_pretrained, lambda path: load_pretrained(AutoModelForCausalLM, path)):
+        engine = hf_zero.shard(load(folder))
+        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-2)
+        for step in range(3):
+            tokens = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(step))
+            loss = engine.model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    hf_zero.save_pretrained(engine, folder / "again")
+
+
+@pytest.mark.parametrize("build", [models.tied_llama, models.mixtral])
+def test_training_goes_the_same_way(tmp_path, build):
+    build().save_pretrained(tmp_path)
+    run_ranks(train_both_ways, 2, tmp_path)
+    assert (
+        load_file(tmp_path / "again" / "model.safetensors").keys() == load_file(tmp_path / "model.safetensors").keys()
+    )
+
+
+def adapt(model):
+    import peft
+
+    torch.manual_seed(3)
+    with hf_zero.placeholders(model):
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    return adapted
+
+
+def adapt_both_ways(comm, folder):
+    whole, direct = (
+        adapt(load(AutoModelForCausalLM, folder))
+        for load in (lambda auto_class, path: auto_class.from_pretrained(path), load_pretrained)
+    )
+    assert [name for name, p in whole.named_parameters() if p.requires_grad] == [
+        name for name, p in direct.named_parameters() if p.requires_grad
+    ]
+    for settings in ({"stage": 3}, {"stage": 2, "shared_memory": False}):
+        compare_sharded(adapt(load_pretrained(AutoModelForCausalLM, folder)), whole, settings)
+
+
+def test_adapters_are_added_before_the_weights_are_read(saved):
+    pytest.importorskip("peft")
+    run_ranks(adapt_both_ways, 2, saved.parent)
+
+
+def test_what_is_computed_from_weights_that_are_not_there_is_refused(saved):
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
+    with pytest.raises(
+        UnsupportedError, match="embed_tokens.weight: was computed from weights that are still in files"
+    ):
+        with hf_zero.placeholders(direct):
+            direct.resize_token_embeddings(70, mean_resizing=False)
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
+    direct.resize_token_embeddings(70, mean_resizing=False)
+    with pytest.raises(UnsupportedError, match="(has no data .meta device.|was computed from weights)"):
+        hf_zero.shard(direct)
+    direct = load_pretrained(AutoModelForCausalLM, saved.parent)
+    hf_zero.materialize(direct).resize_token_embeddings(70)
+    hf_zero.shard(direct)
+
+
+def lose_the_file_on_one_rank(comm, folder):
+    model = load_pretrained(AutoModelForCausalLM, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(SafetensorsFile, "read_range", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+        with pytest.raises((CheckpointError, OSError)) as caught:
+            hf_zero.shard(model)
+    assert "gone" in str(caught.value) and (comm.rank == 1 or "rank 1 failed" in str(caught.value))
+    comm.barrier()
+    hf_zero.shard(model)  # it can be tried again
+
+
+def test_a_rank_that_cannot_read_fails_all(saved):
+    run_ranks(lose_the_file_on_one_rank, 2, saved.parent)
+
+
+def differ_between_ranks(comm, folder):
+    load = load_pretrained if comm.rank == 0 else lambda cls, path: cls.from_pretrained(path)
+    with pytest.raises(CheckpointError, match="load the model in the same way on every rank"):
+        hf_zero.shard(load(AutoModelForCausalLM, folder))
+
+
+def test_ranks_that_load_in_different_ways_are_told(saved):
+    run_ranks(differ_between_ranks, 2, saved.parent)
+
+
+def large_llama():
+    return LlamaConfig(
+        vocab_size=4000, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8
+    )
+
+
+def resident(key: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def load_and_measure(comm, folder, model_nbytes, dtype, shared_memory):
+    load_pretrained(AutoModelForCausalLM, folder / "small")  # what is imported and cached on the way
+    comm.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident now
+    before = resident("VmRSS")
+    model = load_pretrained(AutoModelForCausalLM, folder / "large", dtype=dtype)
+    engine = hf_zero.shard(model, stage=3, shared_memory=shared_memory)
+    grown = resident("VmHWM") - before
+    held = sum(shard.tensor.nbytes for shard in engine.named_shards())
+    assert held <= model_nbytes / 4 * 1.01
+    # its shard and a conversion buffer of 4 MiB; the rest is the model's modules, and what the allocator keeps
+    assert grown < held + 4 * 2**20 + 10 * 2**20, (grown, held, model_nbytes)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_of_four_never_holds_more_than_its_quarter(tmp_path, dtype, shared_memory):
+    models.llama().save_pretrained(tmp_path / "small")
+    model = LlamaForCausalLM(large_llama())
+    nbytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    model.save_pretrained(tmp_path / "large")
+    assert nbytes > 35 * 2**20
+    run_ranks(load_and_measure, 4, tmp_path, nbytes, dtype, shared_memory)
