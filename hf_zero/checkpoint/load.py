@@ -58,7 +58,7 @@ def load_weights(
 
     def read() -> LoadReport:
         files = WeightFiles.read(folder, weights_name)
-        found, report = _match(tensors, files, _ignored_pattern(engine.model))
+        found, report = _match(tensors, files, ignored_pattern(engine.model))
         if strict:
             _refuse_differences(folder, report)
         with OpenFiles(folder, files) as opened:
@@ -136,7 +136,7 @@ def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -
         )
 
 
-def _ignored_pattern(model: nn.Module) -> re.Pattern | None:
+def ignored_pattern(model: nn.Module) -> re.Pattern | None:
     """Names that the model's class expects in old files and does without."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     patterns += [re.escape(name) for name in getattr(model, "_keys_to_ignore_on_save", None) or ()]
