@@ -63,8 +63,6 @@ def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
         elif kind == "param_groups":
             name, _, setting = names.rpartition(".")
             (by_index if name.isdigit() else settings).setdefault(name, {})[setting] = files.value(key)
-    if not state:
-        raise CheckpointError(f"{folder}: has no optimizer state; remove it to go on with a new optimizer")
     listed = [by_index[index] for index in sorted(by_index, key=int)]
     found = state_by_name(folder, {"state": state, "param_groups": listed}, groups)
     found.settings |= settings

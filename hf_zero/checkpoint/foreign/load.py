@@ -23,8 +23,9 @@ from hf_zero.errors import CheckpointError
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Settings that say how a step is computed, not what it computes: this run keeps its own.
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
-# Settings that tell optimizers apart whose state looks the same: Adam and AdamW, Adam with and without amsgrad.
-_KINDS = ("decoupled_weight_decay", "amsgrad", "nesterov", "centered", "maximize")
+# Settings that only some optimizers have, and switches that tell those apart whose state looks the same.
+_FAMILIES = ("betas", "momentum", "alpha", "etas", "rho", "lr_decay")
+_SWITCHES = ("decoupled_weight_decay", "amsgrad", "nesterov", "centered", "maximize")
 
 
 def load_foreign(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
@@ -102,7 +103,10 @@ def load_foreign_state(engine: Engine, optimizer: Optimizer, folder: str | os.Pa
         state.settings = _by_own_name(engine.model, state.settings)
         shape_of = {info.name: tuple(info.shape) for info in engine.param_infos()}
         _check_state(folder, state, {name for group in groups for name in group["param_names"]}, shape_of)
-        optimizer.load_groups_state(_groups(folder, groups, state.settings))
+        loaded = _groups(folder, groups, state.settings)
+        if not state.numbers and not all("dampening" in group and not group["momentum"] for group in loaded):
+            raise CheckpointError(f"{folder}: has no optimizer state; remove its file to go on with a new optimizer")
+        optimizer.load_groups_state(loaded)
         optimizer.load_scalar_state(state.numbers)
         _check_keys(folder, state, optimizer)
         with torch.no_grad():
@@ -161,8 +165,6 @@ def _check_weights(
 def _check_state(
     folder: str | os.PathLike, state: ForeignState, trainable: set[str], shape_of: Mapping[str, tuple[int, ...]]
 ) -> None:
-    if not state.numbers:
-        raise CheckpointError(f"{folder}: has no optimizer state; remove its file to go on with a new optimizer")
     missing = [name for name in trainable if math.prod(shape_of[name]) and name not in state.settings]
     left = [name for name in state.numbers | state.settings if name not in trainable]
     if missing or left:
@@ -213,14 +215,25 @@ def _groups(folder: str | os.PathLike, groups: Iterable[dict], settings: Mapping
                     f"{folder}: {key} is {found.get(key)} for {first}, {own.get(key)} for {name}, which are one group "
                     "here; make the groups as in the run that saved it"
                 )
-        for key in _KINDS:
-            if key in found and bool(found[key]) != bool(group[key]):
-                raise CheckpointError(
-                    f"{folder}: was saved with {key}={found[key]}, this run's optimizer has {group[key]}; "
-                    "resume with the optimizer that it was saved with"
-                )
+        _check_settings(folder, group, found)
         loaded.append({**group, **found})
     return loaded
+
+
+def _check_settings(folder: str | os.PathLike, own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Refuses hyperparameters of another optimizer."""
+    for key in _FAMILIES:
+        if found and key in own and key not in found:
+            raise CheckpointError(
+                f"{folder}: was saved by an optimizer without {key}, this run's has {key}={own[key]}; "
+                "resume with the optimizer that it was saved with"
+            )
+    for key in _SWITCHES:
+        if key in found and bool(found[key]) != bool(own[key]):
+            raise CheckpointError(
+                f"{folder}: was saved with {key}={found[key]}, this run's optimizer has {own[key]}; "
+                "resume with the optimizer that it was saved with"
+            )
 
 
 def _plain(value: Any) -> Any:
