@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from hf_zero.checkpoint import load_pretrained, load_state, load_weights, save_pretrained, save_state
+from hf_zero.checkpoint import load_foreign, load_pretrained, load_state, load_weights, save_pretrained, save_state
 from hf_zero.engine import ZeroEngine, engine_of, gathered, shard
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler
 
@@ -25,6 +25,7 @@ __all__ = [
     "ZeroGradScaler",
     "engine_of",
     "gathered",
+    "load_foreign",
     "load_pretrained",
     "load_state",
     "load_weights",

@@ -1,6 +1,7 @@
 """Checkpoints that are the model: safetensors written and read in ranges, by all ranks, at known offsets."""
 
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.checkpoint.foreign import load_foreign
 from hf_zero.checkpoint.load import LoadReport, check_pretrained, load_pretrained, load_weights
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
@@ -17,6 +18,7 @@ __all__ = [
     "TensorEntry",
     "WeightFiles",
     "check_pretrained",
+    "load_foreign",
     "load_pretrained",
     "load_state",
     "load_weights",

@@ -91,7 +91,7 @@ def goes_on_in_bf16(comm, folder, stage, losses):
 
 
 def save_with_torch(comm, folder):
-    """A run under FSDP2 on these ranks, saved in every way that torch and accelerate have."""
+    """A run under FSDP on these ranks, saved in every way that torch and accelerate have."""
     from torch.distributed.fsdp import fully_shard
 
     model = build()
@@ -103,6 +103,7 @@ def save_with_torch(comm, folder):
     _save_dcp(folder, model, optimizer)
     _save_accelerate(folder / "sharded", model, optimizer, "SHARDED_STATE_DICT")
     _save_accelerate(folder / "full", model, optimizer, "FULL_STATE_DICT")
+    _save_fsdp1(folder / "fsdp1")
 
 
 def _save_dcp(folder, model, optimizer):
@@ -115,19 +116,40 @@ def _save_dcp(folder, model, optimizer):
     dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / "dcp_flattened")
 
 
-def _save_accelerate(folder, model, optimizer, state_dict_type):
+def _save_fsdp1(folder):
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardedOptimStateDictConfig, ShardedStateDictConfig
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = build()
+    policy = ModuleWrapPolicy([type(model.model.layers[0])])
+    model = FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    named = {True: [], False: []}
+    for name, parameter in model.named_parameters():  # 1-D, all of them
+        if parameter.requires_grad:
+            named["norm" in name].append(parameter)
+    groups = [{"params": named[False], "weight_decay": 0.1}, {"params": named[True], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, betas=(0.8, 0.95))
+    train(model, optimizer, 0, NUM_STEPS)
+    configs = (ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True))
+    _save_accelerate(folder, model, optimizer, "SHARDED_STATE_DICT", version=1, configs=configs)
+
+
+def _save_accelerate(folder, model, optimizer, state_dict_type, *, version=2, configs=None):
     from types import SimpleNamespace
 
     from accelerate import PartialState
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
     from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 
-    accelerator = SimpleNamespace(num_processes=dist.get_world_size(), process_index=dist.get_rank(), is_fsdp2=True)
+    accelerator = SimpleNamespace(num_processes=dist.get_world_size(), process_index=dist.get_rank())
+    weights_config, state_config = configs or (SimpleNamespace(offload_to_cpu=True, rank0_only=False), None)
     plugin = SimpleNamespace(
-        fsdp_version=2,
+        fsdp_version=version,
         state_dict_type=StateDictType[state_dict_type],
-        state_dict_config=SimpleNamespace(offload_to_cpu=True, rank0_only=False),
-        optim_state_dict_config=None,
+        state_dict_config=weights_config,
+        optim_state_dict_config=state_config,
     )
     PartialState(cpu=True)  # accelerate's logger wants it
     save_fsdp_model(plugin, accelerator, model, str(folder))
@@ -151,9 +173,10 @@ def torch_run(tmp_path_factory):
         ("sharded", 3, 2),
         ("full", 1, 2),
         ("full", 3, 1),
+        ("fsdp1", 3, 2),
     ],
 )
-def test_an_fsdp2_run_goes_on(torch_run, name, stage, num_ranks):
+def test_an_fsdp_run_goes_on(torch_run, name, stage, num_ranks):
     check_goes_on(torch_run, name, stage, num_ranks)
 
 

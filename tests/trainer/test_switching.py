@@ -1,18 +1,19 @@
 """A run that another trainer began goes on under `ZeroTrainer`, in the middle of an epoch."""
 
+import importlib.util
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from hf_zero.errors import CheckpointError
-from tests.distributed import run_ranks
+from tests.distributed import free_port, run_ranks
+from tests.trainer import deepspeed_trainer
+from tests.trainer.deepspeed_trainer import SAVING, build
 from tests.trainer.harness import PLAIN, assert_close, train
-
-
-# 24 rows in batches of four: step 3 lies in the middle of the epoch.
-SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
 
 def _goes_on(folder, stage, settings):
@@ -73,3 +74,36 @@ def _another_optimizer(folder):
 
 def test_a_run_of_another_optimizer_is_refused(tmp_path):
     run_ranks(_another_optimizer, 2, str(tmp_path), timeout=240)
+
+
+def _adapters_go_on(folder, stage):
+    whole = train(PLAIN, folder, "llama", model=build("lora"), **SAVING)
+    torch.distributed.barrier()
+    resumed = train(stage, f"{folder}/zero", "llama", model=build("lora"), resume=f"{folder}/checkpoint-3", **SAVING)
+    assert_close(resumed, whole, f"adapters begun by Trainer, resumed at stage {stage}")
+
+
+def test_a_run_of_adapters_goes_on(tmp_path):
+    pytest.importorskip("peft")
+    run_ranks(_adapters_go_on, 2, str(tmp_path), 3, timeout=240)
+
+
+def _goes_on_from_deepspeed(folder, stage, name):
+    whole = train(PLAIN, f"{folder}/plain", "llama-tied", model=build(name), **SAVING)
+    resume = f"{folder}/checkpoint-3"
+    resumed = train(stage, f"{folder}/zero", "llama-tied", model=build(name), resume=resume, **SAVING)
+    assert len(resumed.losses) == len(whole.losses) == 6
+    assert_close(resumed, whole, f"begun under DeepSpeed, resumed at stage {stage}")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("from_stage, stage, name", [(1, 3, "tied"), (2, 1, "lora"), (3, 3, "tied"), (3, 3, "lora")])
+def test_a_run_of_trainer_under_deepspeed_goes_on(tmp_path, from_stage, stage, name):
+    if name == "lora":
+        pytest.importorskip("peft")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command += [deepspeed_trainer.__file__, str(from_stage), name, str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(_goes_on_from_deepspeed, 2, str(tmp_path), stage, name, timeout=240)
