@@ -145,15 +145,16 @@ class ZeroTrainerMixin:
 
     def _load_scheduler(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, SCHEDULER_NAME)
+        saved = torch.load(path, weights_only=True) if os.path.isfile(path) else None
+        groups = self.optimizer.param_groups
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if os.path.isfile(path):
-                self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+            # DeepSpeed drops groups without parameters, which leaves its schedule with fewer of them.
+            if saved is not None and len(saved.get("base_lrs", groups)) == len(groups):
+                self.lr_scheduler.load_state_dict(saved)
             elif detect(checkpoint) is not None:
                 num_steps = carried(checkpoint).num_steps or 0
-                logger.warning(
-                    "%s: has no %s; this run's schedule goes on at step %d", path, SCHEDULER_NAME, num_steps
-                )
+                logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)
                 for _ in range(num_steps):
                     self.lr_scheduler.step()
 
