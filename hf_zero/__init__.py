@@ -4,6 +4,7 @@ from importlib import import_module
 
 from hf_zero.checkpoint import (
     Snapshots,
+    load_foreign,
     load_pretrained,
     load_state,
     load_weights,
@@ -34,6 +35,7 @@ __all__ = [
     "ZeroGradScaler",
     "engine_of",
     "gathered",
+    "load_foreign",
     "load_pretrained",
     "load_state",
     "load_weights",

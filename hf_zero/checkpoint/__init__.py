@@ -2,6 +2,7 @@
 
 from hf_zero.checkpoint.checkpoint import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.checkpoint.foreign import load_foreign
 from hf_zero.checkpoint.load import LoadReport, load_weights
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.pretrained import check_pretrained, load_pretrained
@@ -23,6 +24,7 @@ __all__ = [
     "WeightFiles",
     "check_checkpoint",
     "check_pretrained",
+    "load_foreign",
     "load_pretrained",
     "load_state",
     "load_weights",

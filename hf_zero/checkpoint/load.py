@@ -65,7 +65,7 @@ def load_weights(
         entries = {name: files.entry(name) for name in files.file_of}
         converts = keys is None and is_pretrained(engine.model)
         origins = origins_in(engine.model, tensors, entries) if converts else origins_by_name(tensors, entries)
-        report = _report(origins, _ignored_pattern(engine.model))
+        report = _report(origins, ignored_pattern(engine.model))
         if strict:
             _refuse_differences(folder, report)
         _refuse_mismatches(folder, origins)
@@ -79,7 +79,7 @@ def load_weights(
     return report
 
 
-def _ignored_pattern(model: nn.Module) -> re.Pattern | None:
+def ignored_pattern(model: nn.Module) -> re.Pattern | None:
     """Names that the model's class expects in old files and does without."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     patterns += [re.escape(name) for name in getattr(model, "_keys_to_ignore_on_save", None) or ()]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.agreement import gathered, together
@@ -174,9 +175,10 @@ def _state_pieces(optimizer: Optimizer) -> Iterator[tuple[str, Shard]]:
 
 
 def _master_pieces(engine: Engine) -> Iterator[tuple[str, Shard]]:
+    """The masters that the saved weights cannot hold."""
     save_dtype_of = {info.name: info.save_dtype for info in engine.param_infos()}
     for shard in engine.named_shards():
-        if shard.tensor.dtype != save_dtype_of[shard.name]:
+        if torch.promote_types(shard.tensor.dtype, save_dtype_of[shard.name]) != save_dtype_of[shard.name]:
             yield shard.name, shard
 
 

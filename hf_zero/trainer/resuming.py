@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from hf_zero.checkpoint import Manifest, check_checkpoint
+from hf_zero.checkpoint.foreign import detect
 from hf_zero.checkpoint.manifest import manifest_path
 from hf_zero.checkpoint.staging import restore_replaced
 from hf_zero.errors import CheckpointError
@@ -111,7 +112,8 @@ def check_state(folder: str | Path) -> None:
     Raises:
         `CheckpointError`: saying what is missing or damaged.
     """
-    check_checkpoint(folder)
+    if detect(folder) is None:
+        check_checkpoint(folder)
     path = Path(folder) / "trainer_state.json"
     try:
         json.loads(path.read_text(encoding="utf-8"))["global_step"]

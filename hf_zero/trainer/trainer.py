@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_zero.checkpoint import load_state, load_weights, save_pretrained, save_state
 from hf_zero.checkpoint.agreement import on_first, together
+from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
 from hf_zero.engine import ZeroEngine, engine_of
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import ConfigError
 from hf_zero.optim import ShardedOptimizer, refuse_non_elementwise, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.accelerator import ZeroAccelerator
@@ -273,28 +274,41 @@ class ZeroTrainerMixin:
     def _load_weights(self, folder: str) -> None:
         """Reads each rank's ranges from the folder; nobody holds the whole model."""
         engine = self.accelerator.shard(self.model)
+        foreign = detect(folder)
+        if foreign is not None and foreign.read_weights is not None:
+            load_foreign_weights(engine, folder)
+            return
         (load_adapters if is_adapter_model(self.model) else load_weights)(engine, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if not os.path.isdir(os.path.join(checkpoint, "zero")):
-            if os.path.exists(os.path.join(checkpoint, OPTIMIZER_NAME)):
-                raise CheckpointError(
-                    f"{checkpoint}: {OPTIMIZER_NAME} in it was saved by Trainer and cannot be resumed from; remove "
-                    "that file to go on from the weights with a new optimizer"
-                )
+        foreign = detect(checkpoint)
+        if foreign is not None:
+            logger.info("%s: resuming from a checkpoint of %s", checkpoint, foreign.name)
+            load_foreign_state(self.zero_engine, self._zero_optimizer, checkpoint)
+        elif os.path.isdir(os.path.join(checkpoint, "zero")):
+            load_state(self.zero_engine, self._zero_optimizer, checkpoint)
+        else:
             logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
             return
-        load_state(self.zero_engine, self._zero_optimizer, checkpoint)
-        scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
-        together(self.zero_engine.comm, f"{scheduler}: loading the scheduler", lambda: self._load_scheduler(scheduler))
+        subject = f"{checkpoint}: loading the scheduler"
+        together(self.zero_engine.comm, subject, lambda: self._load_scheduler(checkpoint))
 
-    def _load_scheduler(self, path: str) -> None:
-        if os.path.isfile(path):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+    def _load_scheduler(self, checkpoint: str) -> None:
+        path = os.path.join(checkpoint, SCHEDULER_NAME)
+        saved = torch.load(path, weights_only=True) if os.path.isfile(path) else None
+        groups = self.optimizer.param_groups
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # DeepSpeed drops groups without parameters, which leaves its schedule with fewer of them.
+            if saved is not None and len(saved.get("base_lrs", groups)) == len(groups):
+                self.lr_scheduler.load_state_dict(saved)
+            elif detect(checkpoint) is not None:
+                num_steps = carried(checkpoint).num_steps or 0
+                logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)
+                for _ in range(num_steps):
+                    self.lr_scheduler.step()
 
 
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)

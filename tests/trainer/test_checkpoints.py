@@ -126,17 +126,6 @@ def test_weights_alone_can_be_resumed_from(tmp_path):
     run_ranks(_resumes_weights_only, 2, str(tmp_path), timeout=240)
 
 
-def _saved_by_trainer(folder):
-    train(PLAIN, folder, **SAVING)
-    torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match="optimizer.pt .* was saved by Trainer"):
-        train(3, f"{folder}/zero", resume=f"{folder}/checkpoint-3", **SAVING)
-
-
-def test_a_checkpoint_of_trainer_is_refused_rather_than_resumed_without_its_optimizer(tmp_path):
-    run_ranks(_saved_by_trainer, 2, str(tmp_path), timeout=240)
-
-
 def _damaged(folder):
     train(3, folder, **SAVING)
     torch.distributed.barrier()

@@ -1,0 +1,182 @@
+"""Folders of `torch.distributed.checkpoint`, and what Trainer leaves of an FSDP run.
+
+The index `.metadata` says of every tensor which boxes of it lie at which bytes of which file. With FSDP a box is some
+rows of a parameter. Trainer writes two such folders, `pytorch_model_fsdp_0` and `optimizer_0`, or with
+FULL_STATE_DICT two files of `torch.save`; `get_state_dict` of torch gives one folder with "model" and "optim".
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState, Piece
+from hf_zero.checkpoint.foreign.trusted import load_bytes, load_index
+from hf_zero.checkpoint.foreign.whole import full_state, full_weights, state_by_name
+from hf_zero.errors import CheckpointError
+
+
+INDEX_NAME = ".metadata"
+FSDP_WEIGHTS, FSDP_STATE = "pytorch_model_fsdp", "optimizer"
+WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
+
+
+def fsdp_weights(folder: Path) -> dict[str, FileTensor]:
+    """The weights of a Trainer run with FSDP, saved in shards or whole."""
+    whole = folder / f"{FSDP_WEIGHTS}.bin"
+    return full_weights(whole) if whole.is_file() else read_weights(folder / f"{FSDP_WEIGHTS}_0")
+
+
+def fsdp_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
+    """The optimizer state of a Trainer run with FSDP, saved in shards or whole."""
+    whole = folder / f"{FSDP_STATE}.bin"
+    return full_state(whole, groups) if whole.is_file() else read_state(folder / f"{FSDP_STATE}_0", groups)
+
+
+def read_weights(folder: Path) -> dict[str, FileTensor]:
+    """The tensors under "model" by name.
+
+    Raises:
+        `CheckpointError`: there is no such folder, no model in it, or it is damaged.
+    """
+    files = _Folder.read(folder)
+    return {
+        ".".join(map(str, path)): files.tensor(key) for path, key in files.below(WEIGHT_KEYS) if files.is_tensor(key)
+    }
+
+
+def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
+    """The state under "optim" or "optimizer" by parameter name, flattened or not. Raises as `read_weights`."""
+    files = _Folder.read(folder)
+    state: dict[str, dict[str, Any]] = {}
+    by_index: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict] = {}
+    for path, key in files.below(STATE_KEYS):
+        kind, names = _split(path)
+        if kind == "state":
+            name, _, state_key = names.rpartition(".")
+            state.setdefault(name, {})[state_key] = files.value(key)
+        elif kind == "param_groups":
+            name, _, setting = names.rpartition(".")
+            (by_index if name.isdigit() else settings).setdefault(name, {})[setting] = files.value(key)
+    listed = [by_index[index] for index in sorted(by_index, key=int)]
+    found = state_by_name(folder, {"state": state, "param_groups": listed}, groups)
+    found.settings |= settings
+    return found
+
+
+def _split(path: Sequence[Any]) -> tuple[str, str]:
+    """("state", "parameter.key") of a path; the flattened form has both in one part of it."""
+    kind, _, names = ".".join(map(str, path)).partition(".")
+    return kind, names
+
+
+@dataclass
+class _Folder:
+    """One folder of a distributed checkpoint, its index read.
+
+    Args:
+        folder (`Path`): where it lies.
+        index (`Any`): the records of the index.
+        places (`dict`): (key, offsets of the chunk) to file and bytes.
+        last (`tuple`, *optional*): the chunk that was read last, until the next one is read.
+    """
+
+    folder: Path
+    index: Any
+    places: dict[tuple, Any]
+    last: tuple[tuple, Tensor] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> "_Folder":
+        path = folder / INDEX_NAME
+        if not path.is_file():
+            raise CheckpointError(f"{path}: does not exist; copy all files of the checkpoint")
+        index = load_index(path)
+        return cls(folder, index, {place.key(): info for place, info in index.storage_data.items()})
+
+    def below(self, roots: Sequence[str]) -> Iterator[tuple[tuple, str]]:
+        """(path below the root, key of the index) of everything under one of the roots."""
+        paths = self.index.planner_data or {}
+        found = False
+        for key in self.index.state_dict_metadata:
+            path = tuple(paths.get(key) or (key,))
+            if len(path) == 1:
+                path = tuple(str(path[0]).split(".", 1))
+            if path[0] in roots and len(path) > 1:
+                found = True
+                yield path[1:], key
+        if not found:
+            raise CheckpointError(
+                f"{self.folder}: has nothing under {' or '.join(map(repr, roots))}; "
+                'save {"model": ..., "optim": ...} as torch\'s get_state_dict gives them'
+            )
+
+    def is_tensor(self, key: str) -> bool:
+        return hasattr(self.index.state_dict_metadata[key], "chunks")
+
+    def value(self, key: str) -> Any:
+        """A tensor, unread; or the number or list that it is."""
+        if not self.is_tensor(key):
+            return self._load(key, None)
+        tensor = self.tensor(key)
+        return tensor if tensor.shape else self._load(key, ()).item()
+
+    def tensor(self, key: str) -> FileTensor:
+        record = self.index.state_dict_metadata[key]
+        shape = tuple(record.size)
+        pieces = []
+        for chunk in record.chunks:
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            for start, within, numel in _runs(shape, offsets, sizes):
+                pieces.append(Piece(start, numel, self._reader(key, offsets, within)))
+        return FileTensor.build(key, shape, pieces)
+
+    def _reader(self, key: str, offsets: tuple[int, ...], within: int):
+        return lambda first, last: self._load(key, offsets).reshape(-1)[within + first : within + last]
+
+    def _load(self, key: str, offsets: tuple[int, ...] | None) -> Any:
+        """One chunk or object. It is read whole: the largest is what one rank of the saving run held of a tensor."""
+        if self.last is not None and self.last[0] == (key, offsets):
+            return self.last[1]
+        info = self._place(key, offsets)
+        path = self.folder / info.relative_path
+        with open(path, "rb") as file:
+            file.seek(info.offset)
+            data = file.read(info.length)
+        if len(data) != info.length:
+            raise CheckpointError(f"{path}: ends inside {key}; it is incomplete, copy it again")
+        loaded = load_bytes(data, f"{path}: {key}")
+        self.last = ((key, offsets), loaded)
+        return loaded
+
+    def _place(self, key: str, offsets: tuple[int, ...] | None) -> Any:
+        info = self.places.get((key, offsets))
+        if info is None:
+            raise CheckpointError(f"{self.folder}: its index has no place for {key}; save the checkpoint again")
+        if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{self.folder}: {key} lies in {info.relative_path}, compressed or outside the folder; "
+                "save it with torch's FileSystemWriter and no extensions"
+            )
+        return info
+
+
+def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """A box of a tensor as (start in the flattened tensor, start in the flattened box, elements)."""
+    if math.prod(sizes) == 0:
+        return
+    # From here on the box is as wide as the tensor: one run takes all these dimensions and part of the one before.
+    full = len(shape)
+    while full > 0 and sizes[full - 1] == shape[full - 1]:
+        full -= 1
+    outer = max(full - 1, 0)
+    numel = math.prod(sizes[outer:])
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides))
+    for count, place in enumerate(itertools.product(*(range(size) for size in sizes[:outer]))):
+        yield first + sum(index * stride for index, stride in zip(place, strides)), count * numel, numel

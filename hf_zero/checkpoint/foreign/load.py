@@ -1,0 +1,249 @@
+"""Foreign checkpoints into a sharded model and its optimizer: every rank reads only the ranges that it holds."""
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.checkpoint.agreement import together
+from hf_zero.checkpoint.foreign.detect import Kind, detect
+from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState
+from hf_zero.checkpoint.interfaces import Engine, Optimizer
+from hf_zero.checkpoint.load import ignored_pattern, load_weights
+from hf_zero.checkpoint.tensor_names import saved_tensors, shortened
+from hf_zero.errors import CheckpointError
+
+
+# Parts of names that wrappers of modules leave in state dicts.
+_WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Settings that say how a step is computed, not what it computes: this run keeps its own.
+_HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
+# Settings that only some optimizers have, and switches that tell those apart whose state looks the same.
+_FAMILIES = ("betas", "momentum", "alpha", "etas", "rho", "lr_decay")
+_SWITCHES = ("decoupled_weight_decay", "amsgrad", "nesterov", "centered", "maximize")
+
+
+def load_foreign(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
+    """Takes over a run of DeepSpeed, FSDP, torch's distributed checkpoints or plain Trainer. Collective.
+
+    Args:
+        engine ([`Engine`]): the sharded model.
+        optimizer ([`Optimizer`]): of the same kind, over the same trainable parameters, not stepped yet.
+        folder (`str` or `os.PathLike`): the checkpoint, seen by all ranks.
+
+    Raises:
+        `CheckpointError`: as `load_foreign_weights` and `load_foreign_state`.
+    """
+    load_foreign_weights(engine, folder)
+    load_foreign_state(engine, optimizer, folder)
+
+
+def load_foreign_weights(engine: Engine, folder: str | os.PathLike) -> None:
+    """Loads a foreign checkpoint's weights into the masters. Collective; fails on all ranks or on none.
+
+    fp32 values are taken where the checkpoint has them. Names, shapes and the completeness of files are checked before
+    the first value is written. Of a PEFT model, frozen weights that were left out keep their values.
+
+    Args:
+        engine ([`Engine`]): the sharded model.
+        folder (`str` or `os.PathLike`): the checkpoint, any number of ranks having written it.
+
+    Raises:
+        `CheckpointError`: the folder is of no known kind, damaged, names code to run, or tensors are missing, left
+            over or of other shapes.
+    """
+    kind = together(engine.comm, f"loading {folder}", lambda: _known(folder))
+    if kind.read_weights is None:
+        load_weights(engine, folder)
+        return
+
+    def read() -> None:
+        found = _by_own_name(engine.model, kind.read_weights(Path(folder)))
+        buffers = [saved for saved in saved_tensors(engine.model, engine.param_infos()) if saved.buffer is not None]
+        _check_weights(engine, folder, found, {saved.name: tuple(saved.shape) for saved in buffers})
+        with torch.no_grad():
+            for shard in engine.named_shards(resident=True):
+                if shard.name in found:
+                    found[shard.name].read_range(shard.start, shard.tensor)
+            for saved in buffers:
+                flat = saved.buffer.new_empty(saved.buffer.numel())
+                found[saved.name].read_range(0, flat)
+                saved.buffer.copy_(flat.view(saved.shape))
+
+    engine.begin_update()
+    together(engine.comm, f"loading {folder}", read)
+    engine.mark_updated()
+
+
+def load_foreign_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
+    """Loads a foreign checkpoint's optimizer state and hyperparameters. Collective. Load the weights first.
+
+    A parameter without state in the checkpoint has had no gradient there and starts without state here.
+
+    Args:
+        engine ([`Engine`]): the sharded model.
+        optimizer ([`Optimizer`]): of the same kind, over the same trainable parameters.
+        folder (`str` or `os.PathLike`): the checkpoint.
+
+    Raises:
+        `CheckpointError`: the state is missing, damaged, of other parameters, shapes or of another optimizer.
+    """
+    kind = together(engine.comm, f"loading {folder}", lambda: _known(folder))
+
+    def read() -> None:
+        groups = optimizer.groups_state()
+        state = kind.read_state(Path(folder), groups)
+        state.tensors = _by_own_name(engine.model, state.tensors)
+        state.numbers = _by_own_name(engine.model, state.numbers)
+        state.settings = _by_own_name(engine.model, state.settings)
+        shape_of = {info.name: tuple(info.shape) for info in engine.param_infos()}
+        _check_state(folder, state, {name for group in groups for name in group["param_names"]}, shape_of)
+        loaded = _groups(folder, groups, state.settings)
+        if not state.numbers and not all("dampening" in group and not group["momentum"] for group in loaded):
+            raise CheckpointError(f"{folder}: has no optimizer state; remove its file to go on with a new optimizer")
+        optimizer.load_groups_state(loaded)
+        optimizer.load_scalar_state(state.numbers)
+        _check_keys(folder, state, optimizer)
+        with torch.no_grad():
+            for key, shard in optimizer.named_state_shards(resident=True):
+                tensor = state.tensors.get(shard.name, {}).get(key)
+                if tensor is not None:
+                    tensor.read_range(shard.start, shard.tensor)
+
+    engine.begin_update()
+    together(engine.comm, f"loading the optimizer of {folder}", read)
+    engine.mark_updated()
+
+
+def _known(folder: str | os.PathLike) -> Kind:
+    kind = detect(folder)
+    if kind is None:
+        raise CheckpointError(
+            f"{folder}: is no checkpoint of DeepSpeed ZeRO, FSDP, torch.distributed.checkpoint or Trainer with its "
+            "optimizer; give the folder that holds such files, e.g. checkpoint-500"
+        )
+    return kind
+
+
+def _by_own_name(model: nn.Module, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is found under any name of a tied parameter, under the first one, which is the engine's."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    own = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    renamed: dict[str, Any] = {}
+    for name, value in found.items():
+        name = _WRAPPERS.sub("", name)
+        renamed.setdefault(own.get(name, name), value)
+    return renamed
+
+
+def _check_weights(
+    engine: Engine,
+    folder: str | os.PathLike,
+    found: Mapping[str, FileTensor],
+    buffers: Mapping[str, tuple[int, ...]],
+) -> None:
+    wanted = {info.name: tuple(info.shape) for info in engine.param_infos()} | buffers
+    frozen = {info.name for info in engine.param_infos() if not info.trainable}
+    missing = [name for name in wanted if name not in found]
+    if hasattr(engine.model, "peft_config") and frozen.issuperset(missing):
+        missing = []
+    ignored = ignored_pattern(engine.model)
+    known = set(wanted) | {name for name, _ in engine.model.named_buffers(remove_duplicate=False)}
+    left = [name for name in found if name not in known and not (ignored is not None and ignored.search(name))]
+    if missing or left:
+        raise CheckpointError(f"{folder}: {_differences(missing, left)}; give a checkpoint of this model")
+    for name in wanted.keys() & found.keys():
+        _check_shape(folder, name, found[name], wanted[name])
+
+
+def _check_state(
+    folder: str | os.PathLike, state: ForeignState, trainable: set[str], shape_of: Mapping[str, tuple[int, ...]]
+) -> None:
+    missing = [name for name in trainable if math.prod(shape_of[name]) and name not in state.settings]
+    left = [name for name in state.numbers | state.settings if name not in trainable]
+    if missing or left:
+        raise CheckpointError(
+            f"{folder}: of the optimizer, {_differences(missing, left)}; "
+            "resume with the model and the trainable parameters that it was saved with"
+        )
+    for name, tensors in state.tensors.items():
+        for key, tensor in tensors.items():
+            _check_shape(folder, f"{name}.{key}", tensor, shape_of[name])
+
+
+def _check_shape(folder: str | os.PathLike, name: str, tensor: FileTensor, wanted: tuple[int, ...]) -> None:
+    if tensor.shape != wanted:
+        raise CheckpointError(
+            f"{folder}: {name} has shape {list(tensor.shape)}, {list(wanted)} in this model; "
+            "use the config that it was saved with"
+        )
+
+
+def _check_keys(folder: str | os.PathLike, state: ForeignState, optimizer: Optimizer) -> None:
+    """Refuses state of another optimizer, whose tensors would have no place or leave places empty."""
+    held: dict[str, set[str]] = {}
+    for key, shard in optimizer.named_state_shards(resident=True):
+        held.setdefault(shard.name, set()).add(key)
+    for name, keys in held.items():
+        found = set(state.tensors.get(name, ()))
+        if found - keys or keys - found - set(state.numbers.get(name, ())):
+            raise CheckpointError(
+                f"{folder}: the optimizer state of {name} is {sorted(found)}, this run's {sorted(keys)}; "
+                "resume with the optimizer that it was saved with"
+            )
+
+
+def _groups(folder: str | os.PathLike, groups: Iterable[dict], settings: Mapping[str, dict]) -> list[dict]:
+    """This run's groups with the hyperparameters that their parameters had."""
+    loaded = []
+    for group in groups:
+        keys = (group.keys() | {"initial_lr"}) - _HOW - {"param_names"}
+        first, found = None, {}
+        for name in group["param_names"]:
+            own = {key: _plain(value) for key, value in settings.get(name, {}).items() if key in keys}
+            if own and first is None:
+                first, found = name, own
+            elif own and own != found:
+                key = next(key for key in own.keys() | found.keys() if own.get(key) != found.get(key))
+                raise CheckpointError(
+                    f"{folder}: {key} is {found.get(key)} for {first}, {own.get(key)} for {name}, which are one group "
+                    "here; make the groups as in the run that saved it"
+                )
+        _check_settings(folder, group, found)
+        loaded.append({**group, **found})
+    return loaded
+
+
+def _check_settings(folder: str | os.PathLike, own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Refuses hyperparameters of another optimizer."""
+    for key in _FAMILIES:
+        if found and key in own and key not in found:
+            raise CheckpointError(
+                f"{folder}: was saved by an optimizer without {key}, this run's has {key}={own[key]}; "
+                "resume with the optimizer that it was saved with"
+            )
+    for key in _SWITCHES:
+        if key in found and bool(found[key]) != bool(own[key]):
+            raise CheckpointError(
+                f"{folder}: was saved with {key}={found[key]}, this run's optimizer has {own[key]}; "
+                "resume with the optimizer that it was saved with"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _differences(missing: list[str], left: list[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} tensors are missing ({shortened(missing)})")
+    if left:
+        parts.append(f"{len(left)} are not this run's ({shortened(left)})")
+    return ", ".join(parts)

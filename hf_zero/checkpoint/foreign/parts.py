@@ -1,0 +1,111 @@
+"""What a foreign checkpoint holds, whatever its format: whole tensors by name, each in pieces that lie in files."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hf_zero.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + numel) of a flattened tensor.
+
+    Args:
+        start (`int`): first element, counted in the whole tensor.
+        numel (`int`): how many.
+        read (`Callable[[int, int], Tensor]`): elements [first, last) of the piece, 1-D; reads no more than it must.
+    """
+
+    start: int
+    numel: int
+    read: Callable[[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a checkpoint: its shape, and the pieces that tile it."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def build(cls, name: str, shape: Iterable[int], pieces: Iterable[Piece]) -> "FileTensor":
+        """Checks that the pieces tile the tensor.
+
+        Raises:
+            `CheckpointError`: naming the tensor and where a part of it is missing.
+        """
+        shape = tuple(int(size) for size in shape)
+        ordered = sorted((piece for piece in pieces if piece.numel), key=lambda piece: piece.start)
+        numel, reached = math.prod(shape), 0
+        for piece in ordered:
+            if piece.start != reached:
+                break
+            reached += piece.numel
+        if reached != numel:
+            raise CheckpointError(
+                f"{name}: its pieces in the files reach element {reached}, its shape {list(shape)} has {numel}; "
+                "the checkpoint is incomplete, copy all of its files"
+            )
+        return cls(shape, tuple(ordered))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "FileTensor":
+        """A tensor that lies whole in one file, mapped and not read."""
+        return cls(tuple(tensor.shape), (Piece(0, tensor.numel(), window_of(tensor)),))
+
+    def read_range(self, start: int, out: Tensor) -> None:
+        """Fills `out`, 1-D, with elements [start, start + out.numel()), converted to its dtype."""
+        stop = start + out.numel()
+        for piece in self.pieces:
+            first, last = max(start, piece.start), min(stop, piece.start + piece.numel)
+            if first < last:
+                out[first - start : last - start].copy_(piece.read(first - piece.start, last - piece.start))
+
+
+@dataclass
+class ForeignState:
+    """An optimizer's state by parameter name.
+
+    Args:
+        tensors (`dict`): {parameter: {state key: tensor of the parameter's shape}}.
+        numbers (`dict`): {parameter: {state key: number}}; every parameter that has state has an entry.
+        settings (`dict`): {parameter: hyperparameters of its group}.
+    """
+
+    tensors: dict[str, dict[str, FileTensor]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    settings: dict[str, dict] = field(default_factory=dict)
+
+    def put(self, name: str, key: str, value: FileTensor | float | None) -> None:
+        numbers = self.numbers.setdefault(name, {})
+        if isinstance(value, FileTensor):
+            self.tensors.setdefault(name, {})[key] = value
+        elif value is not None:
+            numbers[key] = float(value)
+
+
+def window_of(tensor: Tensor) -> Callable[[int, int], Tensor]:
+    """A reader of ranges of a mapped tensor, which may have strides."""
+    flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous, as saved tensors nearly always are
+    return lambda first, last: flat[first:last]
+
+
+def pieces_of(parts: Sequence[Tensor], offset: int, numel: int, *, start: int = 0) -> Iterator[Piece]:
+    """Elements [offset, offset + numel) of 1-D tensors laid one behind the other.
+
+    Args:
+        parts (`Sequence[Tensor]`): the tensors.
+        offset (`int`): counted over all of them.
+        numel (`int`): how many elements.
+        start (`int`): where the first of them lies in the tensor that is put together.
+    """
+    passed = 0
+    for part in parts:
+        first, last = max(offset, passed), min(offset + numel, passed + part.numel())
+        if first < last:
+            yield Piece(start + first - offset, last - first, window_of(part[first - passed : last - passed]))
+        passed += part.numel()

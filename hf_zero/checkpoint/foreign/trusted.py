@@ -1,0 +1,151 @@
+"""Reading pickled files of others without running anything that they say.
+
+`torch.load` gets `weights_only=True` throughout. The index of a torch distributed checkpoint is a plain pickle, for
+which torch itself uses `pickle.load`: here an unpickler reads it that knows a dozen harmless names and refuses others.
+"""
+
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from hf_zero.errors import CheckpointError
+
+
+_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}
+
+
+class StandIn:
+    """Takes the place of a class of another program: keeps what the file says of it, and does nothing."""
+
+    def __init__(self, *args: Any):
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class Index(StandIn):
+    """In place of `MetadataIndex`, the key under which the index keeps a piece."""
+
+    def key(self) -> tuple[str, tuple[int, ...] | None]:
+        offset = getattr(self, "offset", None)
+        return self.fqn, None if offset is None else tuple(offset)
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Index) and self.key() == other.key()
+
+
+def load_mapped(path: Path) -> Any:
+    """Loads a file of `torch.save`, its tensors mapped and not read.
+
+    Classes of DeepSpeed that the file names (its loss scaler, an enumeration) become [`StandIn`]s.
+
+    Args:
+        path (`Path`): the file.
+
+    Raises:
+        `CheckpointError`: it is missing, damaged, of the format before torch 1.6, or names code that is not known to
+            be harmless.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: does not exist; copy all files of the checkpoint")
+    try:
+        unknown = get_unsafe_globals_in_checkpoint(path)
+        foreign = [name for name in unknown if not name.startswith("deepspeed.")]
+        if foreign:
+            raise _refusal(path, foreign[0])
+        with safe_globals([(type("StandIn", (StandIn,), {}), name) for name in unknown]):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise _readable(path, error) from error
+
+
+def load_bytes(data: bytes, subject: str) -> Any:
+    """Loads what `torch.save` made of one object, from memory. Raises as `load_mapped`."""
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise _readable(subject, error) from error
+
+
+def load_index(path: Path) -> Any:
+    """Reads the `.metadata` of a torch distributed checkpoint, its records as [`StandIn`]s.
+
+    Raises:
+        `CheckpointError`: damaged, or it names anything else than such records.
+    """
+    with open(path, "rb") as file:
+        try:
+            index = _IndexUnpickler(file).load()
+        except CheckpointError as error:
+            raise _refusal(path, str(error)) from None
+        except Exception as error:  # damaged pickles fail in every way there is
+            raise _readable(path, error) from error
+    if not isinstance(getattr(index, "state_dict_metadata", None), dict):
+        raise CheckpointError(f"{path}: is no index of a torch distributed checkpoint; give the folder that it wrote")
+    return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Gives stand-ins for the records of an index, and torch's sizes, dtypes and layouts. Nothing else is found."""
+
+    RECORDS = {
+        "torch.distributed.checkpoint.metadata": (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "pathlib": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
+        "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
+    }
+
+    def __init__(self, file):
+        super().__init__(file)
+        # Classes of this load alone: a file that meddles with a class meddles with nobody else's.
+        self._index, self._size = type("Index", (Index,), {}), type("Size", (tuple,), {})
+        self._records: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in self.RECORDS.get(module, ()):
+            return self._records.setdefault(name, type(name, (StandIn,), {}))
+        if (module, name) == ("torch.distributed.checkpoint.metadata", "MetadataIndex"):
+            return self._index
+        if (module, name) == ("torch", "Size"):
+            return self._size
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _LAYOUTS.get
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(f"{module}.{name}")
+
+
+def _readable(path: Path | str, error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    text = " ".join(str(error).split())
+    unknown = re.search(r"GLOBAL ([\w.]+)", text)
+    if unknown:
+        return _refusal(path, unknown.group(1))
+    return CheckpointError(f"{path}: cannot be read ({text[:160]}); it is damaged or incomplete, copy it again")
+
+
+def _refusal(path: Path | str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: names {name}, which may run code when it is loaded, so it is not; "
+        "give a checkpoint of tensors and numbers only"
+    )

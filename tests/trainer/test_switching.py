@@ -1,0 +1,109 @@
+"""A run that another trainer began goes on under `ZeroTrainer`, in the middle of an epoch."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from hf_zero.errors import CheckpointError
+from tests.distributed import free_port, run_ranks
+from tests.trainer import deepspeed_trainer
+from tests.trainer.deepspeed_trainer import SAVING, build
+from tests.trainer.harness import PLAIN, assert_close, train
+
+
+def _goes_on(folder, stage, settings):
+    settings = {**SAVING, **settings}
+    whole = train(PLAIN, folder, "llama-tied", **settings)
+    torch.distributed.barrier()
+    resumed = train(stage, f"{folder}/zero", "llama-tied", resume=f"{folder}/checkpoint-3", **settings)
+    assert len(resumed.losses) == len(whole.losses) == 6
+    assert_close(resumed, whole, f"begun by Trainer, resumed at stage {stage}")
+
+
+@pytest.mark.parametrize(
+    "stage, num_ranks, settings",
+    [(1, 1, {}), (3, 1, {}), (1, 2, {}), (3, 2, {}), (3, 2, {"optim": "sgd"}), (2, 2, {"optim": "adagrad"})],
+)
+def test_a_run_of_trainer_goes_on(tmp_path, stage, num_ranks, settings):
+    run_ranks(_goes_on, num_ranks, str(tmp_path), stage, settings, timeout=240)
+
+
+def _saves_plainly(folder):
+    run = train(PLAIN, folder, "llama-tied", per_device_train_batch_size=4, **SAVING)
+    return {name: weight.numpy() for name, weight in run.weights.items()}
+
+
+def _goes_on_elsewhere(folder, resume):
+    run = train(3, folder, "llama-tied", resume=resume, **SAVING)
+    return {name: weight.numpy() for name, weight in run.weights.items()}
+
+
+def test_a_run_of_trainer_on_one_rank_goes_on_on_two(tmp_path):
+    whole = run_ranks(_saves_plainly, 1, str(tmp_path / "one"), timeout=240)[0]
+    resume = str(tmp_path / "one" / "checkpoint-3")
+    for name, weight in run_ranks(_goes_on_elsewhere, 2, str(tmp_path / "two"), resume, timeout=240)[0].items():
+        assert np.allclose(weight, whole[name], rtol=1e-5, atol=1e-6), name
+
+
+def _without_scheduler(folder):
+    whole = train(PLAIN, folder, **SAVING)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        os.unlink(f"{folder}/checkpoint-3/scheduler.pt")
+    torch.distributed.barrier()
+    resumed = train(3, f"{folder}/zero", resume=f"{folder}/checkpoint-3", **SAVING)
+    assert resumed.rates == pytest.approx(whole.rates)
+    assert_close(resumed, whole, "resumed without scheduler.pt")
+
+
+def test_a_schedule_that_was_not_saved_goes_on_at_the_step(tmp_path):
+    run_ranks(_without_scheduler, 2, str(tmp_path), timeout=240)
+
+
+def _another_optimizer(folder):
+    train(PLAIN, folder, optim="sgd", **SAVING)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="by an optimizer without betas"):
+        train(3, f"{folder}/zero", resume=f"{folder}/checkpoint-3", **SAVING)
+
+
+def test_a_run_of_another_optimizer_is_refused(tmp_path):
+    run_ranks(_another_optimizer, 2, str(tmp_path), timeout=240)
+
+
+def _adapters_go_on(folder, stage):
+    whole = train(PLAIN, folder, "llama", model=build("lora"), **SAVING)
+    torch.distributed.barrier()
+    resumed = train(stage, f"{folder}/zero", "llama", model=build("lora"), resume=f"{folder}/checkpoint-3", **SAVING)
+    assert_close(resumed, whole, f"adapters begun by Trainer, resumed at stage {stage}")
+
+
+def test_a_run_of_adapters_goes_on(tmp_path):
+    pytest.importorskip("peft")
+    run_ranks(_adapters_go_on, 2, str(tmp_path), 3, timeout=240)
+
+
+def _goes_on_from_deepspeed(folder, stage, name):
+    whole = train(PLAIN, f"{folder}/plain", "llama-tied", model=build(name), **SAVING)
+    resume = f"{folder}/checkpoint-3"
+    resumed = train(stage, f"{folder}/zero", "llama-tied", model=build(name), resume=resume, **SAVING)
+    assert len(resumed.losses) == len(whole.losses) == 6
+    assert_close(resumed, whole, f"begun under DeepSpeed, resumed at stage {stage}")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("from_stage, stage, name", [(1, 3, "tied"), (2, 1, "lora"), (3, 3, "tied"), (3, 3, "lora")])
+def test_a_run_of_trainer_under_deepspeed_goes_on(tmp_path, from_stage, stage, name):
+    if name == "lora":
+        pytest.importorskip("peft")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command += [deepspeed_trainer.__file__, str(from_stage), name, str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(_goes_on_from_deepspeed, 2, str(tmp_path), stage, name, timeout=240)
