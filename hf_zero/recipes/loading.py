@@ -1,6 +1,7 @@
 """Folders loaded as any user would load them: with transformers and PEFT alone, quietly, errors in one line."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,12 +42,14 @@ def is_adapter(folder: Path) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers from reporting what we report ourselves."""
+    """Keeps transformers and PEFT from reporting what we report ourselves."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers.logging.set_verbosity(verbosity)
 

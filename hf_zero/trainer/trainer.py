@@ -19,6 +19,7 @@ from hf_zero.trainer.accelerator import ZeroAccelerator
 from hf_zero.trainer.adapters import is_adapter_model, load_adapters, save_adapters
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.compat import check_overrides
+from hf_zero.trainer.hub import PushMixin
 
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ OVERRIDES = (
 )
 
 
-class ZeroTrainerMixin:
+class ZeroTrainerMixin(PushMixin):
     """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
 
     Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first
