@@ -75,10 +75,14 @@ class HubServer:
     def __init__(self, tokens: dict[str, str], chunk_nbytes: int = 4096):
         self.tokens = tokens
         self.chunk_nbytes = chunk_nbytes
+        self.lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything but the tokens."""
         self.repos: dict[str, Repo] = {}
         self.large: dict[str, bytes] = {}  # by sha256, complete and checked
         self.parts: dict[str, dict[int, bytes]] = {}
-        self.lock = threading.Lock()
         self.requests: list[tuple[str, str]] = []
         # Faults: how many more times a kind of request is to fail.
         self.drops: Counter[str] = Counter()  # the connection breaks in the middle

@@ -13,7 +13,6 @@ from huggingface_hub import ModelCardData
 from transformers import Trainer
 from transformers.modelcard import TrainingSummary
 
-import hf_zero
 from hf_zero.checkpoint import Manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.planner import MemoryReport
@@ -148,7 +147,7 @@ def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
         train_seconds=_last(history, "train_runtime"),
         num_steps=state.get("global_step"),
         metrics=_metrics(history),
-        versions={"hf_zero": hf_zero.__version__, "transformers": config.get("transformers_version", "")},
+        versions={"hf_zero": _version("hf-zero"), "transformers": config.get("transformers_version", "")},
         library="peft" if adapter else "transformers",
     )
 
@@ -245,7 +244,7 @@ def _last(history: list[dict], key: str) -> float | None:
 
 def _versions(extra: str | None) -> dict[str, str]:
     names = ("transformers", "accelerate", "datasets", *([extra] if extra else []))
-    return {"hf_zero": hf_zero.__version__, "torch": torch.__version__, **{name: _version(name) for name in names}}
+    return {"hf_zero": _version("hf-zero"), "torch": torch.__version__, **{name: _version(name) for name in names}}
 
 
 def _version(name: str) -> str:

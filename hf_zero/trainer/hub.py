@@ -119,7 +119,7 @@ class PushMixin:
         subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
         self._memory_of_ranks = tuple(gathered(self._ranks(), subject, self.memory_report))
         # The other ranks do not wait for the upload: it may take longer than a collective may.
-        with hub_errors(subject):
+        with hub_errors(f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"):
             return super().push_to_hub(
                 commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
             )
