@@ -16,6 +16,8 @@ from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint import verify as room
 from hf_zero.errors import CheckpointError
 from hf_zero.recipes.cli import main
+from tests import models
+from tests.trainer.harness import Rows, make
 
 
 WEIGHTS = "model.safetensors"
@@ -266,3 +268,20 @@ def test_help_lists_the_keys(capsys):
 def test_a_command_line_that_cannot_work_is_exit_code_2(capsys, argv, message):
     assert main(["verify", *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_checkpoints_of_a_trainer_pass(tmp_path, capsys, adapted):
+    model = models.build("llama")
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model.save_pretrained(tmp_path / "base")
+        model = type(model).from_pretrained(tmp_path / "base")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    settings = {"bf16": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    make(3, tmp_path / "out", model, Rows("llama"), **settings).train()
+    capsys.readouterr()
+    code = main(["verify", str(tmp_path / "out" / "checkpoint-2")])
+    output = capsys.readouterr().out
+    assert code == 0, output
+    assert "state: complete and finite" in output

@@ -110,6 +110,12 @@ def test_checkpoints_are_pushed_with_their_state(pushed, server, assert_same, st
     assert_same(local, f"alice/{strategy}", folders[0])
 
 
+def test_a_checkpoint_of_two_ranks_is_verified(pushed, client):
+    answer = client.call("recipes", "verify", str(pushed / "end" / "checkpoint-4"))
+    assert answer["code"] == 0, answer
+    assert "state: complete and finite" in answer["out"]
+
+
 @pytest.mark.parametrize("strategy", ["end", "every_save"])
 def test_checkpoints_stay_here_otherwise(pushed, server, strategy):
     files = server.repos[f"alice/{strategy}"].files()
