@@ -278,7 +278,7 @@ def test_checkpoints_of_a_trainer_pass(tmp_path, capsys, adapted):
         model.save_pretrained(tmp_path / "base")
         model = type(model).from_pretrained(tmp_path / "base")
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    settings = {"bf16": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    settings = {"bf16": True, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     make(3, tmp_path / "out", model, Rows("llama"), **settings).train()
     capsys.readouterr()
     code = main(["verify", str(tmp_path / "out" / "checkpoint-2")])
