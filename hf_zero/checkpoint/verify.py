@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, manifest_path
 from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
+from hf_zero.checkpoint.state import MASTER_NAME
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.errors import CheckpointError
 
@@ -151,6 +152,7 @@ def check_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]]
         `CheckpointError`: says what lacks.
     """
     manifest = Manifest.read(folder)
+    trained = {name for group in manifest.groups for name in group["param_names"]}
     owner_of: dict[str, str] = {}
     for name, nbytes in manifest.files.items():
         path = Path(folder) / STATE_FOLDER / Path(name).name
@@ -158,16 +160,15 @@ def check_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]]
         if layout.nbytes != nbytes:
             raise CheckpointError(f"{path}: {layout.nbytes} bytes, the manifest says {nbytes}; {_AGAIN}")
         for tensor, entry in layout.entries.items():
-            owner_of[tensor] = _owner(path, entry, manifest, shapes)
+            owner_of[tensor] = _owner(path, entry, trained, shapes)
     _check_groups(folder, manifest, owner_of)
     return len(owner_of)
 
 
-def _owner(path: Path, entry: TensorEntry, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The parameter that a tensor of state belongs to; a master goes by the parameter's own name."""
-    known = {name for group in manifest.groups for name in group["param_names"]} | set(manifest.scalars)
-    owner = entry.name if entry.name in known | set(shapes) else entry.name.rpartition(".")[0]
-    if owner not in known | set(shapes):
+def _owner(path: Path, entry: TensorEntry, trained: set[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The parameter that a tensor of state belongs to. A master has the name of its own, which may be a frozen one."""
+    owner = entry.name if path.name == MASTER_NAME else entry.name.rpartition(".")[0]
+    if path.name != MASTER_NAME and owner not in trained:
         raise CheckpointError(f"{path}: tensor {entry.name!r} is of no parameter in the manifest; {_AGAIN}")
     if owner in shapes and entry.shape != shapes[owner]:
         raise CheckpointError(

@@ -42,15 +42,16 @@ def run(folder: str, arguments: Arguments) -> None:
     """
     inspection = Inspection(Path(folder).expanduser(), arguments.base_model_name_or_path)
     checks = inspection.checks()
-    failed = [name for name, check in checks.items() if not _passes(name, check)]
+    failed = [name for name, check in checks.items() if not _passes(folder, name, check)]
     if failed:
         raise CheckpointError(f"{folder}: {len(failed)} of {len(checks)} checks failed ({', '.join(failed)})")
     print(f"{folder}: all {len(checks)} checks passed")
 
 
-def _passes(name: str, check: Callable[[], str]) -> bool:
+def _passes(folder: str, name: str, check: Callable[[], str]) -> bool:
     try:
-        print(f"ok     {name}: {check()}", flush=True)
+        with one_line(folder, f"the check of {name}"):  # a manifest may hold anything
+            print(f"ok     {name}: {check()}", flush=True)
     except HfZeroError as error:
         print(f"wrong  {name}: {' '.join(str(error).split())}", flush=True)
         return False

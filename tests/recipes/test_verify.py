@@ -229,6 +229,15 @@ def test_state_without_its_manifest_is_incomplete(verified, folder):
     assert "holds no complete optimizer state" in lines["state"]
 
 
+def test_a_manifest_that_makes_no_sense_is_told_in_one_line(verified, folder):
+    path = folder / "zero" / "manifest.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, "groups": [{}]}), encoding="utf-8")
+    code, lines, _ = verified()
+    assert code == 1
+    assert "the check of state failed (KeyError: 'param_names')" in lines["state"]
+
+
 def test_a_state_file_that_is_missing_is_named(verified, folder):
     (folder / STATE).unlink()
     assert "optimizer.safetensors: cannot be read" in verified()[1]["state"]
