@@ -27,3 +27,7 @@ class UnsupportedError(HfZeroError, NotImplementedError):
 
 class CommError(HfZeroError, RuntimeError):
     """A collective that failed or did not finish: names the unit, the rank and whom it waited for."""
+
+
+class HubError(HfZeroError, RuntimeError):
+    """A hub that cannot be reached, or refuses: a wrong token, no permission, no such repository."""

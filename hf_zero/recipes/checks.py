@@ -7,10 +7,7 @@ from typing import Any
 
 from hf_zero.config import REDUCE_DTYPES, STAGES, choose
 from hf_zero.errors import ConfigError
-
-
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-RIVALS = {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
+from hf_zero.trainer.arguments import LAUNCHER_VARIABLES, refuse_other_engines
 
 
 def check_training_settings(settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
@@ -24,16 +21,9 @@ def check_training_settings(settings: Mapping[str, Any], environment: Mapping[st
         ConfigError: If a setting of ZeRO is not valid, another sharding engine is asked for, or `output_dir` cannot be
             written. What only the training arguments know about each other is found when they are made.
     """
-    environment = os.environ if environment is None else environment
     choose("zero_stage", settings["zero_stage"], STAGES)
     choose("zero_reduce_dtype", settings["zero_reduce_dtype"], REDUCE_DTYPES)
-    for name, variable in RIVALS.items():
-        if settings.get(name):
-            raise ConfigError(
-                f"--{name} {settings[name]}: hf_zero shards the model itself; use --zero_stage instead of --{name}"
-            )
-        if environment.get(variable, "").lower() in ("1", "true", "yes"):
-            raise ConfigError(f"{variable}={environment[variable]}: hf_zero shards the model itself; unset {variable}")
+    refuse_other_engines(settings, environment)
     check_output_dir(settings.get("output_dir"))
 
 

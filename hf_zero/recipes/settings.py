@@ -1,16 +1,16 @@
 """The command line over the YAML file over the defaults, all through `HfArgumentParser`."""
 
-import difflib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
 
 from hf_zero.errors import ConfigError
+from hf_zero.recipes.parser import Parser, unknown_message
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
 
@@ -49,11 +49,6 @@ class LaunchArguments:
     num_processes: int | None = None
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def make_parser(task: str) -> HfArgumentParser:
     """Builds the parser of one task.
 
@@ -65,7 +60,7 @@ def make_parser(task: str) -> HfArgumentParser:
         and raises [`ConfigError`] where argparse would exit.
     """
     types = (LaunchArguments, TASKS[task].load().Arguments, ZeroTrainingArguments)
-    parser = _Parser(
+    parser = Parser(
         types, prog=f"python -m hf_zero.recipes {task}", description=TASKS[task].summary, allow_abbrev=False
     )
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
@@ -91,7 +86,7 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     from_file = _yaml_flags(config, known) if config else []
     namespace, unknown = parser.parse_known_args(from_file + argv)  # of two equal flags argparse takes the last
     if unknown:
-        raise ConfigError(_unknown_message("command line", unknown[0].split("=")[0], known))
+        raise ConfigError(unknown_message("command line", unknown[0].split("=")[0], known))
     values = vars(namespace)
     own_arguments = parser.dataclass_types[1]
     return Settings(
@@ -118,7 +113,7 @@ def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
     flags: list[str] = []
     for key, value in content.items():
         if key not in known:
-            raise ConfigError(_unknown_message(path, str(key), known))
+            raise ConfigError(unknown_message(path, str(key), known))
         flags += _flag(key, value)
     return flags
 
@@ -129,11 +124,3 @@ def _flag(key: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
     return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
-
-
-def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
-    if not key.startswith("-") and where == "command line":
-        return f"{where}: {key!r} belongs to no key; write --key value"
-    nearest = difflib.get_close_matches(key.lstrip("-").replace("-", "_"), sorted(known), n=1, cutoff=0.0)[0]
-    dashes = "--" if key.startswith("--") else ""
-    return f"{where}: unknown key {key!r}; did you mean {dashes}{nearest}?"

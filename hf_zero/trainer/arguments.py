@@ -1,7 +1,9 @@
 """The flags: `TrainingArguments` and a few of our own, refused early where they cannot work."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,12 @@ ELEMENTWISE_OPTIMS = frozenset(
     "adamw_torch adamw_torch_fused adamw_torch_npu_fused sgd adagrad rmsprop lion_32bit paged_lion_32bit "
     "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit".split()
 )
+
+# What a launcher such as torchrun sets, all together.
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# Training arguments that ask for another way to shard.
+OTHER_SETTINGS = ("fsdp", "deepspeed", "parallelism_config")
 
 # Environment variables by which `accelerate launch` turns on another way to shard.
 OTHER_ENGINES = (
@@ -81,7 +89,7 @@ class ZeroArgumentsMixin:
     def __post_init__(self):
         self._take_launchers_precision()
         self.zero_config()
-        self._refuse_other_engines()
+        refuse_other_engines(vars(self))
         self._refuse_unsupported()
         launched = _launched_ranks()
         if launched > 1 and not torch.accelerator.is_available():
@@ -140,19 +148,6 @@ class ZeroArgumentsMixin:
         if precision != "no" and not (self.bf16 or self.fp16):
             setattr(self, precision, True)
 
-    def _refuse_other_engines(self) -> None:
-        beside = {
-            "--fsdp": self.fsdp,
-            "--deepspeed": self.deepspeed,
-            "--parallelism_config": self.parallelism_config,
-            **{variable: _is_on(variable) for variable in OTHER_ENGINES},
-        }
-        for name, value in beside.items():
-            if value:
-                raise ConfigError(
-                    f"{name}: found beside hf_zero, which shards by itself; remove it and use --zero_stage"
-                )
-
     def _refuse_unsupported(self) -> None:
         optim = getattr(self.optim, "value", self.optim)
         if optim not in ELEMENTWISE_OPTIMS:
@@ -188,6 +183,23 @@ class ZeroSeq2SeqTrainingArguments(ZeroArgumentsMixin, Seq2SeqTrainingArguments)
     __doc__ = ZeroArgumentsMixin.__doc__
 
 
+def refuse_other_engines(settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+    """Refuses settings and environment variables that ask for another way to shard.
+
+    Args:
+        settings (`Mapping[str, Any]`): fields of the training arguments, parsed.
+        environment (`Mapping[str, str]`, *optional*): instead of `os.environ`.
+
+    Raises:
+        `ConfigError`: naming the setting.
+    """
+    environment = os.environ if environment is None else environment
+    flags = [f"--{name}" for name in OTHER_SETTINGS if settings.get(name)]
+    variables = [name for name in OTHER_ENGINES if _is_on(environment.get(name, ""))]
+    for found in (*flags, *variables):
+        raise ConfigError(f"{found}: found beside hf_zero, which shards by itself; remove it and use --zero_stage")
+
+
 def _launched_ranks() -> int:
     """How many processes the launcher has started.
 
@@ -197,8 +209,7 @@ def _launched_ranks() -> int:
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"WORLD_SIZE: {text!r} is not a number of processes; start with torchrun, which sets it")
-    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if int(text) > 1 and missing and not dist.is_initialized():
         raise ConfigError(
             f"WORLD_SIZE is {text} but {', '.join(missing)} is not set; start with torchrun, which sets them together"
@@ -206,5 +217,5 @@ def _launched_ranks() -> int:
     return int(text)
 
 
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")
+def _is_on(text: str) -> bool:
+    return text.lower() in ("1", "true", "yes", "on")

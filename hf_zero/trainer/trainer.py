@@ -17,13 +17,14 @@ from hf_zero.checkpoint import load_state, load_weights, save_pretrained, save_s
 from hf_zero.checkpoint.agreement import on_first, together
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
 from hf_zero.engine import ZeroEngine, engine_of
-from hf_zero.errors import ConfigError
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim import ShardedOptimizer, refuse_non_elementwise, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.accelerator import ZeroAccelerator
 from hf_zero.trainer.adapters import is_adapter_model, load_adapters, save_adapters
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.compat import check_overrides
+from hf_zero.trainer.hub import PushMixin
 from hf_zero.trainer.position import Position, leave_out, samples_of
 from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks, rotation
@@ -50,7 +51,7 @@ OVERRIDES = (
 )
 
 
-class ZeroTrainerMixin:
+class ZeroTrainerMixin(PushMixin):
     """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
 
     Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from hf_zero.recipes import launch
-from hf_zero.recipes.checks import LAUNCHER_VARIABLES
 from hf_zero.recipes.cli import main
+from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -43,8 +43,8 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
         ("--zero_stage=7", "zero_stage: 7 is not one of 0, 1, 2, 3; the nearest is '3'"),
         ("--zero_stage=three", "invalid int value: 'three'"),
         ("--zero_reduce_dtype=bf8", "the nearest is 'bf16'"),
-        ("--fsdp=full_shard", "--fsdp full_shard: hf_zero shards the model itself; use --zero_stage"),
-        ("--deepspeed=ds.json", "--deepspeed ds.json: hf_zero shards the model itself; use --zero_stage"),
+        ("--fsdp=full_shard", "--fsdp: found beside hf_zero, which shards by itself; remove it and use --zero_stage"),
+        ("--deepspeed=ds.json", "--deepspeed: found beside hf_zero, which shards by itself"),
         ("--model_name_or_path=./nowhere", "model_name_or_path './nowhere': no such folder"),
         ("--model_name_or_path=", "model_name_or_path: not set"),
         ("--dataset_name=python_docstrings", "either dataset_name (python_docstrings) or train_file"),
@@ -65,8 +65,8 @@ def test_a_bad_setting_is_refused_with_exit_code_2(refusal, bad, message):
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
         ({**TORCHRUN, "RANK": "2"}, "RANK=2 with WORLD_SIZE=2: expected a rank below it"),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "expected the integers that torchrun sets"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: hf_zero shards the model itself"),
-        ({"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED=1: hf_zero shards the model itself"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP: found beside hf_zero"),
+        ({"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED: found beside hf_zero"),
     ],
 )
 def test_an_environment_that_contradicts_is_refused_with_exit_code_2(refusal, environment, message):
@@ -106,14 +106,17 @@ def test_a_truncated_model_is_refused_with_both_sizes(refusal, tiny_model, tmp_p
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
     code, line = refusal(f"--model_name_or_path={folder}")
     assert code == 1
-    assert f"{len(content) // 2} bytes, its header says {len(content)}: truncated" in line
+    assert f"truncated: {len(content) // 2} bytes, its header describes {len(content)}" in line
 
 
 def test_an_unknown_task_is_refused(capsys):
     assert main(["clasify"]) == 2
-    assert capsys.readouterr().err == "hf_zero.recipes: task 'clasify': expected one of classify\n"
+    assert (
+        capsys.readouterr().err == "hf_zero.recipes: task 'clasify': expected one of classify, verify, merge, push\n"
+    )
 
 
-def test_help_lists_the_tasks(capsys):
+def test_help_lists_the_tasks_and_the_tools(capsys):
     assert main(["--help"]) == 0
-    assert "classify" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert all(f"  {name} " in output for name in ("classify", "verify", "merge", "push"))

@@ -65,22 +65,22 @@ def test_a_hub_id_is_passed_on(monkeypatch):
 
 
 def test_a_folder_without_config_or_weights_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(CheckpointError, match="no config.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="no weights"):
+    with pytest.raises(CheckpointError, match="found neither model.safetensors"):
         resolve_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
-def test_truncated_weights_are_refused_with_both_sizes(tmp_path, tiny_model, kept):
+def test_truncated_weights_are_refused(tmp_path, tiny_model, kept):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:kept])
-    with pytest.raises(CheckpointError, match=f"model.safetensors: {len(content[:kept])} bytes") as caught:
+    with pytest.raises(CheckpointError, match=r"model.safetensors: .*truncated") as caught:
         resolve_model(str(folder))
     if kept == -1:
-        assert str(len(content)) in str(caught.value)
+        assert f"{len(content) - 1} bytes, its header describes {len(content)}" in str(caught.value)
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path, tiny_model):
@@ -88,5 +88,5 @@ def test_a_shard_that_is_missing_is_named(tmp_path, tiny_model):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="names 2 files, model-00002-of-00002.safetensors is not there"):
+    with pytest.raises(CheckpointError, match="model-00002-of-00002.safetensors: cannot be read"):
         resolve_model(str(folder))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.recipes.checks import LAUNCHER_VARIABLES
+from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
 from tests.recipes.conftest import write_csv
 
 

@@ -1,0 +1,239 @@
+"""What the bytes of a checkpoint are worth: checksums, values that are numbers, tensors that belong together.
+
+Everything streams: no more than one piece of a tensor is in memory at a time.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, manifest_path
+from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
+from hf_zero.checkpoint.state import MASTER_NAME
+from hf_zero.checkpoint.tensor_names import shortened
+from hf_zero.errors import CheckpointError
+
+
+_AGAIN = "copy or download it again, or use another checkpoint"
+
+
+@dataclass(frozen=True)
+class TensorScan:
+    """What one reading of a tensor has found.
+
+    Args:
+        entry (`TensorEntry`): name, dtype and shape, as its file says.
+        crc32 (`int`): zlib's, of the whole tensor's bytes as they lie in the file.
+        num_nonfinite (`int`): elements that are NaN or infinite.
+    """
+
+    entry: TensorEntry
+    crc32: int
+    num_nonfinite: int
+
+
+Scans = Mapping[str, Mapping[str, TensorScan]]  # by file name within the folder, then by tensor name
+
+
+def scan_files(folder: str | os.PathLike, names: list[str]) -> Scans:
+    """Reads safetensors files once, from their first byte to their last, in pieces of 4 MiB.
+
+    Args:
+        folder (`str` or `os.PathLike`): the checkpoint.
+        names (`list[str]`): files, relative to it.
+
+    Raises:
+        `CheckpointError`: a file is missing, damaged or cut off.
+    """
+    return {name: scan_file(Path(folder) / name) for name in names}
+
+
+def scan_file(path: str | os.PathLike) -> dict[str, TensorScan]:
+    """Reads one safetensors file once; see `scan_files`."""
+    path = os.fspath(path)
+    layout = FileLayout.read(path)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return {name: _scan(file, path, layout, entry) for name, entry in layout.entries.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
+
+
+def check_checksums(folder: str | os.PathLike, scans: Scans | None = None) -> int:
+    """Compares every tensor with the checksum that the manifest in `folder/zero` has of it.
+
+    Args:
+        folder (`str` or `os.PathLike`): the checkpoint.
+        scans (`Scans`, *optional*): of its files, where they have been read already; files that lack there are read.
+
+    Returns:
+        `int`: how many tensors agree; 0 for a folder without a manifest, or whose manifest has no checksums.
+
+    Raises:
+        `CheckpointError`: names the file and the tensor that differs, lacks, or came after the manifest was written.
+    """
+    if not manifest_path(folder).is_file():
+        return 0
+    checksums = getattr(Manifest.read(folder), "checksums", {})
+    count = 0
+    for file, expected in checksums.items():
+        path = Path(folder) / file
+        if not path.resolve().is_relative_to(Path(folder).resolve()):
+            raise CheckpointError(f"{manifest_path(folder)}: file {file!r} is not in {folder}; {_AGAIN}")
+        found = (scans or {}).get(file) or scan_file(path)
+        count += _compare(path, expected, found)
+    return count
+
+
+def check_finite(folder: str | os.PathLike, scans: Scans) -> int:
+    """Refuses NaN and infinity.
+
+    Returns:
+        `int`: how many tensors there are.
+
+    Raises:
+        `CheckpointError`: names the first file with such values, and the tensors.
+    """
+    for file, found in scans.items():
+        wrong = [scan for scan in found.values() if scan.num_nonfinite]
+        bad = [f"{scan.entry.name} ({scan.num_nonfinite} of {scan.entry.numel})" for scan in wrong]
+        if bad:
+            raise CheckpointError(
+                f"{Path(folder) / file}: values that are not finite in {shortened(bad)}; use an earlier checkpoint"
+            )
+    return sum(map(len, scans.values()))
+
+
+def check_ties(folder: str | os.PathLike, scans: Scans, ties: Mapping[str, str]) -> int:
+    """Compares tensors that the model ties but that are stored under both names.
+
+    Args:
+        folder (`str` or `os.PathLike`): the checkpoint.
+        scans (`Scans`): of its weight files.
+        ties (`Mapping[str, str]`): name of a tied tensor to the name that it is tied to.
+
+    Returns:
+        `int`: how many pairs are stored twice, and agree.
+
+    Raises:
+        `CheckpointError`: names the pair that differs.
+    """
+    of = {name: scan for found in scans.values() for name, scan in found.items()}
+    pairs = [(target, source) for target, source in ties.items() if target in of and source in of]
+    for target, source in pairs:
+        one, other = of[target], of[source]
+        if (one.entry.dtype, one.entry.shape, one.crc32) != (other.entry.dtype, other.entry.shape, other.crc32):
+            raise CheckpointError(
+                f"{folder}: {target} and {source} are tied in the model, but stored with different values; "
+                "save the model again, or set tie_word_embeddings to false in its config"
+            )
+    return len(pairs)
+
+
+def check_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Checks that the optimizer state in `folder/zero` is whole: files, sizes, and every parameter's tensors.
+
+    Costs a read of the headers.
+
+    Args:
+        folder (`str` or `os.PathLike`): the checkpoint.
+        shapes (`Mapping[str, tuple[int, ...]]`): of the weights by name; state of another shape is refused.
+
+    Returns:
+        `int`: how many tensors of state there are.
+
+    Raises:
+        `CheckpointError`: says what lacks.
+    """
+    manifest = Manifest.read(folder)
+    trained = {name for group in manifest.groups for name in group["param_names"]}
+    owner_of: dict[str, str] = {}
+    for name, nbytes in manifest.files.items():
+        path = Path(folder) / STATE_FOLDER / Path(name).name
+        layout = FileLayout.read(path)
+        if layout.nbytes != nbytes:
+            raise CheckpointError(f"{path}: {layout.nbytes} bytes, the manifest says {nbytes}; {_AGAIN}")
+        for tensor, entry in layout.entries.items():
+            owner_of[tensor] = _owner(path, entry, trained, shapes)
+    _check_groups(folder, manifest, owner_of)
+    return len(owner_of)
+
+
+def _owner(path: Path, entry: TensorEntry, trained: set[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The parameter that a tensor of state belongs to. A master has the name of its own, which may be a frozen one."""
+    owner = entry.name if path.name == MASTER_NAME else entry.name.rpartition(".")[0]
+    if path.name != MASTER_NAME and owner not in trained:
+        raise CheckpointError(f"{path}: tensor {entry.name!r} is of no parameter in the manifest; {_AGAIN}")
+    if owner in shapes and entry.shape != shapes[owner]:
+        raise CheckpointError(
+            f"{path}: tensor {entry.name!r} has shape {list(entry.shape)}, its weight {list(shapes[owner])}; "
+            "weights and state are of different runs: use another checkpoint"
+        )
+    return owner
+
+
+def _check_groups(folder: str | os.PathLike, manifest: Manifest, owner_of: Mapping[str, str]) -> None:
+    """Within a group, all parameters that have state have the same tensors and numbers of it."""
+    keys_of: dict[str, set[str]] = {name: set(numbers) for name, numbers in manifest.scalars.items()}
+    for tensor, owner in owner_of.items():
+        if tensor != owner:
+            keys_of.setdefault(owner, set()).add(tensor.rpartition(".")[2])
+    for group in manifest.groups:
+        stateful = [name for name in group["param_names"] if name in keys_of]
+        expected = set().union(*(keys_of[name] for name in stateful))
+        for name in stateful:
+            if lacking := sorted(expected - keys_of[name]):
+                raise CheckpointError(
+                    f"{Path(folder) / STATE_FOLDER}: {name} has no {lacking[0]}, others of its group do: "
+                    "the state is incomplete; use another checkpoint"
+                )
+
+
+def _compare(path: Path, expected: Mapping[str, int], found: Mapping[str, TensorScan]) -> int:
+    strange = sorted(set(expected) ^ set(found))
+    if strange:
+        where = "in the manifest only" if strange[0] in expected else "in the file only"
+        raise CheckpointError(f"{path}: tensor {strange[0]!r} is {where}; {_AGAIN}")
+    for name, crc32 in expected.items():
+        if found[name].crc32 != crc32:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has checksum {found[name].crc32:08x}, saved was {crc32:08x}; {_AGAIN}"
+            )
+    return len(expected)
+
+
+def _scan(file, path: str, layout: FileLayout, entry: TensorEntry) -> TensorScan:
+    crc32, num_nonfinite = 0, 0
+    file.seek(layout.offsets[entry.name])
+    for piece in _pieces(file, path, entry):
+        crc32 = zlib.crc32(piece, crc32)
+        num_nonfinite += _count_nonfinite(torch.frombuffer(piece, dtype=entry.dtype))
+    return TensorScan(entry, crc32, num_nonfinite)
+
+
+def _pieces(file, path: str, entry: TensorEntry) -> Iterator[bytearray]:
+    left = entry.nbytes
+    while left:
+        piece = bytearray(min(left, PIECE_NBYTES))
+        done = 0
+        while done < len(piece):
+            count = file.readinto(memoryview(piece)[done:])
+            if not count:
+                raise CheckpointError(f"{path}: the file ended inside tensor {entry.name!r}; {_AGAIN}")
+            done += count
+        left -= len(piece)
+        yield piece
+
+
+def _count_nonfinite(values: Tensor) -> int:
+    if not (values.is_floating_point() or values.is_complex()):
+        return 0
+    if values.dtype.itemsize == 1:
+        values = values.to(torch.float32)  # torch has no isfinite for 8-bit floats
+    return values.numel() - int(torch.isfinite(values).sum())

@@ -1,0 +1,151 @@
+"""`merge FOLDER --output_dir OUT`: a PEFT adapter and its base model become one plain model."""
+
+import os
+import secrets
+import shutil
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from hf_zero.config import choose
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.recipes.checks import check_output_dir
+from hf_zero.recipes.loading import adapter_config, attach, load_base, load_model, one_line, quiet
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Arguments:
+    """What `merge` takes beside the folder."""
+
+    output_dir: str | None = field(default=None, metadata={"help": "Where the merged model goes."})
+    base_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "The base model, instead of the one that the adapter's config names."}
+    )
+    dtype: str | None = field(
+        default=None, metadata={"help": f"{', '.join(DTYPES)}; without it the merged model has the base model's."}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Replace what output_dir holds."})
+
+
+def run(folder: str, arguments: Arguments) -> None:
+    """Merges, saves, loads the result again, and only then gives it its name.
+
+    Args:
+        folder (`str`): the adapter.
+        arguments ([`Arguments`]): as parsed.
+
+    Raises:
+        ConfigError: `output_dir` cannot be used, or no base model is known.
+        CheckpointError: the adapter or its base do not load, or the adapter changes nothing.
+    """
+    adapter, output = Path(folder).expanduser(), _checked_output(arguments)
+    dtype = None if arguments.dtype is None else choose("dtype", arguments.dtype, DTYPES)
+    if adapter_config(adapter).get("peft_type") in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
+        raise CheckpointError(f"{folder}: learned prompts are no change of weights; use them through PEFT as they are")
+    model, source = load_base(adapter, arguments.base_model_name_or_path)
+    if dtype is not None:
+        model = model.to(torch.promote_types(model.dtype, dtype))  # merged in the wider one, rounded once
+    before = _fingerprints(model)
+    adapted = attach(model, adapter)
+    with one_line(folder, "merging"), quiet():
+        merged = adapted.merge_and_unload(safe_merge=True)
+    after = _fingerprints(merged)
+    changed = [name for name, mark in after.items() if before.get(name) != mark]
+    if not changed:
+        raise CheckpointError(
+            f"{folder}: the adapter changes none of the {len(after)} tensors of {source}; it was not trained, "
+            "or is for another base model"
+        )
+    merged = merged.to(dtype or merged.dtype)
+    _publish(merged, _tokenizer(adapter, source), output)
+    print(f"{output}: {type(merged).__name__}, {len(changed)} of {len(after)} tensors differ from {source}; it loads")
+
+
+def _checked_output(arguments: Arguments) -> Path:
+    check_output_dir(arguments.output_dir)
+    output = Path(arguments.output_dir).expanduser()
+    if output.is_dir() and any(output.iterdir()) and not arguments.overwrite:
+        raise ConfigError(f"output_dir {arguments.output_dir!r}: is not empty; give another, or --overwrite")
+    return output
+
+
+def _fingerprints(model: nn.Module) -> dict[str, int]:
+    """A checksum of every parameter's and buffer's bytes, by name."""
+    return {name: zlib.crc32(_bytes_of(tensor)) for name, tensor in model.state_dict().items()}
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _tokenizer(adapter: Path, source: str):
+    """The tokenizer that the adapter brings, else the base model's, else none."""
+    with quiet():
+        if (adapter / "tokenizer_config.json").is_file():
+            with one_line(adapter, "loading the tokenizer"):
+                return AutoTokenizer.from_pretrained(adapter)
+        try:
+            return AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError, KeyError):
+            return None  # the base model has none: its inputs are no text
+
+
+def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
+    """Saves beside `output`, checks what was saved, and swaps it in by a rename."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staged = output.parent / f".merging-{secrets.token_hex(4)}"
+    try:
+        with one_line(output, "saving"), quiet():
+            staged.mkdir()
+            model.save_pretrained(staged)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(staged)
+        _check_same(load_model(staged), model, output)
+        with one_line(output, "saving"):
+            _sync(staged)
+            _swap(staged, output)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _check_same(loaded: nn.Module, merged: nn.Module, output: Path) -> None:
+    found, expected = _fingerprints(loaded), _fingerprints(merged)
+    different = sorted(name for name in expected if found.get(name) != expected[name])
+    if different:
+        raise CheckpointError(f"{output}: {different[0]} was not saved as it is; nothing was kept, merge again")
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _swap(staged: Path, output: Path) -> None:
+    old = None
+    if output.is_dir():
+        old = staged.with_name(f"{staged.name}-old")
+        os.replace(output, old)
+    try:
+        os.replace(staged, output)
+    except OSError:
+        if old is not None:
+            os.replace(old, output)
+        raise
+    if old is not None:
+        shutil.rmtree(old)
+    descriptor = os.open(output.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

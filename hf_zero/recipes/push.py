@@ -1,0 +1,132 @@
+"""`push FOLDER --hub_model_id NAME`: a model folder becomes a repository on a hub."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.utils import disable_progress_bars
+
+from hf_zero.checkpoint.verify import check_checksums
+from hf_zero.checkpoint.weight_files import is_weight_file
+from hf_zero.errors import ConfigError, HubError
+from hf_zero.recipes.loading import ADAPTER_WEIGHTS_NAME
+from hf_zero.recipes.verify import Inspection
+from hf_zero.trainer.card import card_text, facts_of_folder
+from hf_zero.trainer.hub import hub_errors, is_transient
+
+
+# Beside the client's own retries: it does not retry what creates a repository or a commit.
+NUM_ATTEMPTS = 3
+WAIT_SECONDS = 1.0
+
+# What a run needs to go on, and nobody needs to use the model. As Trainer does, training_args.bin and
+# trainer_state.json go up where the folder has them, checkpoints inside it and names that begin with _ do not.
+LEFT_OUT = [
+    "zero/*",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state*.pth",
+    "checkpoint-*",
+    "_*",
+    ".*",
+]
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Arguments:
+    """What `push` takes beside the folder."""
+
+    hub_model_id: str | None = field(default=None, metadata={"help": "The repository: user/name, or name alone."})
+    private: bool = field(default=False, metadata={"help": "Make it private, if it is created now."})
+    revision: str | None = field(default=None, metadata={"help": "The branch; created where it is missing."})
+    commit_message: str = field(default="Upload model", metadata={"help": "What the history says."})
+    token: str | None = field(
+        default=None, metadata={"help": "With write permission; without it HF_TOKEN, or what `hf auth login` keeps."}
+    )
+    checksums: bool = field(
+        default=False, metadata={"help": "Also compare all tensors with the checksums that were saved with them."}
+    )
+
+
+def run(folder: str, arguments: Arguments) -> None:
+    """Checks the folder, writes a card where it has none, uploads in one commit, and prints the address.
+
+    Args:
+        folder (`str`): a model or a PEFT adapter.
+        arguments ([`Arguments`]): as parsed.
+
+    Raises:
+        ConfigError: no repository is named.
+        CheckpointError: the folder is not whole.
+        HubError: the hub refused, or could not be reached.
+    """
+    if not arguments.hub_model_id:
+        raise ConfigError("hub_model_id: not set; name the repository, for instance --hub_model_id user/name")
+    path = Path(folder).expanduser()
+    Inspection(path).check_files()
+    if arguments.checksums:
+        check_checksums(path)
+    disable_progress_bars()
+    api = HfApi(token=arguments.token)
+    subject = f"pushing {folder} to {arguments.hub_model_id}"
+    with hub_errors(subject):
+        name = _patiently(subject, lambda: _create(api, arguments))
+        _write_card(path, name)
+        _patiently(subject, lambda: _upload(api, path, name, arguments))
+    print(f"{constants.ENDPOINT}/{name}" + (f"/tree/{arguments.revision}" if arguments.revision else ""))
+
+
+def _create(api: HfApi, arguments: Arguments) -> str:
+    """Makes the repository and the branch unless they are there; returns the full name."""
+    url = api.create_repo(arguments.hub_model_id, private=arguments.private or None, exist_ok=True)
+    if arguments.revision and arguments.revision != constants.DEFAULT_REVISION:
+        api.create_branch(url.repo_id, branch=arguments.revision, exist_ok=True)
+    return url.repo_id
+
+
+def _write_card(folder: Path, name: str) -> None:
+    card = folder / "README.md"
+    if card.exists():
+        return
+    try:
+        card.write_text(card_text(facts_of_folder(folder, name.rpartition("/")[2])), encoding="utf-8")
+    except OSError as error:
+        raise HubError(f"{card}: cannot be written ({error.strerror}); put a model card there") from error
+
+
+def _upload(api: HfApi, folder: Path, name: str, arguments: Arguments) -> None:
+    # transformers takes a single file before an index: weights of an earlier push must go in the same commit.
+    new = {path.name for path in folder.iterdir()}
+    stale = [
+        path
+        for path in api.list_repo_files(name, revision=arguments.revision)
+        if path not in new and (is_weight_file(path) or is_weight_file(path, ADAPTER_WEIGHTS_NAME))
+    ]
+    api.upload_folder(
+        repo_id=name,
+        folder_path=folder,
+        revision=arguments.revision,
+        commit_message=arguments.commit_message,
+        ignore_patterns=list(LEFT_OUT),
+        delete_patterns=stale or None,
+    )
+
+
+def _patiently(subject: str, act: Callable[[], Result]) -> Result:
+    """Tries again where that may help. A commit that went through although its answer was lost is found unchanged."""
+    for attempt in range(1, NUM_ATTEMPTS):
+        try:
+            return act()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            print(f"{subject}: attempt {attempt} of {NUM_ATTEMPTS} failed, trying again", flush=True)
+            time.sleep(WAIT_SECONDS * attempt)
+    return act()

@@ -1,0 +1,143 @@
+"""`verify FOLDER`: is it whole, are its values numbers, is it what was saved, and does it load?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_zero.checkpoint import WeightFiles, check_pretrained
+from hf_zero.checkpoint.manifest import STATE_FOLDER
+from hf_zero.checkpoint.verify import Scans, check_checksums, check_finite, check_state, check_ties, scan_files
+from hf_zero.errors import CheckpointError, HfZeroError
+from hf_zero.recipes.loading import (
+    ADAPTER_WEIGHTS_NAME,
+    adapter_config,
+    attach,
+    is_adapter,
+    load_base,
+    load_model,
+    one_line,
+    quiet,
+    ties_of,
+)
+
+
+@dataclass
+class Arguments:
+    """What `verify` takes beside the folder."""
+
+    base_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "For an adapter: its base model, instead of the one that its config names."}
+    )
+
+
+def run(folder: str, arguments: Arguments) -> None:
+    """Prints one line per check.
+
+    Args:
+        folder (`str`): a model or a PEFT adapter, with optimizer state or without.
+        arguments ([`Arguments`]): as parsed.
+
+    Raises:
+        CheckpointError: the folder is no model folder, or some check failed: all of them have run by then.
+    """
+    inspection = Inspection(Path(folder).expanduser(), arguments.base_model_name_or_path)
+    checks = inspection.checks()
+    failed = [name for name, check in checks.items() if not _passes(folder, name, check)]
+    if failed:
+        raise CheckpointError(f"{folder}: {len(failed)} of {len(checks)} checks failed ({', '.join(failed)})")
+    print(f"{folder}: all {len(checks)} checks passed")
+
+
+def _passes(folder: str, name: str, check: Callable[[], str]) -> bool:
+    try:
+        with one_line(folder, f"the check of {name}"):  # a manifest may hold anything
+            print(f"ok     {name}: {check()}", flush=True)
+    except HfZeroError as error:
+        print(f"wrong  {name}: {' '.join(str(error).split())}", flush=True)
+        return False
+    return True
+
+
+class Inspection:
+    """The checks of one folder. Every file is read once, by the first check that needs it.
+
+    Args:
+        folder (`Path`): a model or an adapter.
+        base (`str`, *optional*): the adapter's base model.
+
+    Raises:
+        CheckpointError: no folder, no config, no weights, or weights that are no safetensors files.
+    """
+
+    def __init__(self, folder: Path, base: str | None = None):
+        self.folder = folder
+        self.base = base
+        self.is_adapter = is_adapter(folder)
+        check_pretrained(folder)
+        self.files = WeightFiles.read(folder, *([ADAPTER_WEIGHTS_NAME] if self.is_adapter else []))
+        self._weights: Scans | None = None  # until the first check that reads values
+        self._state: Scans = {}  # until the state is checked
+
+    def checks(self) -> dict[str, Callable[[], str]]:
+        """The checks that apply to this folder, in order; each returns what it found, or raises."""
+        checks = {"files": self.check_files, "values": self.check_values}
+        if (self.folder / STATE_FOLDER).is_dir():
+            checks["state"] = self.check_state
+        checks["checksums"] = self.check_checksums
+        if not self.is_adapter:
+            checks["ties"] = self.check_ties
+        checks["loads"] = self.check_adapter_loads if self.is_adapter else self.check_loads
+        return checks
+
+    def check_files(self) -> str:
+        nbytes = sum(layout.data_nbytes for layout in self.files.layouts.values())
+        listed = {tensor for layout in self.files.layouts.values() for tensor in layout.entries}
+        if strange := sorted(listed - set(self.files.file_of)):
+            raise CheckpointError(
+                f"{self.folder / self.files.index_name}: tensor {strange[0]!r} is in a file, and not in the index; "
+                "copy or download the folder again"
+            )
+        return f"{len(self.files.file_of)} tensors in {len(self.files.layouts)} files, {nbytes} bytes"
+
+    def check_values(self) -> str:
+        return f"all finite in {check_finite(self.folder, self._scanned())} tensors"
+
+    def check_state(self) -> str:
+        shapes = {name: self.files.entry(name).shape for name in self.files.file_of}
+        count = check_state(self.folder, shapes)
+        names = [f"{STATE_FOLDER}/{path.name}" for path in sorted((self.folder / STATE_FOLDER).glob("*.safetensors"))]
+        self._state = scan_files(self.folder, names)
+        check_finite(self.folder, self._state)
+        return f"complete and finite, {count} tensors in {len(names)} files"
+
+    def check_checksums(self) -> str:
+        count = check_checksums(self.folder, {**self._scanned(), **self._state})
+        return f"{count} tensors as they were saved" if count else "none were saved with this folder"
+
+    def check_ties(self) -> str:
+        count = check_ties(self.folder, self._scanned(), ties_of(self.folder))
+        return f"{count} tied tensors are stored twice, and agree" if count else "nothing is stored twice"
+
+    def check_loads(self) -> str:
+        model = load_model(self.folder)
+        self._check_tokenizer()
+        return f"{type(model).__name__}, nothing missing, unexpected or of another shape"
+
+    def check_adapter_loads(self) -> str:
+        adapter_config(self.folder)
+        model, source = load_base(self.folder, self.base)
+        adapted = attach(model, self.folder)
+        self._check_tokenizer()
+        return f"{adapted.active_peft_config.peft_type.value} on {type(model).__name__} of {source}"
+
+    def _check_tokenizer(self) -> None:
+        if (self.folder / "tokenizer_config.json").is_file():
+            from transformers import AutoTokenizer
+
+            with one_line(self.folder, "loading the tokenizer"), quiet():
+                AutoTokenizer.from_pretrained(self.folder)
+
+    def _scanned(self) -> Scans:
+        if self._weights is None:
+            self._weights = scan_files(self.folder, list(self.files.layouts))
+        return self._weights

@@ -1,0 +1,279 @@
+"""The model card: what a reader of a repository wants to know about the run that made it."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCardData
+from transformers import Trainer
+from transformers.modelcard import TrainingSummary
+
+from hf_zero.checkpoint import Manifest
+from hf_zero.errors import CheckpointError
+from hf_zero.planner import MemoryReport
+from hf_zero.trainer.adapters import is_adapter_model
+
+
+TAGS = ("hf_zero", "zero")
+MIB = 2**20
+MEMORY_CLASSES = (
+    ("parameters", "parameter_nbytes"),
+    ("gradients", "gradient_nbytes"),
+    ("optimizer state", "optimizer_nbytes"),
+    ("reused buffers", "buffer_nbytes"),
+)
+# What a log entry says of time and progress; everything else that begins with "eval_" is a metric.
+NO_METRICS = re.compile(r"eval_(runtime|.*_per_second|model_preparation_time)$")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known about a run. What is `None` or empty does not appear in the card.
+
+    Args:
+        model_name (`str`): the title.
+        base_model (`str`, *optional*): what was fine-tuned: a hub id, or a local name.
+        base_on_hub (`bool`): whether `base_model` is a hub id.
+        datasets (`tuple[str, ...]`): the data, as it is called.
+        dataset_ids (`tuple[str, ...]`): hub ids among them.
+        zero_stage (`int`, *optional*): 0 to 3.
+        num_ranks (`int`, *optional*): how many ranks trained.
+        precision (`str`, *optional*): such as "bf16 with fp32 masters".
+        train_seconds (`float`, *optional*): wall time of the training.
+        num_steps (`int`, *optional*): optimizer steps.
+        memory (`tuple[MemoryReport, ...]`): by rank.
+        metrics (`Mapping[str, float]`): the last evaluation, and the training loss.
+        hyperparameters (`Mapping[str, Any]`): by name.
+        versions (`Mapping[str, str]`): by package.
+        metadata (`Mapping[str, Any]`): further entries for the card's head: language, license, pipeline_tag.
+        tags (`tuple[str, ...]`): beyond our own.
+        library (`str`): which library loads the model.
+    """
+
+    model_name: str
+    base_model: str | None = None
+    base_on_hub: bool = True
+    datasets: tuple[str, ...] = ()
+    dataset_ids: tuple[str, ...] = ()
+    zero_stage: int | None = None
+    num_ranks: int | None = None
+    precision: str | None = None
+    train_seconds: float | None = None
+    num_steps: int | None = None
+    memory: tuple[MemoryReport, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    library: str = "transformers"
+
+
+def card_text(facts: RunFacts) -> str:
+    """Writes the card: YAML head and Markdown. Depends on nothing but its argument.
+
+    Args:
+        facts ([`RunFacts`]): of the run.
+    """
+    sections = [
+        f"---\n{_head(facts)}\n---\n\n# {facts.model_name}\n\n{_summary(facts)}",
+        _table("Results", "metric", facts.metrics),
+        _table("Training", "", _training_rows(facts)),
+        _memory_section(facts),
+        _table("Hyperparameters", "", facts.hyperparameters),
+        _table("Versions", "package", facts.versions),
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any) -> RunFacts:
+    """Collects the facts of a trainer, on rank 0. No collective.
+
+    Args:
+        trainer (`Trainer`): with `ZeroTrainerMixin`.
+        memory (`Iterable[MemoryReport]`): of all ranks; without it this rank's own.
+        given: what the caller of `create_model_card` says; it wins over what is found.
+    """
+    summary = TrainingSummary.from_trainer(trainer, **given)
+    history = trainer.state.log_history
+    base, on_hub = _base_of(trainer, summary)
+    task = summary.tasks if isinstance(summary.tasks, str) else None
+    return RunFacts(
+        model_name=summary.model_name or "model",
+        base_model=base,
+        base_on_hub=on_hub,
+        datasets=_listed(summary.dataset),
+        dataset_ids=_listed(summary.dataset_tags),
+        zero_stage=trainer.args.zero_stage,
+        num_ranks=trainer.args.world_size,
+        precision=_precision(trainer),
+        train_seconds=_last(history, "train_runtime"),
+        num_steps=trainer.state.global_step or None,
+        memory=tuple(memory) or (trainer.memory_report(),),
+        metrics=_metrics(history),
+        hyperparameters=summary.hyperparameters or {},
+        versions=_versions("peft" if is_adapter_model(trainer.model) else None),
+        metadata={"language": summary.language, "license": summary.license, "pipeline_tag": task},
+        tags=_listed(summary.tags),
+        library="peft" if is_adapter_model(trainer.model) else "transformers",
+    )
+
+
+def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
+    """Collects what a folder tells by its JSON files: configs, the manifest of its state, the trainer's state.
+
+    Args:
+        folder (`Path`): a model or an adapter; its newest checkpoint is asked too.
+        model_name (`str`): the title.
+    """
+    sources = (folder, *_checkpoints(folder))
+    config, adapter = _json(folder / "config.json"), _json(folder / "adapter_config.json")
+    state = next(filter(None, (_json(source / "trainer_state.json") for source in sources)), {})
+    manifest = next(filter(None, map(_manifest, sources)), None)
+    base = adapter.get("base_model_name_or_path")
+    history = state.get("log_history") or []
+    return RunFacts(
+        model_name=model_name,
+        base_model=base and (base if _is_hub_id(base) else Path(base).name),
+        base_on_hub=bool(base) and _is_hub_id(base),
+        zero_stage=manifest and manifest.stage,
+        num_ranks=manifest and manifest.num_ranks,
+        precision=manifest and _precision_of(manifest),
+        train_seconds=_last(history, "train_runtime"),
+        num_steps=state.get("global_step"),
+        metrics=_metrics(history),
+        versions={"hf_zero": _version("hf-zero"), "transformers": config.get("transformers_version", "")},
+        library="peft" if adapter else "transformers",
+    )
+
+
+def _head(facts: RunFacts) -> str:
+    stage = () if facts.zero_stage is None else (f"zero-stage-{facts.zero_stage}",)
+    return ModelCardData(
+        library_name=facts.library,
+        base_model=facts.base_model if facts.base_on_hub else None,
+        datasets=list(facts.dataset_ids) or None,
+        tags=list(dict.fromkeys((*facts.tags, *TAGS, *stage))),
+        **{key: value for key, value in facts.metadata.items() if value},
+    ).to_yaml()
+
+
+def _summary(facts: RunFacts) -> str:
+    how = "" if facts.zero_stage is None else f" with ZeRO stage {facts.zero_stage} by hf_zero"
+    what = f"This model was fine-tuned from `{facts.base_model}`" if facts.base_model else "This model was trained"
+    data = f" on {', '.join(facts.datasets)}" if facts.datasets else ""
+    return f"{what}{data}{how}."
+
+
+def _training_rows(facts: RunFacts) -> dict[str, Any]:
+    rows = {
+        "ZeRO stage": facts.zero_stage,
+        "ranks": facts.num_ranks,
+        "precision": facts.precision,
+        "optimizer steps": facts.num_steps,
+        "training time": None if facts.train_seconds is None else f"{facts.train_seconds:.1f} s",
+    }
+    return {name: value for name, value in rows.items() if value is not None}
+
+
+def _memory_section(facts: RunFacts) -> str:
+    """MiB by tensor class and rank, beside what plain data parallelism would hold."""
+    if not facts.memory:
+        return ""
+    ranks = [f"rank {rank}" for rank in range(len(facts.memory))]
+    lines = [_row("MiB per rank, measured", *ranks, "DDP"), _row("---", *["--:"] * (len(ranks) + 1))]
+    for title, name in MEMORY_CLASSES:
+        held = [getattr(report, name) for report in facts.memory]
+        ddp = getattr(facts.memory[0], f"ddp_{name}", 0)
+        lines.append(_row(title, *(f"{nbytes / MIB:.2f}" for nbytes in (*held, ddp))))
+    note = "What a rank holds between two steps, without activations."
+    return "## Memory\n\n" + "\n".join(lines) + f"\n\n{note}"
+
+
+def _table(title: str, what: str, rows: Mapping[str, Any]) -> str:
+    rows = {name: value for name, value in rows.items() if value not in (None, "")}
+    if not rows:
+        return ""
+    lines = [_row(what, "value" if what else ""), _row("---", "---")]
+    lines += [_row(name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in rows.items()]
+    return f"## {title}\n\n" + "\n".join(lines)
+
+
+def _row(*cells: Any) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _base_of(trainer: Trainer, summary: TrainingSummary) -> tuple[str | None, bool]:
+    name = summary.finetuned_from or getattr(trainer.model.config, "_name_or_path", "") or ""
+    if not name:
+        return None, False
+    return (name, True) if _is_hub_id(name) else (Path(name).name, False)
+
+
+def _is_hub_id(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
+
+
+def _precision(trainer: Trainer) -> str:
+    half = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
+    masters = {str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters() if p.requires_grad}
+    return f"{half} with fp32 masters" if half else ", ".join(sorted(masters))
+
+
+def _precision_of(manifest: Manifest) -> str:
+    return "weights in " + ", ".join(manifest.dtypes.get("weights", []))
+
+
+def _metrics(history: list[dict]) -> dict[str, float]:
+    """The numbers of the last evaluation, and the mean training loss."""
+    evaluation = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
+    metrics = {name: value for name, value in evaluation.items() if name.startswith("eval_")}
+    metrics = {name: value for name, value in metrics.items() if not NO_METRICS.match(name)}
+    loss = _last(history, "train_loss")
+    return {**metrics, **({} if loss is None else {"train_loss": loss})}
+
+
+def _last(history: list[dict], key: str) -> float | None:
+    return next((entry[key] for entry in reversed(history) if key in entry), None)
+
+
+def _versions(extra: str | None) -> dict[str, str]:
+    names = ("transformers", "accelerate", "datasets", *([extra] if extra else []))
+    return {"hf_zero": _version("hf-zero"), "torch": torch.__version__, **{name: _version(name) for name in names}}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _listed(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(map(str, value))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Newest first."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+
+
+def _json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # a card is no reason to refuse a folder
+    return content if isinstance(content, dict) else {}
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    try:
+        return Manifest.read(folder)
+    except CheckpointError:
+        return None

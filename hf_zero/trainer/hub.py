@@ -1,0 +1,208 @@
+"""Pushing to a hub from many ranks: one of them talks to it, and all learn how it went."""
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+)
+from huggingface_hub.utils import get_session
+from transformers import Trainer
+
+from hf_zero.checkpoint.agreement import gathered, together
+from hf_zero.comm import Comm, DistributedComm
+from hf_zero.engine import engine_of
+from hf_zero.errors import HfZeroError, HubError
+from hf_zero.trainer.card import card_text, facts_of
+from hf_zero.trainer.compat import check_overrides
+
+
+logger = logging.getLogger(__name__)
+
+OVERRIDES = ("init_hf_repo", "create_model_card", "push_to_hub", "_push_from_checkpoint", "_finish_current_push")
+TRANSIENT_STATUS = frozenset((429, 500, 502, 503, 504))
+_REMEDIES = {
+    401: "the token is missing or wrong; log in with `hf auth login`, or set HF_TOKEN to one with write permission",
+    403: "this token may not write there; use one that may, or another name",
+    404: "there is no such repository or revision, or this token may not see it; check the name",
+}
+
+
+@contextmanager
+def hub_errors(subject: str) -> Iterator[None]:
+    """Turns what the hub's client raises into one line.
+
+    Args:
+        subject (`str`): what was being done to what.
+
+    Raises:
+        `HubError`: saying what the hub answered, or that it did not, and what to do.
+    """
+    try:
+        yield
+    except HfZeroError:
+        raise
+    except Exception as error:
+        reason = hub_reason(error)
+        if reason is None:
+            raise
+        raise HubError(f"{subject}: {reason}") from error
+
+
+def hub_reason(error: BaseException) -> str | None:
+    """What a failure means in one line; `None` when it is none of the hub or the way to it."""
+    for cause in _causes(error):
+        if isinstance(cause, OfflineModeIsEnabled):
+            return "HF_HUB_OFFLINE is set; unset it"
+        if isinstance(cause, LocalTokenNotFoundError):
+            return _REMEDIES[401]
+        if isinstance(cause, HFValidationError):
+            return f"{_first_line(cause)}; give a name such as user/model"
+        if isinstance(cause, HfHubHTTPError):
+            status = cause.response.status_code
+            said = _first_line(getattr(cause, "server_message", None) or cause)
+            return f"{constants.ENDPOINT} answered {status} ({said}): {_REMEDIES.get(status, 'try again later')}"
+        if isinstance(cause, _transport().TransportError):
+            return (
+                f"{constants.ENDPOINT} cannot be reached or broke off ({type(cause).__name__}: {_first_line(cause)}); "
+                "check the network and HF_ENDPOINT, and try again"
+            )
+    return None
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether trying again may help: the connection failed, or the server had no time."""
+    for cause in _causes(error):
+        if isinstance(cause, HfHubHTTPError):
+            return cause.response.status_code in TRANSIENT_STATUS
+        if isinstance(cause, _transport().TransportError):
+            return True
+    return False
+
+
+class PushMixin:
+    """The part of `ZeroTrainerMixin` that pushes. All ranks call each of these methods."""
+
+    _memory_of_ranks: tuple = ()  # until the first push, from which the card has it
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Creates the repository from rank 0. All ranks get to know its name: they ask for it before each push."""
+
+        def create() -> None:
+            with hub_errors(f"creating {self.args.hub_model_id or os.path.basename(self.args.output_dir)}"):
+                super(PushMixin, self).init_hf_repo(token=token, private=private)
+
+        comm = self._ranks()
+        together(comm, "creating the repository", create)
+        self.hub_model_id = comm.broadcast_object(self.hub_model_id)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ):
+        """As `Trainer.push_to_hub`; the model is saved by all ranks, and uploaded by rank 0."""
+        subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
+        self._memory_of_ranks = tuple(gathered(self._ranks(), subject, self.memory_report))
+        # The other ranks do not wait for the upload: it may take longer than a collective may.
+        with hub_errors(f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"):
+            return super().push_to_hub(
+                commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
+            )
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Writes `README.md` into the output folder, from rank 0, with what the run took and how it was sharded."""
+        if not self.is_world_process_zero():
+            return
+        facts = facts_of(
+            self,
+            self._memory_of_ranks,
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )
+        with open(os.path.join(self.args.output_dir, "README.md"), "w", encoding="utf-8") as file:
+            file.write(card_text(facts))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Copies the weights and starts the upload on rank 0; the upload goes on in the background."""
+        subject = f"pushing {checkpoint_folder}"
+
+        def push() -> None:
+            with hub_errors(subject):
+                super(PushMixin, self)._push_from_checkpoint(checkpoint_folder)
+
+        together(self._ranks(), subject, push)
+
+    def _finish_current_push(self) -> None:
+        """Waits for uploads in the background. Trainer would not notice that one failed; a warning says so."""
+        super()._finish_current_push()
+        push = getattr(self, "push_in_progress", None)  # rank 0 has it, once there is a repository
+        for job in push.jobs if push is not None else ():
+            error = job.exception() if job.done() and not job.cancelled() else None
+            if error is not None:
+                logger.warning(
+                    "An upload during training failed: %s; call push_to_hub again.",
+                    hub_reason(error) or f"{type(error).__name__}: {_first_line(error)}",
+                )
+        if push is not None:
+            push.jobs = [job for job in push.jobs if not job.done()]
+
+    def _ranks(self) -> Comm:
+        engine = engine_of(self.model)
+        if engine is not None:
+            return engine.comm
+        if dist.is_available() and dist.is_initialized():
+            return DistributedComm(dist.group.WORLD, self.args.device, float(self.args.ddp_timeout))
+        return Comm(torch.device("cpu"), float(self.args.ddp_timeout))
+
+
+check_overrides(PushMixin, Trainer, OVERRIDES)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _transport():
+    """The HTTP library of the installed client: it has changed twice."""
+    return importlib.import_module(type(get_session()).__module__.split(".")[0])
+
+
+def _first_line(error: object) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].strip() if text else type(error).__name__

@@ -1,0 +1,296 @@
+"""`verify` says yes to what a run has left, and names what was done to it."""
+
+import dataclasses
+import json
+import shutil
+import zlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import hf_zero
+from hf_zero.checkpoint import Manifest
+from hf_zero.checkpoint import verify as room
+from hf_zero.errors import CheckpointError
+from hf_zero.recipes.cli import main
+from tests import models
+from tests.trainer.harness import Rows, make
+
+
+WEIGHTS = "model.safetensors"
+STATE = "zero/optimizer.safetensors"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tied language model and its optimizer state after a step, saved by one rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    engine = hf_zero.shard(model, stage=0)
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-3)
+    ids = torch.arange(8).view(1, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    hf_zero.save_pretrained(engine, folder)
+    hf_zero.save_state(engine, optimizer, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint, tmp_path / "model")
+
+
+@pytest.fixture
+def verified(folder, capsys):
+    """Runs `verify` on the folder; gives the exit code, the lines by check, and the last line of stderr."""
+
+    def call(*flags: str) -> tuple[int, dict[str, str], str]:
+        code = main(["verify", str(folder), *flags])
+        output = capsys.readouterr()
+        lines = [line for line in output.out.splitlines() if line.startswith(("ok ", "wrong "))]
+        assert output.err.count("\n") == (0 if code == 0 else 1), output.err
+        return code, {line.split()[1].rstrip(":"): line for line in lines}, output.err
+
+    return call
+
+
+@pytest.fixture
+def checksums(folder, monkeypatch):
+    """Writes checksums of all tensors into the manifest, whatever the version of its class knows of them."""
+    files = [WEIGHTS, *(f"zero/{path.name}" for path in (folder / "zero").glob("*.safetensors"))]
+    expected = {file: _crc32s(folder / file) for file in files}
+    path = folder / "zero" / "manifest.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, "checksums": expected}), encoding="utf-8")
+    read = Manifest.read
+
+    def reading(folder):
+        fields = {field.name: getattr(read(folder), field.name) for field in dataclasses.fields(Manifest)}
+        return SimpleNamespace(**{**fields, "checksums": json.loads(path.read_text(encoding="utf-8"))["checksums"]})
+
+    monkeypatch.setattr(Manifest, "read", reading)
+    return expected
+
+
+def _crc32s(path) -> dict[str, int]:
+    """Of whole tensors, by the library, beside what is tested."""
+    with safe_open(path, "pt") as file:
+        return {name: zlib.crc32(_bytes_of(file.get_tensor(name))) for name in file.keys()}
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _change(path, change) -> None:
+    """Rewrites a safetensors file after `change(tensors)`."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_checkpoint_passes_every_check(verified, checksums):
+    code, lines, _ = verified()
+    assert code == 0
+    assert list(lines) == ["files", "values", "state", "checksums", "ties", "loads"]
+    assert all(line.startswith("ok ") for line in lines.values())
+    assert f"{sum(map(len, checksums.values()))} tensors as they were saved" in lines["checksums"]
+    assert "LlamaForCausalLM" in lines["loads"]
+
+
+def test_a_folder_of_transformers_alone_passes(tiny_model, capsys):
+    assert main(["verify", str(tiny_model)]) == 0
+    output = capsys.readouterr().out
+    assert "none were saved with this folder" in output
+    assert "BertModel" in output
+
+
+def test_a_bit_that_has_flipped_is_found_in_its_tensor_and_file(verified, checksums, folder):
+    name = "model.layers.1.mlp.up_proj.weight"
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[room.FileLayout.read(folder / WEIGHTS).offsets[name] + 1] ^= 1  # a low bit of the mantissa
+    (folder / WEIGHTS).write_bytes(content)
+    code, lines, error = verified()
+    assert code == 1
+    assert [check for check, line in lines.items() if line.startswith("wrong")] == ["checksums"]
+    assert f"{WEIGHTS}: tensor {name!r} has checksum" in lines["checksums"]
+    assert "1 of 6 checks failed (checksums)" in error
+
+
+def test_a_changed_optimizer_state_is_found(verified, checksums, folder):
+    _change(folder / STATE, lambda tensors: tensors["model.norm.weight.exp_avg"].add_(1))
+    _, lines, _ = verified()
+    assert f"{STATE}: tensor 'model.norm.weight.exp_avg' has checksum" in lines["checksums"]
+
+
+def test_tensors_are_read_in_pieces(folder, monkeypatch):
+    whole = room.scan_file(folder / WEIGHTS)
+    assert {name: scan.crc32 for name, scan in whole.items()} == _crc32s(folder / WEIGHTS)
+    sizes = []
+    monkeypatch.setattr(room, "PIECE_NBYTES", 64)
+    monkeypatch.setattr(
+        room.zlib, "crc32", lambda piece, value=0, crc32=zlib.crc32: sizes.append(len(piece)) or crc32(piece, value)
+    )
+    assert room.scan_file(folder / WEIGHTS) == whole
+    assert max(sizes) == 64
+
+
+def test_checksums_of_files_elsewhere_are_not_followed(verified, checksums, folder):
+    path = folder / "zero" / "manifest.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, "checksums": {"../other.safetensors": {}}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is not in"):
+        room.check_checksums(folder)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_values_that_are_not_finite_are_counted(verified, folder, value):
+    def spoil(tensors):
+        tensors["model.norm.weight"][3:5] = float(value)
+
+    _change(folder / WEIGHTS, spoil)
+    code, lines, _ = verified()
+    assert code == 1
+    assert "model.norm.weight (2 of 16)" in lines["values"]
+
+
+def test_tied_tensors_stored_twice_have_to_agree(verified, folder):
+    def store_twice(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    _change(folder / WEIGHTS, store_twice)
+    assert "1 tied tensors are stored twice, and agree" in verified()[1]["ties"]
+    _change(folder / WEIGHTS, lambda tensors: tensors["lm_head.weight"].add_(1))
+    code, lines, _ = verified()
+    assert code == 1
+    assert "lm_head.weight and model.embed_tokens.weight are tied" in lines["ties"]
+
+
+def _drop(tensors):
+    del tensors["model.norm.weight"]
+
+
+def _add(tensors):
+    tensors["model.extra.weight"] = torch.ones(2)
+
+
+def _resize(tensors):
+    tensors["model.norm.weight"] = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop, "1 missing (model.norm.weight)"),
+        (_add, "1 unexpected (model.extra.weight)"),
+        (_resize, "1 of another shape (model.norm.weight [4] for [16])"),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_named(verified, folder, change, message):
+    shutil.rmtree(folder / "zero")
+    _change(folder / WEIGHTS, change)
+    code, lines, _ = verified()
+    assert code == 1
+    assert message in lines["loads"]
+
+
+def test_state_that_lacks_a_tensor_is_incomplete(verified, folder):
+    def drop(tensors):
+        del tensors["model.norm.weight.exp_avg_sq"]
+
+    _change(folder / STATE, drop)
+    path = folder / "zero" / "manifest.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["files"]["optimizer.safetensors"] = (folder / STATE).stat().st_size
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert "model.norm.weight has no exp_avg_sq" in verified()[1]["state"]
+
+
+def test_state_without_its_manifest_is_incomplete(verified, folder):
+    (folder / "zero" / "manifest.json").unlink()
+    code, lines, _ = verified()
+    assert code == 1
+    assert "holds no complete optimizer state" in lines["state"]
+
+
+def test_a_manifest_that_makes_no_sense_is_told_in_one_line(verified, folder):
+    path = folder / "zero" / "manifest.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, "groups": [{}]}), encoding="utf-8")
+    code, lines, _ = verified()
+    assert code == 1
+    assert "the check of state failed (KeyError: 'param_names')" in lines["state"]
+
+
+def test_a_state_file_that_is_missing_is_named(verified, folder):
+    (folder / STATE).unlink()
+    assert "optimizer.safetensors: cannot be read" in verified()[1]["state"]
+
+
+def test_a_truncated_file_stops_everything_with_one_line(verified, folder):
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-7])
+    code, lines, error = verified()
+    assert (code, lines) == (1, {})
+    assert f"{len(content) - 7} bytes, its header describes {len(content)}" in error
+
+
+def test_a_config_that_is_no_config_is_told_in_one_line(verified, folder):
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    code, lines, _ = verified()
+    assert code == 1
+    assert lines["loads"].startswith("wrong")
+
+
+def test_a_folder_that_is_not_there_is_one_line(capsys):
+    assert main(["verify", "./nowhere"]) == 1
+    assert capsys.readouterr().err == ("hf_zero.recipes: nowhere: does not exist; give the folder of a saved model\n")
+
+
+def test_help_lists_the_keys(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", "--help"])
+    assert caught.value.code == 0
+    assert "--base_model_name_or_path" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [([], "required: folder"), (["a", "--base_modl=b"], "did you mean --base_model_name_or_path?")],
+)
+def test_a_command_line_that_cannot_work_is_exit_code_2(capsys, argv, message):
+    assert main(["verify", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_checkpoints_of_a_trainer_pass(tmp_path, capsys, adapted):
+    model = models.build("llama")
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model.save_pretrained(tmp_path / "base")
+        model = type(model).from_pretrained(tmp_path / "base")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    settings = {"bf16": True, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    make(3, tmp_path / "out", model, Rows("llama"), **settings).train()
+    capsys.readouterr()
+    code = main(["verify", str(tmp_path / "out" / "checkpoint-2")])
+    output = capsys.readouterr().out
+    assert code == 0, output
+    assert "state: complete and finite" in output

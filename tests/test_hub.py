@@ -1,0 +1,194 @@
+"""Pushing and loading through the real client, against a hub on loopback."""
+
+import shutil
+import urllib.request
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.hub_client import HubClient
+from tests.hub_server import HubServer
+
+
+TOKEN = "hf_alice"
+NAME = "alice/model"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with HubServer({TOKEN: "alice", "hf_bob": "bob"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server, tmp_path_factory):
+    client = HubClient(server.url, tmp_path_factory.mktemp("home"))
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def hub(server):
+    """The server, without what earlier tests have left there."""
+    server.clear()
+    return server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small language model in several files, and what a run leaves beside it."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("run") / "model"
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+    model.save_pretrained(folder, max_shard_size="12KB")
+    for name in ("zero/state.json", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "_notes.txt", ".hidden"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"state of a run")
+    (folder / "trainer_state.json").write_text(
+        '{"global_step": 7, "log_history": [{"eval_loss": 1.25}, {"train_runtime": 3.5, "train_loss": 2.0}]}',
+        encoding="utf-8",
+    )
+    return folder
+
+
+@pytest.fixture
+def push(hub, client, folder):
+    """Runs `recipes push`; gives the exit code and what it said: one line when it failed."""
+
+    def call(*flags: str, source=folder, token: str = TOKEN, endpoint: str | None = None) -> tuple[int, str]:
+        argv = ("push", str(source), f"--hub_model_id={NAME}", f"--token={token}", *flags)
+        answer = client.call("recipes", *argv, endpoint=endpoint)
+        assert answer["err"].count("\n") == (0 if answer["code"] == 0 else 1), answer["err"]
+        return answer["code"], answer["err"] or answer["out"]
+
+    return call
+
+
+@pytest.fixture
+def assert_same(hub, client, folder, tmp_path):
+    def call(revision: str = "main") -> None:
+        answer = client.call("differences", str(folder), NAME, revision, str(tmp_path / "cache"), "")
+        assert answer == {"tensors": 21, "different": []}
+
+    return call
+
+
+def assert_weights_are_there(hub: HubServer, folder) -> None:
+    files = hub.repos[NAME].files()
+    paths = sorted(folder.glob("*.safetensors"))
+    assert len(paths) == 3
+    for path in paths:
+        assert files[path.name].content == path.read_bytes()
+
+
+def test_what_is_pushed_is_what_from_pretrained_gets(hub, push, folder, assert_same):
+    assert push() == (0, f"{hub.url}/{NAME}\n")
+    files = hub.repos[NAME].files()
+    described = {"config.json", "generation_config.json", "README.md", "trainer_state.json"}
+    assert set(files) == {path.name for path in folder.glob("model*")} | described
+    assert_weights_are_there(hub, folder)
+    assert hub.count("PUT", "/part/") >= 6  # three files of 10 kB and more, in parts of 4 kB
+    assert not hub.repos[NAME].private
+    card = files["README.md"].content.decode()
+    assert "- hf_zero" in card and "| optimizer steps | 7 |" in card and "| eval_loss | 1.25 |" in card
+    assert_same()
+
+
+def test_what_has_not_changed_is_not_sent_again(hub, push):
+    assert push()[0] == 0
+    num_uploads, messages = hub.count("PUT", "."), list(hub.repos[NAME].messages)
+    assert push()[0] == 0
+    assert hub.count("PUT", ".") == num_uploads
+    assert hub.repos[NAME].messages == messages
+
+
+def test_a_second_push_leaves_no_weights_of_the_first(hub, push, assert_same):
+    assert push()[0] == 0
+    repo = hub.repos[NAME]
+    some = next(blob for name, blob in repo.files().items() if name.endswith(".safetensors"))
+    repo.commit("main", {**repo.files(), "model.safetensors": some}, "an older model in a single file")
+    assert push("--commit_message=again")[0] == 0
+    assert "model.safetensors" not in repo.files()
+    assert repo.messages[-1] == "again"
+    assert_same()
+
+
+def test_a_private_repository_and_a_branch_are_made(hub, push):
+    assert push("--private", "--revision=trial") == (0, f"{hub.url}/{NAME}/tree/trial\n")
+    repo = hub.repos[NAME]
+    assert repo.private
+    assert not repo.files("main")
+    assert "config.json" in repo.files("trial")
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [("hf_mallory", "answered 401"), ("hf_bob", "answered 403")],
+)
+def test_a_token_that_is_wrong_is_one_line(hub, push, token, message):
+    code, said = push(token=token)
+    assert code == 1
+    assert message in said
+    assert "token" in said
+    assert not hub.repos
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
+def test_a_hub_that_is_not_there_is_one_line(push, endpoint):
+    code, said = push(endpoint=endpoint)
+    assert code == 1
+    assert f"{endpoint} cannot be reached" in said
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "a..b", ""])
+def test_a_name_that_cannot_be_is_one_line(hub, push, name):
+    code, said = push(f"--hub_model_id={name}")
+    assert code == (1 if name else 2)
+    assert "user/" in said
+    assert not hub.repos
+
+
+@pytest.mark.parametrize("kind", ["create", "upload", "commit"])
+def test_a_connection_that_breaks_is_tried_again(hub, push, folder, kind):
+    hub.drops[kind] = 2
+    assert push()[0] == 0
+    assert hub.drops[kind] == 0
+    assert_weights_are_there(hub, folder)
+
+
+@pytest.mark.parametrize("kind", ["create", "batch", "commit"])
+def test_a_server_that_has_no_time_is_asked_again(hub, push, folder, kind):
+    hub.refusals[kind] = 1
+    assert push()[0] == 0
+    assert hub.refusals[kind] == 0
+    assert_weights_are_there(hub, folder)
+
+
+def test_a_connection_that_always_breaks_is_one_line(hub, push):
+    hub.drops["create"] = 100
+    code, said = push()
+    assert code == 1
+    assert "cannot be reached or broke off" in said
+    assert hub.drops["create"] == 97  # three attempts
+
+
+def test_a_folder_that_is_not_whole_is_not_pushed(hub, push, folder, tmp_path):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    path = next(broken.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    code, said = push(source=broken)
+    assert code == 1
+    assert "truncated" in said
+    assert not hub.requests
+
+
+def test_the_server_serves_ranges(hub, push, folder):
+    assert push()[0] == 0
+    path = next(folder.glob("*.safetensors"))
+    request = urllib.request.Request(f"{hub.url}/{NAME}/resolve/main/{path.name}", headers={"Range": "bytes=8-"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=10) as answer:
+        assert answer.status == 206
+        assert answer.read() == path.read_bytes()[8:]

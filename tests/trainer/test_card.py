@@ -1,0 +1,122 @@
+"""The card says what is known, nothing else, and is one that a hub accepts."""
+
+import json
+
+import yaml
+
+from hf_zero.planner import MemoryReport
+from hf_zero.trainer.card import RunFacts, card_text, facts_of, facts_of_folder
+from tests import models
+from tests.trainer.harness import Rows, make
+
+
+FACTS = RunFacts(
+    model_name="tiny",
+    base_model="someone/encoder",
+    datasets=("docstrings",),
+    dataset_ids=("someone/docstrings",),
+    zero_stage=3,
+    num_ranks=2,
+    precision="bf16 with fp32 masters",
+    train_seconds=61.25,
+    num_steps=40,
+    memory=(MemoryReport(2**20, 0, 2**21, 2**19, 2**21, 2**21, 2**22), MemoryReport(2**20, 0, 2**21, 0, 1, 1, 1)),
+    metrics={"eval_accuracy": 0.85342},
+    hyperparameters={"learning_rate": 2e-5, "optimizer": "adamw | betas\n(0.9, 0.999)"},
+    versions={"hf_zero": "0.1.0"},
+    metadata={"language": "en", "license": None},
+    tags=("mine",),
+)
+
+
+def head_of(card: str) -> dict:
+    assert card.startswith("---\n")
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def test_the_head_is_what_a_hub_reads():
+    assert head_of(card_text(FACTS)) == {
+        "library_name": "transformers",
+        "base_model": "someone/encoder",
+        "datasets": ["someone/docstrings"],
+        "language": "en",
+        "tags": ["mine", "hf_zero", "zero", "zero-stage-3"],
+    }
+
+
+def test_the_text_has_every_fact():
+    text = card_text(FACTS)
+    for line in (
+        "# tiny",
+        "This model was fine-tuned from `someone/encoder` on docstrings with ZeRO stage 3 by hf_zero.",
+        "| ZeRO stage | 3 |",
+        "| ranks | 2 |",
+        "| precision | bf16 with fp32 masters |",
+        "| training time | 61.2 s |",
+        "| eval_accuracy | 0.8534 |",
+        "| MiB per rank, measured | rank 0 | rank 1 | DDP |",
+        "| optimizer state | 2.00 | 2.00 | 4.00 |",
+        "| learning_rate | 2e-05 |",
+        "| optimizer | adamw \\| betas (0.9, 0.999) |",
+        "| hf_zero | 0.1.0 |",
+    ):
+        assert line in text.splitlines()
+
+
+def test_what_is_not_known_is_not_said():
+    text = card_text(RunFacts(model_name="tiny"))
+    assert head_of(text) == {"library_name": "transformers", "tags": ["hf_zero", "zero"]}
+    assert text.split("---\n")[2] == "\n# tiny\n\nThis model was trained.\n"
+
+
+def test_a_base_that_is_not_on_a_hub_is_named_in_the_text_only():
+    text = card_text(RunFacts(model_name="tiny", base_model="local", base_on_hub=False))
+    assert "base_model" not in head_of(text)
+    assert "fine-tuned from `local`." in text
+
+
+def test_a_trainer_tells_what_it_has_done(tmp_path):
+    model = models.build("bert")
+    model.config._name_or_path = str(tmp_path)
+    trainer = make(2, tmp_path / "out", model, Rows("bert"), parts={"eval_dataset": Rows("bert", 4)})
+    trainer.train()
+    trainer.evaluate()
+    facts = facts_of(trainer, model_name="mine", tags="extra")
+    assert (facts.model_name, facts.zero_stage, facts.num_ranks, facts.num_steps) == ("mine", 2, 1, 4)
+    assert (facts.base_model, facts.base_on_hub) == (tmp_path.name, False)  # no path of this machine
+    assert facts.metrics.keys() == {"eval_loss", "train_loss"}
+    assert facts.train_seconds > 0
+    assert facts.memory == (trainer.memory_report(),)
+    assert set(facts.tags) == {"extra", "generated_from_trainer"}
+    trainer.create_model_card()
+    assert "zero-stage-2" in head_of((tmp_path / "out" / "README.md").read_text(encoding="utf-8"))["tags"]
+
+
+def test_a_folder_tells_what_its_files_have(tmp_path):
+    checkpoint = tmp_path / "checkpoint-10" / "zero"
+    checkpoint.mkdir(parents=True)
+    manifest = {"stage": 1, "num_ranks": 4, "files": {}, "dtypes": {"weights": ["bfloat16"]}, "groups": []}
+    (checkpoint / "manifest.json").write_text(
+        json.dumps({**manifest, "scalars": {}, "extra": {}, "checksums": {}, "format_version": 1}), encoding="utf-8"
+    )
+    state = {"global_step": 10, "log_history": [{"eval_loss": 0.5, "eval_runtime": 2.0, "epoch": 1.0}]}
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"transformers_version": "5.23.0"}', encoding="utf-8")
+    facts = facts_of_folder(tmp_path, "tiny")
+    assert (facts.zero_stage, facts.num_ranks, facts.precision) == (1, 4, "weights in bfloat16")
+    assert (facts.num_steps, dict(facts.metrics)) == (10, {"eval_loss": 0.5})
+    assert facts.versions["transformers"] == "5.23.0"
+
+
+def test_a_folder_with_damaged_files_has_a_card_all_the_same(tmp_path):
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    (tmp_path / "trainer_state.json").write_text("{", encoding="utf-8")
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "manifest.json").write_text("{", encoding="utf-8")
+    assert "# tiny" in card_text(facts_of_folder(tmp_path, "tiny"))
+
+
+def test_an_adapter_names_its_base_and_its_library(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}', encoding="utf-8")
+    head = head_of(card_text(facts_of_folder(tmp_path, "tiny")))
+    assert (head["base_model"], head["library_name"]) == ("a/b", "peft")

@@ -1,0 +1,139 @@
+"""A run on two ranks that pushes: every strategy leaves a repository that loads, and no rank waits for ever."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.distributed import free_port
+from tests.hub_client import HubClient, environment, kill
+from tests.hub_server import HubServer
+
+
+TOKEN = "hf_alice"
+STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
+TIMEOUT = 240  # seconds for both ranks, most of them to import transformers
+
+
+@pytest.fixture(scope="module")
+def server():
+    with HubServer({TOKEN: "alice"}, chunk_nbytes=2**16) as server:
+        yield server
+
+
+def run_two_ranks(server, folder, token: str, *strategies: str) -> list[tuple[int, str, str]]:
+    """Exit code, output and messages of each rank. Both are killed when they take too long."""
+    env = environment(server.url, folder / "home")
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "tests.trainer.hub_ranks", str(folder), token, *strategies]
+    ranks, outputs = [], []
+    for rank in ("0", "1"):
+        files = [(folder / f"rank{rank}.{kind}").open("w+", encoding="utf-8") for kind in ("out", "err")]
+        outputs.append(files)
+        own = {**env, "RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(subprocess.Popen(command, env=own, stdout=files[0], stderr=files[1], start_new_session=True))
+    deadline = time.monotonic() + TIMEOUT
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    late = [rank.poll() is None for rank in ranks]
+    for rank in ranks:
+        kill(rank)
+    said = []
+    for out, err in outputs:
+        said.append(tuple(file.seek(0) or file.read() for file in (out, err)))
+        out.close(), err.close()
+    assert not any(late), f"ranks that did not end: {late}\n{said}"
+    return [(rank.returncode, *texts) for rank, texts in zip(ranks, said)]
+
+
+@pytest.fixture(scope="module")
+def pushed(server, tmp_path_factory):
+    """The folder of a run with every strategy, one after the other."""
+    folder = tmp_path_factory.mktemp("pushed")
+    for code, out, err in run_two_ranks(server, folder, TOKEN, *STRATEGIES):
+        assert code == 0, out + err
+        assert out.splitlines()[-4:] == [f"pushed alice/{strategy}" for strategy in STRATEGIES]
+        assert "upload during training failed" not in err
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(server, tmp_path_factory):
+    client = HubClient(server.url, tmp_path_factory.mktemp("home"))
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def assert_same(client, tmp_path):
+    def call(near, far: str, subfolder: str = "") -> None:
+        answer = client.call("differences", str(near), far, "main", str(tmp_path / f"cache{subfolder}"), subfolder)
+        assert answer["tensors"] > 10
+        assert not answer["different"]
+
+    return call
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_weights_of_the_last_step_are_there(pushed, server, assert_same, strategy):
+    assert_same(pushed / strategy, f"alice/{strategy}")
+    messages = server.repos[f"alice/{strategy}"].messages
+    assert messages[-1] == "End of training"
+    in_progress = [message for message in messages if message.startswith("Training in progress")]
+    assert bool(in_progress) == (strategy != "end")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_card_says_how_it_was_trained(pushed, server, strategy):
+    card = server.repos[f"alice/{strategy}"].files()["README.md"].content.decode()
+    head, text = card.split("\n---\n", 1)
+    assert {"- hf_zero", "- zero", "- zero-stage-3", "- generated_from_trainer"} <= set(head.splitlines())
+    for row in ("| ZeRO stage | 3 |", "| ranks | 2 |", "| precision | float32 |", "| optimizer steps | 4 |"):
+        assert row in text
+    assert "| MiB per rank, measured | rank 0 | rank 1 | DDP |" in text
+    assert "| eval_loss | " in text and "| training time | " in text
+    assert all(f"| {name} | " in text for name in ("hf_zero", "transformers", "torch", "datasets"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "folders"),
+    [("checkpoint", ["last-checkpoint"]), ("all_checkpoints", ["checkpoint-2", "checkpoint-4"])],
+)
+def test_checkpoints_are_pushed_with_their_state(pushed, server, assert_same, strategy, folders):
+    files = server.repos[f"alice/{strategy}"].files()
+    assert sorted({name.split("/")[0] for name in files if "checkpoint" in name}) == folders
+    for folder in folders:
+        assert {f"{folder}/zero/manifest.json", f"{folder}/zero/optimizer.safetensors"} <= set(files)
+    local = pushed / strategy / ("checkpoint-4" if strategy == "checkpoint" else folders[0])
+    assert files[f"{folders[0]}/model.safetensors"].content == (local / "model.safetensors").read_bytes()
+    assert_same(local, f"alice/{strategy}", folders[0])
+
+
+def test_a_checkpoint_of_two_ranks_is_verified(pushed, client):
+    answer = client.call("recipes", "verify", str(pushed / "end" / "checkpoint-4"))
+    assert answer["code"] == 0, answer
+    assert "state: complete and finite" in answer["out"]
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_checkpoints_stay_here_otherwise(pushed, server, strategy):
+    files = server.repos[f"alice/{strategy}"].files()
+    assert not [name for name in files if "checkpoint" in name or name.startswith("zero/")]
+
+
+def test_a_wrong_token_ends_both_ranks_with_one_line(server, tmp_path):
+    (code, out, _), (other_code, other_out, _) = run_two_ranks(server, tmp_path, "hf_mallory", "end")
+    assert (code, other_code) == (1, 1)
+    assert out.startswith("HubError: creating alice/end: ") and "answered 401" in out
+    assert "rank 0 failed: HubError" in other_out
+    assert out.count("\n") == other_out.count("\n") == 1
+
+
+def test_uploads_that_fail_on_the_way_are_told_and_the_last_one_counts(server, tmp_path, assert_same):
+    server.clear()
+    server.drops["commit"] = 2  # the client does not try a commit again; Trainer does not look
+    (code, out, err), (other_code, other_out, _) = run_two_ranks(server, tmp_path, TOKEN, "every_save")
+    assert (code, other_code) == (0, 0), out + err
+    assert "An upload during training failed" in err
+    assert_same(tmp_path / "every_save", "alice/every_save")
