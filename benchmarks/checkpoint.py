@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.checkpoint_names import SAVING_MODES, why_left_out
@@ -41,14 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for dtype in ("fp32", "bf16") if options.dtype == "both" else (options.dtype,):
         with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=options.folder) as folder:
-            raw = Measurement(_workload(options, dtype), options, Path(folder)).run(modes)
-        summary = summarize(raw)
-        report["results"][dtype] = {"raw": raw, "summary": summary}
-        print_report(dtype, raw, summary, options)
+            raw: dict[str, dict] = {}
+            for _ in Measurement(_workload(options, dtype), options, Path(folder), raw).run(modes):
+                # After each round, so that a run that is broken off keeps what it has.
+                report["results"][dtype] = {"raw": raw, "summary": summarize(raw)}
+                if options.json:
+                    options.json.write_text(json.dumps(report, indent=1) + "\n")
+        print_report(dtype, raw, report["results"][dtype]["summary"], options)
         failed = failed or any(entry["error"] or entry["load_errors"] for entry in raw.values())
-        if options.json:
-            # After each dtype, so that a run that is broken off keeps what it has.
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if failed else 0
 
 
@@ -102,13 +103,16 @@ def _present_modes(names: list[str]) -> list[str]:
 class Measurement:
     """All modes of one dtype, in fresh ranks each time, under one folder."""
 
-    def __init__(self, workload: Workload, options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, workload: Workload, options: argparse.Namespace, folder: Path, raw: dict) -> None:
         self.workload, self.options, self.folder = workload, options, folder
-        self.raw: dict[str, dict] = {}
+        self.raw = raw
 
-    def run(self, modes: list[str]) -> dict[str, dict]:
-        """Memory once, then round by round: each mode saves, loads what it saved, and its files are removed."""
-        self.raw = {name: {"error": None, "load_errors": {}, "memory": None, "rounds": []} for name in modes}
+    def run(self, modes: list[str]) -> Iterator[int]:
+        """Memory once, then round by round: each mode saves, loads what it saved, and its files are removed.
+
+        Yields after each round; `raw` has, per mode, what was measured so far.
+        """
+        self.raw |= {name: {"error": None, "load_errors": {}, "memory": None, "rounds": []} for name in modes}
         for name in modes:
             with self._folder_of(name) as folder:
                 self.raw[name]["memory"] = self._ranks(name, "count_save", folder)
@@ -116,7 +120,7 @@ class Measurement:
             for name in rotated(modes, number):
                 with self._folder_of(name) as folder:
                     self._round(name, Path(folder), check=number == 0)
-        return self.raw
+            yield number
 
     def _round(self, name: str, folder: Path, *, check: bool) -> None:
         saves = self._ranks(name, "time_saves", folder)

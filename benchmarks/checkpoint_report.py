@@ -82,7 +82,7 @@ def _extra(ranks: list[dict], part: str) -> dict[str, float | None]:
         "tensors_kept": max(span["end_nbytes"] - span["start_nbytes"] for span in spans) if known else None,
         "owned": max(rank[part]["owned_nbytes"] for rank in ranks),
         "resident": max(rank[part]["resident_nbytes"] for rank in ranks),
-        "resident_kept": max(rank[part].get("resident_kept_nbytes", 0) for rank in ranks),
+        "owned_kept": max(rank[part]["owned_kept_nbytes"] for rank in ranks),
     }
 
 
@@ -217,22 +217,12 @@ def times_table(modes: dict[str, dict]) -> str:
 
 def bytes_table(modes: dict[str, dict]) -> str:
     """MiB; memory of the rank that takes most above its state at rest, files of all ranks."""
-    header = [
-        "save, MiB",
-        "tensors",
-        "kept",
-        "private + shared",
-        "resident",
-        "kept",
-        "conversion",
-        "written",
-        "dirtied",
-    ]
-    header += ["checkpoint", "model"]
+    header = ["save, MiB", "tensors", "kept", "private + shared", "kept", "resident", "conversion"]
+    header += ["written", "dirtied", "checkpoint", "model"]
     rows = []
     for name, summary in modes.items():
         extra, conversion = summary["extra"], summary["extra_of_conversion"]["owned"]
-        keys = ("tensors", "tensors_kept", "owned", "resident", "resident_kept")
+        keys = ("tensors", "tensors_kept", "owned", "owned_kept", "resident")
         sizes = ("written_nbytes", "dirtied_nbytes", "folder_nbytes", "pretrained_nbytes")
         converts = summary["seconds"]["conversion"] is not None
         memory = [*(_mib(extra[key]) for key in keys), _mib(conversion if converts else None)]

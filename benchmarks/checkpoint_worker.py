@@ -161,16 +161,14 @@ def _count(spec: dict, rank: int, meter: TensorMeter | None) -> dict:
         saver.save("first")
         saver.remove("first")
         saver.save("second")
-    trim_heap()
     mark("end")
-    kept = counters.resident_nbytes() - memory.resident_before
     with ProcessMemory() as converting:
         if saver.checkpoint.converts:
             saver.convert(saver.folder("second"), Marks(saver.folder("second")))
     mark("converted")
     saver.remove("second")
     saver.checkpoint.close()
-    return {"save": memory.to_dict() | {"resident_kept_nbytes": kept}, "convert": converting.to_dict()}
+    return {"save": memory.to_dict(), "convert": converting.to_dict()}
 
 
 def load(spec: dict, rank: int) -> dict:
