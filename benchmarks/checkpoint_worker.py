@@ -232,10 +232,6 @@ def _warm_transformers(spec: dict, rank: int) -> Workload:
 def _warm_imports(spec: dict, rank: int) -> None:
     """A tiny model goes through `from_pretrained` and the mode beforehand: what is imported once is not the load."""
     small = _warm_transformers(spec, rank)
-    if SAVING_MODES[spec["mode"]].package:
-        # Nothing of it is built beforehand, its settings are global; but this compiles or loads its operators.
-        importlib.import_module(SAVING_MODES[spec["mode"]].package).init_distributed(dist_backend="gloo")
-        return
     Stepper.build(SAVING_MODES[spec["mode"]].training, small, rank).run(1)
 
 
