@@ -114,16 +114,16 @@ def measure(modes: list[str], workload: Workload, options: argparse.Namespace) -
     for name in modes:
         _attempt(raw, name, "count_bytes", workload, options)
     for number in range(options.rounds):
-        for name in _order(modes, number):
+        for name in rotated(modes, number):
             _attempt(raw, name, "time_steps", workload, options)
     return raw
 
 
-def _order(modes: list[str], number: int) -> list[str]:
+def rotated(modes: list[str], number: int) -> list[str]:
     """Each round starts with another mode, every second one runs backwards: no mode always follows the same one."""
     shift = number % max(len(modes), 1)
-    rotated = modes[shift:] + modes[:shift]
-    return rotated[::-1] if number % 2 else rotated
+    order = modes[shift:] + modes[:shift]
+    return order[::-1] if number % 2 else order
 
 
 def _attempt(raw: dict, name: str, task: str, workload: Workload, options: argparse.Namespace) -> None:

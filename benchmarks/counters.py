@@ -33,6 +33,15 @@ def reset_resident_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def resident_nbytes() -> int:
+    return _field("/proc/self/status", "VmRSS:") * 1024
+
+
+def dirtied_nbytes() -> int:
+    """Bytes this process caused to go to storage (`write_bytes` of /proc/self/io); sockets do not count."""
+    return _field("/proc/self/io", "write_bytes:")
+
+
 def shared_nbytes() -> int:
     """This process's share of mapped shared memory: a page that two ranks map counts half for each."""
     return _field("/proc/self/smaps_rollup", "Pss_Shmem:") * 1024

@@ -83,7 +83,7 @@ def profile_rank(spec: dict, rank: int) -> dict:
 
     from benchmarks.worker import Stepper
 
-    stepper = Stepper(spec["mode"], Workload(**spec["workload"]), rank)
+    stepper = Stepper.build(spec["mode"], Workload(**spec["workload"]), rank)
     stepper.run(2)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         stepper.run(1)  # the profiler's own warm-up

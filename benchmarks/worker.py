@@ -16,11 +16,15 @@ from benchmarks.workload import Workload
 class Stepper:
     """Runs the steps of one mode and keeps losses and the seconds of each phase."""
 
-    def __init__(self, name: str, workload: Workload, rank: int) -> None:
-        self.workload, self.rank = workload, rank
-        self.mode: Plain = build_mode(name, workload.build_model(), workload)
+    def __init__(self, mode: Plain, rank: int, *, first_step: int = 0) -> None:
+        self.mode, self.workload, self.rank = mode, mode.workload, rank
+        self.first_step = first_step  # of the job: which data come first
         self.losses: list[float] = []
         self.phases: list[dict[str, float]] = []
+
+    @classmethod
+    def build(cls, name: str, workload: Workload, rank: int) -> Stepper:
+        return cls(build_mode(name, workload.build_model(), workload), rank)
 
     def run(self, steps: int) -> list[float]:
         """Seconds of each step, from the end of the one before: work that a mode leaves to the next step is in it."""
@@ -33,7 +37,7 @@ class Stepper:
         return seconds
 
     def step(self) -> None:
-        batches = self.workload.micro_batches(self.rank, len(self.losses))
+        batches = self.workload.micro_batches(self.rank, self.first_step + len(self.losses))
         phase = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         total = 0.0
         for index, batch in enumerate(batches):
@@ -57,7 +61,7 @@ class Stepper:
 def time_steps(spec: dict, rank: int) -> dict:
     """The timed pass: warm-up, then the steps that count, with nothing else switched on."""
     begin = time.perf_counter()
-    stepper = Stepper(spec["mode"], Workload(**spec["workload"]), rank)
+    stepper = Stepper.build(spec["mode"], Workload(**spec["workload"]), rank)
     build_seconds = time.perf_counter() - begin
     stepper.run(spec["warmup"])
     build_peak = counters.resident_peak_nbytes()
@@ -87,7 +91,7 @@ def count_bytes(spec: dict, rank: int) -> dict:
     with contextlib.ExitStack() as stack:
         if meter:
             stack.callback(meter.stop)
-        stepper = Stepper(spec["mode"], Workload(**spec["workload"]), rank)
+        stepper = Stepper.build(spec["mode"], Workload(**spec["workload"]), rank)
         stepper.run(spec["warmup"])
         if meter:
             _metered_step(stepper, meter)

@@ -1,0 +1,43 @@
+"""The only place of `benchmarks.checkpoint` that calls hf_zero's checkpoints: a change of theirs ends here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import hf_zero
+import hf_zero.checkpoint
+
+
+class Handle(Protocol):
+    """A save that may still be going on."""
+
+    def wait(self) -> Any:
+        """Returns when the checkpoint is complete; on every rank, and raises what went wrong meanwhile."""
+
+
+def save_weights(engine, folder: Path) -> None:
+    """Returns when `folder` is one that `from_pretrained` loads."""
+    hf_zero.save_pretrained(engine, folder)
+
+
+def save_optimizer(engine, optimizer, folder: Path) -> None:
+    hf_zero.save_state(engine, optimizer, folder)
+
+
+def can_save_in_background() -> bool:
+    return hasattr(hf_zero.checkpoint, "save_checkpoint")
+
+
+def save_in_background(engine, optimizer, folder: Path) -> Handle:
+    """Weights and optimizer state; returns when training may go on."""
+    return hf_zero.checkpoint.save_checkpoint(engine, optimizer, folder, background=True)
+
+
+def load_model(model_class: type, folder: Path):
+    """The whole model, its weights mapped; sharding it copies what the rank keeps."""
+    return hf_zero.load_pretrained(model_class, folder)
+
+
+def load_optimizer(engine, optimizer, folder: Path) -> None:
+    hf_zero.load_state(engine, optimizer, folder)
