@@ -132,6 +132,17 @@ class HFZeroCheckpoint(Checkpoint):
         return mode
 
 
+class HFZeroWholeCheckpoint(HFZeroCheckpoint):
+    """The same files in one folder that appears when it is complete, as `ZeroTrainer` saves."""
+
+    def save(self, folder: Path, marks: Marks):
+        from benchmarks import hf_zero_calls
+
+        handle = hf_zero_calls.save_whole(self.mode.engine, self.mode.optimizer, folder)
+        marks("pretrained")
+        return handle
+
+
 class HFZeroAsyncCheckpoint(HFZeroCheckpoint):
     """The same files, written while training goes on."""
 

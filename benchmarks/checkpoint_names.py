@@ -28,6 +28,7 @@ class SavingMode:
 _HERE, _TORCH = "benchmarks.checkpoint_modes", "benchmarks.checkpoint_dcp"
 SAVING_MODES = {
     "hf_zero": SavingMode("hf_zero-3", f"{_HERE}:HFZeroCheckpoint"),
+    "hf_zero-whole": SavingMode("hf_zero-3", f"{_HERE}:HFZeroWholeCheckpoint"),
     "hf_zero-async": SavingMode("hf_zero-3", f"{_HERE}:HFZeroAsyncCheckpoint", is_async=True),
     "ddp": SavingMode("ddp", f"{_HERE}:DDPCheckpoint"),
     "fsdp2-full": SavingMode(
@@ -52,9 +53,4 @@ def why_left_out(name: str) -> str | None:
     package = SAVING_MODES[name].package
     if package is not None and importlib.util.find_spec(package) is None:
         return f"the package {package!r} is not installed (extra: bench)"
-    if name == "hf_zero-async":
-        from benchmarks.hf_zero_calls import can_save_in_background
-
-        if not can_save_in_background():
-            return "this hf_zero does not save in the background"
     return None

@@ -155,7 +155,8 @@ def _goals(modes: dict[str, dict]) -> dict[str, dict]:
         _add_goal(goals, key, ours["seconds_per_round"][key], _times(peers, key))
     if "hf_zero-async" in modes:
         mine = modes["hf_zero-async"]["seconds_per_round"]["stall"]
-        _add_goal(goals, "stall", mine, {"hf_zero": ours["seconds_per_round"]["complete"]})
+        sync = modes.get("hf_zero-whole", ours)
+        _add_goal(goals, "stall", mine, {"sync": sync["seconds_per_round"]["complete"]})
     for key in ("weights", "resumed"):
         cache = next(iter(ours["loads"])).partition(", ")[2]
         theirs = {

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import hf_zero
-import hf_zero.checkpoint
 
 
 class Handle(Protocol):
@@ -25,17 +24,21 @@ def save_optimizer(engine, optimizer, folder: Path) -> None:
     hf_zero.save_state(engine, optimizer, folder)
 
 
-def can_save_in_background() -> bool:
-    return hasattr(hf_zero.checkpoint, "save_checkpoint")
+def save_whole(engine, optimizer, folder: Path) -> Handle:
+    """Weights and optimizer state as one folder, which appears when all of it is on disk."""
+    return hf_zero.save_checkpoint(engine, optimizer, folder)
+
+
+_SNAPSHOTS = hf_zero.Snapshots()  # memory that every save in the background uses again
 
 
 def save_in_background(engine, optimizer, folder: Path) -> Handle:
-    """Weights and optimizer state; returns when training may go on."""
-    return hf_zero.checkpoint.save_checkpoint(engine, optimizer, folder, background=True)
+    """The same; returns when training may go on."""
+    return hf_zero.save_checkpoint(engine, optimizer, folder, background=_SNAPSHOTS)
 
 
 def load_model(model_class: type, folder: Path):
-    """The whole model, its weights mapped; sharding it copies what the rank keeps."""
+    """The model without its weights: every rank reads its own ranges when it is sharded."""
     return hf_zero.load_pretrained(model_class, folder)
 
 
