@@ -73,6 +73,15 @@ def load_pretrained(
     return loaded
 
 
+def class_of(config: Any) -> type | None:
+    """The class that a model's config names, where transformers has it."""
+    import transformers
+
+    name = (getattr(config, "architectures", None) or [""])[0]
+    found = getattr(transformers, name, None) if name else None
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
 def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
     from safetensors import SafetensorError
 

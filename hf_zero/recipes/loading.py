@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import is_peft_available
 
-from hf_zero.checkpoint import WeightFiles, check_pretrained
+from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.models import resolve_model
@@ -70,18 +70,11 @@ def one_line(folder: str | Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {what} failed ({type(error).__name__}: {reason})") from error
 
 
-def model_class(config: Any) -> type:
-    """The class that a config names, `AutoModel` where it names none that transformers has."""
-    name = (getattr(config, "architectures", None) or [""])[0]
-    found = getattr(transformers, name, None) if name else None
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else AutoModel
-
-
 def ties_of(folder: Path) -> dict[str, str]:
     """The tied parameters of a folder's model, target to source, without reading a weight."""
     with one_line(folder, "building the model of its config"), quiet():
         config = AutoConfig.from_pretrained(folder)
-        kind = model_class(config)
+        kind = class_of(config) or AutoModel
         with torch.device("meta"):
             model = AutoModel.from_config(config) if kind is AutoModel else kind(config)
         return dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -98,7 +91,7 @@ def load_model(folder: Path, **kwargs: Any) -> PreTrainedModel:
         CheckpointError: tensors that are missing, unexpected or of another shape, or it does not load.
     """
     with one_line(folder, "from_pretrained"), quiet():
-        kind = model_class(AutoConfig.from_pretrained(folder))
+        kind = class_of(AutoConfig.from_pretrained(folder)) or AutoModel
         model, info = kind.from_pretrained(
             folder, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
@@ -208,7 +201,7 @@ def _base_class(settings: dict[str, Any], source: str, saved: WeightFiles) -> tu
     elif by_task is not None:
         kind = getattr(transformers, by_task)
     else:
-        kind = model_class(AutoConfig.from_pretrained(source))
+        kind = class_of(AutoConfig.from_pretrained(source)) or AutoModel
     heads = [name for name in saved.file_of if name.endswith(HEADS)]
     # The number of classes is the adapter's: the base may have been no classifier at all.
     return kind, {"num_labels": saved.entry(heads[0]).shape[0]} if heads else {}

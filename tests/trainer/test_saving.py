@@ -275,3 +275,28 @@ def test_hosts_with_disks_of_their_own_resume_from_the_newest_that_all_have(tmp_
     for rank in (0, 1):
         assert (tmp_path / f"host{rank}" / "checkpoint-2" / f"rng_state_{rank}.pth").exists()
         assert (tmp_path / f"host{rank}" / "checkpoint-2" / "trainer_state.json").exists()
+
+
+def _trains_by_name(folder, name):
+    """From a folder and from a model in memory: the same run."""
+    seed_everything()
+    model = models.build(name)
+    if dist.get_rank() == 0:
+        model.save_pretrained(f"{folder}/base")
+    dist.barrier()
+    loaded = type(model).from_pretrained(f"{folder}/base", dtype="auto").train()
+    expected = train(3, f"{folder}/model", name, model=loaded)
+    for given in (f"{folder}/base", Path(folder, "base")):
+        seed_everything()
+        trainer = make(3, f"{folder}/name", given, Rows(name))
+        assert all(p.device.type == "meta" for p in trainer.model.parameters())
+        trainer.train()
+        assert type(trainer.model) is type(model)
+        assert_equal(record(trainer), expected, "loaded by every rank in ranges, and whole")
+    with pytest.raises(CheckpointError, match="nowhere'.*give the folder of a saved model, or a name on the Hub"):
+        make(3, folder, f"{folder}/nowhere", Rows(name))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
+def test_a_model_is_given_by_its_folder(tmp_path, name):
+    run_ranks(_trains_by_name, 2, str(tmp_path), name, timeout=240)
