@@ -5,7 +5,7 @@ from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.foreign import load_foreign
 from hf_zero.checkpoint.load import LoadReport, load_weights
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.pretrained import check_pretrained, class_of, load_pretrained
+from hf_zero.checkpoint.pretrained import check_pretrained, class_of, load_pretrained, pretrained_class
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.save import plan_weights, save_pretrained
 from hf_zero.checkpoint.snapshot import Snapshots
@@ -31,6 +31,7 @@ __all__ = [
     "load_weights",
     "plan_state",
     "plan_weights",
+    "pretrained_class",
     "save_checkpoint",
     "save_pretrained",
     "save_state",

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 # Arguments of `from_pretrained` that give parameters a place of their own, which sharding is to give.
 _PLACING = ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config")
+# Those that say where a checkpoint is found.
+_LOCATING = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")
 # Formats whose tensors are made anew when they are read: transformers loads these whole.
 _WHOLE = ("quantization_config", "gguf_file", "state_dict")
 
@@ -80,6 +82,34 @@ def class_of(config: Any) -> type | None:
     name = (getattr(config, "architectures", None) or [""])[0]
     found = getattr(transformers, name, None) if name else None
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+def pretrained_class(name_or_folder: str | os.PathLike, **kwargs: Any) -> type:
+    """The class that a checkpoint was saved from, for those who know only its name.
+
+    Args:
+        name_or_folder (`str` or `os.PathLike`): as for `load_pretrained`.
+        kwargs: for `from_pretrained`; those that say where to look (`revision`, `subfolder`, `token`, ...) are used.
+
+    Returns:
+        `type`: a class of transformers or, for a model with code of its own, the auto class that finds it.
+
+    Raises:
+        `CheckpointError`: no config, or one that names no class that this transformers has.
+    """
+    import transformers
+
+    where = {name: kwargs[name] for name in _LOCATING if name in kwargs}
+    config = _from_pretrained(transformers.AutoConfig, os.path.expanduser(name_or_folder), where)
+    autos = [name for name in getattr(config, "auto_map", None) or () if name.startswith("AutoModel")]
+    found = class_of(config) or next((getattr(transformers, name, None) for name in autos), None)
+    if found is not None:
+        return found
+    names = ", ".join(getattr(config, "architectures", None) or ("no architecture",))
+    raise CheckpointError(
+        f"{name_or_folder}: its config names {names}, which transformers "
+        f"{transformers.__version__} does not have; load the model with its class and pass the model"
+    )
 
 
 def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:

@@ -9,11 +9,18 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_zero.checkpoint import class_of, load_pretrained, load_state, load_weights, save_pretrained, save_state
+from hf_zero.checkpoint import (
+    load_pretrained,
+    load_state,
+    load_weights,
+    pretrained_class,
+    save_pretrained,
+    save_state,
+)
 from hf_zero.checkpoint.agreement import on_first, together
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
 from hf_zero.engine import ZeroEngine, engine_of
@@ -71,7 +78,8 @@ class ZeroTrainerMixin(PushMixin):
                 "into your class"
             )
         if isinstance(model, (str, os.PathLike)):
-            model = _load(model, getattr(args, "model_init_kwargs", None) or {})
+            settings = getattr(args, "model_init_kwargs", None) or {}
+            model = load_pretrained(pretrained_class(model, **settings), model, **settings)
         if getattr(model, "hf_device_map", None):
             raise ConfigError("model: was loaded with device_map, which spreads it over devices; load it without")
         _refuse_optimizers(**{key: kwargs[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in kwargs})
@@ -316,24 +324,6 @@ class ZeroTrainerMixin(PushMixin):
 
 
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
-
-
-def _load(name_or_folder: str | os.PathLike, kwargs: dict):
-    """A model by its name or folder, of the class that its config names; its weights are read when it is sharded."""
-    from_hub = {key: kwargs[key] for key in ("revision", "subfolder", "token", "cache_dir") if key in kwargs}
-    try:
-        kind = class_of(AutoConfig.from_pretrained(name_or_folder, **from_hub))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"model {str(name_or_folder)!r}: no config can be read ({str(error).splitlines()[0]}); "
-            "give the folder of a saved model, or a name on the Hub"
-        ) from error
-    if kind is None:
-        raise ConfigError(
-            f"model {str(name_or_folder)!r}: its config names no class of transformers; load it with "
-            "hf_zero.load_pretrained(AutoModelForX, ...), and pass the model"
-        )
-    return load_pretrained(kind, name_or_folder, **kwargs)
 
 
 def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -> None:

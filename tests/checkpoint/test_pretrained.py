@@ -14,10 +14,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
 )
 
 import hf_zero
-from hf_zero.checkpoint import load_pretrained
+from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoint import models
@@ -394,3 +395,25 @@ def test_a_rank_of_four_never_holds_more_than_its_quarter(tmp_path, dtype, share
     model.save_pretrained(tmp_path / "large")
     assert nbytes > 35 * 2**20
     run_ranks(load_and_measure, 4, tmp_path, nbytes, dtype, shared_memory)
+
+
+def test_another_version_of_transformers_is_refused_by_name(saved, monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "_finalize_model_loading", staticmethod(lambda model, loading_info: None))
+    with pytest.raises(
+        ConfigError, match=r"_finalize_model_loading takes \(model, loading_info\), expected \(model, lo"
+    ):
+        load_pretrained(AutoModelForCausalLM, saved.parent)
+
+
+@pytest.mark.parametrize("build", [models.bert, models.t5, models.llama])
+def test_the_class_of_a_checkpoint_is_read_off_its_config(tmp_path, build):
+    build().save_pretrained(tmp_path)
+    assert pretrained_class(tmp_path) is type(build())
+    assert pretrained_class(tmp_path.parent, subfolder=tmp_path.name, dtype=torch.bfloat16) is type(build())
+
+
+def test_a_config_without_a_known_class_is_refused(saved):
+    path = saved.parent / "config.json"
+    path.write_text(path.read_text().replace("LlamaForCausalLM", "LlamaForPoetry"))
+    with pytest.raises(CheckpointError, match="its config names LlamaForPoetry, which transformers .* does not have"):
+        pretrained_class(saved.parent)
