@@ -80,9 +80,8 @@ def check_checksums(folder: str | os.PathLike, scans: Scans | None = None) -> in
     """
     if not manifest_path(folder).is_file():
         return 0
-    checksums = getattr(Manifest.read(folder), "checksums", {})
     count = 0
-    for file, expected in checksums.items():
+    for file, expected in Manifest.read(folder).checksums.items():
         path = Path(folder) / file
         if not path.resolve().is_relative_to(Path(folder).resolve()):
             raise CheckpointError(f"{manifest_path(folder)}: file {file!r} is not in {folder}; {_AGAIN}")
@@ -155,6 +154,8 @@ def check_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]]
     trained = {name for group in manifest.groups for name in group["param_names"]}
     owner_of: dict[str, str] = {}
     for name, nbytes in manifest.files.items():
+        if Path(name).parent.name != STATE_FOLDER:
+            continue
         path = Path(folder) / STATE_FOLDER / Path(name).name
         layout = FileLayout.read(path)
         if layout.nbytes != nbytes:
