@@ -19,9 +19,11 @@ from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.errors import CheckpointError
 
 
-# Read, written, converted and copied off a device in pieces of this size: a whole tensor is never held twice, and a
-# piece is still in the processor's cache when its checksum is taken.
+# Read, converted and copied off a device in pieces of this size: a whole tensor is never held twice, and a piece is
+# still in the processor's cache when its checksum is taken.
 PIECE_NBYTES = 4 * 2**20
+# Written in pieces of this size, out of the tensor's own memory: the fewer calls, the larger the extents of the file.
+_WRITE_NBYTES = 64 * 2**20
 
 
 class SafetensorsFile:
@@ -112,8 +114,8 @@ class SafetensorsFile:
         begin, nbytes, crc = after
         offset = self.layout.offsets[name] + begin + nbytes
         try:
-            for first in range(0, len(view), PIECE_NBYTES):
-                piece = view[first : first + PIECE_NBYTES]
+            for first in range(0, len(view), _WRITE_NBYTES):
+                piece = view[first : first + _WRITE_NBYTES]
                 crc = zlib.crc32(piece, crc)
                 self._pwrite(piece, offset + first)
         except OSError as error:

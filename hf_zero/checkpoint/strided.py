@@ -135,13 +135,15 @@ def _cut(copy: Copy, dims: list[Dim], spans: list[int], only: tuple[int, int], a
     dim, span = dims[at], spans[at]
     first = max(0, -(-(start - copy.source) // dim.source))  # the first step that begins inside
     last = min(dim.size, (stop - copy.source - span) // dim.source + 1)  # the first one that does not end inside
-    low, high = (start - copy.source - span) // dim.source + 1, -(-(stop - copy.source) // dim.source)
+    low = max(0, (start - copy.source - span) // dim.source + 1)
+    high = min(dim.size, -(-(stop - copy.source) // dim.source))
+    cut = range(low, high)  # the steps that are partly inside: before the first and after the last that are wholly so
     if first < last:
         part = narrowed(copy, dim, first, last)
         yield replace(part, dims=merged(part.dims))
-    for step in range(max(0, low), min(dim.size, high)):
-        if not first <= step < last:
-            yield from _cut(narrowed(copy, dim, step, step + 1), dims, spans, only, at + 1)
+        cut = (*range(low, first), *range(last, high))
+    for step in cut:
+        yield from _cut(narrowed(copy, dim, step, step + 1), dims, spans, only, at + 1)
 
 
 def narrowed(copy: Copy, dim: Dim, first: int, last: int) -> Copy:
