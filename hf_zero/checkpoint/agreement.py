@@ -53,6 +53,12 @@ def on_first(comm: Comm, act: Callable[[], Result]) -> Callable[[], Result | Non
     return act if comm.rank == 0 else lambda: None
 
 
+def reraise(failure: BaseException | None) -> None:
+    """As an act of `together`, for what has failed before."""
+    if failure is not None:
+        raise failure
+
+
 def _readable(error: BaseException, subject: str) -> BaseException:
     if not isinstance(error, OSError):
         return error

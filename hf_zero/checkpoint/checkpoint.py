@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hf_zero.checkpoint.agreement import together
 from hf_zero.checkpoint.interfaces import Engine, Optimizer
 from hf_zero.checkpoint.save import Weights, plan_weights
 from hf_zero.checkpoint.snapshot import Snapshots
-from hf_zero.checkpoint.staging import Part, Staged, take_name
+from hf_zero.checkpoint.staging import Part, Staged, connected, remove_replaced, take_name
 from hf_zero.checkpoint.state import State, plan_state
 
 
@@ -36,7 +37,7 @@ def save_checkpoint(
         folder (`str` or `os.PathLike`): the checkpoint.
         max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
         background ([`Snapshots`], *optional*): copies the values and lets a thread write them; give the same object
-            to every save, which reuses its memory. The save before must have been waited for.
+            to every save, which reuses its memory. The next save waits for this one.
         facts: `step`, `loss`, `grad_norm` and `extra` of the manifest.
 
     Returns:
@@ -84,7 +85,7 @@ class Checkpoint:
             state (`State`, *optional*): what `plan_state` gives.
         """
         parts = [part.part for part in (weights, state) if part is not None]
-        staged = Staged.open(engine.comm.aside(), folder, parts)
+        staged = Staged.open(connected(engine.comm), folder, parts)
         if weights is not None:
             staged.write_beside(weights.write_beside)
         return cls(staged, parts, state)
@@ -104,16 +105,18 @@ class Checkpoint:
 
         Args:
             background ([`Snapshots`], *optional*): see `save_checkpoint`.
-            after (`Callable`, *optional*): called by one rank of each file system when the folder is complete.
+            after (`Callable`, *optional*): called by one rank of each file system when the folder is complete in all.
         """
         if background is None:
             self._write(after)
             return
+        comm = self._staged.comm
         try:
-            self._parts = background.take(self._parts)
+            self._parts = together(comm, f"copying {self.folder}", lambda: background.take(self._parts))
         except BaseException:
             self._staged.discard()
             raise
+        comm.user = self  # until it is waited for, by the caller or by the next save
         self._thread = threading.Thread(target=self._write_aside, args=(after,), name=f"saving {self.folder.name}")
         self._thread.start()
 
@@ -125,7 +128,7 @@ class Checkpoint:
         """
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+            self._thread = self._staged.comm.user = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -146,9 +149,9 @@ class Checkpoint:
         if self._state is not None:
             self._staged.write_beside(lambda path: self._state.write_manifest(path, self._parts, checksums))
 
-        def publish(path: Path) -> None:
-            take_name(path, self.folder)
+        def replaced() -> None:
+            remove_replaced(self.folder)
             if after is not None:
                 after()
 
-        self._staged.publish(publish)
+        self._staged.publish(lambda path: take_name(path, self.folder), self._parts, after=replaced)

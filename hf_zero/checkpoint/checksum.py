@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 
+MANY = -1  # as the begin of a range: the sum of many, whose places were not kept
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, the coefficient of x^0 in the highest bit
 _ONE, _X = 1 << 31, 1 << 30
 

@@ -97,8 +97,12 @@ class Manifest:
 
 
 def saved_checksums(folder: str | os.PathLike) -> Checksums:
-    """The checksums of a folder's weights, by file and tensor; empty for a model that is no checkpoint."""
-    return Manifest.read(folder).checksums_in() if manifest_path(folder).is_file() else {}
+    """The checksums of a folder's weights, by file and tensor; empty for a model that is no checkpoint, or one of
+    another version, whose state cannot be read but whose weights can."""
+    try:
+        return Manifest.read(folder).checksums_in()
+    except CheckpointError:
+        return {}
 
 
 def manifest_path(folder: str | os.PathLike) -> Path:

@@ -7,12 +7,14 @@ from types import TracebackType
 
 from torch import Tensor
 
-from hf_zero.checkpoint.checksum import Range, crc_of_whole
+from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.errors import CheckpointError
 
 
+# A transposed tensor is written row by row: its ranges would take more memory than the tensor.
+MAX_RANGES = 1000
 Ranges = dict[str, list[Range]]  # by tensor
 
 
@@ -23,12 +25,16 @@ class OpenFiles:
         folder (`str` or `os.PathLike`): where they lie.
         files (`WeightFiles`): what they hold.
         writable (`bool`): whether they were created with this layout and are to be written, or are read.
+        keeps_all (`bool`): notes every range; otherwise no more than `MAX_RANGES` of a tensor, and then their sum.
     """
 
-    def __init__(self, folder: str | os.PathLike, files: WeightFiles, *, writable: bool = False):
+    def __init__(
+        self, folder: str | os.PathLike, files: WeightFiles, *, writable: bool = False, keeps_all: bool = False
+    ):
         self.folder = Path(folder)
         self.files = files
         self._writable = writable
+        self._keeps_all = keeps_all
         self._open: dict[str, SafetensorsFile] = {}
         self.ranges: Ranges = {}  # what this process has written or read
 
@@ -50,7 +56,10 @@ class OpenFiles:
 
     def note(self, tensor: str, found: Range) -> None:
         """Takes a range of a tensor into `ranges`."""
-        self.ranges.setdefault(tensor, []).append(found)
+        noted = self.ranges.setdefault(tensor, [])
+        noted.append(found)
+        if not self._keeps_all and (len(noted) > MAX_RANGES or noted[0].begin == MANY):
+            noted[:] = [Range(MANY, sum(part.nbytes for part in noted), 0)]
 
     def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:
         """Raises `CheckpointError` where the files have the tensor in another shape, or not at all."""

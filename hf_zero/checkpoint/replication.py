@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.agreement import together
+from hf_zero.checkpoint.agreement import gathered, reraise, together
 from hf_zero.checkpoint.checksum import Range
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
 from hf_zero.checkpoint.places import Places
@@ -18,6 +18,9 @@ from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError
+
+
+_FAILURES = (CheckpointError, OSError)  # of one rank's disk: the exchange goes on, so that no other rank waits
 
 
 def replicate_ranges(
@@ -46,21 +49,35 @@ def replicate_ranges(
                 for tensor, part in _written_by(ranks, ranges):
                     try:
                         _copy(comm, places, opened, tensor, part, source=ranks[0], bounce=bounce)
-                    except CheckpointError as error:
+                    except _FAILURES as error:
                         failure = failure or error
-            opened.sync()
-    together(comm, subject, lambda: _raise(failure))
+            try:
+                opened.sync()
+            except _FAILURES as error:
+                failure = failure or error
+    together(comm, subject, lambda: reraise(failure))
 
 
-def replicate_files(comm: Comm, subject: str, places: Places, folder: Path) -> None:
-    """Gives every place the files of rank 0's that it lacks. They are small. Collective."""
-    content = None
-    if comm.rank == 0:
-        paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
-        content = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-    content = comm.broadcast_object(content)
+def replicate_files(comm: Comm, subject: str, places: Places, folder: Path, known: set[str]) -> None:
+    """Gives every place the files that others have and it lacks. They are small. Collective.
+
+    Args:
+        comm (`Comm`): the ranks.
+        subject (`str`): for messages.
+        places (`Places`): who sees which files.
+        folder (`Path`): where they lie, seen by this rank.
+        known (`set[str]`): files, relative to it, that all places have already.
+    """
+
+    def read() -> dict[str, bytes]:
+        paths = [path for path in folder.rglob("*") if path.is_file()] if places.is_writer else []
+        names = {str(path.relative_to(folder)): path for path in paths}
+        return {name: path.read_bytes() for name, path in names.items() if name not in known}
+
+    everyones = gathered(comm, subject, read)
 
     def write():
+        content = {name: data for found in reversed(everyones) for name, data in found.items()}
         for name, data in content.items() if places.is_writer else ():
             path = folder / name
             if not path.exists():
@@ -81,7 +98,7 @@ def _copy(
     comm: Comm, places: Places, opened: OpenFiles, tensor: str, part: Range, *, source: int, bounce: torch.Tensor
 ) -> None:
     """One range, from the writer `source` to all others. A rank that fails goes on, so that the others can."""
-    failure: CheckpointError | None = None
+    failure: Exception | None = None
     done = Range(part.begin, 0, 0)
     while done.nbytes < part.nbytes:
         piece = bounce[: min(len(bounce), part.nbytes - done.nbytes)]
@@ -89,7 +106,7 @@ def _copy(
         try:
             if comm.rank == source:
                 opened.read_bytes(tensor, part.begin + done.nbytes, view)
-        except CheckpointError as error:
+        except _FAILURES as error:
             failure = failure or error
         for writer in places.writers:
             if comm.rank == source and writer != source:
@@ -99,14 +116,9 @@ def _copy(
         try:
             if comm.rank != source and failure is None:
                 opened.write_bytes(tensor, done, view)
-        except CheckpointError as error:
+        except _FAILURES as error:
             failure = error
         done = Range(part.begin, done.nbytes + len(view), zlib.crc32(view, done.crc))
     if failure is None and done.crc != part.crc:
         failure = CheckpointError(f"{opened.folder}: tensor {tensor!r} was damaged on its way; save again")
-    _raise(failure)
-
-
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
+    reraise(failure)

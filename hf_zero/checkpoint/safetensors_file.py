@@ -205,6 +205,17 @@ class SafetensorsFile:
         return crc
 
 
+def crc_in_file(path: str | os.PathLike, layout: FileLayout, name: str) -> int:
+    """The CRC-32 of one tensor's bytes, read piece by piece."""
+    entry, crc = layout.entries[name], 0
+    piece = memoryview(bytearray(min(entry.nbytes, PIECE_NBYTES)))
+    with SafetensorsFile.open(path, layout) as file:
+        file._file.seek(layout.offsets[name])
+        for first in range(0, entry.nbytes, PIECE_NBYTES):
+            crc = file._fill(piece[: entry.nbytes - first], name, crc)
+    return crc
+
+
 def _opened(path: str | os.PathLike, mode: str) -> io.FileIO:
     try:
         return open(path, mode, buffering=0)

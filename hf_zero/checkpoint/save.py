@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.agreement import gathered
 from hf_zero.checkpoint.conversion import FileTensor, file_tensors
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import manifest_path
-from hf_zero.checkpoint.staging import Part, Staged
+from hf_zero.checkpoint.staging import Part, Staged, connected, remove_replaced, take_name
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
@@ -31,9 +32,9 @@ def save_pretrained(
     """Saves the model: weights, config and generation config, as `PreTrainedModel.save_pretrained` lays them out.
 
     Collective. The offsets follow from the layout, so each rank writes the ranges it owns; extra memory is a few MiB.
-    New files grow in a temporary folder inside `folder` and replace the old ones when all are on disk; if any rank
-    fails, all raise and `folder` is as before. Optimizer state saved beside older weights in the same folder becomes
-    invalid: save the model first, then the state.
+    A new folder appears when it is complete. In one that holds something, new files grow in a temporary folder and
+    replace the old ones when all are on disk. If any rank fails, all raise and `folder` is as before. Optimizer state
+    saved beside older weights in the same folder becomes invalid: save the model first, then the state.
 
     Tied parameters are saved once, buffers from rank 0, each parameter in the dtype that the engine gives for it. Keys
     and shapes are those of the model's published checkpoints, where they differ from the model's own: transformers
@@ -57,10 +58,23 @@ def save_pretrained(
     weights = plan_weights(
         engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
     )
-    staged = Staged.open(engine.comm.aside(), folder, [weights.part], inside=True)
+    comm, destination = connected(engine.comm), Path(folder)
+    held = gathered(comm, f"saving to {folder}", lambda: destination.is_file() or _holds_something(destination))
+    staged = Staged.open(comm, destination, [weights.part], inside=any(held))
     staged.write_beside(weights.write_beside)
     staged.write([weights.part])
-    staged.publish(lambda path: _publish(path, staged.destination, weights.part.files, weights_name))
+
+    def publish(path: Path) -> None:
+        if any(held):
+            _publish(path, staged.destination, weights.part.files, weights_name)
+        else:
+            take_name(path, staged.destination)
+
+    staged.publish(publish, [weights.part], after=lambda: remove_replaced(staged.destination))
+
+
+def _holds_something(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """New files grow under a temporary name, written by all ranks at once, and get their names when all is on disk."""
 
+import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -12,12 +14,12 @@ from pathlib import Path
 from torch import Tensor
 
 from hf_zero.checkpoint.agreement import gathered, together
-from hf_zero.checkpoint.checksum import Range, crc_of_whole
+from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
 from hf_zero.checkpoint.manifest import Checksums
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
 from hf_zero.checkpoint.places import Places
 from hf_zero.checkpoint.replication import replicate_files, replicate_ranges
-from hf_zero.checkpoint.safetensors_file import SafetensorsFile
+from hf_zero.checkpoint.safetensors_file import SafetensorsFile, crc_in_file
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError
@@ -63,6 +65,7 @@ class Staged:
         self.destination = destination
         self.root = root
         self.path = root
+        self._lock: int | None = None  # descriptor of `root`, on a writer until the end
         self.places = places
         self._subject = f"saving to {destination}"
 
@@ -89,8 +92,26 @@ class Staged:
         staged = cls(comm, destination, root, Places.find(comm, parent))
         if not inside:
             staged.path = root / destination.name
-        staged._on_writers(lambda: _reserve(staged.path, parent, parts))
+        staged._on_writers(lambda: staged._reserve(parts))
         return staged
+
+    def _reserve(self, parts: Sequence[Part]) -> None:
+        parent = self.root.parent
+        remove_left_over(parent)
+        nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(parent).free
+        if free_nbytes < nbytes:
+            raise CheckpointError(
+                f"{self.destination}: saving takes {nbytes} bytes, {free_nbytes} are free; "
+                "free space there or save to another folder"
+            )
+        self.root.mkdir()
+        self._lock = _locked(self.root)
+        for part in parts:
+            folder = self.path / part.subfolder
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, layout in part.files.layouts.items():
+                SafetensorsFile.create(folder / name, layout).close()
+        self.path.mkdir(exist_ok=True)
 
     def write(self, parts: Sequence[Part]) -> Checksums:
         """Writes all ranks' pieces to disk.
@@ -105,10 +126,13 @@ class Staged:
             checksums: Checksums = {}
             for part in parts:
                 folder = self.path / part.subfolder
-                ranges = gathered(self.comm, self._subject, partial(_write, folder, part))
+                write = partial(_write, folder, part, keeps_all=not self.places.are_one)
+                ranges = gathered(self.comm, self._subject, write)
                 if not self.places.are_one:
                     replicate_ranges(self.comm, self._subject, self.places, folder, part.files, ranges)
-                for name, crcs in _checked(ranges, part.files, self._subject).items():
+                reread = folder if self.places.is_writer else None
+                check = partial(_checked, ranges, part.files, self._subject, reread)
+                for name, crcs in together(self.comm, self._subject, check).items():
                     checksums[os.path.join(part.subfolder, name)] = crcs
             return checksums
 
@@ -116,11 +140,21 @@ class Staged:
         """Lets each place's writer write small files into the temporary folder."""
         self._on_writers(lambda: write(self.path))
 
-    def publish(self, publish: Callable[[Path], None]) -> None:
-        """Sees to it that everything is on disk, and calls `publish` in each place to give it its name."""
+    def publish(
+        self, publish: Callable[[Path], None], parts: Sequence[Part], after: Callable[[], None] | None = None
+    ) -> None:
+        """Sees to it that everything is on disk, and gives it its name.
+
+        Args:
+            publish (`Callable`): called by each place's writer with the temporary folder.
+            parts (`Sequence[Part]`): what was written.
+            after (`Callable`, *optional*): called by the same when it is published, and on disk, in every place: what
+                it replaces can go.
+        """
         with self._or_discard():
             if not self.places.are_one:
-                replicate_files(self.comm, self._subject, self.places, self.path)
+                known = {os.path.join(part.subfolder, name) for part in parts for name in part.files.layouts}
+                replicate_files(self.comm, self._subject, self.places, self.path, known)
 
         def act():
             _sync_all(self.path)
@@ -128,12 +162,17 @@ class Staged:
             sync_path(self.root.parent)
 
         self._on_writers(act)
+        if after is not None:
+            self._on_writers(after)
         self.discard()
 
     def discard(self) -> None:
         """Removes what is left of the temporary folder. It is not collective."""
         if self.places.is_writer:
             shutil.rmtree(self.root, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _on_writers(self, act: Callable[[], None]) -> None:
         with self._or_discard():
@@ -148,24 +187,92 @@ class Staged:
             raise
 
 
+def connected(comm: Comm) -> Comm:
+    """The ranks over the connections that saves use, when the save in the background is over.
+
+    Raises:
+        `CheckpointError`: that save failed; on all ranks.
+    """
+    own = comm.aside("files")
+    if own.user is not None:
+        own.user.wait()
+    return own
+
+
 def take_name(staged: Path, destination: Path) -> None:
-    """Gives a staged folder its name. Another one of that name stays whole, under a name of its own, until it has."""
-    replaced = destination.with_name(f"{REPLACED_PREFIX}{destination.name}")
-    if destination.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(destination, replaced)
-    os.rename(staged, destination)
+    """Gives a staged folder its name. Another one of that name stays whole, under a name of its own, until
+    `remove_replaced`."""
+    replaced = _replaced(destination)
     shutil.rmtree(replaced, ignore_errors=True)
+    if not destination.exists():
+        os.rename(staged, destination)
+        return
+    lock = _locked(destination)  # another save in the same folder is not to give it its name back meanwhile
+    try:
+        os.rename(destination, replaced)
+        try:
+            os.rename(staged, destination)
+        except OSError:
+            os.rename(replaced, destination)
+            raise
+    finally:
+        os.close(lock)
+
+
+def remove_replaced(destination: Path) -> None:
+    """Removes what `take_name` has replaced."""
+    shutil.rmtree(_replaced(destination), ignore_errors=True)
 
 
 def restore_replaced(folder: Path) -> None:
-    """Gives folders their names back that `take_name` had moved away when it was killed."""
+    """Gives folders their names back that `take_name` had moved away when it was killed. Any rank may call it."""
     for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
         destination = replaced.with_name(replaced.name.removeprefix(REPLACED_PREFIX))
-        if destination.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            os.rename(replaced, destination)
+        with _unless_in_use(replaced) as is_free:
+            if is_free and not destination.exists():
+                with contextlib.suppress(OSError):  # another rank was faster
+                    os.rename(replaced, destination)
+
+
+def remove_left_over(folder: Path) -> None:
+    """Removes what saves that were killed have left in a folder, and nothing of those that are under way."""
+    restore_replaced(folder)
+    for left_by_killed_run in (*folder.glob(f"{STAGED_PREFIX}*"), *folder.glob(f"{REPLACED_PREFIX}*")):
+        with _unless_in_use(left_by_killed_run) as is_free:
+            if is_free:
+                shutil.rmtree(left_by_killed_run, ignore_errors=True)
+
+
+def _replaced(destination: Path) -> Path:
+    return destination.with_name(f"{REPLACED_PREFIX}{destination.name}")
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that marks a folder as in use until it is closed, or its process ends however it does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+@contextmanager
+def _unless_in_use(folder: Path) -> Iterator[bool]:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # it has gone meanwhile
+        yield False
+        return
+    is_free = True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_free = False
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield is_free
+    finally:
+        os.close(descriptor)
 
 
 def sync_path(path: Path) -> None:
@@ -177,28 +284,10 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def _reserve(path: Path, parent: Path, parts: Sequence[Part]) -> None:
-    restore_replaced(parent)
-    for left_by_killed_run in parent.glob(f"{STAGED_PREFIX}*"):
-        shutil.rmtree(left_by_killed_run, ignore_errors=True)
-    nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(parent).free
-    if free_nbytes < nbytes:
-        raise CheckpointError(
-            f"{parent}: saving takes {nbytes} bytes, {free_nbytes} are free; "
-            "free space there or save to another folder"
-        )
-    path.mkdir(parents=True)
-    for part in parts:
-        folder = path / part.subfolder
-        folder.mkdir(exist_ok=True)
-        for name, layout in part.files.layouts.items():
-            SafetensorsFile.create(folder / name, layout).close()
-
-
-def _write(folder: Path, part: Part) -> Ranges:
+def _write(folder: Path, part: Part, *, keeps_all: bool) -> Ranges:
     """This rank's part of the bytes, flushed to disk. Returns the ranges that it wrote of each tensor."""
     failure: Exception | None = None
-    with OpenFiles(folder, part.files, writable=True) as opened:
+    with OpenFiles(folder, part.files, writable=True, keeps_all=keeps_all) as opened:
         for tensor, start, values in part.pieces():
             if failure is None:
                 try:
@@ -211,19 +300,23 @@ def _write(folder: Path, part: Part) -> Ranges:
         return opened.ranges
 
 
-def _checked(ranges: list[Ranges], files: WeightFiles, subject: str) -> Checksums:
+def _checked(ranges: list[Ranges], files: WeightFiles, subject: str, reread: Path | None) -> Checksums:
     """The checksums of all tensors, made of all ranks' ranges. The files were reserved full of zeros: a range that
-    nobody wrote would go unnoticed for ever."""
+    nobody wrote would go unnoticed for ever.
+
+    A tensor that was written in too many ranges to keep them is read again, from `reread`, by those who record it.
+    """
     checksums: Checksums = {name: {} for name in files.layouts}
     for tensor, name in files.file_of.items():
         found = list(_ranges_of(tensor, ranges))
-        expected = files.entry(tensor).nbytes
+        expected, written = files.entry(tensor).nbytes, sum(part.nbytes for part in found)
         crc = crc_of_whole(found, expected)
+        if crc is None and written == expected and any(part.begin == MANY for part in found):
+            crc = 0 if reread is None else crc_in_file(reread / name, files.layouts[name], tensor)
         if crc is None:
             raise CheckpointError(
-                f"{subject}: the ranks wrote {sum(part.nbytes for part in found)} of the {expected} bytes of tensor "
-                f"{tensor!r}, nothing was saved; this is a fault of hf_zero, please report it with the model and the "
-                "number of ranks"
+                f"{subject}: the ranks wrote {written} of the {expected} bytes of tensor {tensor!r}, nothing was "
+                "saved; this is a fault of hf_zero, please report it with the model and the number of ranks"
             )
         checksums[name][tensor] = crc
     return checksums

@@ -18,7 +18,7 @@ from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Checksums, Manifest, manifest_path
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
 from hf_zero.checkpoint.pretrained import check_weights
-from hf_zero.checkpoint.staging import Part, Staged, sync_path
+from hf_zero.checkpoint.staging import Part, Staged, connected, sync_path
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
@@ -42,10 +42,10 @@ def save_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike, 
         `CheckpointError`: the disk is full, the folder cannot be written, a value that JSON does not know.
     """
     state = plan_state(engine, optimizer, extra=extra or {})
-    staged = Staged.open(engine.comm.aside(), folder, [state.part], inside=True)
+    staged = Staged.open(connected(engine.comm), folder, [state.part], inside=True)
     checksums = staged.write([state.part])
     staged.write_beside(lambda path: state.write_manifest(path, [state.part], checksums))
-    staged.publish(lambda path: _publish(path, staged.destination))
+    staged.publish(lambda path: _publish(path, staged.destination), [state.part])
 
 
 @dataclass(frozen=True)

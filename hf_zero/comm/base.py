@@ -51,6 +51,7 @@ class Comm:
     rank: int = 0
     num_ranks: int = 1
     shares_memory: bool = False  # whether `common` memory can be had
+    user: object | None = None  # who uses these connections from another thread, until that is waited for
 
     def __init__(self, device: torch.device, timeout_seconds: float):
         self.device = device
@@ -121,9 +122,9 @@ class Comm:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
 
-    def aside(self) -> "Comm":
-        """The same ranks over connections of their own, for objects and tensors on the CPU. Its first call is
-        collective. What goes on there does not meet what goes on here, so it may be used by another thread."""
+    def aside(self, purpose: str) -> "Comm":
+        """The same ranks over connections of their own, for objects and tensors on the CPU. What goes on there does
+        not meet what goes on here, so it may be used by another thread. The first call for a purpose is collective."""
         return self
 
     def send(self, tensor: Tensor, rank: int) -> None:
@@ -159,7 +160,7 @@ class DistributedComm(Comm):
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0)
-        self._aside: DistributedComm | None = None  # until it is asked for
+        self._asides: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
     def all_gather_vector(self, vector: Tensor) -> Tensor:
         rows = [torch.empty_like(vector) for _ in range(self.num_ranks)]
@@ -174,16 +175,16 @@ class DistributedComm(Comm):
     def barrier(self) -> None:
         dist.barrier(self.group)
 
-    def aside(self) -> Comm:
-        if self._aside is None:
+    def aside(self, purpose: str) -> Comm:
+        if purpose not in self._asides:
             group = dist.new_group(
                 dist.get_process_group_ranks(self.group),
                 timeout=timedelta(seconds=self.timeout_seconds),
                 backend="gloo",
                 use_local_synchronization=True,  # the ranks of other groups have no part in it
             )
-            self._aside = DistributedComm(group, torch.device("cpu"), self.timeout_seconds)
-        return self._aside
+            self._asides[purpose] = DistributedComm(group, torch.device("cpu"), self.timeout_seconds)
+        return self._asides[purpose]
 
     def send(self, tensor: Tensor, rank: int) -> None:
         dist.send(tensor, dist.get_global_rank(self.group, rank), group=self.group)

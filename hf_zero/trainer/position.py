@@ -5,7 +5,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accelerate.data_loader import DataLoaderShard
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How a run takes its samples.
+
+    Args:
+        num_samples (`int`): in an epoch, over all ranks.
+        per_batch (`int`): in a batch of all ranks.
+        accumulation (`int`): batches in an optimizer step; an epoch's last step may have fewer.
+        drop_last (`bool`): leaves out an epoch's last samples where they do not fill a batch of all ranks.
+    """
+
+    num_samples: int
+    per_batch: int
+    accumulation: int = 1
+    drop_last: bool = False
+
+    @property
+    def per_step(self) -> int:
+        return self.per_batch * self.accumulation
+
+    def batches(self, first: int = 0) -> int:
+        """Batches of an epoch that goes on at sample `first`. Whole steps before it are skipped, and count; the
+        samples of the next step that were taken already are left out."""
+        num_samples = self.num_samples - first % self.per_step
+        return num_samples // self.per_batch if self.drop_last else math.ceil(num_samples / self.per_batch)
+
+    def steps(self, first: int = 0) -> int:
+        """Optimizer steps of an epoch that goes on at sample `first`, those before it included."""
+        return math.ceil(self.batches(first) / self.accumulation)
 
 
 @dataclass(frozen=True)
@@ -22,30 +53,32 @@ class Position:
     sample: int
     step: int
 
-    def after(self, step: int, num_samples: int, per_step: int) -> "Position":
-        """Where the run is at a later step.
+    def left(self, data: Epochs) -> int:
+        """Optimizer steps from here to the end of the epoch."""
+        return data.steps(self.sample) - self.sample // data.per_step
 
-        Args:
-            step (`int`): optimizer steps since the run began.
-            num_samples (`int`): samples in an epoch.
-            per_step (`int`): samples in an optimizer step, over all ranks; an epoch's last may have fewer.
-        """
-        left = step - self.step
-        rest = math.ceil((num_samples - self.sample) / per_step)
-        if left < rest:
-            return Position(self.epoch, self.sample + left * per_step, step)
-        epochs, steps = divmod(left - rest, math.ceil(num_samples / per_step))
-        return Position(self.epoch + 1 + epochs, steps * per_step, step)
+    def within(self, data: Epochs) -> "Position":
+        """The same place, or the beginning of the next epoch where batches of this size have nothing left of this."""
+        return self if self.left(data) > 0 else Position(self.epoch + 1, 0, self.step)
 
-    def steps_until(self, num_epochs: float, num_samples: int, per_step: int) -> int:
+    def after(self, step: int, data: Epochs) -> "Position":
+        """Where the run is at a later step, counted from the run's beginning."""
+        start = self.within(data)
+        taken, left = step - start.step, start.left(data)
+        if taken < left:
+            return Position(start.epoch, start.sample + taken * data.per_step, step)
+        epochs, steps = divmod(taken - left, data.steps())
+        return Position(start.epoch + 1 + epochs, steps * data.per_step, step)
+
+    def steps_until(self, num_epochs: float, data: Epochs) -> int:
         """How many optimizer steps are left until so many epochs are done."""
-        rest = math.ceil((num_samples - self.sample) / per_step)
-        return max(0, rest + math.ceil((num_epochs - self.epoch - 1) * math.ceil(num_samples / per_step)))
+        start = self.within(data)
+        return max(0, start.left(data) + math.ceil((num_epochs - start.epoch - 1) * data.steps()))
 
-    def epochs_until(self, num_steps: int, num_samples: int, per_step: int) -> int:
+    def epochs_until(self, num_steps: int, data: Epochs) -> int:
         """In how many epochs, from the first on, the next `num_steps` optimizer steps end."""
-        rest = math.ceil((num_samples - self.sample) / per_step)
-        return self.epoch + 1 + max(0, math.ceil((num_steps - rest) / math.ceil(num_samples / per_step)))
+        start = self.within(data)
+        return start.epoch + 1 + max(0, math.ceil((num_steps - start.left(data)) / data.steps()))
 
 
 class Remaining(Sampler):
@@ -80,32 +113,31 @@ class Remaining(Sampler):
         return len(self.sampler)
 
 
-def samples_of(dataloader) -> int | None:
-    """How many samples an epoch of a prepared data loader has, over all ranks; `None` where that is not known, or
-    where ranks do not take turns batch by batch."""
+def epochs_of(dataloader, accumulation: int) -> Epochs | None:
+    """How a prepared data loader takes its samples; `None` where that is not known, where ranks do not take turns
+    batch by batch, or where the order may depend on the size of the batches."""
     if not isinstance(dataloader, DataLoaderShard):
         return None
-    sampler = dataloader.get_sampler()
-    batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)  # of all ranks
-    try:
-        num_samples = len(sampler)
-    except TypeError:
+    sampler, shard = dataloader.get_sampler(), dataloader.batch_sampler
+    batches = getattr(shard, "batch_sampler", shard)  # of all ranks
+    if not isinstance(sampler, (RandomSampler, SequentialSampler)) or not isinstance(batches, BatchSampler):
         return None
-    if getattr(dataloader.batch_sampler, "split_batches", False) or not hasattr(batches, "batch_size"):
+    if getattr(shard, "split_batches", False):
         return None
-    whole = len(dataloader) * batches.batch_size * getattr(dataloader.batch_sampler, "num_processes", 1)
-    return min(num_samples, whole)  # fewer where the last batch is dropped
+    per_batch = batches.batch_size * getattr(shard, "num_processes", 1)
+    epochs = Epochs(len(sampler), per_batch, accumulation, batches.drop_last)
+    return epochs if epochs.batches() == len(dataloader) > 0 else None
 
 
-def leave_out(dataloader: DataLoaderShard, position: Position, per_step: int) -> None:
+def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> None:
     """Makes a data loader go on at `position`, once the whole steps before it are skipped.
 
     Args:
         dataloader (`DataLoaderShard`): as accelerate prepares it.
         position (`Position`): where to go on.
-        per_step (`int`): samples in an optimizer step.
+        data (`Epochs`): how it takes its samples.
     """
-    count = position.sample % per_step
+    count = position.sample % data.per_step
     if count:
         first = position.sample - count
         dataloader.set_sampler(Remaining(dataloader.get_sampler(), epoch=position.epoch, first=first, count=count))

@@ -34,9 +34,8 @@ def newest_complete(output_dir: str, *, is_first: bool) -> str | None:
         `str` or `None`: its folder; `None` where there is none.
     """
     folder = Path(output_dir)
-    if is_first and folder.is_dir():
-        restore_replaced(folder)
-    gather_object([None])  # others look when that is done
+    restore_replaced(folder)
+    gather_object([None])  # nobody looks before that is done
     faults = {path.name: _fault(path) for path in _newest_first(folder)}
     seen = gather_object([faults])
     for name in sorted({name for found in seen for name in found}, key=_step, reverse=True):
@@ -128,6 +127,8 @@ def _fault(folder: Path) -> str | None:
         check_state(folder)
     except CheckpointError as error:
         return str(error)
+    except Exception as error:  # JSON of other types, names that are no text: no rank may leave alone
+        return f"cannot be understood ({type(error).__name__}: {error})"
     return None
 
 

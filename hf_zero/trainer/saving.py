@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -94,14 +95,11 @@ class Saver:
         return self._newest
 
 
-def rotation(run_dir: str, limit: int | None, best: str | None, *, acts: bool) -> Callable[[], None]:
+def rotation(run_dir: str, limit: int | None, best: str | None) -> Callable[[], None]:
     """Deletes the oldest checkpoints beyond `limit`; to be called when a newer one is complete."""
-
-    def rotate() -> None:
-        if acts:
-            rotate_checkpoints(output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
-
-    return rotate
+    return partial(
+        rotate_checkpoints, output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
+    )
 
 
 def mean_over_ranks(engine: ZeroEngine, value: Tensor | None) -> float | None:

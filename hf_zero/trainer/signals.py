@@ -58,10 +58,13 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         comm = self._trainer.zero_engine.comm
+        if comm.device.type != "cpu":
+            comm = comm.aside("signals")  # a vote on the device would make the host wait for the step
         votes = comm.all_gather_vector(torch.tensor([self._received], dtype=torch.int32, device=comm.device))
         self._stopping = int(votes.max())
         if self._stopping:
             control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # there may be little time, and it could decide against saving
 
     def on_save(self, args, state, control, **kwargs):
         if self._stopping:

@@ -1,7 +1,6 @@
 """`ZeroTrainer`: the Hugging Face `Trainer` over sharded models."""
 
 import logging
-import math
 import os
 import warnings
 from dataclasses import asdict
@@ -21,8 +20,9 @@ from hf_zero.checkpoint import (
     save_pretrained,
     save_state,
 )
-from hf_zero.checkpoint.agreement import on_first, together
+from hf_zero.checkpoint.agreement import on_first, reraise, together
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
+from hf_zero.checkpoint.staging import restore_replaced
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim import ShardedOptimizer, refuse_non_elementwise, sharded_of
@@ -32,7 +32,7 @@ from hf_zero.trainer.adapters import is_adapter_model, load_adapters, save_adapt
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub import PushMixin
-from hf_zero.trainer.position import Position, leave_out, samples_of
+from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks, rotation
 from hf_zero.trainer.signals import StopOnSignal
@@ -95,7 +95,7 @@ class ZeroTrainerMixin(PushMixin):
         self._saver = Saver(in_background=self.args.zero_async_save)
         self.resumed = Resumed()
         self._start = Position(0, 0, 0)  # where this run's data begins
-        self._num_samples: int | None = None  # in an epoch; None where that is not known, and until training begins
+        self._data: Epochs | None = None  # None where batches are not known to follow an order, and before training
 
     @property
     def zero_engine(self) -> ZeroEngine | None:
@@ -113,6 +113,8 @@ class ZeroTrainerMixin(PushMixin):
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """As `Trainer.train`. `True` resumes from the newest checkpoint that is complete. SIGTERM and SIGUSR1 end the
         training after the step under way, with a checkpoint and the exit code 128 + the signal's number."""
+        if isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            restore_replaced(Path(resume_from_checkpoint).parent)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_complete(self.args.output_dir, is_first=self.args.process_index == 0)
             if resume_from_checkpoint is None:
@@ -138,14 +140,14 @@ class ZeroTrainerMixin(PushMixin):
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = super().set_initial_training_values(
             args, dataloader
         )
-        self._num_samples, self._per_step = samples_of(dataloader), per_step
+        self._data = epochs_of(dataloader, args.gradient_accumulation_steps)
         if self._goes_on():
-            start, data = self._start, (self._num_samples, per_step)
-            leave_out(dataloader, start, per_step)
+            self._start = start = self._start.within(self._data)
+            leave_out(dataloader, start, self._data)
             if args.max_steps > 0:
-                epochs = start.epochs_until(steps - start.step, *data)
+                epochs = start.epochs_until(steps - start.step, self._data)
             else:
-                steps = start.step + start.steps_until(args.num_train_epochs, *data)
+                steps = start.step + start.steps_until(args.num_train_epochs, self._data)
         return epochs, per_epoch, examples, samples, per_step, in_epoch, steps
 
     def _init_training_state(
@@ -155,17 +157,14 @@ class ZeroTrainerMixin(PushMixin):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         if self._goes_on():
-            steps = self._start.sample // self._per_step
-            return self._start.epoch, steps * self.args.gradient_accumulation_steps
+            return self._start.epoch, self._start.sample // self._data.per_step * self._data.accumulation
         return epochs, batches
 
     def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
         """As in Trainer; an epoch that is gone on with may be shorter, in batches of the present size."""
         if self._goes_on() and epoch == self._start.epoch:
-            accumulation = self.args.gradient_accumulation_steps
-            left = self._num_samples - self._start.sample % self._per_step
-            steps_in_epoch = math.ceil(left * accumulation / self._per_step)
-            num_update_steps_per_epoch = math.ceil(left / self._per_step)
+            steps_in_epoch = self._data.batches(self._start.sample)
+            num_update_steps_per_epoch = self._data.steps(self._start.sample)
         super()._run_epoch(
             epoch=epoch,
             steps_in_epoch=steps_in_epoch,
@@ -174,7 +173,7 @@ class ZeroTrainerMixin(PushMixin):
         )
 
     def _goes_on(self) -> bool:
-        return self._start.step > 0 and bool(self._num_samples) and not self.args.ignore_data_skip
+        return self._start.step > 0 and self._data is not None and not self.args.ignore_data_skip
 
     # Saving: every rank writes its own ranges, so every rank must come here
 
@@ -198,30 +197,35 @@ class ZeroTrainerMixin(PushMixin):
             with_weights=not is_adapter_model(self.model),
             **({} if self.args.save_only_model else self._facts()),
         )
+        failure: BaseException | None = None
         try:
             super()._save_checkpoint(model, trial)
             self._note_best(run_dir)
+        except Exception as error:  # a full disk, say, where this rank writes a file of its own
+            failure = error
+        try:
+            together(self.zero_engine.comm, f"saving to {folder}", lambda: reraise(failure))
         except BaseException:
             self._saver.discard()
             raise
-        args, best = self.args, self.state.best_model_checkpoint
-        self._saver.finish(rotation(run_dir, args.save_total_limit, best, acts=args.should_save))
+        self._saver.finish(rotation(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint))
 
     def _note_best(self, run_dir: str) -> None:
-        """The best checkpoint goes by its name, not by that of the temporary folder."""
-        if not self.state.best_global_step or self.state.best_model_checkpoint is None:
+        """The best checkpoint goes by its name here, not by that of the temporary folder or a former place."""
+        if not self.state.best_global_step:
             return
-        if Path(self.state.best_model_checkpoint).parent == Path(self._saver.run_dir):
-            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-            self.state.best_model_checkpoint = os.path.join(run_dir, name)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        path = os.path.join(run_dir, name)
+        if self.state.best_global_step == self.state.global_step or os.path.isdir(path):
+            self.state.best_model_checkpoint = path
             if self.args.should_save:
-                path = os.path.join(self._get_output_dir(None), name, TRAINER_STATE_NAME)
-                self.state.save_to_json(path)
+                current = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                self.state.save_to_json(os.path.join(self._saver.run_dir, current, TRAINER_STATE_NAME))
 
     def _facts(self) -> dict:
         last, position = self.accelerator.last_step, None
-        if self._num_samples:
-            position = self._start.after(self.state.global_step, self._num_samples, self._per_step)
+        if self._data is not None:
+            position = self._start.after(self.state.global_step, self._data)
         return {
             "step": self.state.global_step,
             "loss": mean_over_ranks(self.zero_engine, last.loss),
@@ -309,6 +313,10 @@ class ZeroTrainerMixin(PushMixin):
 
     def _load_scheduler(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, SCHEDULER_NAME)
+        if detect(checkpoint) is None and not os.path.isfile(path):
+            raise CheckpointError(
+                f"{path}: is missing, so the schedule would start anew; resume from another checkpoint"
+            )
         saved = torch.load(path, weights_only=True) if os.path.isfile(path) else None
         groups = self.optimizer.param_groups
         with warnings.catch_warnings():

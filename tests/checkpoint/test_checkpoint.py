@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from hf_zero.checkpoint import (
+    Checkpoint,
     Manifest,
     Snapshots,
     check_checkpoint,
     load_state,
     load_weights,
+    plan_state,
+    plan_weights,
     save_checkpoint,
+    save_pretrained,
     staging,
 )
 from hf_zero.checkpoint.open_files import OpenFiles
@@ -217,3 +221,64 @@ def test_every_moment_of_the_state_comes_back(tmp_path):
     load_state(engine, optimizer, tmp_path / "checkpoint-1")
     for info in engine.param_infos():
         assert torch.equal(optimizer.state[info.name]["exp_avg"], expected_moment(info, "exp_avg"))
+
+
+def test_a_save_leaves_another_that_is_under_way_in_the_same_folder_alone(tmp_path):
+    engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
+    begun = Checkpoint.begin(
+        engine, tmp_path / "slow", weights=plan_weights(engine), state=plan_state(engine, FakeOptimizer(engine))
+    )
+    (tmp_path / "_saving-killed").mkdir()
+    save(world_of_one(), tmp_path, "quick")
+    assert sorted(os.listdir(tmp_path)) == sorted(["quick", begun.path.parent.name])
+    begun.finish()
+    check_checkpoint(tmp_path / "slow")
+    assert sorted(os.listdir(tmp_path)) == ["quick", "slow"]
+
+
+def save_in_many_ranges(comm, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_zero.checkpoint.open_files.MAX_RANGES", 1)  # every rank writes each tensor in two
+        save(comm, folder, "many")
+
+
+def test_a_tensor_written_in_more_ranges_than_are_kept_has_its_checksum_all_the_same(tmp_path):
+    run_ranks(save_in_many_ranges, 2, tmp_path)
+    save(world_of_one(), tmp_path, "reference")
+    assert Manifest.read(tmp_path / "many").checksums == Manifest.read(tmp_path / "reference").checksums
+
+
+def wait_in_the_next_save(comm, folder):
+    engine = FakeEngine(models.tied_llama(), comm, **HALF)
+    first = save_checkpoint(engine, FakeOptimizer(engine), folder / "first", background=Snapshots())
+    save_pretrained(engine, folder / "second")
+    assert (folder / "first").exists()
+    first.wait()
+
+
+def test_a_save_waits_for_the_one_in_the_background(tmp_path):
+    run_ranks(wait_in_the_next_save, 2, tmp_path)
+    check_checkpoint(tmp_path / "first")
+
+
+def publish_on_one_disk_only(comm, folder):
+    """Rank 1's host cannot give its folder the name: nobody deletes what was there before."""
+    own = folder / f"host{comm.rank}"
+    own.mkdir()
+    save(comm, own, "checkpoint-1")
+    removed = []
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(staging.os, "rename", lambda *paths: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        engine = FakeEngine(models.tied_llama(), comm, **HALF)
+        checkpoint = Checkpoint.begin(
+            engine, own / "checkpoint-2", weights=plan_weights(engine), state=plan_state(engine, FakeOptimizer(engine))
+        )
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            checkpoint.finish(after=lambda: removed.append(own))
+    assert not removed
+    check_checkpoint(own / "checkpoint-1")
+
+
+def test_the_oldest_goes_when_the_newest_is_complete_on_every_host(tmp_path):
+    run_ranks(publish_on_one_disk_only, 2, tmp_path)

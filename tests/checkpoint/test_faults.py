@@ -121,7 +121,10 @@ def test_ranks_killed_in_the_middle_of_saves_lose_nothing(tmp_path):
         before = steps_in(folder)
         processes = start(context, folder, STEPS_PER_RUN)
         goes_on = wait_for(lambda: steps_in(folder)[len(before) :], processes)  # noqa: B023 - called at once
-        time.sleep(generator.uniform(0, 0.1))
+        time.sleep(generator.uniform(0, 0.05))
+        if generator.random() < 0.7:  # in the middle of a save, most of the time
+            wait_for(lambda: list(Path(folder).glob("_saving-*")), processes)  # noqa: B023
+            time.sleep(generator.uniform(0, 0.02))
         victims = generator.choice([processes[:1], processes[1:], processes])
         for victim in victims if goes_on else ():
             if victim.is_alive():

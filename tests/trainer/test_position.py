@@ -1,42 +1,64 @@
 """A run goes on at the sample where it was, whatever its batches were before and are now."""
 
-import itertools
 import math
 
 import pytest
 from torch.utils.data import Dataset, SequentialSampler
 
-from hf_zero.trainer.position import Position, Remaining
+from hf_zero.trainer.position import Epochs, Position, Remaining
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import Rows, make, seed_everything
 
 
-@pytest.mark.parametrize("num_samples, per_step", [(20, 4), (23, 4), (5, 7), (24, 1)])
-def test_the_position_after_some_steps_is_what_counting_gives(num_samples, per_step):
-    epoch = sample = 0
-    for step in range(1, 40):
-        sample += per_step
-        if sample >= num_samples:
-            epoch, sample = epoch + 1, 0
-        assert Position(0, 0, 0).after(step, num_samples, per_step) == Position(epoch, sample, step)
+def samples_of_steps(data: Epochs, first: int) -> list[range]:
+    """Which places of an epoch's order the steps take from sample `first` on: counted, batch by batch."""
+    cut = first - first % data.per_step
+    order = [*range(cut), *range(first, data.num_samples)]  # what was taken of the step under way is left out
+    batches = [order[begin : begin + data.per_batch] for begin in range(0, len(order), data.per_batch)]
+    if data.drop_last and batches and len(batches[-1]) < data.per_batch:
+        batches.pop()
+    steps = [
+        sum(batches[begin : begin + data.accumulation], []) for begin in range(0, len(batches), data.accumulation)
+    ]
+    return steps[first // data.per_step :]
 
 
-@pytest.mark.parametrize("before, now", list(itertools.product((3, 4, 8), (2, 4, 5))))
-def test_a_position_counts_on_with_other_batches(before, now):
-    start = Position(0, 0, 0).after(9, 30, before)
-    seen = start.epoch * 30 + start.sample
-    for step in range(10, 60):
-        rest_of_epoch = 30 - seen % 30
-        seen += min(now, rest_of_epoch)
-        position = start.after(step, 30, now)
-        assert position.epoch * 30 + position.sample == seen
-    total = start.step + start.steps_until(4, 30, now)
-    assert start.after(total, 30, now) == Position(4, 0, total)
-    assert start.after(total - 1, 30, now).epoch == 3
-    for more in range(1, 30):
-        end = start.after(start.step + more, 30, now)
-        assert start.epochs_until(more, 30, now) == (end.epoch if end.sample == 0 else end.epoch + 1)
+SHAPES = [
+    Epochs(num_samples, per_batch, accumulation, drop_last)
+    for num_samples, per_batch in ((20, 4), (23, 4), (5, 7), (24, 1), (100, 32))
+    for accumulation in (1, 3)
+    for drop_last in (False, True)
+    if not drop_last or num_samples >= per_batch
+]
+
+
+@pytest.mark.parametrize("data", SHAPES, ids=str)
+def test_a_position_counts_on_as_the_batches_do(data):
+    for first in range(data.num_samples):
+        start = Position(2, first, 9)
+        steps = samples_of_steps(data, first)
+        assert start.left(data) == max(start.left(data), 0) == len(steps) or (not steps and start.left(data) <= 0)
+        whole = samples_of_steps(data, 0)
+        epoch, sample, taken = (2, first, steps) if steps else (3, 0, list(whole))
+        for step in range(9, 60):
+            assert start.after(step, data) == Position(epoch, sample, step)
+            sample += data.per_step
+            taken = taken[1:]
+            if not taken:
+                epoch, sample, taken = epoch + 1, 0, list(whole)
+
+
+@pytest.mark.parametrize("data", SHAPES, ids=str)
+def test_steps_and_epochs_that_are_left_end_where_they_should(data):
+    for first in range(0, data.num_samples, 3):
+        start = Position(1, first, 9)
+        total = start.step + start.steps_until(4, data)
+        assert start.after(total, data) == Position(4, 0, total)
+        assert start.after(total - 1, data).epoch == 3
+        for more in range(1, 30):
+            end = start.after(start.step + more, data)
+            assert start.epochs_until(more, data) == (end.epoch if end.sample == 0 else end.epoch + 1)
 
 
 def test_samples_that_were_trained_on_are_left_out_in_their_epoch_alone():
