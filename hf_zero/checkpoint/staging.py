@@ -157,7 +157,7 @@ class Staged:
                 replicate_files(self.comm, self._subject, self.places, self.path, known)
 
         def act():
-            _sync_all(self.path)
+            sync_all(self.path)
             publish(self.path)
             sync_path(self.root.parent)
 
@@ -327,7 +327,8 @@ def _ranges_of(tensor: str, ranges: list[Ranges]) -> Iterator[Range]:
         yield from ranges_of_rank.get(tensor, ())
 
 
-def _sync_all(folder: Path) -> None:
+def sync_all(folder: Path) -> None:
+    """Returns when a folder with all that is in it has reached the disk."""
     for path in folder.rglob("*"):
         sync_path(path)
     sync_path(folder)

@@ -69,13 +69,25 @@ def launch(num_processes: int, function: Callable[..., None], *args: Any) -> Non
             max_restarts=0,
             local_addr=LOOPBACK,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # handed on to the processes
         )
         try:
             elastic_launch(config, function)(*args)
         except ChildFailedError as failure:
+            _leave_if_stopped(failure)
             raise _root_cause(Path(log_dir), failure) from None
         except SignalException as stop:
             raise SystemExit(128 + stop.sigval) from None
+
+
+def _leave_if_stopped(failure: Any) -> None:
+    """Ends with the exit code of processes that were sent a signal, and have saved."""
+    from hf_zero.trainer.signals import STOPPING
+
+    codes = {process.exitcode for process in failure.failures.values()}
+    for number in STOPPING:
+        if 128 + number in codes:
+            raise SystemExit(128 + number)
 
 
 def _prepare_environment(num_processes: int) -> None:

@@ -1,6 +1,5 @@
 """`merge FOLDER --output_dir OUT`: a PEFT adapter and its base model become one plain model."""
 
-import os
 import secrets
 import shutil
 import zlib
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+from hf_zero.checkpoint.staging import remove_replaced, sync_all, sync_path, take_name
 from hf_zero.config import choose
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.checks import check_output_dir
@@ -109,8 +109,10 @@ def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
                 tokenizer.save_pretrained(staged)
         _check_same(load_model(staged), model, output)
         with one_line(output, "saving"):
-            _sync(staged)
-            _swap(staged, output)
+            sync_all(staged)
+            take_name(staged, output)
+            sync_path(output.parent)
+            remove_replaced(output)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
@@ -120,32 +122,3 @@ def _check_same(loaded: nn.Module, merged: nn.Module, output: Path) -> None:
     different = sorted(name for name in expected if found.get(name) != expected[name])
     if different:
         raise CheckpointError(f"{output}: {different[0]} was not saved as it is; nothing was kept, merge again")
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _swap(staged: Path, output: Path) -> None:
-    old = None
-    if output.is_dir():
-        old = staged.with_name(f"{staged.name}-old")
-        os.replace(output, old)
-    try:
-        os.replace(staged, output)
-    except OSError:
-        if old is not None:
-            os.replace(old, output)
-        raise
-    if old is not None:
-        shutil.rmtree(old)
-    descriptor = os.open(output.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -42,6 +42,10 @@ def be_killed_on_rank_1() -> None:
     signal.pause()
 
 
+def leave_as_after_sigterm() -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
 def test_processes_meet_on_loopback_and_share_the_cores(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(6), raising=False)
     launch(2, write_environment, str(tmp_path))
@@ -64,3 +68,9 @@ def test_an_error_of_no_known_kind_keeps_its_traceback_once(capfd):
 def test_a_process_that_was_killed_is_named_with_its_signal():
     with pytest.raises(WorkerError, match="rank 1 ended without a word: exit code -9 SIGKILL; .* out of memory"):
         launch(2, be_killed_on_rank_1)
+
+
+def test_processes_that_a_signal_has_stopped_end_the_run_with_their_exit_code(capfd):
+    with pytest.raises(SystemExit) as left:
+        launch(2, leave_as_after_sigterm)
+    assert left.value.code == 128 + signal.SIGTERM

@@ -226,19 +226,25 @@ def _launch(folder, number=0, sender=0, resume=False):
     return [process.returncode for process in processes], errors
 
 
-@pytest.mark.parametrize("number, sender", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
-def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bit_for_bit(tmp_path, number, sender):
-    codes, errors = _launch(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of a run that no signal has stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    codes, errors = _launch(folder)
     assert codes == [0, 0], errors
+    return torch.load(folder / "weights.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("number, sender", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bit_for_bit(tmp_path, whole, number, sender):
     codes, errors = _launch(tmp_path / "stopped", number, sender)
     assert codes == [128 + number] * 2, errors
     assert f"{number.name}: saved {tmp_path}/stopped/checkpoint-4 at step 4" in errors[0]
     assert _names(tmp_path / "stopped") == ["checkpoint-4"]
     codes, errors = _launch(tmp_path / "stopped", resume=True)
     assert codes == [0, 0], errors
-    expected = torch.load(tmp_path / "whole" / "weights.pt", weights_only=True)
     found = torch.load(tmp_path / "stopped" / "weights.pt", weights_only=True)
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert all(torch.equal(found[name], weight) for name, weight in whole.items())
 
 
 def _keeps_users_handler(folder):
