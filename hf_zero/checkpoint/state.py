@@ -18,6 +18,7 @@ from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Checksums, Manifest, manifest_path
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
 from hf_zero.checkpoint.pretrained import check_weights
+from hf_zero.checkpoint.safetensors_file import crc_in_file
 from hf_zero.checkpoint.staging import Part, Staged, connected, sync_path
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
@@ -56,12 +57,25 @@ class State:
     manifest: Manifest
 
     def write_manifest(self, folder: Path, parts: Sequence[Part], checksums: Checksums) -> None:
-        """Writes the manifest of a checkpoint into a folder, once the files that it lists are complete."""
+        """Writes the manifest of a checkpoint into a folder, once the files that it lists are complete.
+
+        Args:
+            folder (`Path`): the checkpoint.
+            parts (`Sequence[Part]`): what all ranks have written. Safetensors files that others have put beside it (an
+                adapter) are listed, too.
+            checksums (`Checksums`): of the parts.
+        """
         files = {
             os.path.join(part.subfolder, name): layout.nbytes
             for part in parts
             for name, layout in part.files.layouts.items()
         }
+        for path in sorted(folder.rglob("*.safetensors")):
+            name = str(path.relative_to(folder))
+            if name not in files:
+                layout = FileLayout.read(path)
+                files[name] = layout.nbytes
+                checksums[name] = {tensor: crc_in_file(path, layout, tensor) for tensor in layout.entries}
         manifest = replace(self.manifest, files=files, checksums=checksums)
         manifest_path(folder).write_text(manifest.text(), encoding="utf-8")
 

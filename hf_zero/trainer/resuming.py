@@ -37,12 +37,15 @@ def newest_complete(output_dir: str, *, is_first: bool) -> str | None:
     restore_replaced(folder)
     gather_object([None])  # nobody looks before that is done
     faults = {path.name: _fault(path) for path in _newest_first(folder)}
-    seen = gather_object([faults])
+    seen, num_skipped = gather_object([faults]), 0
     for name in sorted({name for found in seen for name in found}, key=_step, reverse=True):
         reasons = [found.get(name, "is not seen by every rank") for found in seen]
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
+            if is_first and num_skipped:
+                logger.warning("going on from %s", folder / name)
             return str(folder / name)
+        num_skipped += 1
         if is_first:
             logger.warning("%s is skipped: %s", folder / name, reason)
     return None

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.checkpoint import Manifest
+from hf_zero.errors import CheckpointError
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import (
@@ -68,6 +70,18 @@ def test_adapters_are_saved_whole_and_resume(tmp_path, stage):
     assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
     # 3 layers, q and v, A and B of rank 3, and the head; in all below 24 KB with the header
     assert size < 24_000, "only the adapters are saved"
+    name = "adapter_model.safetensors"
+    assert len(Manifest.read(tmp_path / "checkpoint-4").checksums[name]) == 3 * 2 * 2 + 1
+    with open(tmp_path / "checkpoint-4" / name, "r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"?!")
+    run_ranks(_refuses_damage, 2, str(tmp_path), stage, timeout=240)
+
+
+def _refuses_damage(folder, stage):
+    model = _lora(modules_to_save=["lm_head"])
+    with pytest.raises(CheckpointError, match="adapter_model.safetensors: tensor '.*' has checksum"):
+        train(stage, folder, "llama", model=model, resume=f"{folder}/checkpoint-4", learning_rate=1e-2)
 
 
 def _two_adapters(folder):

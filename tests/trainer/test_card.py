@@ -4,6 +4,7 @@ import json
 
 import yaml
 
+from hf_zero.checkpoint import Manifest
 from hf_zero.planner import MemoryReport
 from hf_zero.trainer.card import RunFacts, card_text, facts_of, facts_of_folder
 from tests import models
@@ -95,10 +96,8 @@ def test_a_trainer_tells_what_it_has_done(tmp_path):
 def test_a_folder_tells_what_its_files_have(tmp_path):
     checkpoint = tmp_path / "checkpoint-10" / "zero"
     checkpoint.mkdir(parents=True)
-    manifest = {"stage": 1, "num_ranks": 4, "files": {}, "dtypes": {"weights": ["bfloat16"]}, "groups": []}
-    (checkpoint / "manifest.json").write_text(
-        json.dumps({**manifest, "scalars": {}, "extra": {}, "checksums": {}, "format_version": 1}), encoding="utf-8"
-    )
+    manifest = Manifest(stage=1, num_ranks=4, dtypes={"weights": ["bfloat16"]}, groups=[], scalars={})
+    (checkpoint / "manifest.json").write_text(manifest.text(), encoding="utf-8")
     state = {"global_step": 10, "log_history": [{"eval_loss": 0.5, "eval_runtime": 2.0, "epoch": 1.0}]}
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
     (tmp_path / "config.json").write_text('{"transformers_version": "5.23.0"}', encoding="utf-8")
