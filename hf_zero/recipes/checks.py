@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hf_zero.config import REDUCE_DTYPES, STAGES, choose
 from hf_zero.errors import ConfigError
-from hf_zero.trainer.arguments import LAUNCHER_VARIABLES, refuse_other_engines
+from hf_zero.trainer.arguments import LAUNCHER_VARIABLES, check_output_dir, refuse_other_engines
 
 
 def check_training_settings(settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
@@ -25,27 +24,6 @@ def check_training_settings(settings: Mapping[str, Any], environment: Mapping[st
     choose("zero_reduce_dtype", settings["zero_reduce_dtype"], REDUCE_DTYPES)
     refuse_other_engines(settings, environment)
     check_output_dir(settings.get("output_dir"))
-
-
-def check_output_dir(output_dir: str | None) -> None:
-    """Makes sure that a folder can be written without creating it yet.
-
-    Args:
-        output_dir (`str`, *optional*): The folder; it may not exist so far.
-
-    Raises:
-        ConfigError: If none is given, or something that is not a writable folder is in the way.
-    """
-    if not output_dir:
-        raise ConfigError(
-            "output_dir: not set; say where the trained model goes, for instance --output_dir outputs/mine"
-        )
-    folder = Path(output_dir).expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not existing.is_dir():
-        raise ConfigError(f"output_dir {output_dir!r}: {existing} is not a folder; give a folder that can be written")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir {output_dir!r}: {existing} is not writable for this user; give another folder")
 
 
 def launched_world_size(num_processes: int | None, environment: Mapping[str, str] | None = None) -> int | None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ class ZeroArgumentsMixin:
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             raise ConfigError("fp16: this process trains on the CPU, which has no fp16 training; use --bf16")
         super().__post_init__()
+        check_output_dir(self.output_dir)
         if launched != self.world_size:
             raise ConfigError(
                 f"WORLD_SIZE is {launched} but this process sees {self.world_size} rank(s); start it with torchrun, "
@@ -198,6 +200,27 @@ def refuse_other_engines(settings: Mapping[str, Any], environment: Mapping[str, 
     variables = [name for name in OTHER_ENGINES if _is_on(environment.get(name, ""))]
     for found in (*flags, *variables):
         raise ConfigError(f"{found}: found beside hf_zero, which shards by itself; remove it and use --zero_stage")
+
+
+def check_output_dir(output_dir: str | None) -> None:
+    """Makes sure that a folder can be written without creating it yet.
+
+    Args:
+        output_dir (`str`, *optional*): The folder; it may not exist so far.
+
+    Raises:
+        ConfigError: If none is given, or something that is not a writable folder is in the way.
+    """
+    if not output_dir:
+        raise ConfigError(
+            "output_dir: not set; say where the trained model goes, for instance --output_dir outputs/mine"
+        )
+    folder = Path(output_dir).expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise ConfigError(f"output_dir {output_dir!r}: {existing} is not a folder; give a folder that can be written")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir {output_dir!r}: {existing} is not writable for this user; give another folder")
 
 
 def _launched_ranks() -> int:

@@ -148,3 +148,9 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused_by_name(tmp_path
         ZeroTrainer(model=model, args=_arguments(tmp_path), optimizers=(Whitening(model.parameters()), None))
     with pytest.raises(UnsupportedError, match="Whitening"):
         ZeroTrainer(model=model, args=_arguments(tmp_path), optimizer_cls_and_kwargs=(Whitening, {"lr": 1e-3}))
+
+
+def test_an_output_dir_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="output_dir .*: .*file is not a folder; give a folder that can be written"):
+        ZeroTrainingArguments(output_dir=str(tmp_path / "file" / "out"), use_cpu=True)
