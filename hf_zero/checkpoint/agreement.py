@@ -18,7 +18,7 @@ def together(comm: Comm, subject: str, act: Callable[[], Result]) -> Result:
     Args:
         comm (`Comm`): the ranks.
         subject (`str`): what is being done to what, the beginning of the message on ranks where all went well.
-        act (`Callable`): this rank's part. It contains no collective.
+        act (`Callable`): this rank's part. It contains no collective that a failure of its own could keep it from.
 
     Returns:
         What `act` returned on this rank.
