@@ -154,4 +154,4 @@ class Checkpoint:
             if after is not None:
                 after()
 
-        self._staged.publish(lambda path: take_name(path, self.folder), self._parts, after=replaced)
+        self._staged.publish(lambda path: take_name(path, self.folder), after=replaced)

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -115,10 +116,7 @@ def _read_all(engine: Engine, opened: OpenFiles, tensors: Sequence[SavedTensor],
             read_origin(opened, origins.of[shard.name], shard.start, shard.tensor)
     for saved in tensors:
         if saved.buffer is not None and saved.name in origins.of:
-            # A buffer that is not contiguous has no flat view: read it apart and copy it in.
-            flat = saved.buffer.new_empty(saved.buffer.numel())
-            read_origin(opened, origins.of[saved.name], 0, flat)
-            saved.buffer.copy_(flat.view(saved.shape))
+            saved.fill_buffer(partial(read_origin, opened, origins.of[saved.name], 0))
 
 
 def read_origin(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.unread import leaving_weights_in_files
-from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
+from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles
 from hf_zero.engine.source import source_of
 from hf_zero.errors import CheckpointError, ConfigError
 
@@ -147,7 +147,7 @@ def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -
 def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
     """The part of `check_pretrained` that holds for a model without a config, too."""
     folder = Path(folder)
-    names = ["adapter_model.safetensors", WEIGHTS_NAME]
+    names = [ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME]
     if variant is not None:
         names.append(f"model.{variant}.safetensors")
     present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]

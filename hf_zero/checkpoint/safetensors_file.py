@@ -96,7 +96,7 @@ class SafetensorsFile:
         """
         entry = self._range_of(name, start, values)
         written = Range(start * entry.dtype.itemsize, 0, 0)
-        for view in outgoing(values, entry.dtype):
+        for view in _outgoing(values, entry.dtype):
             written = self.write_bytes(name, written, view)
         return written
 
@@ -163,6 +163,23 @@ class SafetensorsFile:
         self._file.seek(self.layout.offsets[name] + begin)
         return self._fill(view, name, 0)
 
+    def pieces(self, name: str) -> Iterator[tuple[memoryview, int]]:
+        """All bytes of one tensor, piece by piece in one buffer, each with the CRC-32 of everything up to its end."""
+        nbytes, crc = self.layout.entries[name].nbytes, 0
+        buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
+        for first in range(0, nbytes, PIECE_NBYTES):
+            piece = buffer[: nbytes - first]
+            self._file.seek(self.layout.offsets[name] + first)
+            crc = self._fill(piece, name, crc)
+            yield piece, crc
+
+    def checksum(self, name: str) -> int:
+        """The CRC-32 of one tensor's bytes."""
+        crc = 0
+        for _, so_far in self.pieces(name):
+            crc = so_far
+        return crc
+
     def sync(self) -> None:
         """Returns when everything that was written has reached the disk."""
         os.fsync(self._file.fileno())
@@ -205,17 +222,6 @@ class SafetensorsFile:
         return crc
 
 
-def crc_in_file(path: str | os.PathLike, layout: FileLayout, name: str) -> int:
-    """The CRC-32 of one tensor's bytes, read piece by piece."""
-    entry, crc = layout.entries[name], 0
-    piece = memoryview(bytearray(min(entry.nbytes, PIECE_NBYTES)))
-    with SafetensorsFile.open(path, layout) as file:
-        file._file.seek(layout.offsets[name])
-        for first in range(0, entry.nbytes, PIECE_NBYTES):
-            crc = file._fill(piece[: entry.nbytes - first], name, crc)
-    return crc
-
-
 def _opened(path: str | os.PathLike, mode: str) -> io.FileIO:
     try:
         return open(path, mode, buffering=0)
@@ -251,7 +257,7 @@ def _piece_numel(values: Tensor, dtype: torch.dtype) -> int:
     return max(1, min(values.numel(), PIECE_NBYTES // dtype.itemsize))
 
 
-def outgoing(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def _outgoing(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """The bytes of 1-D `values` in `dtype`: its own memory where possible, else piece by piece through one buffer."""
     values = values.detach()
     if _is_addressable(values, dtype):

@@ -70,7 +70,7 @@ def save_pretrained(
         else:
             take_name(path, staged.destination)
 
-    staged.publish(publish, [weights.part], after=lambda: remove_replaced(staged.destination))
+    staged.publish(publish, after=lambda: remove_replaced(staged.destination))
 
 
 def _holds_something(folder: Path) -> bool:

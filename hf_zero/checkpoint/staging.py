@@ -19,7 +19,7 @@ from hf_zero.checkpoint.manifest import Checksums
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
 from hf_zero.checkpoint.places import Places
 from hf_zero.checkpoint.replication import replicate_files, replicate_ranges
-from hf_zero.checkpoint.safetensors_file import SafetensorsFile, crc_in_file
+from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError
@@ -65,6 +65,7 @@ class Staged:
         self.destination = destination
         self.root = root
         self.path = root
+        self._names: set[str] = set()  # of the safetensors files, relative to `path`
         self._lock: int | None = None  # descriptor of `root`, on a writer until the end
         self.places = places
         self._subject = f"saving to {destination}"
@@ -92,6 +93,7 @@ class Staged:
         staged = cls(comm, destination, root, Places.find(comm, parent))
         if not inside:
             staged.path = root / destination.name
+        staged._names = {os.path.join(part.subfolder, name) for part in parts for name in part.files.layouts}
         staged._on_writers(lambda: staged._reserve(parts))
         return staged
 
@@ -140,21 +142,17 @@ class Staged:
         """Lets each place's writer write small files into the temporary folder."""
         self._on_writers(lambda: write(self.path))
 
-    def publish(
-        self, publish: Callable[[Path], None], parts: Sequence[Part], after: Callable[[], None] | None = None
-    ) -> None:
+    def publish(self, publish: Callable[[Path], None], after: Callable[[], None] | None = None) -> None:
         """Sees to it that everything is on disk, and gives it its name.
 
         Args:
             publish (`Callable`): called by each place's writer with the temporary folder.
-            parts (`Sequence[Part]`): what was written.
             after (`Callable`, *optional*): called by the same when it is published, and on disk, in every place: what
                 it replaces can go.
         """
         with self._or_discard():
             if not self.places.are_one:
-                known = {os.path.join(part.subfolder, name) for part in parts for name in part.files.layouts}
-                replicate_files(self.comm, self._subject, self.places, self.path, known)
+                replicate_files(self.comm, self._subject, self.places, self.path, self._names)
 
         def act():
             sync_all(self.path)
@@ -312,7 +310,7 @@ def _checked(ranges: list[Ranges], files: WeightFiles, subject: str, reread: Pat
         expected, written = files.entry(tensor).nbytes, sum(part.nbytes for part in found)
         crc = crc_of_whole(found, expected)
         if crc is None and written == expected and any(part.begin == MANY for part in found):
-            crc = 0 if reread is None else crc_in_file(reread / name, files.layouts[name], tensor)
+            crc = 0 if reread is None else _read_again(reread / name, tensor)
         if crc is None:
             raise CheckpointError(
                 f"{subject}: the ranks wrote {written} of the {expected} bytes of tensor {tensor!r}, nothing was "
@@ -320,6 +318,11 @@ def _checked(ranges: list[Ranges], files: WeightFiles, subject: str, reread: Pat
             )
         checksums[name][tensor] = crc
     return checksums
+
+
+def _read_again(path: Path, tensor: str) -> int:
+    with SafetensorsFile.open(path) as file:
+        return file.checksum(tensor)
 
 
 def _ranges_of(tensor: str, ranges: list[Ranges]) -> Iterator[Range]:

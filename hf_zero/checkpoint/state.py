@@ -18,7 +18,7 @@ from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Checksums, Manifest, manifest_path
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
 from hf_zero.checkpoint.pretrained import check_weights
-from hf_zero.checkpoint.safetensors_file import crc_in_file
+from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.staging import Part, Staged, connected, sync_path
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
@@ -46,7 +46,7 @@ def save_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike, 
     staged = Staged.open(connected(engine.comm), folder, [state.part], inside=True)
     checksums = staged.write([state.part])
     staged.write_beside(lambda path: state.write_manifest(path, [state.part], checksums))
-    staged.publish(lambda path: _publish(path, staged.destination), [state.part])
+    staged.publish(lambda path: _publish(path, staged.destination))
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,13 @@ class State:
             for part in parts
             for name, layout in part.files.layouts.items()
         }
+        checksums = dict(checksums)
         for path in sorted(folder.rglob("*.safetensors")):
             name = str(path.relative_to(folder))
             if name not in files:
-                layout = FileLayout.read(path)
-                files[name] = layout.nbytes
-                checksums[name] = {tensor: crc_in_file(path, layout, tensor) for tensor in layout.entries}
+                with SafetensorsFile.open(path) as file:
+                    files[name] = file.layout.nbytes
+                    checksums[name] = {tensor: file.checksum(tensor) for tensor in file.layout.entries}
         manifest = replace(self.manifest, files=files, checksums=checksums)
         manifest_path(folder).write_text(manifest.text(), encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Which tensors a model folder holds, under which names: the names that transformers itself writes."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,12 @@ class SavedTensor:
     @property
     def entry(self) -> TensorEntry:
         return TensorEntry(self.key, self.dtype, self.shape)
+
+    def fill_buffer(self, read: Callable[[Tensor], None]) -> None:
+        """Overwrites the buffer by what `read` puts into a 1-D tensor. One that is not contiguous has no flat view."""
+        flat = self.buffer.new_empty(self.buffer.numel())
+        read(flat)
+        self.buffer.copy_(flat.view(self.shape))
 
 
 def saved_tensors(model: nn.Module, parameters: Sequence[Parameter]) -> list[SavedTensor]:

@@ -4,8 +4,7 @@ Everything streams: no more than one piece of a tensor is in memory at a time.
 """
 
 import os
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, manifest_path
-from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
+from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.state import MASTER_NAME
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.errors import CheckpointError
@@ -57,10 +56,9 @@ def scan_files(folder: str | os.PathLike, names: list[str]) -> Scans:
 def scan_file(path: str | os.PathLike) -> dict[str, TensorScan]:
     """Reads one safetensors file once; see `scan_files`."""
     path = os.fspath(path)
-    layout = FileLayout.read(path)
     try:
-        with open(path, "rb", buffering=0) as file:
-            return {name: _scan(file, path, layout, entry) for name, entry in layout.entries.items()}
+        with SafetensorsFile.open(path) as file:
+            return {name: _scan(file, entry) for name, entry in file.layout.entries.items()}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
 
@@ -209,27 +207,12 @@ def _compare(path: Path, expected: Mapping[str, int], found: Mapping[str, Tensor
     return len(expected)
 
 
-def _scan(file, path: str, layout: FileLayout, entry: TensorEntry) -> TensorScan:
-    crc32, num_nonfinite = 0, 0
-    file.seek(layout.offsets[entry.name])
-    for piece in _pieces(file, path, entry):
-        crc32 = zlib.crc32(piece, crc32)
+def _scan(file: SafetensorsFile, entry: TensorEntry) -> TensorScan:
+    crc, num_nonfinite = 0, 0
+    for piece, so_far in file.pieces(entry.name):
+        crc = so_far
         num_nonfinite += _count_nonfinite(torch.frombuffer(piece, dtype=entry.dtype))
-    return TensorScan(entry, crc32, num_nonfinite)
-
-
-def _pieces(file, path: str, entry: TensorEntry) -> Iterator[bytearray]:
-    left = entry.nbytes
-    while left:
-        piece = bytearray(min(left, PIECE_NBYTES))
-        done = 0
-        while done < len(piece):
-            count = file.readinto(memoryview(piece)[done:])
-            if not count:
-                raise CheckpointError(f"{path}: the file ended inside tensor {entry.name!r}; {_AGAIN}")
-            done += count
-        left -= len(piece)
-        yield piece
+    return TensorScan(entry, crc, num_nonfinite)
 
 
 def _count_nonfinite(values: Tensor) -> int:

@@ -12,6 +12,7 @@ from hf_zero.errors import CheckpointError, ConfigError
 
 
 WEIGHTS_NAME = "model.safetensors"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"  # of PEFT
 _NBYTES_OF_UNIT = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 

@@ -15,6 +15,7 @@ from transformers.utils import is_peft_available
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.tensor_names import shortened
+from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.models import resolve_model
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
-ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 AUTO_CLASS_OF_TASK = {
     "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_CLS": "AutoModelForSequenceClassification",

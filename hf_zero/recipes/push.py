@@ -10,9 +10,8 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import disable_progress_bars
 
 from hf_zero.checkpoint.verify import check_checksums
-from hf_zero.checkpoint.weight_files import is_weight_file
+from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, is_weight_file
 from hf_zero.errors import ConfigError, HubError
-from hf_zero.recipes.loading import ADAPTER_WEIGHTS_NAME
 from hf_zero.recipes.verify import Inspection
 from hf_zero.trainer.card import card_text, facts_of_folder
 from hf_zero.trainer.hub import hub_errors, is_transient

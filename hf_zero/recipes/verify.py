@@ -7,9 +7,9 @@ from pathlib import Path
 from hf_zero.checkpoint import WeightFiles, check_pretrained
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.verify import Scans, check_checksums, check_finite, check_state, check_ties, scan_files
+from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.recipes.loading import (
-    ADAPTER_WEIGHTS_NAME,
     adapter_config,
     attach,
     is_adapter,

@@ -7,11 +7,9 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint import load_weights
 from hf_zero.checkpoint.agreement import on_first, together
+from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.engine import ZeroEngine, gathered
 from hf_zero.errors import UnsupportedError
-
-
-ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
 
 def is_adapter_model(model: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.agreement import on_first, reraise, together
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
+from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.staging import restore_replaced
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
@@ -303,7 +304,7 @@ class ZeroTrainerMixin(PushMixin):
         if foreign is not None:
             logger.info("%s: resuming from a checkpoint of %s", checkpoint, foreign.name)
             load_foreign_state(self.zero_engine, self._zero_optimizer, checkpoint)
-        elif os.path.isdir(os.path.join(checkpoint, "zero")):
+        elif os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
             load_state(self.zero_engine, self._zero_optimizer, checkpoint)
         else:
             logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
@@ -313,7 +314,8 @@ class ZeroTrainerMixin(PushMixin):
 
     def _load_scheduler(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, SCHEDULER_NAME)
-        if detect(checkpoint) is None and not os.path.isfile(path):
+        is_foreign = detect(checkpoint) is not None
+        if not is_foreign and not os.path.isfile(path):
             raise CheckpointError(
                 f"{path}: is missing, so the schedule would start anew; resume from another checkpoint"
             )
@@ -324,7 +326,7 @@ class ZeroTrainerMixin(PushMixin):
             # DeepSpeed drops groups without parameters, which leaves its schedule with fewer of them.
             if saved is not None and len(saved.get("base_lrs", groups)) == len(groups):
                 self.lr_scheduler.load_state_dict(saved)
-            elif detect(checkpoint) is not None:
+            elif is_foreign:
                 num_steps = carried(checkpoint).num_steps or 0
                 logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)
                 for _ in range(num_steps):

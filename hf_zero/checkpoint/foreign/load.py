@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,7 @@ def load_foreign_weights(engine: Engine, folder: str | os.PathLike) -> None:
                 if shard.name in found:
                     found[shard.name].read_range(shard.start, shard.tensor)
             for saved in buffers:
-                flat = saved.buffer.new_empty(saved.buffer.numel())
-                found[saved.name].read_range(0, flat)
-                saved.buffer.copy_(flat.view(saved.shape))
+                saved.fill_buffer(partial(found[saved.name].read_range, 0))
 
     engine.begin_update()
     together(engine.comm, f"loading {folder}", read)
