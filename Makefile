@@ -14,13 +14,17 @@ SOURCES := $(wildcard hf_zero tests benchmarks)
 RUN_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 TEST_ENV := $(RUN_ENV) OMP_NUM_THREADS=1
 
-.PHONY: quickstart test test-oldest quality style install clean
+.PHONY: quickstart test test-all test-oldest quality style install clean
 
 quickstart: $(STAMP)
 	$(RUN_ENV) $(BIN)/python -m hf_zero.recipes classify --config recipes/quickstart.yaml --num_processes 2 --zero_stage 3
 
 test: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# All rotating tests too, which takes hours; writes docs/models.md and docs/support.md.
+test-all: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest --all --write-docs $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST_STAMP)
 	$(TEST_ENV) $(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS)

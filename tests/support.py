@@ -1,0 +1,131 @@
+"""The matrix of docs/support.md, from the results of the tests that carry `@pytest.mark.support`.
+
+    @pytest.mark.support("PEFT: LoRA", area="Adapters")
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_lora_trains_as_in_ddp(stage): ...
+
+A test's stage is its parameter of that name; a test that goes through several itself names them (`stages=(1, 2, 3)`).
+A test that something is refused says `refused=True`. Each cell is what all tests of that feature and stage said.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+STAGES = (0, 1, 2, 3)
+YES, REFUSED, FAILED, UNTESTED = "yes", "refused", "**fails**", ""
+HEADER = """# What works at which stage
+
+Every cell is the result of tests on two ranks (gloo), most of them against plain `Trainer` or plain DDP; this page is
+written by `make test-all` and never by hand. *refused*: one clear line before anything is loaded; the test checks its
+text. An empty cell: no test says anything about it. Architectures have [a page of their own](models.md).
+
+States on the CPU or on NVMe (offload) do not exist yet, so there is no column for them.
+"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one test says: that a feature works at some stages, or is refused there."""
+
+    area: str
+    feature: str
+    stages: tuple[int, ...]
+    says: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    area: str
+    feature: str
+    stage: int
+
+
+def claim_of(item: pytest.Item) -> Claim | None:
+    """The claim of a collected test, or `None` when it carries no mark.
+
+    Raises:
+        `pytest.UsageError`: for a mark without stage.
+    """
+    mark = item.get_closest_marker("support")
+    if mark is None:
+        return None
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    stages = mark.kwargs.get("stages", (params["stage"],) if "stage" in params else None)
+    if stages is None:
+        raise pytest.UsageError(f"{item.nodeid}: the mark `support` needs a parameter `stage`, or `stages=(1, 2, 3)`")
+    says = REFUSED if mark.kwargs.get("refused") else YES
+    return Claim(mark.kwargs["area"], mark.args[0].format(**params), tuple(stages), says)
+
+
+def cells(results: Iterable[tuple[Claim, bool]]) -> dict[Cell, str]:
+    """What all tests together say of each feature and stage.
+
+    Args:
+        results (iterable): each claim, and whether its test passed.
+    """
+    table: dict[Cell, str] = {}
+    for claim, passed in results:
+        for stage in claim.stages:
+            cell = Cell(claim.area, claim.feature, stage)
+            says = claim.says if passed else FAILED
+            table[cell] = says if table.get(cell, says) == says else FAILED
+    return table
+
+
+def render(table: dict[Cell, str]) -> str:
+    """The page, with one table for each area, rows in alphabetical order."""
+    lines = [HEADER]
+    for area in sorted({cell.area for cell in table}):
+        lines += [f"## {area}", "", "| | " + " | ".join(f"stage {stage}" for stage in STAGES) + " |"]
+        lines.append("|---|" + "---|" * len(STAGES))
+        for feature in sorted({cell.feature for cell in table if cell.area == area}, key=str.lower):
+            row = [table.get(Cell(area, feature, stage), UNTESTED) for stage in STAGES]
+            lines.append(f"| {feature} | " + " | ".join(row) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def parse(page: str) -> dict[Cell, str]:
+    """The cells of a page that `render` made."""
+    table, area = {}, ""
+    for line in page.splitlines():
+        if line.startswith("## "):
+            area = line[3:]
+        elif area and line.startswith("| ") and not line.startswith("| |"):
+            feature, *row = [part.strip() for part in line.strip("|").split("|")]
+            table.update({Cell(area, feature, stage): says for stage, says in zip(STAGES, row) if says})
+    return table
+
+
+class Recorder:
+    """The pytest plugin: notes what the tests that ran said, and writes the page when asked to.
+
+    Args:
+        writes (`bool`): whether to write the page at the end.
+    """
+
+    def __init__(self, writes: bool):
+        self.writes = writes
+        self.claims: dict[str, Claim] = {}  # of what was collected, by node id
+        self.results: dict[str, bool] = {}  # of what ran
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.claims = {item.nodeid: claim for item in items if (claim := claim_of(item)) is not None}
+        items.sort(key=lambda item: item.path.name == "test_support.py")  # it comes last, when there are results
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid in self.claims and not report.skipped and (report.when == "call" or report.failed):
+            self.results[report.nodeid] = report.passed and self.results.get(report.nodeid, True)
+
+    def cells(self) -> dict[Cell, str]:
+        return cells((self.claims[nodeid], passed) for nodeid, passed in self.results.items())
+
+    def pytest_sessionfinish(self) -> None:
+        if self.writes and self.results:
+            PAGE.write_text(render(self.cells()), encoding="utf-8")
