@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from hf_zero.engine.unit import Unit
+from hf_zero.errors import LifecycleError
 
 
 UNIT_ATTRIBUTE = "_hf_zero_unit"
@@ -17,6 +18,12 @@ def remember(units: list[Unit]) -> None:
         for flat in unit.flats:
             for param in flat.params:
                 setattr(param, UNIT_ATTRIBUTE, unit)
+
+
+def forget(units: list[Unit]) -> None:
+    """Undoes `remember`."""
+    for param in (param for unit in units for flat in unit.flats for param in flat.params):
+        delattr(param, UNIT_ATTRIBUTE)
 
 
 def unit_of(param: Tensor) -> Unit | None:
@@ -35,6 +42,9 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
         what (`nn.Module`, `Tensor` or iterable of `Tensor`): a module (all its parameters), or parameters.
         writeback (`bool`): keeps what was written to the parameters; rank 0's values become everyone's. Without it,
             changes are lost at stage 3.
+
+    Raises:
+        `LifecycleError`: for `writeback` inside `engine.computing_in`.
     """
     if isinstance(what, nn.Module):
         params = list(what.parameters())
@@ -42,6 +52,8 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
         params = [what] if isinstance(what, Tensor) else list(what)
     units = {unit_of(param) for param in params} - {None}
     held = sorted(units, key=lambda unit: unit.index)
+    if writeback and any(flat.cast for unit in held for flat in unit.flats):
+        raise LifecycleError("gathered(writeback=True): what is written inside computing_in is lost; write outside")
     with ExitStack() as pinned:
         for unit in held:
             unit.pin()

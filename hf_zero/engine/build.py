@@ -15,6 +15,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
+from hf_zero.engine.patch import Patch
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.source import read_sources
@@ -128,9 +129,10 @@ def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEng
     schedule = Schedule(list(owners.values()))
     engine = ZeroEngine(model, config, comm, root=units[0], schedule=schedule, placeholders=placeholders)
     hooks.install(engine, {by_name[spec.name]: spec.module for spec in specs[1:]}, owners)
-    model.__dict__[ENGINE_ATTRIBUTE] = engine
+    engine.handles.append(Patch(model, ENGINE_ATTRIBUTE, engine))
     if any(unit.is_sharded for unit in engine.units):
-        model._is_fsdp_managed_module = True  # `generate`: ranks that end early go on, so that none waits for them
+        # `generate`: ranks that end early go on, so that none waits for them
+        engine.handles.append(Patch(model, "_is_fsdp_managed_module", True))
     return engine
 
 

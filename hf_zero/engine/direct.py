@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
+from hf_zero.engine.patch import Patch
 from hf_zero.engine.unit import Unit
 
 
@@ -89,7 +90,7 @@ def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
         if sink is None or module.weight.numel() < MIN_NUMEL:
             continue
         if forward is not _embedding or _is_plain(module):
-            module.forward = partial(forward, module, sink)
+            engine.handles.append(Patch(module, "forward", partial(forward, module, sink)))
 
 
 def _is_plain(module: nn.Embedding) -> bool:

@@ -2,16 +2,19 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Comm, Pending
 from hf_zero.config import Residency, ZeroConfig
+from hf_zero.engine.casting import computing_in
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.phase import Phase
 from hf_zero.engine.placeholder import Placeholders
+from hf_zero.engine.restore import restore
 from hf_zero.engine.schedule import Schedule, Stack, Visit
 from hf_zero.engine.unit import Uncopyable, Unit, reassign_slots
 from hf_zero.errors import LifecycleError, UnsupportedError
@@ -69,7 +72,7 @@ class ZeroEngine(Uncopyable):
         self.schedule = schedule
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
-        self.handles: list = []  # of every hook on the model; keeps the AccumulateGrad nodes alive that have some
+        self.handles: list = []  # of all that was put onto the model: each has `remove()`
         self._depth = 0  # how many forwards of hooked modules are under way, one in another
         self._is_order_known = comm.num_ranks == 1 or not self.blocks
         self._notes = True  # whether the outermost forward under way is to be followed by a backward
@@ -357,13 +360,18 @@ class ZeroEngine(Uncopyable):
         Raises:
             `LifecycleError`: inside `hf_zero.gathered`, or when someone wrote to a parameter whose data is away.
         """
+        if not self.handles:
+            raise LifecycleError("the model was unsharded: shard it again, and build the optimizer on the new engine")
         self.placeholders.check()
+        self._refuse_pinned("new values")
+        self.comm.fence()
+
+    def _refuse_pinned(self, what: str) -> None:
         for unit in self.units:
             if unit.pins:
                 raise LifecycleError(
-                    f"unit {unit.name!r}: new values inside hf_zero.gathered(...); leave the context first"
+                    f"unit {unit.name!r}: {what} inside hf_zero.gathered(...); leave the context first"
                 )
-        self.comm.fence()
 
     def mark_updated(self, only_trained: bool = False) -> None:
         """The masters have new values: the compute copies follow. All ranks call it.
@@ -394,6 +402,36 @@ class ZeroEngine(Uncopyable):
                 stack.order(stack.seen + [unit for unit in stack.units if unit not in stack.seen])
             reassign_slots([unit for stack in self.schedule.stacks for unit in stack.units])
         self._is_order_known = True
+
+    def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Shows the floating-point parameters and buffers in another dtype, for evaluation: masters, and what the
+        optimizer holds, stay as they are. All ranks enter it together; there are no gradients inside.
+
+        Where the parameters rest whole (stages 0 to 2), the context holds a second copy of them in `dtype`; at stage 3
+        one of the root and of the block under way.
+
+        Args:
+            dtype (`torch.dtype`): such as `torch.bfloat16`.
+        """
+        return computing_in(self, dtype)
+
+    def unshard(self) -> nn.Module:
+        """Gives the model back as it was before `hf_zero.shard`: a plain module, whole on every rank, with the present
+        values in the dtypes that it came with. All ranks call it.
+
+        Gradients since the last step are dropped. Optimizers on this engine can step no more.
+
+        Returns:
+            `nn.Module`: the model, which can be copied, pickled, or sharded again.
+
+        Raises:
+            `LifecycleError`: inside `hf_zero.gathered`, or when someone wrote to a parameter whose data is away.
+        """
+        self.placeholders.check()
+        self._refuse_pinned("unshard")
+        self.clear_gradients()
+        restore(self)
+        return self.model
 
     def param_infos(self) -> list[ParamInfo]:
         """All parameters in the model's order, tied ones once; the same on every rank."""

@@ -88,6 +88,7 @@ class Flat:
         self.trainable = infos[0].trainable
         self.owned = layout.owned(comm.rank)
         self.placeholders = [placeholders.of(p.shape, dtype) for p in params]
+        self.cast: torch.dtype | None = None  # in which the parameters are shown; None: as they are
         self.is_read = [source_of(p) is not None for p in params]  # which parameters come out of files
         self._home_dtypes = [p.dtype for p in params]
 
@@ -213,7 +214,7 @@ class Flat:
 
     def attach(self) -> None:
         for p, view in zip(self.params, self.views):
-            p.data = view
+            p.data = view if self.cast is None else view.to(self.cast)
 
     def detach(self) -> None:
         for p, placeholder in zip(self.params, self.placeholders):
@@ -234,6 +235,26 @@ class Flat:
             written = values != self.master.to(values.dtype)
             self.master.copy_(torch.where(written, values.to(self.master.dtype), self.master))
         self.comm.fence()
+
+    def give_back(self, what: str) -> None:
+        """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""
+        whole = self.whole_master(what)
+        for place, p, dtype in zip(self.layout.places, self.params, self._home_dtypes):
+            p.data = whole[place.offset : place.stop].view(place.shape).to(dtype, copy=True)
+        self.comm.fence()
+        self.full = self.master = self.common = None
+        self.views = []
+
+    def whole_master(self, what: str) -> Tensor:
+        """The values as the optimizer has them, whole, on every rank; to be read only."""
+        if self.common is not None or self.plan.master is Residency.REPLICATED:
+            return self.master if self.common is None else self.common
+        if not self.is_sharded and not self.has_master:
+            return self.full
+        whole = torch.empty(self.layout.full_numel, dtype=self.master_dtype, device=self.comm.device)
+        own = whole[slice(*self.owned)].copy_(self.master)
+        self.comm.gather(whole, own, what=what).wait()
+        return whole
 
     def named_shards(self, tensor: Tensor, covers: tuple[int, int], only: tuple[int, int]) -> Iterator[NamedShard]:
         """The parameters' runs inside `tensor`, which covers the range `covers` of the buffer, limited to `only`."""

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.config import Residency
-from hf_zero.engine import direct
+from hf_zero.engine import casting, direct
 from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
 from hf_zero.engine.direct import Sink
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.patch import NodeHook, Patch
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
@@ -32,10 +33,11 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
                 with torch.enable_grad():
                     node = param.expand_as(param).grad_fn.next_functions[0][0]
                 take = partial(engine.receive, unit, gradient, index, param)
-                engine.handles.append((node, node.register_hook(take)))
+                engine.handles.append(NodeHook(node, take))
                 sinks[id(param)] = Sink(engine, unit, gradient, index, node)
     direct.install(engine, sinks)
-    engine.model.zero_grad = partial(_zero_grad, engine)
+    engine.handles.append(Patch(engine.model, "zero_grad", partial(_zero_grad, engine)))
+    casting.guard(engine)
     if not any(unit.is_sharded or unit.reduces_each_backward for unit in engine.units):
         return  # nothing is moved during forward and backward
     for module in _outer_modules(engine.model, modules, engine.root):
@@ -74,7 +76,7 @@ def _after_outer(engine: ZeroEngine, stack: Stack | None, _module, args, kwargs,
 
 
 def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
-    module.__dict__[UNIT_ATTRIBUTE] = unit  # a copy of the block would meet it and be refused
+    engine.handles.append(Patch(module, UNIT_ATTRIBUTE, unit))  # a copy of the block would meet it and be refused
     before, after = partial(_before_block, engine, unit), partial(_after_block, engine, unit)
     engine.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))

@@ -1,0 +1,24 @@
+"""From an engine back to a plain model."""
+
+from typing import TYPE_CHECKING
+
+from hf_zero.engine.access import forget
+
+
+if TYPE_CHECKING:
+    from hf_zero.engine.engine import ZeroEngine
+
+
+def restore(engine: "ZeroEngine") -> None:
+    """Takes everything off the model that the engine put onto it, and gives its parameters memory of their own. Each
+    buffer is given up before the next is made whole."""
+    while engine.handles:
+        engine.handles.pop().remove()
+    forget(engine.units)
+    for unit in engine.units:
+        unit.settle()
+        for flat in unit.flats:
+            flat.give_back(unit.name)
+    engine.units.clear()
+    engine.blocks.clear()
+    engine.schedule.stacks.clear()

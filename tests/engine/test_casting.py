@@ -1,0 +1,76 @@
+"""A sharded model seen in another dtype for an evaluation; moved and cast for good it cannot be."""
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.errors import LifecycleError
+from tests.distributed import run_ranks
+from tests.engine.models import Tower, inputs, loss_of
+from tests.engine.reference import ALL_STAGES, SETTINGS, assert_away, build_seeded, weights_of
+
+
+LIMIT = 60.0
+
+
+class Normed(Tower):
+    """A tower with running statistics: a floating-point buffer and a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+def _seen_in_bf16():
+    plain = build_seeded(Normed).eval()
+    x = inputs(0, 0).bfloat16()
+    with torch.no_grad():
+        wanted = plain.to(torch.bfloat16)(x)
+    for stage in ALL_STAGES:
+        model = build_seeded(Normed)
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.1)
+        before = weights_of(model)
+        with engine.computing_in(torch.bfloat16):
+            assert torch.equal(model.eval()(x), wanted), f"stage {stage}"
+            model.to(torch.bfloat16)  # it is that already
+            with pytest.raises(LifecycleError, match="cannot be moved or cast"):
+                model.float()
+            with pytest.raises(LifecycleError, match="write outside"):
+                with hf_zero.gathered(model.head.bias, writeback=True):
+                    pass
+        assert_away(model, engine)
+        after = weights_of(model)
+        assert all(torch.equal(after[name], before[name]) for name in before), f"stage {stage}"
+        assert model.norm.running_mean.dtype is torch.float32
+        loss_of(model.train()(inputs(0, 0))).backward()
+        optimizer.step()
+
+
+def test_a_model_seen_in_bf16_computes_what_a_cast_one_does_and_keeps_its_masters():
+    run_ranks(_seen_in_bf16, 2, timeout=LIMIT)
+
+
+def _no_casts():
+    for stage in ALL_STAGES:
+        model = build_seeded(Tower)
+        hf_zero.shard(model, stage=stage, **SETTINGS)
+        wanted = weights_of(model)
+        moves = (
+            (model, {"dtype": torch.bfloat16}),
+            (model.layers[0], {"dtype": torch.float16}),
+            (model.head, {"device": "meta"}),
+            (torch.nn.ModuleList([model]), {"dtype": torch.float64}),
+        )
+        for module, where in moves:
+            with pytest.raises(LifecycleError, match="engine.unshard"):
+                module.to(**where)
+        found = weights_of(model)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"stage {stage}"
+
+
+def test_moving_or_casting_a_sharded_model_is_refused_and_changes_nothing():
+    run_ranks(_no_casts, 2, timeout=LIMIT)

@@ -1,0 +1,99 @@
+"""`engine.unshard()`: what was sharded is a plain model again."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.errors import LifecycleError
+from tests import models
+from tests.distributed import run_ranks
+from tests.training import Sharded, assert_equal, loss_of, train
+
+
+LIMIT = 120.0
+
+
+def adamw(model):
+    return torch.optim.AdamW(models.decay_groups(model), lr=1e-2, eps=1e-4)
+
+
+def _attributes(model) -> set[tuple[str, type, str]]:
+    return {(key, type(part), name) for key, part in model.named_modules() for name in part.__dict__}
+
+
+def _plain_again(stage: int, name: str, dtype) -> None:
+    model = models.build(name)
+    batch = models.batch(name, seed=dist.get_rank())
+    with torch.no_grad():
+        model(**batch)  # transformers notes on a model that it was used
+    untouched = _attributes(model)
+    identities = {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)}
+    subject = Sharded(model, adamw, stage, compute_dtype=dtype)
+    engine, optimizer = subject.engine, subject.optimizer
+    trained = train(subject, name)
+    masters = {}
+    for shard in engine.named_shards(resident=stage == 0):
+        masters.setdefault(shard.name, []).append((shard.start, shard.tensor.clone()))
+    assert engine.unshard() is model
+    # nothing of ours is left on it
+    assert _attributes(model) == untouched, _attributes(model) ^ untouched
+    assert {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)} == identities
+    assert hf_zero.engine_of(model) is None
+    for key, p in model.named_parameters():
+        assert p.dtype is torch.float32 and p.untyped_storage().nbytes() == p.numel() * 4, key
+        for start, values in masters.get(key, ()):
+            assert torch.equal(p.detach().reshape(-1)[start : start + values.numel()], values), key
+        if dtype is None:
+            assert torch.equal(p, trained.weights[key]), key
+    with pytest.raises(LifecycleError, match="was unsharded"):
+        optimizer.step()
+    # it is used, copied, and sharded again like any other
+    twin = copy.deepcopy(model)
+    assert torch.equal(loss_of(model(**batch)), loss_of(twin(**batch)))
+    loss_of(model(**batch)).backward()
+    assert any(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    first, second = (train(Sharded(each, adamw, stage), name) for each in (model, twin))
+    assert_equal(first, second, f"stage {stage}")
+
+
+@pytest.mark.support("`engine.unshard()`, then used, copied and sharded again", area="Models in one process")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name, dtype", [("mixtral", None), ("llama-tied", torch.bfloat16)])
+def test_an_unsharded_model_is_a_plain_one(stage, name, dtype):
+    run_ranks(_plain_again, 2, stage, name, dtype, timeout=LIMIT)
+
+
+def _refused_inside_gathered() -> None:
+    model = models.build("mlp")
+    engine = hf_zero.shard(model, stage=3)
+    with hf_zero.gathered(model):
+        with pytest.raises(LifecycleError, match="unshard inside hf_zero.gathered"):
+            engine.unshard()
+    twin = pickle.loads(pickle.dumps(engine.unshard()))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_unshard_is_refused_inside_gathered_and_what_comes_out_after_it_can_be_pickled():
+    run_ranks(_refused_inside_gathered, 2, timeout=LIMIT)
+
+
+def _unread(folder: str) -> None:
+    from transformers import LlamaForCausalLM
+
+    plain = models.build("llama")
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    model = hf_zero.load_pretrained(LlamaForCausalLM, folder)
+    hf_zero.shard(model, stage=3).unshard()
+    for (name, p), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, wanted), name
+
+
+def test_a_model_that_was_read_when_it_was_sharded_is_whole_afterwards(tmp_path):
+    run_ranks(_unread, 2, str(tmp_path), timeout=LIMIT)
