@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hf_zero.engine.access import remember
 from hf_zero.engine.patch import Patch
 from hf_zero.errors import LifecycleError
 
@@ -28,7 +29,7 @@ def _apply(engine: "ZeroEngine", module: nn.Module, fn, recurse: bool = True) ->
     Raises:
         `LifecycleError`: when they were to change.
     """
-    if any(fn(value) is not value for value in _samples(engine)):
+    if not all(_is_kept(sample, fn(sample)) for sample in _samples(engine)):
         raise LifecycleError(
             f"{type(module).__name__}: the model is sharded, so its parameters cannot be moved or cast; do it before "
             "hf_zero.shard, or after engine.unshard()"
@@ -41,33 +42,54 @@ def _apply(engine: "ZeroEngine", module: nn.Module, fn, recurse: bool = True) ->
 def _samples(engine: "ZeroEngine") -> list[Tensor]:
     """One number for each dtype in which the parameters are shown, on their device."""
     dtypes = {flat.cast or flat.dtype for unit in engine.units for flat in unit.flats}
-    return [torch.zeros((), dtype=dtype, device=engine.comm.device) for dtype in sorted(dtypes, key=str)]
+    return [torch.ones((), dtype=dtype, device=engine.comm.device) for dtype in sorted(dtypes, key=str)]
+
+
+def _is_kept(before: Tensor, after: Tensor) -> bool:
+    """Whether a tensor has stayed what it was; "cpu" and "cpu:0" are one device."""
+    if after is before:
+        return True
+    same_device = after.device.type == before.device.type and (after.device.index or 0) == (before.device.index or 0)
+    return same_device and after.dtype is before.dtype and torch.equal(before, after.to(before.device))
+
+
+# [Note: other parameters] To show a model in another dtype, its modules are given other parameters for a while:
+# autograd forgets the hooks on a parameter whose data changes its dtype.
 
 
 @contextmanager
 def computing_in(engine: "ZeroEngine", dtype: torch.dtype) -> Iterator[None]:
     """See `ZeroEngine.computing_in`."""
-    buffers = [
-        (part, name, value)
-        for part in engine.model.modules()
-        for name, value in part._buffers.items()
-        if value is not None and value.is_floating_point()
-    ]
+    modules = list(engine.model.modules())
+    tensors = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    flats = [flat for unit in engine.units for flat in unit.flats if flat.dtype.is_floating_point]
+    own = [(flat, flat.params, flat.placeholders) for flat in flats]
     try:
-        _show(engine, dtype)
-        for part, name, value in buffers:
-            part._buffers[name] = value.to(dtype)
+        shown = {}
+        for flat, params, _ in own:
+            flat.cast = dtype
+            flat.placeholders = [engine.placeholders.of(p.shape, dtype) for p in params]
+            flat.params = [nn.Parameter(away, requires_grad=False) for away in flat.placeholders]
+            shown.update({id(p): other for p, other in zip(params, flat.params)})
+        for module, params, buffers in tensors:
+            module._parameters.update({name: shown.get(id(p), p) for name, p in params.items()})
+            floating = {name: b for name, b in buffers.items() if b is not None and b.is_floating_point()}
+            module._buffers.update({name: buffer.to(dtype) for name, buffer in floating.items()})
+        remember(engine.units)
+        _settle(engine)
         with torch.no_grad():
             yield
     finally:
-        _show(engine, None)
-        for part, name, value in buffers:
-            part._buffers[name] = value
+        for flat, params, placeholders in own:
+            flat.cast, flat.params, flat.placeholders = None, params, placeholders
+        for module, params, buffers in tensors:
+            module._parameters.update(params)
+            module._buffers.update(buffers)
+        _settle(engine)
 
 
-def _show(engine: "ZeroEngine", dtype: torch.dtype | None) -> None:
+def _settle(engine: "ZeroEngine") -> None:
+    """Makes the parameters whole or placeholders, as their units say."""
     for unit in engine.units:
         for flat in unit.flats:
-            flat.cast = dtype if flat.dtype.is_floating_point else None
-            if unit.is_whole:
-                flat.attach()
+            flat.attach() if unit.is_whole else flat.detach()

@@ -56,7 +56,9 @@ class ZeroAccelerator(Accelerator):
         accelerator.zero_device = device
         accelerator.last_step = LastStep()
         if accelerator.scaler is not None:
-            accelerator.scaler = ZeroGradScaler(accelerator.device.type)
+            scaler = ZeroGradScaler(accelerator.device.type)
+            scaler.__dict__.update(accelerator.scaler.__dict__)  # as the user set it up
+            accelerator.scaler = scaler
         return accelerator
 
     def shard(self, model: nn.Module) -> ZeroEngine:

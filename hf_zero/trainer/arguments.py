@@ -48,6 +48,9 @@ class ZeroArgumentsMixin:
         zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3.
         zero_keep_gathered (`str`): how many further blocks stay gathered from forward to backward, or "auto".
         zero_shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
+        zero_autocast (`bool`): with `bf16` or `fp16`, keeps the parameters in the dtype that they were loaded in and
+            casts them at each use, as `Trainer` does under DDP; autograd keeps the casts, a whole model in half
+            precision. By default parameters compute as half-precision copies of fp32 masters.
         zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone.
     """
 
@@ -78,6 +81,13 @@ class ZeroArgumentsMixin:
     zero_shared_memory: bool = field(
         default=True,
         metadata={"help": "Lets CPU ranks that are all on one host share memory instead of sending messages."},
+    )
+    zero_autocast: bool = field(
+        default=False,
+        metadata={
+            "help": "With --bf16 or --fp16, keeps the parameters in the dtype that they were loaded in and casts them "
+            "at each use, as Trainer does, instead of computing with half-precision copies of fp32 masters."
+        },
     )
     zero_async_save: bool = field(
         default=False,
@@ -131,9 +141,10 @@ class ZeroArgumentsMixin:
         kept = str(self.zero_keep_gathered)
         if kept != "auto" and not kept.isdecimal():
             raise ConfigError(f"zero_keep_gathered: {kept!r} is no number of blocks; give 0 or more, or auto")
+        half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
         return ZeroConfig(
             stage=self.zero_stage,
-            compute_dtype=torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None,
+            compute_dtype=None if self.zero_autocast else half,
             reduce_dtype=dtype,
             bucket_nbytes=self.zero_bucket_mb * 2**20,
             prefetch_units=self.zero_prefetch_units,
@@ -166,10 +177,8 @@ class ZeroArgumentsMixin:
                 "torch_compile: the engine's hooks on blocks, and in half precision on the model, do not compile; "
                 "use --zero_stage 1 in fp32"
             )
-        if self.bf16_full_eval or self.fp16_full_eval:
-            raise ConfigError(
-                "bf16_full_eval/fp16_full_eval: casts the sharded model; use --bf16 for training instead"
-            )
+        if self.zero_autocast and not (self.bf16 or self.fp16):
+            raise ConfigError("zero_autocast: says how --bf16 or --fp16 is done, and neither is set; add --bf16")
 
 
 check_overrides(ZeroArgumentsMixin, TrainingArguments, ("place_model_on_device",))

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from hf_zero.trainer.adapters import is_adapter_model, load_adapters, save_adapt
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub import PushMixin
+from hf_zero.trainer.memory import TellMemory
 from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks, rotation
@@ -45,6 +47,8 @@ OVERRIDES = (
     "create_accelerator_and_postprocess",
     "train",
     "set_initial_training_values",
+    "_move_model_to_device",
+    "evaluation_loop",
     "_init_training_state",
     "_run_epoch",
     "_finalize_training",
@@ -89,6 +93,7 @@ class ZeroTrainerMixin(PushMixin):
         self._stop_on_signal = StopOnSignal(self)
         self.add_callback(self._stop_on_signal)
         self.add_callback(CompareLoss(self))
+        self.add_callback(TellMemory(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -97,6 +102,9 @@ class ZeroTrainerMixin(PushMixin):
         self.resumed = Resumed()
         self._start = Position(0, 0, 0)  # where this run's data begins
         self._data: Epochs | None = None  # None where batches are not known to follow an order, and before training
+
+    def _move_model_to_device(self, model, device) -> None:
+        """The engine moves what each rank keeps."""
 
     @property
     def zero_engine(self) -> ZeroEngine | None:
@@ -133,6 +141,19 @@ class ZeroTrainerMixin(PushMixin):
     def _finalize_training(self, trial, num_train_samples, start_time):
         self.wait_for_checkpoint()
         return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        """As in Trainer; for `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and a later
+        training goes on from what it was."""
+        dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
+        engine = self.accelerator.shard(self.model)
+        shown = engine.computing_in(dtype) if dtype is not None and not self.is_in_train else nullcontext()
+        with shown:
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
 
     # Where the run is in its data
 

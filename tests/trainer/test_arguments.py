@@ -37,8 +37,7 @@ REFUSED = {
     "DeepSpeed": ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "--deepspeed: .*--zero_stage"),
     "a parallelism config": ({"parallelism_config": object()}, "--parallelism_config: .*--zero_stage"),
     "batch size search": ({"auto_find_batch_size": True}, "auto_find_batch_size: .*set the batch size"),
-    "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval.*--bf16"),
-    "fp16 evaluation": ({"fp16_full_eval": True}, "fp16_full_eval.*--bf16"),
+    "autocast to nothing": ({"zero_autocast": True}, "zero_autocast: .*add --bf16"),
     "fp16 on a CPU": ({"fp16": True}, "fp16: .*CPU.*--bf16"),
     "compilation": ({"torch_compile": True}, "torch_compile: .*--zero_stage 1"),
 }

@@ -1,0 +1,128 @@
+"""What a rank is going to hold, tensor class by tensor class, told before the first step."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_zero.config import Residency
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.flat import Flat
+from hf_zero.engine.gradient import Gradient
+from hf_zero.shard.slots import parts_nbytes
+
+
+@dataclass(frozen=True)
+class TensorClass:
+    """Tensors of one purpose and dtype.
+
+    Args:
+        name (`str`): their purpose.
+        dtype (`torch.dtype`, *optional*): `None` for buffers that hold several.
+        nbytes (`int`): on this rank.
+        num_parts (`int`): over how many ranks the whole is divided; 1 when every rank holds it.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    nbytes: int
+    num_parts: int
+
+
+def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) -> list[TensorClass]:
+    """The tensors that rest between uses or are used again and again, as they will be from the first step on.
+
+    Activations, and what a library allocates for a moment, are not among them.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        optimizer (`torch.optim.Optimizer`, *optional*): a `ShardedOptimizer`; its state may not exist yet. State that
+            is not shaped like the parameters counts once it is there.
+    """
+    plan, num_ranks = engine.plan, engine.comm.num_ranks
+    numel: Counter[tuple[str, torch.dtype, Residency]] = Counter()
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        name = "parameters" if flat.trainable else "frozen parameters"
+        numel[name, flat.master_dtype if flat.is_sharded else flat.dtype, plan.compute] += _held(flat, plan.compute)
+        if flat.has_master:
+            numel["masters", flat.master_dtype, plan.master] += _held(flat, plan.master)
+    for gradient in engine.gradients():
+        _count_gradient(gradient, numel)
+    for group_state, held in _states(optimizer) if optimizer is not None else ():
+        for dtype in group_state:
+            numel["optimizer state", dtype, plan.master] += held
+    classes = [
+        TensorClass(name, dtype, count * dtype.itemsize, num_ranks if residency is Residency.SHARDED else 1)
+        for (name, dtype, residency), count in numel.items()
+    ]
+    gathering, collecting = _slots_nbytes(engine)
+    classes += [TensorClass("buffers to gather in", None, gathering, 1)] if gathering else []
+    classes += [TensorClass("buffers to collect gradients in", None, collecting, 1)] if collecting else []
+    return classes
+
+
+def render_classes(classes: list[TensorClass]) -> str:
+    """One line for each class: its purpose, dtype, and bytes on a rank."""
+    width = max((len(each.name) for each in classes), default=0)
+    lines = []
+    for each in classes:
+        dtype = str(each.dtype).removeprefix("torch.") if each.dtype is not None else ""
+        share = f"1/{each.num_parts} of all" if each.num_parts > 1 else "whole" if each.dtype is not None else ""
+        lines.append(f"  {each.name:<{width}}  {dtype:<8}  {each.nbytes / 2**20:>10.2f} MiB  {share}".rstrip())
+    return "\n".join(lines)
+
+
+def _held(flat: Flat, residency: Residency) -> int:
+    return flat.layout.shard_numel if residency is Residency.SHARDED else flat.layout.full_numel
+
+
+def _count_gradient(gradient: Gradient, numel: Counter) -> None:
+    plan, flat = gradient.flat.plan, gradient.flat
+    if gradient.is_persistent:
+        numel["gradients", flat.dtype, Residency.PARTIAL] += flat.layout.full_numel
+    if not gradient.rests_where_collected:
+        at_rest = Residency.REPLICATED if plan.grad is Residency.REPLICATED else Residency.SHARDED
+        numel["reduced gradients", gradient.dtype, at_rest] += _held(flat, at_rest)
+
+
+def _states(optimizer) -> list[tuple[list[torch.dtype], int]]:
+    """For every run of the optimizer, the dtypes of its state tensors that are shaped like it, and its elements."""
+    dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
+    found = []
+    for run in optimizer.runs:
+        key = (run.group, run.param.dtype)
+        if key not in dtypes:
+            dtypes[key] = _trial(optimizer, *key)
+        found.append((dtypes[key], run.param.numel()))
+    return found
+
+
+def _trial(optimizer, group: int, dtype: torch.dtype) -> list[torch.dtype]:
+    """The dtypes of the state tensors that are shaped like a parameter: the optimizer itself steps once on a few
+    elements, in place of its own, and forgets it."""
+    param = nn.Parameter(torch.zeros(4, dtype=dtype))
+    param.grad = torch.zeros_like(param)
+    inner, groups = optimizer.inner, [dict(each) for each in optimizer.param_groups]
+    try:
+        for index, each in enumerate(inner.param_groups):
+            each["params"] = [param] if index == group else []
+        inner.step()
+        state = inner.state.pop(param, {})
+    finally:
+        for each, before in zip(inner.param_groups, groups):
+            each.clear()
+            each.update(before)
+    return [v.dtype for v in state.values() if isinstance(v, torch.Tensor) and v.shape == param.shape]
+
+
+def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:
+    """Bytes of the slots that units are gathered in, and of those that gradients are collected in during backward."""
+    slots = {id(unit.slot): unit.slot.buffer.numel() for unit in engine.units if unit.slot is not None}
+    lent: dict[int, list[int]] = {}
+    for unit in engine.units:
+        if unit.gradients and unit.gradient_slots is not None and not unit.gradients[0].is_persistent:
+            nbytes = parts_nbytes([gradient.flat.slot_part for gradient in unit.gradients])
+            lent.setdefault(id(unit.gradient_slots), []).append(nbytes)
+    # two buffers take turns where there are several units
+    return sum(slots.values()), sum(max(sizes) * min(len(sizes), 2) for sizes in lent.values())

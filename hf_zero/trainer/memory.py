@@ -1,0 +1,26 @@
+"""What each rank is going to hold, told when training starts."""
+
+import sys
+
+from transformers import TrainerCallback
+
+from hf_zero.planner import render_classes, tensor_classes
+
+
+class TellMemory(TrainerCallback):
+    """Prints one line per tensor class on rank 0, on stderr: purpose, dtype, bytes per rank.
+
+    Args:
+        trainer (`ZeroTrainerMixin`): whose model trains.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        engine, optimizer = self._trainer.zero_engine, self._trainer._zero_optimizer
+        ranks = f"{engine.comm.num_ranks} rank{'s' if engine.comm.num_ranks > 1 else ''}"
+        lines = render_classes(tensor_classes(engine, optimizer))
+        print(f"hf_zero: stage {engine.stage} over {ranks}; each holds\n{lines}", file=sys.stderr, flush=True)

@@ -1,0 +1,263 @@
+"""bf16 and fp16, as copies of fp32 masters, under autocast, or as the model was loaded, against plain `Trainer`."""
+
+import contextlib
+import io
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import AutocastKwargs
+from transformers import Trainer
+
+import hf_zero
+from hf_zero.planner import tensor_classes
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import (
+    PLAIN,
+    Rows,
+    assert_close,
+    assert_equal,
+    assert_learned,
+    make,
+    record,
+    seed_everything,
+    train,
+)
+
+
+LIMIT = 240.0
+STAGES = (1, 2, 3)
+
+
+def precision(feature: str, stages=STAGES):
+    return pytest.mark.support(feature, area="Precision", stages=stages)
+
+
+class Scaled(Trainer):
+    """Trains as on a GPU with `--fp16`, which accelerate refuses on CPUs; in step 2 rank 1's gradients overflow."""
+
+    autocasts = True
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state._mixed_precision = "fp16"
+        self.accelerator.native_amp = True
+        self.accelerator.autocast_handler = AutocastKwargs(enabled=self.autocasts)
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        overflows = self.state.global_step == 2 and dist.get_rank() == 1
+        return loss * float("inf") if overflows else loss
+
+
+def _scaled(folder, kind, autocasts, compute_dtype=None, **settings):
+    seed_everything()
+    mixin_on = type("Scaled", (Scaled,), {"autocasts": autocasts})
+    # not the fused one: Trainer's schedule does not see that it has skipped a step
+    settings = {"optim": "adamw_torch", **settings}
+    trainer = make(kind, folder, models.build("bert"), Rows("bert"), mixin_on=mixin_on, **settings)
+    if kind != PLAIN:
+        assert isinstance(trainer.accelerator.scaler, hf_zero.ZeroGradScaler)
+        trainer.accelerator.zero_config = replace(trainer.accelerator.zero_config, compute_dtype=compute_dtype)
+    trainer.train()
+    return record(trainer), trainer.accelerator.scaler.get_scale()
+
+
+def _loss_scale(folder):
+    settings = {"max_steps": 6, "lr_scheduler_type": "linear"}
+    plain, scale = _scaled(folder, PLAIN, False, **settings)
+    assert plain.rates[2] == plain.rates[3], f"the schedule waits for the step: {plain.rates}"
+    assert scale == 2.0**9, "halved once, doubled twice"
+    for stage in STAGES:
+        run, own_scale = _scaled(folder, stage, False, **settings)
+        assert own_scale == scale, f"stage {stage}"
+        assert not isfinite(run.norms.pop(2))
+        assert_close(run, replace(plain, norms=[*plain.norms[:2], *plain.norms[3:]]), f"stage {stage} and Trainer")
+        unclipped, own_scale = _scaled(folder, stage, False, **settings, max_grad_norm=0.0)
+        assert (unclipped.rates, own_scale) == (run.rates, scale)
+    fused, own_scale = _scaled(folder, 3, False, **settings, optim="adamw_torch_fused")
+    assert (fused.rates, own_scale) == (plain.rates, scale)
+
+
+@precision("Dynamic loss scale: an overflow on one rank skips step and schedule on all")
+def test_an_overflow_on_one_rank_skips_the_step_and_the_schedule_everywhere(tmp_path):
+    run_ranks(_loss_scale, 2, str(tmp_path), timeout=LIMIT)
+
+
+def _fp16(folder):
+    settings = {"max_steps": 2}
+    plain, _ = _scaled(folder, PLAIN, True, **settings)
+    runs = {stage: _scaled(folder, stage, True, torch.float16, **settings)[0] for stage in STAGES}
+    for stage, run in runs.items():
+        assert_equal(run, runs[1], f"fp16: stage {stage} and stage 1")
+        # fp16 has 11 bits: losses of about ln(5) agree to 2^-10, norms to some of them; a weight moves by lr a step.
+        assert run.losses == pytest.approx(plain.losses, rel=2e-3)
+        assert run.norms == pytest.approx(plain.norms, rel=2e-2)
+        for key, weight in run.weights.items():
+            assert weight.dtype is torch.float16
+            assert (weight.float() - plain.weights[key]).abs().max() < 3e-3, key
+
+
+@precision("fp16 copies of fp32 masters, with a loss scale")
+def test_fp16_trains_as_autocast_does_to_fp16_rounding(tmp_path):
+    run_ranks(_fp16, 2, str(tmp_path), timeout=LIMIT)
+
+
+def _autocast(folder):
+    plain = train(PLAIN, folder, "llama", bf16=True)
+    runs = {stage: train(stage, folder, "llama", bf16=True, zero_autocast=True) for stage in STAGES}
+    exact = train(PLAIN, folder, "llama")
+    assert plain.losses[0] != exact.losses[0], "bf16 was to be used"
+    for stage, run in runs.items():
+        assert_equal(run, runs[1], f"autocast: stage {stage} and stage 1")
+        # The same casts of the same fp32 weights: the first loss is the same number; then sums over the ranks differ
+        # by fp32 rounding, which can turn a later cast to the next bf16 number, 2^-8 of one factor in a sum of many.
+        assert run.losses[0] == plain.losses[0]
+        assert run.losses == pytest.approx(plain.losses, rel=1e-3)
+        assert run.norms == pytest.approx(plain.norms, rel=5e-3)
+
+
+@precision("bf16 by autocast, as Trainer does it (`--zero_autocast`)")
+def test_autocast_computes_what_trainer_computes(tmp_path):
+    run_ranks(_autocast, 2, str(tmp_path), timeout=LIMIT)
+
+
+def _loaded_in_bf16(folder):
+    def run(kind, **settings):
+        return train(kind, folder, "llama", model=models.build("llama").to(torch.bfloat16), **settings)
+
+    plain = run(PLAIN)
+    runs = {stage: run(stage) for stage in STAGES}
+    for stage, found in runs.items():
+        assert_learned(found)
+        assert_equal(found, runs[1], f"pure bf16: stage {stage} and stage 1")
+        # DDP sums bf16 gradients in bf16, we in fp32: 2^-8 of a gradient, and as much of a weight in each step
+        assert found.losses == pytest.approx(plain.losses, rel=1e-2)
+        assert found.norms == pytest.approx(plain.norms, rel=3e-2)
+        for key, weight in found.weights.items():
+            assert weight.dtype is torch.bfloat16
+            assert (weight - plain.weights[key]).abs().max() <= 4 * 2.0**-7 * plain.weights[key].abs().max() + 4e-3, (
+                key
+            )
+    # with --bf16 the masters are fp32, begin with the bf16 values, and learn what bf16 cannot hold
+    seed_everything()
+    trainer = make(3, folder, models.build("llama").to(torch.bfloat16), Rows("llama"), bf16=True, learning_rate=1e-6)
+    trainer.train()
+    fine = [shard.tensor for shard in trainer.zero_engine.named_shards() if "mlp" in shard.name]
+    assert all(values.dtype is torch.float32 for values in fine)
+    assert any((values != values.bfloat16().float()).any() for values in fine)
+    trainer.save_model()
+    from safetensors.torch import load_file
+
+    saved = load_file(f"{trainer.args.output_dir}/model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}, "in the dtype that it was loaded in"
+
+
+@precision("Models loaded in bf16: pure bf16, or fp32 masters with `--bf16`")
+def test_a_model_loaded_in_bf16_trains_in_it_or_with_fp32_masters(tmp_path):
+    run_ranks(_loaded_in_bf16, 2, str(tmp_path), timeout=LIMIT)
+
+
+def _mostly_frozen():
+    """A bf16 model that is frozen, but for fp32 normalisations in every block and an fp32 head."""
+    model = models.build("vit").to(torch.bfloat16).requires_grad_(False)
+    for name, module in model.named_modules():
+        if name.endswith("layernorm_before") or name == "classifier":
+            module.float().requires_grad_(True)
+    return model
+
+
+def _frozen_half(folder):
+    settings = {"bf16": True, "zero_autocast": True}
+    plain = train(PLAIN, folder, "vit", model=_mostly_frozen(), **settings)
+    runs = {stage: train(stage, folder, "vit", model=_mostly_frozen(), **settings) for stage in STAGES}
+    for stage, run in runs.items():
+        assert_learned(run)
+        assert_equal(run, runs[1], f"stage {stage} and stage 1")
+        assert run.losses[0] == plain.losses[0]
+        assert run.losses == pytest.approx(plain.losses, rel=1e-3)
+        assert run.norms == pytest.approx(plain.norms, rel=5e-3)
+        dtypes = {key: weight.dtype for key, weight in run.weights.items()}
+        assert dtypes == {key: weight.dtype for key, weight in plain.weights.items()}
+    classes = {}
+    trainer = make(3, folder, _mostly_frozen(), Rows("vit"), **settings)
+    trainer.train()
+    for each in tensor_classes(trainer.zero_engine, trainer._zero_optimizer):
+        classes.setdefault(each.name, set()).add(each.dtype)
+    assert classes["frozen parameters"] == {torch.bfloat16}
+    assert classes["parameters"] == classes["optimizer state"] == {torch.float32}
+
+
+@precision("Frozen bf16 beside trainable fp32, in one block")
+def test_frozen_bf16_and_trainable_fp32_parameters_share_their_blocks(tmp_path):
+    run_ranks(_frozen_half, 2, str(tmp_path), timeout=LIMIT)
+
+
+def _full_eval(folder, flag):
+    def run(kind, flag=flag):
+        seed_everything()
+        trainer = make(kind, folder, models.build("llama"), Rows("llama"), parts={"eval_dataset": Rows("llama", 5)})
+        if flag:
+            setattr(trainer.args, flag, True)
+        return trainer, trainer.evaluate()["eval_loss"]
+
+    _, wanted = run(PLAIN)
+    other, exact = run(3, flag=None)
+    assert wanted != exact, "half precision was to be used"
+    other.train()
+    for stage in STAGES:
+        trainer, loss = run(stage)
+        assert loss == wanted, f"stage {stage}"
+        trainer.train()  # plain Trainer would go on with what is left of the weights
+        found, unrounded = (replace(record(each), evals=[]) for each in (trainer, other))
+        assert_equal(found, unrounded, f"stage {stage}: trained after the evaluation")
+        assert {weight.dtype for weight in found.weights.values()} == {torch.float32}
+
+
+@precision("`bf16_full_eval`, `fp16_full_eval`")
+@pytest.mark.parametrize("flag", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_in_half_precision_is_that_of_trainer_and_leaves_the_weights(tmp_path, flag):
+    run_ranks(_full_eval, 2, str(tmp_path), flag, timeout=LIMIT)
+
+
+def _tells(folder, stage, settings):
+    seed_everything()
+    trainer = make(stage, folder, models.build("bert"), Rows("bert"), **settings)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        trainer.train()
+    lines = [line for line in said.getvalue().splitlines() if line.startswith(("hf_zero: stage", "  "))]
+    assert bool(lines) == (dist.get_rank() == 0)
+    told = {each.name: each for each in tensor_classes(trainer.zero_engine, trainer._zero_optimizer)}
+    report = trainer.memory_report()
+    assert told["optimizer state"].nbytes == 8 * sum(run.param.numel() for run in trainer._zero_optimizer.runs)
+    masters = told["masters"].nbytes if "masters" in told else 0
+    # Adam's step counts are 4 bytes for each run of the optimizer, which no class lists
+    counts = 4 * len(trainer._zero_optimizer.runs)
+    assert masters + told["optimizer state"].nbytes + counts == report.optimizer_nbytes
+    assert told["parameters"].nbytes == report.parameter_nbytes
+    return [" ".join(line.split()) for line in lines]
+
+
+@precision("One line per tensor class at the start: dtype, bytes per rank", stages=(1, 3))
+def test_the_start_says_what_each_rank_holds_and_it_is_what_is_measured(tmp_path):
+    tells = partial(run_ranks, _tells, 2, str(tmp_path), timeout=LIMIT)
+    header, *lines = tells(1, {"bf16": True})[0]
+    assert header == "hf_zero: stage 1 over 2 ranks; each holds"
+    found = [line.split(" MiB")[0].rsplit(" ", 1)[0] for line in lines]
+    assert found == [
+        "parameters bfloat16",
+        "masters float32",
+        "gradients bfloat16",
+        "reduced gradients float32",
+        "optimizer state float32",
+    ], lines
+    assert lines[1].endswith("1/2 of all") and lines[0].endswith("whole")
+    assert any(
+        line.startswith("buffers to collect gradients in") for line in tells(3, {"zero_shared_memory": False})[0]
+    )
