@@ -72,5 +72,6 @@ def _no_casts():
         assert all(torch.equal(found[name], wanted[name]) for name in wanted), f"stage {stage}"
 
 
+@pytest.mark.support("Casting a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
 def test_moving_or_casting_a_sharded_model_is_refused_and_changes_nothing():
     run_ranks(_no_casts, 2, timeout=LIMIT)

@@ -228,6 +228,7 @@ def _copies_refused():
             pickle.dumps(model)
 
 
+@pytest.mark.support("Copy of a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
 def test_deepcopy_and_pickle_are_refused():
     run_ranks(_copies_refused, 2, timeout=LIMIT)
 

@@ -1,0 +1,79 @@
+"""The Python in docs/training.md runs, and trains as the same loop does under DDP."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+import hf_zero
+from tests import models
+from tests.distributed import run_ranks
+from tests.test_readme import fenced_blocks
+from tests.trainer.harness import Rows, seed_everything
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "training.md"
+BLOCKS = [block.text for block in fenced_blocks(PAGE.read_text(encoding="utf-8")) if block.language == "python"]
+
+
+def _reset() -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for singleton in (AcceleratorState, GradientState, PartialState):
+        singleton._reset_state()
+
+
+def _with_ddp(data):
+    """What the example is for a model in DDP."""
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = models.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.1, total_iters=4)
+    wrapped, loader = accelerator.prepare(model, DataLoader(data, batch_size=2))
+    for batch in loader:
+        with accelerator.accumulate(wrapped):
+            loss = wrapped(**batch).loss
+            accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return model, loss, norm
+
+
+def _loops(folder, stage):
+    assert len(BLOCKS) == 2, "each block belongs here first"
+    data = Rows("llama", 16)
+    _reset()
+    seed_everything()
+    wanted, loss, norm = _with_ddp(data)
+    _reset()
+    seed_everything()
+    model = models.build("llama")
+    names = {
+        "Accelerator": Accelerator,
+        "DataLoader": DataLoader,
+        "copy": copy,
+        "data": data,
+        "folder": f"{folder}/checkpoint",
+        "hf_zero": hf_zero,
+        "model": model,
+        "torch": torch,
+    }
+    exec(BLOCKS[0].replace("stage=3", f"stage={stage}"), names)
+    torch.testing.assert_close(names["loss"], loss, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(names["norm"], norm, rtol=1e-5, atol=0.0)
+    exec(BLOCKS[1], names)
+    for (name, p), q in zip(names["twin"].named_parameters(), wanted.parameters(), strict=True):
+        assert (p - q).abs().max() <= 1e-6 + 1e-5 * q.abs().max(), name
+
+
+@pytest.mark.support("Accelerate without Trainer", area="Trainers")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_loop_with_accelerate_trains_as_it_does_under_ddp(tmp_path, stage):
+    run_ranks(_loops, 2, str(tmp_path), stage, timeout=240)
+    hf_zero.checkpoint.check_checkpoint(tmp_path / "checkpoint")
