@@ -55,6 +55,7 @@ def _train_all_stages(name: str) -> None:
     assert_close(stages[3], plain, "stage 3 and plain torch", atol=ATOL)
 
 
+@pytest.mark.support("fp32, stages bit-equal", area="Precision", stages=range(4))
 @pytest.mark.parametrize("name, num_ranks", COVERING)
 def test_stages_are_bit_equal_and_agree_with_ddp(name, num_ranks):
     run_ranks(_train_all_stages, num_ranks, name)

@@ -200,6 +200,7 @@ def _mixed_dtypes():
         assert all(torch.equal(weights[name], first[name]) for name in weights), f"stage {stage}"
 
 
+@pytest.mark.support("Several dtypes in one block", area="Precision", stages=ALL_STAGES)
 def test_parameters_of_several_dtypes_in_one_unit():
     run_ranks(_mixed_dtypes, 2, timeout=LIMIT)
 

@@ -240,6 +240,7 @@ def _half(folder, name):
     assert narrow[3].norms != runs[3].norms, "bf16 sums were to be used"
 
 
+@pytest.mark.support("bf16 copies of fp32 masters", area="Precision", stages=range(4))
 def test_bf16_keeps_fp32_masters_and_is_bit_equal_at_all_stages(tmp_path):
     run_ranks(_half, 2, str(tmp_path), "llama", timeout=240)
 
