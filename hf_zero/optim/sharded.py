@@ -48,6 +48,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             optimizer = CombinedOptimizer(*optimizer)
         self.engine = engine
         self.inner = optimizer
+        self._no_param = nn.Parameter(torch.empty(0, device=engine.comm.device))
         self._inners = inner_optimizers(optimizer)
         grains = [grain_of(inner) for inner in self._inners for _ in inner.param_groups]
         self._make_state_early = [inner for inner in self._inners if _refuse_stepped(inner)]
@@ -71,7 +72,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Lets the inner optimizer's groups hold the runs. Groups and state are one object for both optimizers, so
         that schedulers may change either."""
         for index, group in enumerate(self.inner.param_groups):
-            group["params"] = [run.param for run in self.runs if run.group == index]
+            # where this rank updates none of a group, schedulers still find one (`AdafactorSchedule`)
+            group["params"] = [run.param for run in self.runs if run.group == index] or [self._no_param]
         if not hasattr(self, "param_groups"):
             placeholder = [dict(group, params=[nn.Parameter(torch.empty(0))]) for group in self.inner.param_groups]
             super().__init__(placeholder, self.inner.defaults)

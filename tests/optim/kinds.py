@@ -15,9 +15,9 @@ import hf_zero
 from tests import models
 
 
-# hidden layers of 4096 to 8448 elements, embeddings of 12288: from 4096 on the state is quantised, and from 8192 on a
-# parameter can be divided between two ranks
-wide_llama = partial(models.llama, hidden=64, vocab=192, layers=2)
+# matrices of 8192 to 33280 elements: from 4096 on the state is quantised, from 8192 on a parameter can be divided, and
+# where the shards of two and of four ranks meet in a block they are no multiple of 256 from the parameter's beginning
+wide_llama = partial(models.llama, hidden=128, vocab=64, layers=2)
 
 # [Note: eps is 1e-4] see test_parity
 ADAM = {"lr": 1e-3, "eps": 1e-4}

@@ -81,9 +81,9 @@ def test_quantised_state_is_saved_as_codes_and_scales(tmp_path):
     kinds.skip_without("8-bit AdamW (torchao)")
     run_ranks(_save, 2, str(tmp_path), "8-bit AdamW (torchao)", 3)
     found = _whole(str(tmp_path), "8-bit AdamW (torchao)")
-    gate = "model.layers.1.mlp.gate_proj.weight"  # 132 by 64
-    assert found[f"{gate}.exp_avg_codes"][0] == "U8" and found[f"{gate}.exp_avg_scale"] == ("F32", (132 * 64 // 256,))
-    assert found["model.norm.weight.exp_avg"] == ("F32", (64,)), "too small to be quantised"
+    gate = "model.layers.1.mlp.gate_proj.weight"  # 260 by 128
+    assert found[f"{gate}.exp_avg_codes"][0] == "U8" and found[f"{gate}.exp_avg_scale"] == ("F32", (260 * 128 // 256,))
+    assert found["model.norm.weight.exp_avg"] == ("F32", (128,)), "too small to be quantised"
     assert not any(name.endswith("qmap") for name in found), "the tables follow from the optimizer"
 
 

@@ -128,3 +128,16 @@ def _saves(folder: str) -> None:
 def test_schedule_free_saves_the_averaged_weights_and_resumes(tmp_path):
     kinds.skip_without("Schedule-free")
     run_ranks(_saves, 2, str(tmp_path), timeout=300)
+
+
+def _goes_on_from_trainer(folder: str) -> None:
+    """A checkpoint of plain Trainer, whose Adafactor state has the shapes of rows and columns."""
+    settings = {"optim": "adafactor", "save_strategy": "steps", "save_steps": 2}
+    plain = train(PLAIN, f"{folder}/plain", "llama", **settings)
+    zero = train(3, f"{folder}/zero", "llama", resume=f"{folder}/plain/checkpoint-2", **settings)
+    assert_close(zero, plain, "ZeroTrainer from Trainer's checkpoint, and Trainer")
+
+
+@pytest.mark.rotating
+def test_adafactor_goes_on_from_a_checkpoint_of_trainer(tmp_path):
+    run_ranks(_goes_on_from_trainer, 2, str(tmp_path), timeout=300)
