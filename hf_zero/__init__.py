@@ -13,7 +13,7 @@ from hf_zero.checkpoint import (
     save_state,
 )
 from hf_zero.engine import ZeroEngine, engine_of, gathered, materialize, placeholders, shard
-from hf_zero.optim import ShardedOptimizer, ZeroGradScaler
+from hf_zero.optim import CombinedOptimizer, MuonWithAdamW, ShardedOptimizer, ZeroGradScaler
 
 
 __version__ = "0.1.0"
@@ -29,6 +29,8 @@ _TRAINER = (
 )
 
 __all__ = [
+    "CombinedOptimizer",
+    "MuonWithAdamW",
     "ShardedOptimizer",
     "Snapshots",
     "ZeroEngine",

@@ -112,6 +112,17 @@ class Comm:
                 out.copy_(full)
         return DONE
 
+    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
+        """Sends tensors to some ranks and receives others from some. All ranks call it, be it with nothing to move.
+
+        Args:
+            sends (`list[tuple[Tensor, int]]`): contiguous tensors, each with the rank that it goes to.
+            receives (`list[tuple[Tensor, int]]`): contiguous tensors to overwrite, each with the rank that it comes
+                from; between two ranks in the order in which that one sends them.
+            what (`str`): the unit's name, for messages.
+        """
+        return DONE
+
     def all_gather_vector(self, vector: Tensor) -> Tensor:
         """The vectors of all ranks, stacked in rank order: shape `(num_ranks, vector.numel())`, on the CPU."""
         return vector.detach().cpu().reshape(1, -1)
@@ -162,6 +173,18 @@ class DistributedComm(Comm):
         self._first = dist.get_global_rank(group, 0)
         self._asides: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
+    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
+        ops = [dist.P2POp(dist.irecv, tensor, self._global(rank), self.group) for tensor, rank in receives]
+        ops += [dist.P2POp(dist.isend, tensor, self._global(rank), self.group) for tensor, rank in sends]
+        self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends))
+        works = dist.batch_isend_irecv(ops) if ops else []
+
+        def finish():
+            for work in works:
+                work.wait()
+
+        return Pending(finish)
+
     def all_gather_vector(self, vector: Tensor) -> Tensor:
         rows = [torch.empty_like(vector) for _ in range(self.num_ranks)]
         dist.all_gather(rows, vector.contiguous(), group=self.group)
@@ -187,11 +210,14 @@ class DistributedComm(Comm):
         return self._asides[purpose]
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        dist.send(tensor, dist.get_global_rank(self.group, rank), group=self.group)
+        dist.send(tensor, self._global(rank), group=self.group)
         self.counters.add("send", tensor.numel() * tensor.element_size())
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        dist.recv(tensor, dist.get_global_rank(self.group, rank), group=self.group)
+        dist.recv(tensor, self._global(rank), group=self.group)
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
 
     def broadcast_object(self, obj):
         box = [obj]

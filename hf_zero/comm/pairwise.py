@@ -69,6 +69,12 @@ class PairwiseComm(DistributedComm):
         self._reducing = Pending(finish)
         return self._reducing
 
+    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
+        tag = tag_of("exchange", what)
+        works = [(source, self._receive(tensor, source, tag)) for tensor, source in receives]
+        works += [(target, self._send(tensor, target, tag, "exchange")) for tensor, target in sends]
+        return Pending(lambda: self._wait(works, f"exchange of unit {what!r}"))
+
     def _pieces(self, numel: int, element_size: int) -> list[tuple[int, int]]:
         """Cuts a range into (start, stop) pieces whose summands from all peers fit the staging buffer together."""
         step = max(1, self._bucket_nbytes // element_size // (self.num_ranks - 1))

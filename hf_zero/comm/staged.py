@@ -32,6 +32,13 @@ class StagedComm(PairwiseComm):
         pending = super().reduce(full.to(self._host), average, dtype=dtype, accumulate=accumulate, what=what)
         return _then(pending, lambda: out.copy_(average))
 
+    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
+        copies = [
+            (torch.empty(tensor.shape, dtype=tensor.dtype, device=self._host), rank) for tensor, rank in receives
+        ]
+        pending = super().exchange([(tensor.to(self._host), rank) for tensor, rank in sends], copies, what=what)
+        return _then(pending, lambda: [t.copy_(copy) for (t, _), (copy, _) in zip(receives, copies)])
+
     def all_gather_vector(self, vector: Tensor) -> Tensor:
         return super().all_gather_vector(vector.to(self._host))
 

@@ -1,7 +1,18 @@
 """Optimizers over shards, gradient norms, and the loss scale."""
 
+from hf_zero.optim.combined import CombinedOptimizer, MuonWithAdamW
+from hf_zero.optim.grain import grain_of, inner_optimizers, refuse_unknown
 from hf_zero.optim.loss_scale import ZeroGradScaler, sharded_of
-from hf_zero.optim.sharded import ShardedOptimizer, refuse_non_elementwise
+from hf_zero.optim.sharded import ShardedOptimizer
 
 
-__all__ = ["ShardedOptimizer", "ZeroGradScaler", "refuse_non_elementwise", "sharded_of"]
+__all__ = [
+    "CombinedOptimizer",
+    "MuonWithAdamW",
+    "ShardedOptimizer",
+    "ZeroGradScaler",
+    "grain_of",
+    "inner_optimizers",
+    "refuse_unknown",
+    "sharded_of",
+]

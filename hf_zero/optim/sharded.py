@@ -1,104 +1,79 @@
-"""Any elementwise optimizer over this rank's shards."""
+"""Optimizers over this rank's shards: elementwise ones, those with state in blocks, and those of whole parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.flat import Flat, NamedShard
-from hf_zero.engine.gradient import Gradient
-from hf_zero.engine.unit import Unit
-from hf_zero.errors import CheckpointError, ConfigError, LifecycleError, UnsupportedError
+from hf_zero.engine.flat import NamedShard
+from hf_zero.errors import LifecycleError
+from hf_zero.optim import state as run_state
+from hf_zero.optim.combined import CombinedOptimizer
+from hf_zero.optim.exchange import Exchange
+from hf_zero.optim.grain import grain_of, inner_optimizers, refuse_unknown
 from hf_zero.optim.norm import global_norm
-
-
-# Optimizers whose update of an element depends on that element's own history alone, by class name.
-ELEMENTWISE = frozenset(
-    "SGD Adam AdamW Adagrad RMSprop NAdam RAdam Adamax ASGD Rprop Adadelta Lion Lion32bit FusedAdam".split()
-)
-
-
-@dataclass(eq=False)
-class Run:
-    """A stretch of one flat buffer that one optimizer group updates: what the inner optimizer sees as a parameter.
-
-    Args:
-        unit (`Unit`): whose buffer.
-        gradient (`Gradient`): of the buffer.
-        start (`int`): first element, counted in the buffer.
-        stop (`int`): one past the last.
-        group (`int`): index of the optimizer group.
-        param (`nn.Parameter`): 1-D view of the master.
-    """
-
-    unit: Unit
-    gradient: Gradient
-    start: int
-    stop: int
-    group: int
-    param: nn.Parameter
-
-    @property
-    def flat(self) -> Flat:
-        return self.gradient.flat
-
-    @cached_property
-    def indices(self) -> list[int]:
-        """The parameters that lie in it, wholly or in part."""
-        return [piece.index for piece in self.flat.layout.pieces(self.start, self.stop)]
-
-    def named(self, tensor: Tensor, only: tuple[int, int]) -> Iterator[NamedShard]:
-        """The parameters' runs inside `tensor`, which is shaped like `param`, limited to the range `only`."""
-        covers = (self.start, self.stop)
-        if max(covers[0], only[0]) < min(covers[1], only[1]):
-            yield from self.flat.named_shards(tensor, covers, only)
+from hf_zero.optim.overrides import carry_overrides
+from hf_zero.optim.runs import Run, make_runs, make_shares, named_groups
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Runs an elementwise `torch.optim` optimizer over flat shards instead of parameters (ZeRO stage 1, section 5.1).
+    """Runs a `torch.optim` optimizer over shards instead of parameters (ZeRO stage 1, section 5.1).
+
+    An elementwise optimizer sees flat stretches of the shard. One that looks at whole parameters, or keeps state in
+    blocks of elements, sees each of its parameters, or the blocks of it, on one rank: see `Exchange`.
 
     Args:
         engine (`ZeroEngine`): the sharded model.
-        optimizer (`type` or `torch.optim.Optimizer`): a class, which is then built on the trainable parameters, or an
-            optimizer that was built on the model's parameters: its groups and hyperparameters are kept, and it must
-            not have stepped yet.
+        optimizer (`type`, `torch.optim.Optimizer` or a list of them): a class, which is then built on the trainable
+            parameters; or an optimizer that was built on the model's parameters: its groups and hyperparameters are
+            kept, and it must not have stepped yet; or several, each of parameters of its own, that step together.
         params (iterable, *optional*): with a class, parameters or groups of them, as `torch.optim` takes them.
         kwargs: with a class, its hyperparameters.
 
     Raises:
-        `UnsupportedError`: for an optimizer that is not elementwise.
+        `UnsupportedError`: for an optimizer of which it is not known what it looks at.
         `ConfigError`: when a group holds a tensor that is not a parameter of the model.
         `LifecycleError`: when the optimizer has stepped already.
     """
 
     def __init__(self, engine: ZeroEngine, optimizer, params=None, **kwargs):
-        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-        refuse_non_elementwise(cls)
         if isinstance(optimizer, type):
+            refuse_unknown(optimizer)
             if params is None:
                 params = [p for p in engine.model.parameters() if p.requires_grad]
             optimizer = optimizer(params, **kwargs)
-        makes_state_early = _refuse_stepped(optimizer)
-        optimizer.state.clear()
+        elif isinstance(optimizer, (list, tuple)):
+            optimizer = CombinedOptimizer(*optimizer)
         self.engine = engine
         self.inner = optimizer
+        self._no_param = nn.Parameter(torch.empty(0, device=engine.comm.device))
+        self._inners = inner_optimizers(optimizer)
+        grains = [grain_of(inner) for inner in self._inners for _ in inner.param_groups]
+        self._make_state_early = [inner for inner in self._inners if _refuse_stepped(inner)]
+        optimizer.state.clear()
         self._frozen = [p for unit in engine.units for flat in unit.flats if not flat.trainable for p in flat.params]
-        self._group_names = [[name for name, _ in group] for group in _named_groups(engine, optimizer)]
-        self.runs = _make_runs(engine, optimizer)
-        self._makes_state_early = makes_state_early
+        self._group_names = named_groups(engine, optimizer)
+        shares = make_shares(engine, optimizer, grains)
+        self.runs = make_runs(engine, optimizer, grains, shares)
+        self._exchanges: dict[torch.optim.Optimizer, Exchange] = {}  # of those that are not elementwise
         self._share_groups()
-        if makes_state_early:
-            self._make_early_state()
+        for inner in self._inners:
+            own = [index for index, group in enumerate(self.param_groups) if _has(inner, group)]
+            runs = [run for run in self.runs if run.group in own]
+            carry_overrides(inner, runs)
+            if own and not grains[own[0]].is_element:
+                own_shares = [share for share in shares if share.group in own]
+                self._exchanges[inner] = Exchange(engine.comm, own_shares, runs)
+        self._make_early_state()
 
     def _share_groups(self) -> None:
         """Lets the inner optimizer's groups hold the runs. Groups and state are one object for both optimizers, so
         that schedulers may change either."""
         for index, group in enumerate(self.inner.param_groups):
-            group["params"] = [run.param for run in self.runs if run.group == index]
+            # where this rank updates none of a group, schedulers still find one (`AdafactorSchedule`)
+            group["params"] = [run.param for run in self.runs if run.group == index] or [self._no_param]
         if not hasattr(self, "param_groups"):
             placeholder = [dict(group, params=[nn.Parameter(torch.empty(0))]) for group in self.inner.param_groups]
             super().__init__(placeholder, self.inner.defaults)
@@ -126,15 +101,52 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.finish_gradients()
         self._leave_out_unused()
         self._lend_gradients()
-        with _scaling(self.inner, scale):
-            self.inner.step()
+        for inner in self._inners:
+            with _scaling(inner, scale):
+                self._step_by_unit(inner) if inner in self._exchanges else inner.step()
         self._drop_runs_gradients()
         self.engine.end_step()
         return loss
 
+    def _step_by_unit(self, inner: torch.optim.Optimizer) -> None:
+        """Steps once for each unit, whose parameters are then here; what a group counts goes up once all the same."""
+        exchange = self._exchanges[inner]
+        before = [dict(group) for group in inner.param_groups]
+        for unit in exchange.units:
+            exchange.bring(unit)
+            for group, kept in zip(inner.param_groups, before):
+                own = {id(param) for param in kept["params"]}
+                params = [run.param for run in self.runs if run.unit is unit and id(run.param) in own]
+                group.update(kept, params=params)
+            inner.step()
+            exchange.take_back(unit)
+        self._share_groups()
+
+    def train(self) -> None:
+        """Schedule-free optimizers: the parameters become those at which gradients are taken. All ranks call it."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Schedule-free optimizers: the parameters become those to evaluate and to save. All ranks call it."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        switched = [
+            inner
+            for inner in self._inners
+            if hasattr(inner, mode)
+            and any(group["train_mode"] is not (mode == "train") for group in inner.param_groups)
+        ]
+        if switched:
+            self.engine.begin_update()
+            for inner in switched:
+                getattr(inner, mode)()
+            self.engine.mark_updated(only_trained=True)
+
     def _can_scale(self) -> bool:
         """Whether the update itself can scale the gradients: torch's fused optimizers do, without a pass over them."""
-        fused = getattr(self.inner, "_step_supports_amp_scaling", False)
+        fused = all(getattr(inner, "_step_supports_amp_scaling", False) for inner in self._inners)
         return fused and all(group.get("fused") for group in self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -176,11 +188,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _lend_gradients(self) -> None:
         for run in self.runs:
             gradient = run.gradient
-            if not gradient.is_reduced or not any(gradient.used[index] for index in run.indices):
+            used = gradient.is_reduced and any(gradient.used[index] for index in run.indices)
+            if not used or not run.is_held:
                 run.param.grad = None
                 continue
             offset = 0 if gradient.reduced.numel() == run.flat.layout.full_numel else run.flat.owned[0]
-            grad = gradient.reduced[run.start - offset : run.stop - offset]
+            grad = gradient.reduced[run.start - offset : run.stop - offset].view(run.param.shape)
             run.param.grad = grad if grad.dtype is run.param.dtype else grad.to(run.param.dtype)
 
     def _refuse_unfrozen(self) -> None:
@@ -215,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _divided(self, run: Run, key) -> list[Run]:
         """The run cut wherever `key(index of the parameter)` changes; its state goes with the parts."""
-        cuts = _cuts(run, key)
+        cuts = run.cuts(key)
         if len(cuts) == 1:
             return [run]
         state = self.state.pop(run.param, {})
@@ -225,37 +238,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             param = nn.Parameter(run.param.detach()[window], requires_grad=True)
             parts.append(Run(run.unit, run.gradient, start, stop, run.group, param))
             if state:
-                self.state[param] = {key: _part(value, run.param, window) for key, value in state.items()}
+                self.state[param] = {key: run_state.part_of(value, run.param, window) for key, value in state.items()}
         return parts
 
     # Checkpoints
 
     def named_state_shards(self, resident: bool = False) -> Iterator[tuple[str, NamedShard]]:
-        """The state tensors that are shaped like parameters, as (state key, run of one parameter).
+        """The state tensors, as (state key, run of one parameter, or of a tensor that belongs to it).
 
         Args:
             resident (`bool`): `False` gives the ranges that this rank owns, `True` those that it holds.
         """
         for run in self.runs:
-            only = (run.start, run.stop) if resident else run.flat.owned
-            for key, value in self.state.get(run.param, {}).items():
-                if isinstance(value, Tensor) and value.shape == run.param.shape and value.dim() == 1:
-                    for shard in run.named(value, only):
-                        yield key, shard
+            only = (run.start, run.stop) if resident else run.saved
+            yield from run_state.state_shards(run, self.state.get(run.param, {}), only)
 
     def named_scalar_state(self) -> dict[str, dict[str, float]]:
         """The state that is one number per parameter, such as Adam's step count, by parameter name."""
         scalars: dict[str, dict[str, float]] = {}
         for run in self.runs:
-            values = {
-                key: float(value)
-                for key, value in self.state.get(run.param, {}).items()
-                if not isinstance(value, Tensor) or value.shape != run.param.shape or value.dim() != 1
-                if value is not None
-            }
-            for index in run.indices:
-                if self.state.get(run.param):
-                    scalars[run.flat.infos[index].name] = values
+            if self.state.get(run.param):
+                scalars.update(dict.fromkeys(run.names, run_state.numbers(run, self.state[run.param])))
         return scalars
 
     @torch.no_grad()
@@ -275,50 +278,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._share_groups()
         self._create_state()
         for run in self.runs:
-            names = [run.flat.infos[index].name for index in run.indices]
-            values = state.get(names[0]) if names else None
+            values = state.get(run.names[0]) if run.names else None
             if values is None:
                 self.state.pop(run.param, None)
-                continue
-            for key, value in values.items():
-                if key not in self.state[run.param]:
-                    raise CheckpointError(
-                        f"{names[0]}: the checkpoint has optimizer state {key!r}, {type(self.inner).__name__} has "
-                        f"{sorted(self.state[run.param])}; resume with the optimizer that saved it"
-                    )
-                old = self.state[run.param][key]
-                self.state[run.param][key] = (
-                    torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
-                )
+            else:
+                run_state.set_numbers(run, self.state[run.param], values, type(self.inner).__name__)
 
     def _make_early_state(self) -> None:
-        """The state of an optimizer that makes it when it is built (Adagrad), for the runs."""
-        groups = [{**group, "params": list(group["params"])} for group in self.inner.param_groups]
-        self.state.update(
-            type(self.inner)([group for group in groups if group["params"]], **self.inner.defaults).state
-        )
+        """The state of optimizers that make it when they are built (Adagrad), for the runs."""
+        for inner in self._make_state_early:
+            groups = [{**group, "params": list(group["params"])} for group in inner.param_groups if group["params"]]
+            self.state.update(type(inner)(groups, **inner.defaults).state if groups else {})
 
     def _create_state(self) -> None:
-        """Lets the inner optimizer make its state, by a step with zero gradients and no effect on the masters."""
-        if self._makes_state_early:
-            self._make_early_state()
+        """Lets the inner optimizers make their state, by a step with zero gradients on zeros; groups stay alike."""
+        self._make_early_state()
+        before = [dict(group) for group in self.param_groups]
         for run in self.runs:  # one at a time: what is set aside is one run
-            for index, group in enumerate(self.inner.param_groups):
-                group["params"] = [run.param] if index == run.group else []
-            values = run.param.detach().clone()
+            own = self.param_groups[run.group]
+            inner = next(inner for inner in self._inners if _has(inner, own))
+            for group in inner.param_groups:
+                group["params"] = [run.param] if group is own else []
+                if "train_mode" in group:
+                    group["train_mode"] = True
+            values = run.param.data
+            run.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
             run.param.grad = torch.zeros_like(run.param)
-            self.inner.step()
-            run.param.copy_(values)
-            run.param.grad = None
-        self._share_groups()
+            inner.step()
+            run.param.data, run.param.grad = values, None
+        for group, kept in zip(self.param_groups, before):
+            group.update(kept)
 
     def groups_state(self) -> list[dict]:
         """The groups' hyperparameters that can be written as JSON, each with its parameters' names."""
-        groups = []
-        for group, names in zip(self.param_groups, self._group_names):
-            plain = {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
-            groups.append({**plain, "param_names": names})
-        return groups
+        return [
+            {**run_state.group_as_json(group), "param_names": names}
+            for group, names in zip(self.param_groups, self._group_names)
+        ]
 
     def load_groups_state(self, groups: list[dict]) -> None:
         """Takes over hyperparameters from `groups_state`.
@@ -326,16 +322,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             `CheckpointError`: when the groups are not the same in number or in parameters.
         """
-        if [sorted(group["param_names"]) for group in groups] != [sorted(names) for names in self._group_names]:
-            raise CheckpointError(
-                f"optimizer groups: the checkpoint has {len(groups)} with {[len(g['param_names']) for g in groups]} "
-                f"parameters, this run {len(self._group_names)} with {[len(n) for n in self._group_names]}; "
-                "resume with the settings of the run that saved it"
-            )
+        run_state.check_groups(groups, self._group_names)
         for group, saved in zip(self.param_groups, groups):
-            for key, value in saved.items():
-                if key != "param_names":
-                    group[key] = tuple(value) if isinstance(value, list) else value
+            run_state.set_group(group, {key: value for key, value in saved.items() if key != "param_names"})
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the state on this rank; of quantised ones, those that they are made of."""
+        for run in self.runs:
+            yield from (tensor for _, tensor in run_state.plain_tensors(self.state.get(run.param, {})))
+
+    def unsharded_state_nbytes(self) -> int:
+        """Bytes of the state over whole parameters, as far as it grows with them: what this rank has of each group's,
+        times the group's size. 0 before the first step."""
+        sizes = {info.name: info.shape.numel() for info in self.engine.param_infos()}
+        nbytes = 0
+        for index, names in enumerate(self._group_names):
+            runs = [run for run in self.runs if run.group == index and self.state.get(run.param)]
+            tensors = [t for run in runs for _, t in run_state.plain_tensors(self.state[run.param]) if t.dim()]
+            held = sum(run.stop - run.start for run in runs)
+            if held:
+                found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                nbytes += found * sum(sizes[name] for name in names) // held
+        return nbytes
 
     def state_dict(self):
         raise LifecycleError("state_dict: the optimizer's state is sharded; save with hf_zero.save_state(...)")
@@ -358,17 +366,8 @@ def _scaling(optimizer: torch.optim.Optimizer, scale: Tensor | None) -> Iterator
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def refuse_non_elementwise(cls: type) -> None:
-    """Refuses optimizers that look at whole parameters.
-
-    Raises:
-        `UnsupportedError`: naming the optimizer and those that work.
-    """
-    if cls.__name__ not in ELEMENTWISE and not getattr(cls, "elementwise", False):
-        raise UnsupportedError(
-            f"optimizer {cls.__name__}: is not known to update each element by itself, so it cannot run on shards; "
-            f"use one of {', '.join(sorted(ELEMENTWISE))}, or set `elementwise = True` on a class that is"
-        )
+def _has(optimizer: torch.optim.Optimizer, group: dict) -> bool:
+    return any(own is group for own in optimizer.param_groups)
 
 
 def _refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:
@@ -377,67 +376,10 @@ def _refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:
     Raises:
         `LifecycleError`: when it has state because it has stepped.
     """
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state[p] for p in params if p in optimizer.state]
+    if any(float(state.get("step", 1)) > 0 for state in states):
         raise LifecycleError(
             f"{type(optimizer).__name__}: has stepped on whole parameters already; give a fresh optimizer"
         )
-    return bool(optimizer.state)
-
-
-def _named_groups(engine: ZeroEngine, optimizer) -> list[list[tuple[str, nn.Parameter]]]:
-    """Each group's parameters with their names."""
-    names = {id(p): info.name for unit in engine.units for f in unit.flats for info, p in zip(f.infos, f.params)}
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if id(param) not in names:
-                raise ConfigError(
-                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is no parameter of the model; "
-                    "build the optimizer on model.parameters()"
-                )
-        groups.append([(names[id(param)], param) for param in group["params"]])
-    return groups
-
-
-def _make_runs(engine: ZeroEngine, optimizer) -> list[Run]:
-    """Cuts every trainable buffer, as far as this rank updates it, where the optimizer group changes."""
-    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    runs = []
-    for unit in engine.units:
-        for gradient in unit.gradients:
-            flat = gradient.flat
-            start, stop = flat.held
-            whole = Run(unit, gradient, start, stop, -1, None)
-            groups = [group_of.get(id(p), -1) for p in flat.params]
-            for low, high in _cuts(whole, groups.__getitem__):
-                indices = [piece.index for piece in flat.layout.pieces(low, high)]
-                if not indices or groups[indices[0]] < 0:
-                    continue
-                param = nn.Parameter(flat.master.detach()[low - start : high - start])
-                runs.append(Run(unit, gradient, low, high, groups[indices[0]], param))
-    return runs
-
-
-def _cuts(run: Run, key) -> list[tuple[int, int]]:
-    """The ranges of a run in which `key(index of the parameter)` is the same; padding goes with what is before it."""
-    places = run.flat.layout.places
-    cuts, last = [run.start], None
-    for position, index in enumerate(run.indices):
-        value = key(index)
-        if position and value != last:
-            cuts.append(places[index].offset)
-        last = value
-    return list(zip(cuts, [*cuts[1:], run.stop]))
-
-
-def _part(value, param: Tensor, window: slice):
-    """A part of one state value: a window of what is shaped like the run, a copy of what is not."""
-    if isinstance(value, Tensor):
-        return value[window] if value.shape == param.shape and value.dim() == 1 else value.clone()
-    return value
-
-
-def _is_plain(value) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))
+    return bool(states)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from hf_zero.engine.engine import ZeroEngine
@@ -32,28 +32,32 @@ class MemoryReport:
     ddp_optimizer_nbytes: int
 
 
-def measure(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+class Optimizer(Protocol):
+    """What is asked of a sharded optimizer."""
+
+    def state_tensors(self) -> Iterable[Tensor]:
+        """Every tensor of its state on this rank."""
+
+    def unsharded_state_nbytes(self) -> int:
+        """Bytes of its state over whole parameters."""
+
+
+def measure(engine: ZeroEngine, optimizer: Optimizer | None = None) -> MemoryReport:
     """Measures the tensors that an engine and its optimizer hold on this rank.
 
     Args:
         engine (`ZeroEngine`): the sharded model.
-        optimizer (`torch.optim.Optimizer`, *optional*): its state counts from the first step on.
+        optimizer (`ShardedOptimizer`, *optional*): its state counts from the first step on.
     """
     flats = [flat for unit in engine.units for flat in unit.flats]
     gradients = list(engine.gradients())
     parameters = [flat.master if flat.is_sharded else flat.full for flat in flats]
-    state = (
-        [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
-        if optimizer
-        else []
-    )
+    state = list(optimizer.state_tensors()) if optimizer else []
     resting = [g.reduced for g in gradients if g.reduced is not None] + [g.full for g in gradients if g.is_persistent]
     masters = [flat.master for flat in flats if flat.has_master]
     slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]
     slots += [slot.buffer for unit in engine.units if unit.gradient_slots for slot in unit.gradient_slots.slots]
     ddp_params = {info.name: info for flat in flats for info in flat.infos}.values()
-    trainable = sum(info.shape.numel() for info in ddp_params if info.trainable)
-    per_element = _per_element(optimizer) if optimizer else 0
     return MemoryReport(
         parameter_nbytes=_nbytes(parameters),
         gradient_nbytes=_nbytes(resting),
@@ -63,7 +67,7 @@ def measure(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) 
         ddp_gradient_nbytes=sum(
             info.shape.numel() * info.save_dtype.itemsize for info in ddp_params if info.trainable
         ),
-        ddp_optimizer_nbytes=trainable * per_element,
+        ddp_optimizer_nbytes=optimizer.unsharded_state_nbytes() if optimizer else 0,
     )
 
 
@@ -75,10 +79,3 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
         total += max(0, high - max(low, end))
         end = max(end, high)
     return total
-
-
-def _per_element(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of optimizer state for one element of a parameter."""
-    for param, values in optimizer.state.items():
-        return sum(v.element_size() for v in values.values() if isinstance(v, Tensor) and v.shape == param.shape)
-    return 0

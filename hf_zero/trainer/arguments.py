@@ -15,10 +15,12 @@ from hf_zero.errors import ConfigError
 from hf_zero.trainer.compat import check_overrides
 
 
-# The values of `--optim` whose optimizers update every element by itself.
-ELEMENTWISE_OPTIMS = frozenset(
+# The values of `--optim` whose optimizers run on shards, see `hf_zero.optim.grain`.
+SUPPORTED_OPTIMS = frozenset(
     "adamw_torch adamw_torch_fused adamw_torch_npu_fused sgd adagrad rmsprop lion_32bit paged_lion_32bit "
-    "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit".split()
+    "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit adafactor schedule_free_adamw schedule_free_radam "
+    "schedule_free_sgd adamw_torch_8bit adamw_torch_4bit adamw_bnb_8bit adamw_8bit paged_adamw_8bit lion_8bit "
+    "paged_lion_8bit rmsprop_bnb_8bit".split()
 )
 
 # What a launcher such as torchrun sets, all together.
@@ -163,10 +165,10 @@ class ZeroArgumentsMixin:
 
     def _refuse_unsupported(self) -> None:
         optim = getattr(self.optim, "value", self.optim)
-        if optim not in ELEMENTWISE_OPTIMS:
+        if optim not in SUPPORTED_OPTIMS:
             raise ConfigError(
-                f"optim: {optim} does not update every element by itself, so it cannot run on shards; "
-                f"use one of {', '.join(sorted(ELEMENTWISE_OPTIMS))}"
+                f"optim: {optim} is not known to run on shards; use one of {', '.join(sorted(SUPPORTED_OPTIMS))}, or "
+                "for Muon optimizer_cls_and_kwargs=(hf_zero.MuonWithAdamW, {...})"
             )
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size: ranks would disagree on the batch size; set the batch size")

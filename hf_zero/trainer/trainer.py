@@ -27,7 +27,7 @@ from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.staging import restore_replaced
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.optim import ShardedOptimizer, refuse_non_elementwise, sharded_of
+from hf_zero.optim import ShardedOptimizer, grain_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.accelerator import ZeroAccelerator
 from hf_zero.trainer.adapters import is_adapter_model, load_adapters, save_adapters
@@ -210,6 +210,7 @@ class ZeroTrainerMixin(PushMixin):
     def _save_checkpoint(self, model, trial) -> None:
         """Lets Trainer write its files into a temporary folder, adds the tensors, and gives it its name."""
         self.wait_for_checkpoint()
+        self._zero_optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
         run_dir = super()._get_output_dir(trial)
         folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self._saver.begin(
@@ -267,6 +268,8 @@ class ZeroTrainerMixin(PushMixin):
         engine = self.accelerator.shard(self.model)
         if not self._saver.is_saving:
             self.wait_for_checkpoint()
+        if self._zero_optimizer is not None:
+            self._zero_optimizer.eval()
         if is_adapter_model(self.model):
             save_adapters(engine, output_dir)
         elif not self._saver.is_saving:
@@ -307,6 +310,7 @@ class ZeroTrainerMixin(PushMixin):
         self._load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        self._zero_optimizer.eval()  # it was saved so: nothing is to be turned later
         self._load_weights(self.state.best_model_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
@@ -360,9 +364,11 @@ check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
 def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -> None:
     """Refuses an optimizer that cannot run on shards before anything is done with the model."""
     if optimizers[0] is not None:
-        refuse_non_elementwise(type(optimizers[0]))
-    if optimizer_cls_and_kwargs is not None:
-        refuse_non_elementwise(optimizer_cls_and_kwargs[0])
+        for inner in inner_optimizers(optimizers[0]):
+            grain_of(inner)
+    made_by = optimizer_cls_and_kwargs[0] if optimizer_cls_and_kwargs is not None else None
+    if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):  # a factory's is looked at when made
+        refuse_unknown(made_by)
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

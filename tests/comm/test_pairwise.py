@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm import connect
+from hf_zero.comm.base import DistributedComm
 from hf_zero.comm.staged import StagedComm
 from tests.distributed import RemoteError, run_ranks
 
@@ -231,3 +232,33 @@ def _copies(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_of_a_device_go_through_copies(dtype):
     run_ranks(_copies, 3, dtype)
+
+
+def _exchanges(kind: str) -> None:
+    """Two messages to every other rank, of two dtypes, but none from the last rank; twice, under one name."""
+    comm = {
+        "pairwise": _connect,
+        "staged": lambda: StagedComm(dist.group.WORLD, CPU, 60.0, SMALL),
+        "native": lambda: DistributedComm(dist.group.WORLD, CPU, 60.0),
+    }[kind]()
+    others, last = [rank for rank in range(comm.num_ranks) if rank != comm.rank], comm.num_ranks - 1
+
+    def message(source: int, target: int, turn: int, dtype: torch.dtype) -> torch.Tensor:
+        return _summand(source, 1000 + target, dtype, seed=10 * turn + target)
+
+    for turn in range(2):
+        pairs = [(rank, dtype) for rank in others for dtype in (torch.float32, torch.bfloat16)]
+        sends = [(message(comm.rank, rank, turn, dtype), rank) for rank, dtype in pairs if comm.rank != last]
+        receives = [(torch.empty(1000 + comm.rank, dtype=dtype), rank) for rank, dtype in pairs if rank != last]
+        comm.exchange(sends, receives, what="some").wait()
+        for tensor, rank in receives:
+            assert torch.equal(tensor, message(rank, comm.rank, turn, tensor.dtype)), f"from rank {rank}"
+    comm.exchange([], [], what="nothing").wait()
+    sent = 0 if comm.rank == last else 2 * sum((1000 + rank) * 6 for rank in others)
+    assert comm.counters.sent_nbytes.get("exchange", 0) == sent
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("kind", ["pairwise", "staged", "native"])
+def test_an_exchange_brings_each_message_to_its_place(kind, num_ranks):
+    run_ranks(_exchanges, num_ranks, kind)

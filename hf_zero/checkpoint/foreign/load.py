@@ -101,7 +101,7 @@ def load_foreign_state(engine: Engine, optimizer: Optimizer, folder: str | os.Pa
         state.numbers = _by_own_name(engine.model, state.numbers)
         state.settings = _by_own_name(engine.model, state.settings)
         shape_of = {info.name: tuple(info.shape) for info in engine.param_infos()}
-        _check_state(folder, state, {name for group in groups for name in group["param_names"]}, shape_of)
+        _check_names(folder, state, {name for group in groups for name in group["param_names"]}, shape_of)
         loaded = _groups(folder, groups, state.settings)
         if not state.numbers and not all("dampening" in group and not group["momentum"] for group in loaded):
             raise CheckpointError(f"{folder}: has no optimizer state; remove its file to go on with a new optimizer")
@@ -161,7 +161,7 @@ def _check_weights(
         _check_shape(folder, name, found[name], wanted[name])
 
 
-def _check_state(
+def _check_names(
     folder: str | os.PathLike, state: ForeignState, trainable: set[str], shape_of: Mapping[str, tuple[int, ...]]
 ) -> None:
     missing = [name for name in trainable if math.prod(shape_of[name]) and name not in state.settings]
@@ -171,9 +171,6 @@ def _check_state(
             f"{folder}: of the optimizer, {_differences(missing, left)}; "
             "resume with the model and the trainable parameters that it was saved with"
         )
-    for name, tensors in state.tensors.items():
-        for key, tensor in tensors.items():
-            _check_shape(folder, f"{name}.{key}", tensor, shape_of[name])
 
 
 def _check_shape(folder: str | os.PathLike, name: str, tensor: FileTensor, wanted: tuple[int, ...]) -> None:
@@ -185,10 +182,14 @@ def _check_shape(folder: str | os.PathLike, name: str, tensor: FileTensor, wante
 
 
 def _check_keys(folder: str | os.PathLike, state: ForeignState, optimizer: Optimizer) -> None:
-    """Refuses state of another optimizer, whose tensors would have no place or leave places empty."""
+    """Refuses state of another optimizer, whose tensors would have no place or leave places empty, and of another
+    shape."""
     held: dict[str, set[str]] = {}
     for key, shard in optimizer.named_state_shards(resident=True):
         held.setdefault(shard.name, set()).add(key)
+        tensor = state.tensors.get(shard.name, {}).get(key)
+        if tensor is not None:
+            _check_shape(folder, f"{shard.name}.{key}", tensor, tuple(shard.shape))
     for name, keys in held.items():
         found = set(state.tensors.get(name, ()))
         if found - keys or keys - found - set(state.numbers.get(name, ())):

@@ -1,0 +1,99 @@
+"""How finely an optimizer's parameters may be cut: between any two elements, at blocks, or not at all."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.errors import UnsupportedError
+from hf_zero.optim.combined import CombinedOptimizer
+
+
+# Optimizers whose update of an element depends on that element's own history alone, by class name.
+ELEMENTWISE = frozenset(
+    "SGD Adam AdamW Adagrad RMSprop NAdam RAdam Adamax ASGD Rprop Adadelta Lion Lion32bit FusedAdam "
+    "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree".split()
+)
+
+# Optimizers whose state is quantised in blocks of elements that share a scale (torchao's and bitsandbytes').
+BLOCKWISE = frozenset(
+    "Adam8bit AdamW8bit Adam4bit AdamW4bit AdamFp8 AdamWFp8 PagedAdam8bit PagedAdamW8bit Lion8bit PagedLion8bit "
+    "RMSprop8bit".split()
+)
+
+# Optimizers that look at a parameter as a whole, but at no other.
+WHOLE = frozenset("Muon Adafactor".split())
+
+# Both packages quantise the state of a parameter from so many elements on.
+MIN_QUANTISED_NUMEL = 4096
+# Elements of a block in bitsandbytes; torchao's optimizers say theirs.
+BLOCK_NUMEL = 256
+
+
+@dataclass(frozen=True)
+class Grain:
+    """Where the parameters of an optimizer may be cut.
+
+    Args:
+        block (`int`): cuts lie at multiples of so many elements, counted from the parameter's first; 0 where it is
+            never cut.
+        min_numel (`int`): every piece has so many elements at least.
+    """
+
+    block: int
+    min_numel: int = 0
+
+    @property
+    def is_element(self) -> bool:
+        return self.block == 1
+
+
+ELEMENT = Grain(1)
+PARAMETER = Grain(0)
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Those that an optimizer is made of."""
+    return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+
+
+def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
+    """How finely the parameters of an optimizer may be cut.
+
+    Raises:
+        `UnsupportedError`: where that is not known.
+    """
+    cls = type(optimizer)
+    refuse_unknown(cls)
+    if getattr(cls, "elementwise", False):
+        return ELEMENT
+    if cls.__name__ in WHOLE or getattr(cls, "whole_parameters", False):
+        return PARAMETER
+    if _has_overrides(optimizer) or getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8:
+        return Grain(BLOCK_NUMEL, optimizer.args.min_8bit_size)  # the class may be named as the one with 32 bits
+    if cls.__name__ in BLOCKWISE:
+        return Grain(optimizer.block_size, MIN_QUANTISED_NUMEL)
+    return ELEMENT
+
+
+def refuse_unknown(cls: type) -> None:
+    """Refuses optimizers of which it is not known what they look at.
+
+    Raises:
+        `UnsupportedError`: naming the optimizer and those that work.
+    """
+    known = ELEMENTWISE | BLOCKWISE | WHOLE
+    declares = issubclass(cls, CombinedOptimizer) or any(
+        getattr(cls, name, False) for name in ("elementwise", "whole_parameters")
+    )
+    if cls.__name__ not in known and not declares:
+        raise UnsupportedError(
+            f"optimizer {cls.__name__}: is not known to update each element, block or parameter by itself, so it "
+            f"cannot run on shards; use one of {', '.join(sorted(known))}, or set `elementwise = True` or "
+            "`whole_parameters = True` on a class that does"
+        )
+
+
+def _has_overrides(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer of bitsandbytes may treat some parameters otherwise than the others."""
+    manager = getattr(optimizer, "mng", None)
+    return manager is not None and bool(manager.pid2config or manager.module_weight_config_triple)

@@ -1,0 +1,194 @@
+"""What the inner optimizers see as parameters: stretches of flat buffers, or whole parameters."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.config import Residency
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.flat import Flat, NamedShard
+from hf_zero.engine.gradient import Gradient
+from hf_zero.engine.unit import Unit
+from hf_zero.errors import ConfigError
+from hf_zero.optim.assignment import blocks, owners
+from hf_zero.optim.grain import PARAMETER, Grain
+
+
+@dataclass(eq=False)
+class Run:
+    """A stretch of one flat buffer that one optimizer group updates: what the inner optimizer sees as a parameter.
+
+    Args:
+        unit (`Unit`): whose buffer.
+        gradient (`Gradient`): of the buffer.
+        start (`int`): first element, counted in the buffer.
+        stop (`int`): one past the last.
+        group (`int`): index of the optimizer group.
+        param (`nn.Parameter`): view of the master, 1-D or a whole parameter in its shape. Of a range that this rank
+            does not hold, a placeholder but for the time of its update.
+    """
+
+    unit: Unit
+    gradient: Gradient
+    start: int
+    stop: int
+    group: int
+    param: nn.Parameter
+
+    @property
+    def flat(self) -> Flat:
+        return self.gradient.flat
+
+    @cached_property
+    def indices(self) -> list[int]:
+        """The parameters that lie in it, wholly or in part."""
+        return [piece.index for piece in self.flat.layout.pieces(self.start, self.stop)]
+
+    @property
+    def names(self) -> list[str]:
+        return [self.flat.infos[index].name for index in self.indices]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it lies in what this rank holds of the master."""
+        low, high = self.flat.held
+        return low <= self.start and self.stop <= high
+
+    @property
+    def saved(self) -> tuple[int, int]:
+        """The range of which this rank saves the state: where all ranks update it, each its own."""
+        return self.flat.owned if self.flat.plan.master is Residency.REPLICATED else (self.start, self.stop)
+
+    def named(self, tensor: Tensor, only: tuple[int, int]) -> Iterator[NamedShard]:
+        """The parameters' runs inside `tensor`, which is shaped like `param`, limited to the range `only`."""
+        covers = (self.start, self.stop)
+        if max(covers[0], only[0]) < min(covers[1], only[1]):
+            yield from self.flat.named_shards(tensor.reshape(-1), covers, only)
+
+    def cuts(self, key: Callable[[int], object]) -> list[tuple[int, int]]:
+        """The ranges in which `key(index of the parameter)` is the same; padding goes with what is before it."""
+        cuts, last = [self.start], None
+        for position, index in enumerate(self.indices):
+            value = key(index)
+            if position and value != last:
+                cuts.append(self.flat.layout.places[index].offset)
+            last = value
+        return list(zip(cuts, [*cuts[1:], self.stop]))
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """A parameter that may not be cut just anywhere, and who updates which range of it.
+
+    Args:
+        unit (`Unit`): whose parameter.
+        gradient (`Gradient`): of its buffer.
+        index (`int`): which of the buffer's parameters.
+        group (`int`): index of the optimizer group.
+        ranges (`list[tuple[int, int]]`): by rank, [start, stop) in the buffer.
+        shape (`tuple[int, ...]`, *optional*): of the whole parameter, where the optimizer is to see it.
+    """
+
+    unit: Unit
+    gradient: Gradient
+    index: int
+    group: int
+    ranges: list[tuple[int, int]]
+    shape: tuple[int, ...] | None
+
+    def run(self, rank: int) -> Run | None:
+        """What a rank updates; `None` where that is nothing."""
+        start, stop = self.ranges[rank]
+        if start == stop:
+            return None
+        run = Run(self.unit, self.gradient, start, stop, self.group, None)
+        flat, shape = run.flat, self.shape or (stop - start,)
+        if run.is_held:
+            values = flat.master.detach()[start - flat.held[0] : stop - flat.held[0]].view(shape)
+        else:
+            values = torch.empty(1, dtype=flat.master.dtype, device=flat.master.device).expand(shape)
+        run.param = nn.Parameter(values)
+        return run
+
+
+def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
+    """The names of each group's parameters.
+
+    Raises:
+        `ConfigError`: when a group holds a tensor that is not a parameter of the model.
+    """
+    names = {id(p): info.name for unit in engine.units for f in unit.flats for info, p in zip(f.infos, f.params)}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ConfigError(
+                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is no parameter of the model; "
+                    "build the optimizer on model.parameters()"
+                )
+    return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def make_shares(engine: ZeroEngine, optimizer, grains: list[Grain]) -> list[Share]:
+    """Divides what an optimizer does not update element by element; the same on all ranks.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        optimizer: with groups of the model's parameters.
+        grains (`list[Grain]`): of each group.
+    """
+    group_of = _group_of(optimizer)
+    found = []
+    for unit in engine.units:
+        for gradient in unit.gradients:
+            for index, param in enumerate(gradient.flat.params):
+                group = group_of.get(id(param), -1)
+                if group >= 0 and not grains[group].is_element and param.numel():
+                    found.append((unit, gradient, index, group))
+    whole = [(g.flat.layout, index) for _, g, index, group in found if grains[group] == PARAMETER]
+    owner = iter(owners(whole))
+    return [
+        Share(*each, *_divided(each[1].flat, each[2], grains[each[3]], owner, engine.comm.num_ranks)) for each in found
+    ]
+
+
+def _divided(flat: Flat, index: int, grain: Grain, owner: Iterator[int], num_ranks: int):
+    """By rank the range that it updates, and the shape that the optimizer is to see."""
+    place = flat.layout.places[index]
+    ranges = blocks(flat.layout, index, grain) if grain != PARAMETER else [(place.stop, place.stop)] * num_ranks
+    if grain == PARAMETER:
+        ranges[next(owner)] = place.offset, place.stop
+    if flat.plan.master is Residency.REPLICATED:
+        ranges = [(place.offset, place.stop)] * num_ranks
+    return ranges, place.shape if grain == PARAMETER else None
+
+
+def make_runs(engine: ZeroEngine, optimizer, grains: list[Grain], shares: list[Share]) -> list[Run]:
+    """What this rank updates: of every trainable buffer what it holds, cut where the optimizer group changes; and its
+    part of the shares."""
+    group_of = _group_of(optimizer)
+    own: dict[Gradient, list[Run]] = {}
+    for share in shares:
+        run = share.run(engine.comm.rank)
+        if run is not None:
+            own.setdefault(share.gradient, []).append(run)
+    runs = []
+    for unit in engine.units:
+        for gradient in unit.gradients:
+            flat = gradient.flat
+            start, stop = flat.held
+            groups = [group_of.get(id(p), -1) for p in flat.params]
+            groups = [group if group >= 0 and grains[group].is_element else -1 for group in groups]
+            for low, high in Run(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):
+                indices = [piece.index for piece in flat.layout.pieces(low, high)]
+                if indices and groups[indices[0]] >= 0:
+                    param = nn.Parameter(flat.master.detach()[low - start : high - start])
+                    runs.append(Run(unit, gradient, low, high, groups[indices[0]], param))
+            runs += own.get(gradient, [])
+    return runs
+
+
+def _group_of(optimizer) -> dict[int, int]:
+    return {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}

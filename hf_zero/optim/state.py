@@ -1,0 +1,144 @@
+"""An optimizer's state by parameter name, for any number of ranks and any stage."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_zero.engine.flat import NamedShard
+from hf_zero.errors import CheckpointError
+from hf_zero.optim.runs import Run
+
+
+# The tables by which 8-bit optimizers decode: they follow from the optimizer.
+TABLES = ("qmap", "qmap1", "qmap2")
+
+
+def plain_tensors(state: dict) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one run's state; of those that are made of others (quantised ones), the others."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+            for part in value.__tensor_flatten__()[0]:
+                yield f"{key}_{part}", getattr(value, part)
+        elif isinstance(value, Tensor):
+            yield key, value
+
+
+def is_number(value, run: Run) -> bool:
+    """Whether a state value is one number for the whole run, such as Adam's step count."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 or (value.numel() == 1 and value.shape != run.param.shape)
+    return isinstance(value, (int, float))
+
+
+def state_shards(run: Run, state: dict, only: tuple[int, int]) -> Iterator[tuple[str, NamedShard]]:
+    """The tensors of a run's state, by the parameters that they belong to, as far as they belong to the range `only`.
+
+    What has a value for each element is given as the parameter's. What is not so shaped belongs to a run of one
+    parameter: it has a value for each of the run's blocks, or is the run's, and whose is the first element's.
+
+    Raises:
+        `CheckpointError`: for state of several parameters at once.
+    """
+    for key, tensor in plain_tensors(state):
+        if is_number(tensor, run) or key.endswith(TABLES):
+            continue
+        if tensor.shape == run.param.shape:
+            for shard in run.named(tensor, only):
+                yield key, shard
+        elif len(run.indices) > 1:
+            raise CheckpointError(
+                f"optimizer state {key!r}: has shape {list(tensor.shape)} over {', '.join(run.names)}, which are "
+                f"updated as {list(run.param.shape)}; set `whole_parameters = True` on the optimizer's class"
+            )
+        elif only[0] <= run.start < only[1]:
+            yield key, _unlike_parameter(run, tensor)
+
+
+def _unlike_parameter(run: Run, tensor: Tensor) -> NamedShard:
+    """State that is not shaped like the run: the parameter's, or a part of it by blocks."""
+    index = run.indices[0]
+    place, info = run.flat.layout.places[index], run.flat.infos[index]
+    if (run.start, run.stop) == (place.offset, place.stop):
+        return NamedShard(info.name, tensor.shape, 0, tensor.reshape(-1))
+    block = (run.stop - run.start) // tensor.numel()
+    shape = torch.Size([place.numel // block])
+    return NamedShard(info.name, shape, (run.start - place.offset) // block, tensor)
+
+
+def numbers(run: Run, state: dict) -> dict[str, float]:
+    """The state that is one number per parameter.
+
+    Raises:
+        `CheckpointError`: for state that is neither tensor nor number.
+    """
+    for key, value in state.items():
+        if value is not None and not isinstance(value, (Tensor, int, float)):
+            raise CheckpointError(
+                f"optimizer state {key!r} of {', '.join(run.names)}: a {type(value).__name__} cannot be saved; "
+                "keep tensors and numbers in the state"
+            )
+    return {key: float(value) for key, value in state.items() if is_number(value, run)}
+
+
+def set_numbers(run: Run, state: dict, values: dict[str, float], optimizer: str) -> None:
+    """Writes saved numbers into a run's state.
+
+    Raises:
+        `CheckpointError`: for numbers that it has no place for.
+    """
+    for key, value in values.items():
+        if key not in state:
+            raise CheckpointError(
+                f"{run.names[0]}: the checkpoint has optimizer state {key!r}, {optimizer} has {sorted(state)}; "
+                "resume with the optimizer that saved it"
+            )
+        old = state[key]
+        state[key] = torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
+
+
+def part_of(value, param: Tensor, window: slice):
+    """A part of one state value: a window of what is shaped like the run, a copy of what is not."""
+    if isinstance(value, Tensor):
+        return value[window] if value.shape == param.shape and value.dim() == 1 else value.clone()
+    return value
+
+
+def group_as_json(group: dict) -> dict:
+    """The hyperparameters that JSON knows; those that are 0-d tensors as numbers."""
+    plain = {}
+    for key, value in group.items():
+        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if key != "params" and _is_plain(value):
+            plain[key] = value
+    return plain
+
+
+def set_group(group: dict, saved: dict) -> None:
+    """Takes over what `group_as_json` gave; a hyperparameter that is a tensor stays one."""
+    for key, value in saved.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def check_groups(groups: list[dict], names: list[list[str]]) -> None:
+    """Refuses saved groups that are not these in number or in parameters.
+
+    Raises:
+        `CheckpointError`: saying how many each has.
+    """
+    if [sorted(group["param_names"]) for group in groups] != [sorted(own) for own in names]:
+        raise CheckpointError(
+            f"optimizer groups: the checkpoint has {len(groups)} with {[len(g['param_names']) for g in groups]} "
+            f"parameters, this run {len(names)} with {[len(own) for own in names]}; "
+            "resume with the settings of the run that saved it"
+        )
+
+
+def _is_plain(value) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))

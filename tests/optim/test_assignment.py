@@ -1,0 +1,62 @@
+"""Who updates which range: integers that every rank works out for itself."""
+
+import random
+
+import pytest
+
+from hf_zero.optim.assignment import blocks, owners
+from hf_zero.optim.grain import Grain
+from hf_zero.shard.layout import Layout
+
+
+def _model(num_ranks: int, num_layers: int = 12) -> list[Layout]:
+    """The matrices of a small Llama: embeddings and head, and layer by layer."""
+    layer = [(64, 64), (32, 64), (32, 64), (64, 64), (172, 64), (172, 64), (64, 172), (64,), (64,)]
+    root = Layout.of([(700, 64), (700, 64), (64,)], num_ranks)
+    return [root] + [Layout.of(layer, num_ranks) for _ in range(num_layers)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_owners_are_balanced_by_size(num_ranks):
+    parameters = [(layout, index) for layout in _model(num_ranks) for index in range(len(layout.places))]
+    found = owners(parameters)
+    loads = [0] * num_ranks
+    for (layout, index), rank in zip(parameters, found, strict=True):
+        loads[rank] += layout.places[index].numel
+    # whoever got the last one had the least, so that no rank is more than one parameter ahead
+    assert max(loads) - min(loads) <= 700 * 64
+    ideal = sum(loads) / num_ranks
+    assert max(loads) <= max(1.02 * ideal, 700 * 64), f"{loads}, ideal {ideal}"
+    assert found == owners(parameters), "the same on all ranks"
+
+
+def test_of_equally_loaded_ranks_the_one_that_holds_most_is_the_owner():
+    layout = Layout.of([(64, 64), (64, 64)], 2)
+    assert owners([(layout, 0), (layout, 1)]) == [0, 1]
+    assert owners([(layout, 1), (layout, 0)]) == [1, 0]
+
+
+def test_blocks_move_cuts_to_block_boundaries_and_leave_no_piece_too_small():
+    rng = random.Random(0)
+    for _ in range(300):
+        grain = Grain(rng.choice([128, 256, 2048]), 4096)
+        shapes = [
+            (rng.choice([1, 17, 60, 64, 256]), rng.choice([1, 3, 64, 300, 768])) for _ in range(rng.randint(1, 6))
+        ]
+        layout = Layout.of(shapes, rng.randint(1, 7))
+        for index, place in enumerate(layout.places):
+            ranges = blocks(layout, index, grain)
+            assert (ranges[0][0], ranges[-1][1]) == (place.offset, place.stop)
+            assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])), "they tile the parameter, in rank order"
+            pieces = [(low, high) for low, high in ranges if low < high]
+            if len(pieces) > 1:
+                assert all((low - place.offset) % grain.block == 0 for low, _ in pieces)
+                assert all(high - low >= grain.min_numel for low, high in pieces)
+                assert place.numel % grain.block == 0
+
+
+def test_a_large_parameter_is_divided_where_its_shards_are():
+    layout = Layout.of([(1024, 1000), (300,)], 4)
+    for rank, (low, high) in enumerate(blocks(layout, 0, Grain(256, 4096))):
+        start, stop = layout.owned(rank)
+        assert abs(low - start) <= 128 and abs(min(high, 1024 * 1000) - min(stop, 1024 * 1000)) <= 128

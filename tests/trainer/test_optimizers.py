@@ -1,0 +1,143 @@
+"""`--optim` under `ZeroTrainer` against Trainer's under DDP."""
+
+import pytest
+import torch
+
+import hf_zero
+from tests import models
+from tests.distributed import run_ranks
+from tests.optim import kinds
+from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, train, weights_of
+
+
+# by `--optim`: the feature, and what else to set. Where the state is of few bits, clipping measures only: its factor
+# differs from torch's by a rounding error.
+OPTIMS = {
+    "adafactor": ("Adafactor", {}),
+    "adamw_torch_8bit": ("8-bit AdamW (torchao)", {"max_grad_norm": 1e9}),
+    "adamw_bnb_8bit": ("8-bit AdamW (bitsandbytes)", {"max_grad_norm": 1e9}),
+    "schedule_free_adamw": ("Schedule-free AdamW", {"eval_strategy": "steps", "eval_steps": 2, "warmup_steps": 2}),
+    "schedule_free_sgd": ("Schedule-free SGD", {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.05}),
+}
+
+
+def _forget_overrides() -> None:
+    """bitsandbytes' settings for single parameters outlive their trainer."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    GlobalOptimManager.get_instance().initialize()
+
+
+def _run(stage, folder, optim: str):
+    feature, settings = OPTIMS[optim]
+    if "bnb" in optim:
+        _forget_overrides()
+    torch.manual_seed(0)
+    parts = {"eval_dataset": Rows("llama", count=6, seed=1)} if "eval_strategy" in settings else None
+    with kinds.eager():
+        return train(
+            stage,
+            f"{folder}/{stage}",
+            data=Rows("llama"),
+            model=kinds.model_for(feature),
+            optim=optim,
+            parts=parts,
+            **settings,
+        )
+
+
+def _like_trainer(folder: str, optim: str, stages: list[int]) -> None:
+    plain = _run(PLAIN, folder, optim)
+    assert_learned(plain)
+    for stage in stages:
+        assert_close(_run(stage, folder, optim), plain, f"{optim} at stage {stage} and Trainer")
+
+
+@pytest.mark.support("--optim {optim}", area="Optimizers", stages=(1, 2, 3))
+@pytest.mark.parametrize(
+    "optim", [pytest.param(optim, marks=() if optim == "adafactor" else pytest.mark.rotating) for optim in OPTIMS]
+)
+def test_optim_trains_as_in_trainer(tmp_path, optim):
+    kinds.skip_without(OPTIMS[optim][0])
+    run_ranks(_like_trainer, 2, str(tmp_path), optim, [1, 2, 3], timeout=300)
+
+
+def _muon(folder: str) -> None:
+    """A factory, as Trainer takes one for optimizers that divide the parameters."""
+    settings = {"lr": 1e-3, "adamw": {"eps": 1e-4}}
+    parts = {"optimizer_cls_and_kwargs": (hf_zero.MuonWithAdamW, settings)}
+    with kinds.precise_muon():
+        runs = {stage: train(stage, f"{folder}/{stage}", "llama", parts=parts) for stage in (PLAIN, 1, 3)}
+    assert_learned(runs[PLAIN])
+    for stage in (1, 3):
+        assert_close(runs[stage], runs[PLAIN], f"stage {stage} and Trainer")
+
+
+@pytest.mark.support("Muon in Trainer", area="Optimizers", stages=(1, 3))
+def test_muon_trains_as_in_trainer(tmp_path):
+    run_ranks(_muon, 2, str(tmp_path), timeout=300)
+
+
+def _relative_step(folder: str) -> None:
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    runs = {}
+    for stage in (PLAIN, 2):
+        model = models.build("llama")
+        optimizer = Adafactor(model.parameters(), warmup_init=True)
+        runs[stage] = train(
+            stage,
+            f"{folder}/{stage}",
+            data=Rows("llama"),
+            model=model,
+            parts={"optimizers": (optimizer, AdafactorSchedule(optimizer))},
+        )
+        runs[stage].rates.clear()  # a made-up rate of the first parameter that this rank updates
+    assert_close(runs[2], runs[PLAIN], "stage 2 and Trainer")
+
+
+@pytest.mark.rotating
+def test_adafactor_with_its_own_schedule_trains_as_in_trainer(tmp_path):
+    run_ranks(_relative_step, 2, str(tmp_path), timeout=300)
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+
+
+def _saves(folder: str) -> None:
+    """What is saved are the averaged weights, those that evaluation sees; and training resumes from them."""
+    settings = {"optim": "schedule_free_adamw", "warmup_steps": 2, **SAVES}
+    trainer = make(3, f"{folder}/whole", models.build("llama"), Rows("llama"), **settings)
+    trainer.train()
+    trained = weights_of(trainer.model)
+    trainer.evaluate(Rows("llama", count=4, seed=1))
+    averaged = weights_of(trainer.model)
+    saved = type(trainer.model).from_pretrained(f"{folder}/whole/checkpoint-4")
+    for name, weight in saved.named_parameters():
+        assert torch.equal(weight, averaged[name]), name
+    assert all(torch.equal(trained[name], averaged[name]) for name in trained), (
+        "the last step was saved: it is averaged"
+    )
+
+    unbroken = train(3, f"{folder}/unbroken", "llama", **settings)
+    resumed = train(3, f"{folder}/unbroken", "llama", resume=f"{folder}/unbroken/checkpoint-2", **settings)
+    assert_equal(resumed, unbroken, "resumed and unbroken")
+
+
+@pytest.mark.support("Schedule-free: saving and resuming", area="Optimizers", stages=(3,))
+def test_schedule_free_saves_the_averaged_weights_and_resumes(tmp_path):
+    kinds.skip_without("Schedule-free")
+    run_ranks(_saves, 2, str(tmp_path), timeout=300)
+
+
+def _goes_on_from_trainer(folder: str) -> None:
+    """A checkpoint of plain Trainer, whose Adafactor state has the shapes of rows and columns."""
+    settings = {"optim": "adafactor", "save_strategy": "steps", "save_steps": 2}
+    plain = train(PLAIN, f"{folder}/plain", "llama", **settings)
+    zero = train(3, f"{folder}/zero", "llama", resume=f"{folder}/plain/checkpoint-2", **settings)
+    assert_close(zero, plain, "ZeroTrainer from Trainer's checkpoint, and Trainer")
+
+
+@pytest.mark.rotating
+def test_adafactor_goes_on_from_a_checkpoint_of_trainer(tmp_path):
+    run_ranks(_goes_on_from_trainer, 2, str(tmp_path), timeout=300)
