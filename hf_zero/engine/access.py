@@ -24,12 +24,30 @@ def unit_of(param: Tensor) -> Unit | None:
     return getattr(param, UNIT_ATTRIBUTE, None)
 
 
+class Apart:
+    """True while forwards of a model gather parameters, so that every rank must run as many as the others.
+
+    It stands where transformers' `generate` looks for a flag, which follows `gathered` in this way: inside it, each
+    rank generates at its own pace and stops when it is done.
+
+    Args:
+        units (`list[Unit]`): of the model.
+    """
+
+    def __init__(self, units: list[Unit]):
+        self._units = [unit for unit in units if unit.is_sharded]
+
+    def __bool__(self) -> bool:
+        return not all(unit.pins for unit in self._units)
+
+
 @contextmanager
 def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = False) -> Iterator[None]:
     """Makes parameters whole on every rank for as long as the context lasts. All ranks enter it together.
 
     Whole units are gathered: the parameters' neighbours in their blocks become whole too. Parameters of a model that
-    is not sharded are left as they are.
+    is not sharded are left as they are. Inside, forwards without gradients communicate nothing: each rank may generate
+    as much and as long as it likes, at the speed of a plain model.
 
     Args:
         what (`nn.Module`, `Tensor` or iterable of `Tensor`): a module (all its parameters), or parameters.

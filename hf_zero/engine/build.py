@@ -10,7 +10,7 @@ from torch import nn
 from hf_zero.comm import Comm, connect
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import hooks
-from hf_zero.engine.access import remember, unit_of
+from hf_zero.engine.access import Apart, remember, unit_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import Gradient, GradientSlots
@@ -129,8 +129,10 @@ def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEng
     engine = ZeroEngine(model, config, comm, root=units[0], schedule=schedule, placeholders=placeholders)
     hooks.install(engine, {by_name[spec.name]: spec.module for spec in specs[1:]}, owners)
     model.__dict__[ENGINE_ATTRIBUTE] = engine
-    if any(unit.is_sharded for unit in engine.units):
-        model._is_fsdp_managed_module = True  # `generate`: ranks that end early go on, so that none waits for them
+    for module in model.modules():
+        if hasattr(type(module), "generate") and any(unit.is_sharded for unit in units):
+            # ranks that end early go on, so that none waits for them; also where an adapter's model holds another
+            module._is_fsdp_managed_module = Apart(units)
     return engine
 
 
