@@ -129,10 +129,9 @@ def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEng
     engine = ZeroEngine(model, config, comm, root=units[0], schedule=schedule, placeholders=placeholders)
     hooks.install(engine, {by_name[spec.name]: spec.module for spec in specs[1:]}, owners)
     model.__dict__[ENGINE_ATTRIBUTE] = engine
-    for module in model.modules():
-        if hasattr(type(module), "generate") and any(unit.is_sharded for unit in units):
-            # ranks that end early go on, so that none waits for them; also where an adapter's model holds another
-            module._is_fsdp_managed_module = Apart(units)
+    for module in model.modules() if any(unit.is_sharded for unit in units) else ():
+        if hasattr(type(module), "generate"):  # also the model inside an adapter's
+            Apart(units).mark(module)
     return engine
 
 

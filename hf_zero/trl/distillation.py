@@ -15,11 +15,16 @@ class ZeroDistillationConfig(ZeroTrlArgumentsMixin, DistillationConfig):
 
 
 class ZeroDistillationTrainer(ZeroTrlTrainerMixin, DistillationTrainer):
-    """`trl.DistillationTrainer` with ZeRO. Takes `ZeroDistillationConfig`, and all that `DistillationTrainer` takes."""
+    """`trl.DistillationTrainer` with ZeRO. Takes `ZeroDistillationConfig`, and what `DistillationTrainer` takes."""
 
     config_class = ZeroDistillationConfig
 
-    def _compute_loss(self, *args, **kwargs):
-        """As in TRL, which reads the teacher's head after the teacher's forward."""
+    # TRL reads the teacher's head beside the teacher's forward, and again in backward.
+
+    def compute_loss(self, *args, **kwargs):
         with gathered(self.teacher_model.get_output_embeddings()):
-            return super()._compute_loss(*args, **kwargs)
+            return super().compute_loss(*args, **kwargs)
+
+    def training_step(self, *args, **kwargs):
+        with gathered(self.teacher_model.get_output_embeddings()):
+            return super().training_step(*args, **kwargs)
