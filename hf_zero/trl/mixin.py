@@ -10,6 +10,7 @@ from hf_zero.checkpoint.unread import leaving_weights_in_files
 from hf_zero.engine import gathered
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
+from hf_zero.trl.arguments import ZeroTrlArgumentsMixin
 from hf_zero.trl.reference import sync_reference
 from hf_zero.trl.unread import fit_for_unread_models
 
@@ -25,7 +26,7 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         `ConfigError`: for a model or arguments that cannot be sharded.
     """
 
-    config_class: type = ZeroArgumentsMixin  # what the arguments must be made of
+    config_class: type = ZeroTrlArgumentsMixin  # what the arguments must be made of
 
     def __init__(self, *args, **kwargs):
         with leaving_weights_in_files(()), fit_for_unread_models(type(self)):
@@ -35,12 +36,10 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
             backend.summon_full_params = lambda model, **_: gathered(model)
 
     def _check_arguments(self, args) -> None:
-        wanted = [base for base in self.config_class.__mro__ if base is ZeroArgumentsMixin or _is_of_trl(base)]
-        missing = next((base.__name__ for base in wanted if not isinstance(args, base)), None)
-        if missing is not None:
-            raise ConfigError(
-                f"args: {type(args).__name__} is no {missing}; use hf_zero.trl.{self.config_class.__name__}"
-            )
+        parts = [base for base in self.config_class.__mro__ if base is ZeroArgumentsMixin or _is_of_trl(base)]
+        if not all(isinstance(args, base) for base in parts):
+            name = self.config_class.__name__
+            raise ConfigError(f"args: {type(args).__name__} is no {name}; use hf_zero.trl.{name}")
         refuse_placing("model_init_kwargs", getattr(args, "model_init_kwargs", None) or {})
 
     def _model_of(self, name: str | os.PathLike, args: ZeroArgumentsMixin) -> str:

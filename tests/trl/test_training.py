@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import hf_zero
-from hf_zero.engine.access import unit_of
 from tests.distributed import run_ranks
-from tests.trainer.harness import assert_close, assert_equal, assert_learned, record, seed_everything
-from tests.trl.harness import KINDS, PLAIN, data, make, policy, save_models, train
+from tests.trainer.harness import assert_close, assert_learned
+from tests.trl.harness import KINDS, PLAIN, data, policy, save_models, train
 
 
 pytest.importorskip("trl")
