@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 from torch import Tensor, nn
 
-from hf_zero.engine.unit import Uncopyable, Unit
-from hf_zero.errors import LifecycleError
+from hf_zero.engine.unit import Unit
 
 
 UNIT_ATTRIBUTE = "_hf_zero_unit"
@@ -24,39 +22,6 @@ def remember(units: list[Unit]) -> None:
 def unit_of(param: Tensor) -> Unit | None:
     """The unit that holds a parameter, or `None` when it is not sharded."""
     return getattr(param, UNIT_ATTRIBUTE, None)
-
-
-class Apart(Uncopyable):
-    """True while forwards of a model gather parameters, so that every rank must run as many as the others.
-
-    It stands where transformers' `generate` looks for a flag, which follows `gathered` in this way: inside it, each
-    rank generates at its own pace and stops when it is done.
-
-    Args:
-        units (`list[Unit]`): of the model.
-    """
-
-    def __init__(self, units: list[Unit]):
-        self._units = [unit for unit in units if unit.is_sharded]
-
-    def __bool__(self) -> bool:
-        return not all(unit.pins for unit in self._units)
-
-    def mark(self, module: nn.Module) -> None:
-        """Tells `generate` of a module of the model, and refuses there what cannot be kept in step."""
-        module._is_fsdp_managed_module = self
-        if hasattr(module, "_get_candidate_generator"):
-            module._get_candidate_generator = partial(self._get_candidates, module)
-
-    def _get_candidates(self, module: nn.Module, *args, assistant_model: nn.Module | None = None, **kwargs):
-        """transformers' method by which assisted generation begins."""
-        if self or getattr(assistant_model, "_is_fsdp_managed_module", False):
-            raise LifecycleError(
-                "generate: with an assistant or prompt lookup every rank takes steps of its own, which sharded "
-                "parameters do not allow; generate inside `with hf_zero.gathered(model):`, and gather a sharded "
-                "assistant too"
-            )
-        return type(module)._get_candidate_generator(module, *args, assistant_model=assistant_model, **kwargs)
 
 
 @contextmanager
@@ -76,8 +41,8 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
         params = list(what.parameters())
     else:
         params = [what] if isinstance(what, Tensor) else list(what)
-    units = {unit_of(param) for param in params} - {None}
-    held = sorted(units, key=lambda unit: unit.index)
+    units = dict.fromkeys(unit for unit in map(unit_of, params) if unit is not None)
+    held = sorted(units, key=lambda unit: unit.index)  # of several models, in the order given: all ranks have one
     with ExitStack() as pinned:
         for unit in held:
             unit.pin()

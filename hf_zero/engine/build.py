@@ -10,7 +10,8 @@ from torch import nn
 from hf_zero.comm import Comm, connect
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import hooks
-from hf_zero.engine.access import Apart, remember, unit_of
+from hf_zero.engine.access import remember, unit_of
+from hf_zero.engine.apart import Apart
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import Gradient, GradientSlots

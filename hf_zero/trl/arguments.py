@@ -22,3 +22,8 @@ class ZeroTrlArgumentsMixin(ZeroArgumentsMixin):
                 "use_vllm: vLLM would have to be sent the sharded weights, which hf_zero does not do; leave it out: "
                 "transformers then generates, with the weights gathered"
             )
+        for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
+            if getattr(self, name, False):
+                raise ConfigError(
+                    f"{name}: generates in a thread of its own, of which the engine knows nothing; leave it out"
+                )

@@ -21,9 +21,9 @@ pytest.importorskip("trl")
 def test_trl_is_imported_by_those_who_use_it_alone():
     """As is the trainer room, which `hf_zero.trl` needs."""
     code = """
-import sys, hf_zero, hf_zero.trl
-assert not {"trl", "hf_zero.trainer"} & sys.modules.keys()
+import sys, hf_zero
 assert {"ZeroSFTTrainer", "ZeroGRPOConfig"} <= set(dir(hf_zero.trl)) & set(hf_zero.trl.__all__)
+assert not {"trl", "hf_zero.trainer"} & sys.modules.keys()
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "trl":
@@ -58,6 +58,17 @@ def test_every_name_is_a_class_that_can_be_pickled_and_derived_from():
         stock = getattr(trl, name.removeprefix("Zero"), None)
         assert stock is None or issubclass(found, stock)
     assert not hasattr(hf_zero.trl, "ZeroMindTrainer")
+
+
+def test_arguments_may_be_given_in_the_order_of_the_trainer():
+    """A reference model, or reward functions, come before the arguments in TRL, and not in `Trainer`."""
+    names = {"DPO": "ref_model", "GRPO": "reward_funcs", "SFT": None}
+    for name, second in names.items():
+        order = [word for word in ("model", second, "args") if word]
+        with pytest.raises(ConfigError, match=f"args: str is no Zero{name}Config"):
+            getattr(hf_zero.trl, f"Zero{name}Trainer")(*order)
+    with pytest.raises(TypeError, match="ZeroSFTTrainer takes at most 15 arguments, 16 were given"):
+        hf_zero.trl.ZeroSFTTrainer(*range(16))
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"])
@@ -96,6 +107,19 @@ def _refused(folder, stage):
     for name in ("GRPO", "RLOO", "Distillation"):
         with pytest.raises(ConfigError, match="use_vllm: vLLM would have to be sent the sharded weights.*leave"):
             harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True)
+
+
+def _refuses_batching(folder, stage):
+    for name in ("GRPO", "RLOO"):
+        for flag in ("use_transformers_continuous_batching", "use_transformers_paged"):
+            with pytest.raises(ConfigError, match=f"{flag}: generates in a thread of its own.*leave it out"):
+                harness.make(stage, name, folder, f"{folder}/nowhere", None, **{flag: True})
+
+
+@pytest.mark.support("TRL: generation with continuous batching", area="Trainers", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_continuous_batching_is_refused(tmp_path, stage):
+    run_ranks(_refuses_batching, 1, str(tmp_path), stage, timeout=240)
 
 
 @pytest.mark.support("TRL: generation through vLLM", area="Trainers", refused=True)

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hf_zero
 from tests.distributed import run_ranks
-from tests.trainer.harness import assert_close, assert_learned
-from tests.trl.harness import KINDS, PLAIN, data, policy, save_models, train
+from tests.trainer.harness import assert_close, assert_learned, seed_everything
+from tests.trl.harness import KINDS, PLAIN, data, make, policy, save_models, train
 
 
 pytest.importorskip("trl")
@@ -15,6 +16,7 @@ pytest.importorskip("peft")
 LIMIT = 400.0
 LORA = {"learning_rate": 1e-2}
 GENERATING = {"num_generations": 2, "max_completion_length": 6, "per_device_train_batch_size": 4, "beta": 0.1}
+NO_SHARING = {**GENERATING, "zero_shared_memory": False}
 
 
 def lora(**settings):
@@ -162,3 +164,33 @@ def test_grpo_trains_as_under_ddp(tmp_path):
     """With a reference, a reward model, and more than one step with what was generated."""
     settings = {**GENERATING, "num_iterations": 2}
     run_ranks(_matches, 2, str(tmp_path), "GRPO", "prompt", named, scored, settings, timeout=LIMIT)
+
+
+def _generates_gathered(folder, name):
+    if dist.get_rank() == 0:
+        save_models(folder)
+    dist.barrier()
+    seed_everything()
+    trainer = make(3, name, folder, named(folder), data("prompt"), parts=judged(folder), **NO_SHARING)
+    sent, generate = [], trainer.model.generate
+
+    def recorded(**inputs):
+        counters = hf_zero.engine_of(trainer.model).comm.counters
+        before = counters.total_sent_nbytes
+        out = generate(**inputs)
+        sent.append(counters.total_sent_nbytes - before)
+        return out
+
+    trainer.model.generate = recorded
+    trainer.train()
+    assert sent == [0, 0, 0]
+    ids = torch.ones(2, 3, dtype=torch.long)
+    recorded(input_ids=ids, max_new_tokens=2 + 3 * dist.get_rank())
+    assert sent[-1] > 0, "outside of the trainer it does gather"
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+@pytest.mark.rotating
+@pytest.mark.support("TRL: generation with gathered weights", area="Generation", stages=(3,))
+def test_trainers_generate_without_communication(tmp_path, name):
+    run_ranks(_generates_gathered, 2, str(tmp_path), name, timeout=LIMIT)
