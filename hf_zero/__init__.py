@@ -54,4 +54,6 @@ __all__ = [
 def __getattr__(name: str):
     if name in _TRAINER:
         return getattr(import_module("hf_zero.trainer"), name)
+    if name == "trl":
+        return import_module("hf_zero.trl")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,12 +19,13 @@ FLOORS = {
     "activation": 4,
     "planner": 4,
     "trainer": 5,
-    "recipes": 6,
+    "trl": 6,
+    "recipes": 7,
 }
 # Rooms of one floor do not know one another, but for what floor 0 says in its own errors.
 NEIGHBOURS = {("config", "errors")}
-MAY_IMPORT_TRANSFORMERS = {"trainer", "recipes", "checkpoint"}
-MAY_IMPORT_TRAINER = {"trainer", "recipes"}
+MAY_IMPORT_TRANSFORMERS = {"trainer", "trl", "recipes", "checkpoint"}
+MAY_IMPORT_TRAINER = {"trainer", "trl", "recipes"}
 
 
 def room_of(module: str) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,9 @@ def load_pretrained(
             model missing or of other shapes, or a Hub name that cannot be resolved.
         `ConfigError`: arguments that place parameters otherwise than by sharding.
     """
-    for name in _PLACING:
-        if kwargs.get(name) is not None:
-            raise ConfigError(
-                f"load_pretrained: {name}={kwargs[name]!r} places the parameters, as sharding is to do; leave it out"
-            )
-    folder = Path(os.path.expanduser(name_or_folder))
-    if folder.is_dir():
-        check_pretrained(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
-        name_or_folder = folder
-    elif folder.is_absolute() or folder.exists() or str(name_or_folder).startswith(("~", "./", "../")):
-        found = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder}: {found}; give the folder of a saved model, or a name on the Hub")
+    refuse_placing("load_pretrained", kwargs)
+    name_or_folder = resolve(name_or_folder, **kwargs)
+    folder = Path(name_or_folder)
     is_adapter = (folder / kwargs.get("subfolder", "") / "adapter_config.json").exists()
     if is_adapter or any(kwargs.get(name) is not None for name in _WHOLE):
         return _from_pretrained(auto_class, str(name_or_folder), kwargs)
@@ -73,6 +64,39 @@ def load_pretrained(
         logger.warning("%s: %s and others were not found in its files one by one; it is loaded whole", folder, lost[0])
         return _from_pretrained(auto_class, str(name_or_folder), kwargs)
     return loaded
+
+
+def refuse_placing(subject: str, settings: Mapping[str, Any]) -> None:
+    """Refuses arguments of `from_pretrained` that place parameters.
+
+    Raises:
+        `ConfigError`: naming the argument.
+    """
+    for name in _PLACING:
+        if settings.get(name) is not None:
+            raise ConfigError(
+                f"{subject}: {name}={settings[name]!r} places the parameters, as sharding is to do; leave it out"
+            )
+
+
+def resolve(name_or_folder: str | os.PathLike, **kwargs: Any) -> str | Path:
+    """The folder of a model, whose files were checked, or the name of one on the Hub.
+
+    Args:
+        name_or_folder (`str` or `os.PathLike`): as for `load_pretrained`.
+        kwargs: for `from_pretrained`.
+
+    Raises:
+        `CheckpointError`: it is a path, but not the folder of a model.
+    """
+    folder = Path(os.path.expanduser(name_or_folder))
+    if folder.is_dir():
+        check_pretrained(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))
+        return folder
+    if folder.is_absolute() or folder.exists() or str(name_or_folder).startswith(("~", "./", "../")):
+        found = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder}: {found}; give the folder of a saved model, or a name on the Hub")
+    return str(name_or_folder)
 
 
 def class_of(config: Any) -> type | None:

@@ -36,7 +36,8 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
     """Makes parameters whole on every rank for as long as the context lasts. All ranks enter it together.
 
     Whole units are gathered: the parameters' neighbours in their blocks become whole too. Parameters of a model that
-    is not sharded are left as they are.
+    is not sharded are left as they are. Inside, forwards without gradients communicate nothing: each rank may generate
+    as much and as long as it likes, at the speed of a plain model.
 
     Args:
         what (`nn.Module`, `Tensor` or iterable of `Tensor`): a module (all its parameters), or parameters.
@@ -50,8 +51,8 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
         params = list(what.parameters())
     else:
         params = [what] if isinstance(what, Tensor) else list(what)
-    units = {unit_of(param) for param in params} - {None}
-    held = sorted(units, key=lambda unit: unit.index)
+    units = dict.fromkeys(unit for unit in map(unit_of, params) if unit is not None)
+    held = sorted(units, key=lambda unit: unit.index)  # of several models, in the order given: all ranks have one
     if writeback and any(flat.cast for unit in held for flat in unit.flats):
         raise LifecycleError("gathered(writeback=True): what is written inside computing_in is lost; write outside")
     with ExitStack() as pinned:

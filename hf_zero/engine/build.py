@@ -11,6 +11,7 @@ from hf_zero.comm import Comm, connect
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import hooks
 from hf_zero.engine.access import remember, unit_of
+from hf_zero.engine.apart import Apart
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import Gradient, GradientSlots
@@ -130,9 +131,9 @@ def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEng
     engine = ZeroEngine(model, config, comm, root=units[0], schedule=schedule, placeholders=placeholders)
     hooks.install(engine, {by_name[spec.name]: spec.module for spec in specs[1:]}, owners)
     engine.handles.append(Patch(model, ENGINE_ATTRIBUTE, engine))
-    if any(unit.is_sharded for unit in engine.units):
-        # `generate`: ranks that end early go on, so that none waits for them
-        engine.handles.append(Patch(model, "_is_fsdp_managed_module", True))
+    for module in model.modules() if any(unit.is_sharded for unit in units) else ():
+        if hasattr(type(module), "generate"):  # also the model inside an adapter's
+            engine.handles += Apart(units).marks(module)
     return engine
 
 

@@ -118,6 +118,11 @@ class ZeroEngine(Uncopyable):
         if self._depth == 0 and (failed or not torch.is_grad_enabled()):
             self.root.detach()
 
+    def leaves_alone(self, unit: Unit) -> bool:
+        """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
+        and no backward will come to it."""
+        return unit.pins > 0 and self._depth > 0 and not self._notes and not torch.is_grad_enabled()
+
     def before_block(self, unit: Unit, inputs_need_grad: bool) -> None:
         """Before a block's forward: its parameters become whole, and the next unit is on its way."""
         if in_backward():

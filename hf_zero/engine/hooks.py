@@ -83,10 +83,14 @@ def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None
 
 
 def _before_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs) -> None:
+    if engine.leaves_alone(unit):
+        return
     engine.before_block(unit, any(tensor.requires_grad for tensor in tensors_in(args, kwargs)))
 
 
 def _after_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs, output) -> None:
+    if engine.leaves_alone(unit):
+        return
     _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit))
     engine.after_block(unit)
 
@@ -94,6 +98,8 @@ def _after_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs, output) 
 def _hook_outputs(output, inputs, hook) -> None:
     """Has `hook` called when the gradient of any output arrives. An input that is handed through is not an output: its
     gradient arrives when the backward has come to whoever made it."""
+    if not torch.is_grad_enabled():
+        return
     handed_in = {id(tensor) for tensor in tensors_in(inputs)}
     for tensor in tensors_in(output):
         if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in handed_in:

@@ -1,5 +1,6 @@
 """The seam to accelerate: an `Accelerator` that shards a model where the stock one would wrap it in DDP."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine, engine_of, gathered
+from hf_zero.engine.access import unit_of
 from hf_zero.engine.build import shard_with
+from hf_zero.errors import ConfigError
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
 from hf_zero.trainer.compat import check_overrides
 
@@ -41,17 +44,26 @@ class ZeroAccelerator(Accelerator):
     zero_config: ZeroConfig
     zero_device: torch.device
     last_step: "LastStep"
+    trains: Callable[[nn.Module], bool]
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, config: ZeroConfig, device: torch.device) -> "ZeroAccelerator":
+    def adopt(
+        cls,
+        accelerator: Accelerator,
+        config: ZeroConfig,
+        device: torch.device,
+        trains: Callable[[nn.Module], bool] = lambda model: True,
+    ) -> "ZeroAccelerator":
         """Turns an accelerator that was just made into one that shards.
 
         Args:
             accelerator (`Accelerator`): the one that `Trainer` made.
             config (`ZeroConfig`): the engine's settings.
             device (`torch.device`): where to train.
+            trains (`Callable`): whether a model that is prepared for evaluation will be trained all the same.
         """
         accelerator.__class__ = cls
+        accelerator.trains = trains
         accelerator.zero_config = config
         accelerator.zero_device = device
         accelerator.last_step = LastStep()
@@ -66,14 +78,17 @@ class ZeroAccelerator(Accelerator):
         return engine_of(model) or shard_with(model, self.zero_config, device=self.zero_device)
 
     def prepare_model(self, model: nn.Module, device_placement=None, evaluation_mode: bool = False) -> nn.Module:
-        """Shards the model; autocast and compilation apply as usual, DDP does not."""
+        """Shards the model; autocast and compilation apply as usual, DDP does not. A model that is only evaluated
+        (a reference, a teacher, a reward) is frozen: no gradients, no masters of higher precision."""
+        if evaluation_mode and engine_of(model) is None and not self.trains(model):
+            model.requires_grad_(False)
         self.shard(model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
-        """Puts the optimizer onto the shards of the model that was prepared before it."""
+        """Puts the optimizer onto the shards of the model whose parameters it has, which was prepared before it."""
         if sharded_of(optimizer) is None:
-            optimizer = ShardedOptimizer(engine_of(self._models[-1]), optimizer)
+            optimizer = ShardedOptimizer(self._engine_of(params_of(optimizer)), optimizer)
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def backward(self, loss, **kwargs) -> None:
@@ -84,13 +99,13 @@ class ZeroAccelerator(Accelerator):
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2) -> Tensor:
         """Clips by the exact norm over all shards; `parameters` are those of the prepared model."""
         self.unscale_gradients()
-        self.last_step.grad_norm = self._sharded().clip_grad_norm_(max_norm, norm_type)
+        self.last_step.grad_norm = self._optimizer_of(parameters).clip_grad_norm_(max_norm, norm_type)
         return self.last_step.grad_norm
 
     def clip_grad_value_(self, parameters, clip_value) -> None:
         """Clips every element; `parameters` are those of the prepared model."""
         self.unscale_gradients()
-        self._sharded().clip_grad_value_(clip_value)
+        self._optimizer_of(parameters).clip_grad_value_(clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The whole state dict, gathered unit by unit: on rank 0's CPU, empty on other ranks. All ranks call it."""
@@ -107,11 +122,28 @@ class ZeroAccelerator(Accelerator):
             state.update({name: buffer.cpu() for name, buffer in persistent_buffers(engine.model)})
         return state
 
-    def _sharded(self) -> ShardedOptimizer:
-        return sharded_of(self._optimizers[-1])
+    def _engine_of(self, params: Iterable[Tensor]) -> ZeroEngine:
+        """The engine, among those of all prepared models, that holds these parameters."""
+        held = {unit_of(param) for param in params}
+        engines = [engine_of(model) for model in self._models]
+        found = next((engine for engine in engines if engine and held & set(engine.units)), None)
+        if found is None:
+            raise ConfigError(
+                "the parameters are of no prepared model; prepare the model with, or before, its optimizer"
+            )
+        return found
+
+    def _optimizer_of(self, params: Iterable[Tensor]) -> ShardedOptimizer:
+        engine = self._engine_of([params] if isinstance(params, Tensor) else params)
+        return next(found for found in map(sharded_of, self._optimizers) if found.engine is engine)
 
 
 check_overrides(ZeroAccelerator, Accelerator, OVERRIDES)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters in an optimizer's groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def persistent_buffers(model: nn.Module):

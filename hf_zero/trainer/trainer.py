@@ -1,11 +1,13 @@
 """`ZeroTrainer`: the Hugging Face `Trainer` over sharded models."""
 
+import inspect
 import logging
 import os
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,28 +78,45 @@ class ZeroTrainerMixin(PushMixin):
 
     args: ZeroArgumentsMixin
 
-    def __init__(self, model=None, args=None, *pargs, **kwargs):
-        if not isinstance(args, ZeroArgumentsMixin):
-            raise ConfigError(
-                f"args: {type(args).__name__} has no zero_stage; use ZeroTrainingArguments, or mix ZeroArgumentsMixin "
-                "into your class"
-            )
+    def __init__(self, *args, **kwargs):
+        given = _by_name(type(self), args, kwargs)
+        settings, model = given.get("args"), given.get("model")
+        self._check_arguments(settings)
         if isinstance(model, (str, os.PathLike)):
-            settings = getattr(args, "model_init_kwargs", None) or {}
-            model = load_pretrained(pretrained_class(model, **settings), model, **settings)
-        if getattr(model, "hf_device_map", None):
-            raise ConfigError("model: was loaded with device_map, which spreads it over devices; load it without")
-        _refuse_optimizers(**{key: kwargs[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in kwargs})
-        super().__init__(model, args, *pargs, **kwargs)
+            given["model"] = self._model_of(model, settings)
+        for name in ("model", "ref_model"):
+            if getattr(given.get(name), "hf_device_map", None):
+                raise ConfigError(
+                    f"{name}: was loaded with device_map, which spreads it over devices; load it without"
+                )
+        _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
+        super().__init__(**given)
 
         self._stop_on_signal = StopOnSignal(self)
         self.add_callback(self._stop_on_signal)
         self.add_callback(CompareLoss(self))
         self.add_callback(TellMemory(self))
 
+    def _check_arguments(self, args) -> None:
+        if not isinstance(args, ZeroArgumentsMixin):
+            raise ConfigError(
+                f"args: {type(args).__name__} has no zero_stage; use ZeroTrainingArguments, or mix ZeroArgumentsMixin "
+                "into your class"
+            )
+
+    def _model_of(self, name: str | os.PathLike, args: ZeroArgumentsMixin) -> nn.Module:
+        """The model of this name or folder, its weights still in files."""
+        settings = getattr(args, "model_init_kwargs", None) or {}
+        return load_pretrained(pretrained_class(name, **settings), name, **settings)
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        ZeroAccelerator.adopt(self.accelerator, self.args.zero_config(), self.args.device)
+        ZeroAccelerator.adopt(
+            self.accelerator,
+            self.args.zero_config(),
+            self.args.device,
+            trains=lambda model: model is self.model,  # `evaluate` prepares it too
+        )
         self._saver = Saver(in_background=self.args.zero_async_save)
         self.resumed = Resumed()
         self._start = Position(0, 0, 0)  # where this run's data begins
@@ -359,6 +378,17 @@ class ZeroTrainerMixin(PushMixin):
 
 
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
+
+
+def _by_name(cls: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A trainer's arguments by name, in the order of the first class that names its model: `DPOTrainer` takes a
+    reference model before the arguments, `Trainer` does not."""
+    own = cls.__mro__.index(ZeroTrainerMixin) + 1
+    signatures = [list(inspect.signature(base.__init__).parameters)[1:] for base in cls.__mro__[own:]]
+    names = next(names for names in signatures if "model" in names)
+    if len(args) > len(names):
+        raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, {len(args)} were given")
+    return {**dict(zip(names, args)), **kwargs}
 
 
 def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -> None:

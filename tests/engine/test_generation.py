@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.errors import LifecycleError
 from tests.distributed import run_ranks
 from tests.engine.models import token_ids
 from tests.engine.reference import SETTINGS, assert_away, assert_same_traffic, build_seeded
@@ -13,14 +14,14 @@ from tests.engine.reference import SETTINGS, assert_away, assert_same_traffic, b
 LIMIT = 60.0
 
 
-def tiny_llama():
+def tiny_llama(layers: int = 3):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
@@ -38,45 +39,127 @@ def tiny_t5():
     return T5ForConditionalGeneration(config)
 
 
-@torch.no_grad()
-def _generate(build, flagged, training, **options):
-    """`flagged`: the model says that it is sharded, as FSDP's do, and `generate` synchronises by itself."""
-    for stage in (1, 2, 3):
-        model, reference = build_seeded(build), build_seeded(build)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
-        model.train(training)
-        reference.train(training)
-        if flagged:
-            model._is_fsdp_managed_module = True
-        else:
-            options["synced_gpus"] = True
-        # by rank: other prompts, other lengths of the continuation
-        ids = token_ids(dist.get_rank(), 0, shape=(2, 3 + dist.get_rank()))
-        options["max_new_tokens"] = 9 - 5 * dist.get_rank()
-        found = model.generate(input_ids=ids, **options)
-        wanted = reference.generate(input_ids=ids, **{**options, "synced_gpus": False})
-        assert found.tolist() == wanted.tolist(), f"stage {stage}"
-        if stage == 3:
-            assert_away(model, engine)
-            assert_same_traffic(engine)
+PROMPT_LENGTHS = (3, 5)  # by rank
+NEW_TOKENS = (11, 4)
+
+# What `generate` is asked for beside lengths, by the name of the feature.
+GREEDY = {"do_sample": False}
+BEAMS = {"do_sample": False, "num_beams": 2}
+SAMPLING = {"do_sample": True, "top_k": 12, "temperature": 1.5}
+LOOKUP = {"do_sample": False, "prompt_lookup_num_tokens": 2}
+# A cache of fixed length has no room for the steps that a rank takes beyond its own, so all ranks ask for as many.
+STATIC = {"do_sample": False, "cache_implementation": "static", "disable_compile": True, "max_new_tokens": 6}
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_t5])
-@pytest.mark.parametrize("flagged", [True, False])
-def test_greedy_generation_that_ends_at_different_lengths(build, flagged):
-    run_ranks(_greedy, 2, build, flagged, timeout=LIMIT)
+def _tokens(model, rank: int, seed: int = 0, **options) -> list[list[int]]:
+    """What a model goes on with: prompts and lengths differ by rank, so that the ranks end at different times."""
+    is_assisted = {"assistant_model", "prompt_lookup_num_tokens"} & options.keys()
+    ids = token_ids(rank, seed, shape=(1 if is_assisted else 2, PROMPT_LENGTHS[rank]))
+    torch.manual_seed(10 + rank)
+    return model.generate(input_ids=ids, **{"max_new_tokens": NEW_TOKENS[rank], **options}).tolist()
 
 
-def _greedy(build, flagged):
-    _generate(build, flagged, False, do_sample=False)
+def _sharded_and_plain(build, stage, **settings):
+    plain = build_seeded(build).eval()
+    model = build_seeded(build).eval()
+    return model, plain, hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings})
 
 
-def _beams():
-    _generate(tiny_llama, True, False, do_sample=False, num_beams=2)
+def _generates(build, options, stage):
+    rank = dist.get_rank()
+    model, plain, engine = _sharded_and_plain(build, stage)
+    for seed in range(2):
+        assert _tokens(model, rank, seed, **options) == _tokens(plain, rank, seed, **options)
+    if stage == 3:
+        assert_away(model, engine)
+        assert_same_traffic(engine)
 
 
-def test_beam_search_that_ends_at_different_lengths():
-    run_ranks(_beams, 2, timeout=LIMIT)
+@pytest.mark.rotating
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "build, options, feature",
+    [
+        pytest.param(tiny_llama, GREEDY, "greedy", id="greedy"),
+        pytest.param(tiny_t5, GREEDY, "greedy", id="greedy-t5"),
+        pytest.param(tiny_llama, BEAMS, "beam search", id="beams"),
+        pytest.param(tiny_t5, BEAMS, "beam search", id="beams-t5"),
+        pytest.param(tiny_llama, SAMPLING, "sampling", id="sampling"),
+        pytest.param(tiny_llama, STATIC, "static cache", id="static"),
+        pytest.param(tiny_llama, {**GREEDY, "synced_gpus": None}, "greedy", id="greedy-unsaid"),
+    ],
+)
+@pytest.mark.support("generate: {feature}, ranks ending at different lengths", area="Generation")
+def test_ranks_that_end_at_different_lengths_get_the_tokens_of_the_plain_model(build, options, feature, stage):
+    run_ranks(_generates, 2, build, options, stage, timeout=LIMIT)
+
+
+def _adapted():
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_llama()
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.support("generate: with an adapter", area="Generation")
+def test_an_adapters_model_generates(stage):
+    """PEFT hands the call on to the model inside, which must know that it is sharded, too."""
+    pytest.importorskip("peft")
+    run_ranks(_generates, 2, _adapted, GREEDY, stage, timeout=LIMIT)
+
+
+def _assisted(stage):
+    rank = dist.get_rank()
+    model, plain, _ = _sharded_and_plain(tiny_llama, stage)
+    assistant, plain_assistant, _ = _sharded_and_plain(_small_llama, stage)
+    wanted = _tokens(plain, rank, assistant_model=plain_assistant, **GREEDY)
+    assert wanted == _tokens(plain, rank, assistant_model=plain, **GREEDY), "an assistant saves time, changes nothing"
+    helped = [{"assistant_model": plain_assistant}, {"prompt_lookup_num_tokens": 2}]
+    with hf_zero.gathered(model):
+        assert all(_tokens(model, rank, **help, **GREEDY) == wanted for help in helped)
+        with hf_zero.gathered(assistant):
+            assert _tokens(model, rank, assistant_model=assistant, **GREEDY) == wanted
+    for help in helped if stage < 3 else ():
+        assert _tokens(model, rank, **help, **GREEDY) == wanted
+    for outside in [*helped, {"assistant_model": assistant}] if stage == 3 else ():
+        with pytest.raises(
+            LifecycleError, match="generate: with an assistant.*generate inside `with hf_zero.gathered"
+        ):
+            _tokens(model, rank, **outside, **GREEDY)
+        with hf_zero.gathered(model), pytest.raises(LifecycleError, match="gather a sharded assistant too"):
+            _tokens(model, rank, assistant_model=assistant, **GREEDY)
+
+
+def _small_llama():
+    return tiny_llama(layers=1)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.support("generate: assisted by a model or prompt lookup (stage 3: gathered)", area="Generation")
+def test_assistants_help_where_ranks_need_not_keep_step(stage):
+    run_ranks(_assisted, 2, stage, timeout=LIMIT)
+
+
+def _gathered(stage, shared_memory):
+    """Rank 1 does nothing inside the context: whoever communicates waits for it in vain."""
+    rank = dist.get_rank()
+    model, plain, engine = _sharded_and_plain(tiny_llama, stage, shared_memory=shared_memory)
+    with hf_zero.gathered(model):
+        sent = engine.comm.counters.total_sent_nbytes
+        for options in (GREEDY, BEAMS, SAMPLING, LOOKUP, STATIC) if rank == 0 else ():
+            assert _tokens(model, rank, **options) == _tokens(plain, rank, **options), options
+        assert engine.comm.counters.total_sent_nbytes == sent
+    assert _tokens(model, rank, **GREEDY) == _tokens(plain, rank, **GREEDY), "afterwards, together as before"
+    assert_away(model, engine)
+
+
+@pytest.mark.parametrize("stage, shared_memory", [(1, True), (2, True), (3, True), (3, False)])
+@pytest.mark.support("generate inside hf_zero.gathered: any mode, without communication", area="Generation")
+def test_inside_gathered_one_rank_may_generate_alone(stage, shared_memory):
+    run_ranks(_gathered, 2, stage, shared_memory, timeout=LIMIT)
 
 
 def _generation_while_training():
@@ -90,7 +173,6 @@ def _generation_while_training():
             input_ids=ids[:, :3],
             do_sample=False,
             max_new_tokens=4 + 2 * rank,
-            synced_gpus=hf_zero.engine_of(model) is not None,
         )
         loss.backward()
         return [loss.detach()]

@@ -71,12 +71,9 @@ def make(kind, folder, model: nn.Module, train=None, *, mixin_on=None, parts=Non
         parts (`dict`): for the trainer, beyond model, arguments and data.
         settings: beyond or instead of `SETTINGS`; those that begin with `zero_` are left out of plain training.
     """
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
-    for singleton in (AcceleratorState, GradientState):
-        singleton._reset_state()
-    PartialState._reset_state()
+    reset_accelerate()
     settings = {**SETTINGS, "output_dir": str(folder), **settings}
     trainer_class = mixin_on or Trainer
     if kind == PLAIN:
@@ -89,6 +86,14 @@ def make(kind, folder, model: nn.Module, train=None, *, mixin_on=None, parts=Non
     trainer = trainer_class(model=model, args=args, train_dataset=train, **(parts or {}))
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def reset_accelerate() -> None:
+    """Forgets what accelerate keeps from one trainer to the next in a process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for singleton in (AcceleratorState, GradientState, PartialState):
+        singleton._reset_state()
 
 
 def train(kind, folder, name: str = "bert", *, data=None, model=None, resume=None, **kwargs) -> Run:

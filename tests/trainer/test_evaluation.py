@@ -130,12 +130,17 @@ def _generates(folder):
         model.decoder.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
         first = trainer.predict(Rows("t5", 7)).predictions
         steps_of.append(count[0])
-        return first, trainer.evaluate(Rows("t5", 7))["eval_loss"]
+        further = []
+        for settings in ({"num_beams": 3}, {"do_sample": True, "top_k": 20, "num_beams": 1}):
+            torch.manual_seed(3 + _rank())
+            further.append(trainer.predict(Rows("t5", 7), **settings).predictions)
+        return trainer.evaluate(Rows("t5", 7))["eval_loss"], first, *further
 
-    runs = {kind: run(kind) for kind in (3, 1, PLAIN)}
-    for kind in (3, 1):
-        assert np.array_equal(runs[kind][0], runs[PLAIN][0]), f"stage {kind}: {runs[kind][0]} and {runs[PLAIN][0]}"
-        assert runs[kind][1] == pytest.approx(runs[PLAIN][1], rel=1e-5)
+    runs = {kind: run(kind) for kind in (3, 2, 1, PLAIN)}
+    for kind in (3, 2, 1):
+        assert runs[kind][0] == pytest.approx(runs[PLAIN][0], rel=1e-5)
+        for found, wanted in zip(runs[kind][1:], runs[PLAIN][1:], strict=True):
+            assert np.array_equal(found, wanted), f"stage {kind}: {found} and {wanted}"
     return steps_of
 
 
@@ -150,8 +155,9 @@ def _first_answer(model) -> int:
         return int(model(input_ids=row["input_ids"][None], decoder_input_ids=start).logits[0, -1].argmax())
 
 
+@pytest.mark.support("predict_with_generate: greedy, beams, sampling", area="Generation", stages=(1, 2, 3))
 def test_ranks_that_stop_generating_at_different_lengths_do_not_wait_for_each_other(tmp_path):
-    (_, _, plain_0), (_, _, plain_1) = run_ranks(_generates, 2, str(tmp_path), timeout=240)
+    (*_, plain_0), (*_, plain_1) = run_ranks(_generates, 2, str(tmp_path), timeout=240)
     assert plain_0 > plain_1, "rank 1 was to stop early"
 
 

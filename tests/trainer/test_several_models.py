@@ -1,52 +1,67 @@
-"""A sharded model beside a plain or another sharded one, in one trainer and one process."""
-
-import copy
+"""Several models prepared by one accelerator: optimizers and clipping find theirs by the parameters."""
 
 import pytest
 import torch
-from torch import nn
-from transformers import Trainer
+import torch.distributed as dist
 
 import hf_zero
-from tests import models
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.trainer.accelerator import ZeroAccelerator
+from tests import models, training
 from tests.distributed import run_ranks
-from tests.trainer.harness import PLAIN, Rows, assert_close, make, record, seed_everything
+from tests.trainer.harness import reset_accelerate, weights_of
 
 
-class Distiller(Trainer):
-    """Trains the model to agree with a teacher of more layers, which gets gradients too, and which nobody updates."""
-
-    teacher: nn.Module
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
-        with torch.no_grad():
-            target = self.teacher(**inputs).logits
-        loss = nn.functional.mse_loss(outputs.logits, target) + 0.1 * nn.functional.mse_loss(
-            self.teacher(**inputs).logits, outputs.logits.detach()
-        )
-        return (loss, outputs) if return_outputs else loss
+NAMES = ("mlp", "llama")
 
 
-def _distils(folder, stage):
-    teacher = models.llama(layers=5)
-    teacher.model.embed_tokens.requires_grad_(False)
-
-    def run(kind, teacher_stage=None):
-        seed_everything()
-        trainer = make(kind, folder, models.build("llama"), Rows("llama"), mixin_on=Distiller)
-        trainer.teacher = copy.deepcopy(teacher)
-        if teacher_stage is not None:
-            hf_zero.shard(trainer.teacher, stage=teacher_stage)
-        trainer.train()
-        return record(trainer)
-
-    plain = run(PLAIN)
-    assert_close(run(stage), plain, f"stage {stage} beside a plain teacher, and Trainer")
-    assert_close(run(stage, teacher_stage=3), plain, f"stage {stage} beside a sharded teacher, and Trainer")
+def _alone(stage):
+    """Each model by itself."""
+    found = {}
+    for name in NAMES:
+        subject = training.Sharded(models.build(name), training.adamw, stage)
+        found[name] = training.train(subject, name, num_steps=3)
+    return found
 
 
-@pytest.mark.support("A plain or sharded teacher beside a sharded student", area="Models in one process")
+def _together(stage):
+    from accelerate import Accelerator
+
+    reset_accelerate()
+    accelerator = ZeroAccelerator.adopt(
+        Accelerator(cpu=True), ZeroConfig(stage=stage), torch.device("cpu"), trains=lambda model: model is not judge
+    )
+    judge = models.build("llama", seed=3)
+    built = {name: models.build(name) for name in NAMES}
+    optimizers = {name: training.adamw(model) for name, model in built.items()}
+    with pytest.raises(ConfigError, match="the parameters are of no prepared model"):
+        accelerator.prepare_optimizer(optimizers["mlp"])
+    for model in built.values():
+        accelerator.prepare_model(model)
+    accelerator.prepare_model(judge, evaluation_mode=True)
+    optimizers = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}
+    norms = {name: [] for name in NAMES}
+    for step in range(3):
+        for name, model in built.items():
+            batch = models.batch(name, seed=1000 * step + dist.get_rank())
+            accelerator.backward(training.loss_of(model(**batch)))
+            norms[name].append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+    assert not list(hf_zero.engine_of(judge).gradients())
+    return {name: (torch.stack(norms[name]), weights_of(built[name])) for name in NAMES}
+
+
+def _compares(stage):
+    alone, together = _alone(stage), _together(stage)
+    for name in NAMES:
+        norms, weights = together[name]
+        assert torch.equal(norms, alone[name].norms)
+        assert all(torch.equal(weight, weights[key]) for key, weight in alone[name].weights.items())
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_student_learns_from_a_teacher_that_is_sharded_or_not(tmp_path, stage):
-    run_ranks(_distils, 2, str(tmp_path), stage, timeout=240)
+@pytest.mark.support("Several models, each with its optimizer, in one accelerator", area="Models in one process")
+def test_each_optimizer_trains_its_own_model(stage):
+    run_ranks(_compares, 2, stage, timeout=120)

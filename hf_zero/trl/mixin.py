@@ -1,0 +1,69 @@
+"""What TRL's trainers do beyond `Trainer`: they load and adapt models, keep reference models, and generate."""
+
+import os
+from typing import Any
+
+from trl import SyncRefModelCallback
+
+from hf_zero.checkpoint.pretrained import refuse_placing, resolve
+from hf_zero.checkpoint.unread import leaving_weights_in_files
+from hf_zero.engine import gathered
+from hf_zero.errors import ConfigError
+from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
+from hf_zero.trl.arguments import ZeroTrlArgumentsMixin
+from hf_zero.trl.reference import sync_reference
+from hf_zero.trl.unread import fit_for_unread_models
+
+
+class ZeroTrlTrainerMixin(ZeroTrainerMixin):
+    """Makes a trainer of TRL train with ZeRO: `class MyTrainer(ZeroTrlTrainerMixin, TheirTrainer)`.
+
+    Beyond `ZeroTrainerMixin`: every model that the trainer loads by name (the policy, its reference, reward models) is
+    left in its files until each rank reads its own part, and the models that are only evaluated are sharded as the
+    policy is. While transformers generates, the policy is gathered.
+
+    Raises:
+        `ConfigError`: for a model or arguments that cannot be sharded.
+    """
+
+    config_class: type = ZeroTrlArgumentsMixin  # what the arguments must be made of
+
+    def __init__(self, *args, **kwargs):
+        with leaving_weights_in_files(()), fit_for_unread_models(type(self)):
+            super().__init__(*args, **kwargs)
+        backend = getattr(self, "_dist", None)  # of the trainers that generate
+        if backend is not None:
+            backend.summon_full_params = lambda model, **_: gathered(model)
+
+    def _check_arguments(self, args) -> None:
+        parts = [base for base in self.config_class.__mro__ if base is ZeroArgumentsMixin or _is_of_trl(base)]
+        if not all(isinstance(args, base) for base in parts):
+            name = self.config_class.__name__
+            raise ConfigError(f"args: {type(args).__name__} is no {name}; use hf_zero.trl.{name}")
+        refuse_placing("model_init_kwargs", getattr(args, "model_init_kwargs", None) or {})
+
+    def _model_of(self, name: str | os.PathLike, args: ZeroArgumentsMixin) -> str:
+        """The name, which is checked. TRL loads it: each of its trainers has a class and a dtype of its own for it."""
+        settings = getattr(args, "model_init_kwargs", None) or {}
+        args.model_init_kwargs = {**settings, "device_map": None}  # TRL would say "auto" where there is one GPU
+        return str(resolve(name, **settings))
+
+    def add_callback(self, callback) -> None:
+        if isinstance(callback, SyncRefModelCallback):
+            callback.sync_target_model = sync_reference
+        super().add_callback(callback)
+
+    def _precompute_ref_logps(self, *args, **kwargs) -> Any:
+        """As in TRL, by forwards of the sharded model."""
+        self.accelerator.shard(self.model)
+        return super()._precompute_ref_logps(*args, **kwargs)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None, **facts) -> None:
+        """As `ZeroTrainer`'s, with TRL's name for the data set and its tags."""
+        tags = [tags] if isinstance(tags, str) else list(tags or ())
+        facts.setdefault("dataset", dataset_name)
+        super().create_model_card(model_name=model_name, tags=[*tags, *self._tag_names], **facts)
+
+
+def _is_of_trl(cls: type) -> bool:
+    return cls.__module__.startswith("trl.")

@@ -1,0 +1,60 @@
+"""What TRL's constructors do with the weights of models, when these are still in files."""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from hf_zero.engine import materialize, placeholders
+from hf_zero.engine.source import source_of
+
+
+def _adapt(original, model: nn.Module, *args, **kwargs):
+    """`get_peft_model`, which puts adapters where the weights seem to be."""
+    with placeholders(model):
+        return original(model, *args, **kwargs)
+
+
+def _clone_template(original, model: nn.Module, *args, **kwargs):
+    """`clone_chat_template`, which adds rows to the embeddings that are made from the others."""
+    return original(materialize(model), *args, **kwargs)
+
+
+def _hash(original, model: nn.Module) -> str:
+    """`hash_module`, one tensor at a time."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        values, source = tensor.detach(), source_of(tensor)
+        if source is not None:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype)
+            source.read(0, values.view(-1), tensor.dtype)
+        digest.update(f"{name} {values.dtype}".encode())
+        digest.update(values.contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+_STAND_INS = {"get_peft_model": _adapt, "clone_chat_template": _clone_template, "hash_module": _hash}
+
+
+@contextmanager
+def fit_for_unread_models(trainer_class: type) -> Iterator[None]:
+    """While it is entered, functions by which a trainer's constructor works on weights do so without reading them all.
+
+    Args:
+        trainer_class (`type`): derived from one of TRL's, in whose module the functions stand.
+    """
+    modules = {sys.modules[base.__module__] for base in trainer_class.__mro__ if base.__module__.startswith("trl.")}
+    found = [
+        (module, name, getattr(module, name)) for module in modules for name in _STAND_INS if hasattr(module, name)
+    ]
+    try:
+        for module, name, original in found:
+            setattr(module, name, partial(_STAND_INS[name], original))
+        yield
+    finally:
+        for module, name, original in found:
+            setattr(module, name, original)

@@ -1,0 +1,137 @@
+"""The models beside the one in training, references and rewards: sharded as it is, and never trained."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from tests.distributed import run_ranks
+from tests.engine.reference import assert_away
+from tests.trainer.harness import assert_close, assert_equal, assert_learned, record, seed_everything, weights_of
+from tests.trl.harness import KINDS, PLAIN, data, make, policy, save_models
+
+
+pytest.importorskip("trl")
+
+LIMIT = 400.0
+
+
+def _saved(folder) -> None:
+    if dist.get_rank() == 0:
+        save_models(folder)
+    dist.barrier()
+
+
+def _are_sharded(folder, stage):
+    """In bf16, where what is trained has a master of fp32, and what is not has none."""
+    _saved(folder)
+    parts = {"reward_funcs": f"{folder}/reward"}
+    settings = {"bf16": True, "beta": 0.1, "num_generations": 2, "max_completion_length": 4, "max_steps": 2}
+    trainer = make(stage, "GRPO", folder, f"{folder}/policy", data("prompt"), parts=parts, **settings)
+    others = [trainer.ref_model, trainer.reward_funcs[0]]
+    before = [weights_of(model) for model in others]
+    trainer.train()
+    assert hf_zero.engine_of(trainer.model).stage == stage
+    for model, start in zip(others, before):
+        engine = hf_zero.engine_of(model)
+        assert engine.stage == stage and not list(engine.gradients())
+        flats = [flat for unit in engine.units for flat in unit.flats]
+        assert not any(flat.has_master for flat in flats)
+        # of each parameter a rank may hold 16 elements more than its half, as padding
+        share = 2 * (model.num_parameters() // 2 + 16 * len(start))
+        assert stage < 3 or sum(flat.master.nbytes for flat in flats) <= share
+        assert_away(model, engine)
+        assert all(torch.equal(weight, start[name]) for name, weight in weights_of(model).items())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.support("TRL: reference and reward models sharded, without gradients", area="Models in one process")
+def test_reference_and_reward_models_are_sharded_and_frozen(tmp_path, stage):
+    run_ranks(_are_sharded, 2, str(tmp_path), stage, timeout=LIMIT)
+
+
+def _given(folder, kind):
+    seed_everything()
+    model = policy(folder)
+    reference = policy(folder)
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(1.5)
+    parts = {"ref_model": reference, "eval_dataset": data("preference", 7, seed=9)}
+    trainer = make(kind, "DPO", folder, model, data("preference"), parts=parts, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    return record(trainer)
+
+
+def _evaluates(folder):
+    _saved(folder)
+    runs = {kind: _given(folder, kind) for kind in KINDS}
+    assert_learned(runs[PLAIN], 3)
+    assert len(runs[PLAIN].evals) == 3
+    for stage in (1, 2, 3):
+        assert_close(runs[stage], runs[PLAIN], f"stage {stage} and under DDP")
+
+
+@pytest.mark.rotating
+@pytest.mark.support("TRL: DPOTrainer, reference given, evaluation", area="Trainers", stages=(1, 2, 3))
+def test_a_reference_that_is_given_is_used_in_training_and_evaluation(tmp_path):
+    run_ranks(_evaluates, 2, str(tmp_path), timeout=LIMIT)
+
+
+def _precomputed(folder, name, rows):
+    """TRL keeps what it computed in files beside the data, by the values of the model: the second run reads them, and
+    another model does not."""
+    from datasets import load_from_disk
+
+    _saved(folder)
+    runs = {}
+    for kind in KINDS:
+        if dist.get_rank() == 0:
+            data(rows).save_to_disk(f"{folder}/rows-{kind}")
+        dist.barrier()
+        for attempt in range(2):
+            seed_everything()
+            train = load_from_disk(f"{folder}/rows-{kind}")
+            trainer = make(kind, name, folder, f"{folder}/policy", train, precompute_ref_log_probs=True)
+            assert trainer.ref_model is None
+            trainer.train()
+            runs[kind, attempt] = record(trainer)
+        column = "ref_chosen_logps" if name == "DPO" else "ref_logps"
+        runs[kind, column] = torch.tensor(trainer.train_dataset[column])
+        other = make(kind, name, folder, f"{folder}/teacher", train, precompute_ref_log_probs=True).train_dataset
+        assert not torch.allclose(torch.tensor(other[column]), runs[kind, column], rtol=1e-3)
+        torch.testing.assert_close(runs[kind, column], runs[1, column], rtol=1e-5, atol=1e-5)
+    assert_learned(runs[PLAIN, 0], 3)
+    for stage in (1, 2, 3):
+        assert_close(runs[stage, 0], runs[PLAIN, 0], f"stage {stage} and under DDP")
+        assert_equal(runs[stage, 1], runs[stage, 0], f"stage {stage}, read again")
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name, rows", [("DPO", "preference"), ("KTO", "unpaired")])
+@pytest.mark.support("TRL: {name}Trainer, reference computed beforehand", area="Trainers", stages=(1, 2, 3))
+def test_what_the_reference_says_may_be_computed_beforehand(tmp_path, name, rows):
+    run_ranks(_precomputed, 2, str(tmp_path), name, rows, timeout=LIMIT)
+
+
+def _resumes(folder, stage):
+    _saved(folder)
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    runs = []
+    for resume in (None, f"{folder}/out/checkpoint-2"):
+        seed_everything()
+        trainer = make(stage, "DPO", folder, f"{folder}/policy", data("preference"), **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append(record(trainer))
+    assert_equal(*runs, f"stage {stage}: unbroken and resumed")
+    if dist.get_rank() == 0:
+        card = (trainer.create_model_card(dataset_name="words"), open(f"{folder}/out/README.md").read())[1]
+        assert "words" in card and "dpo" in card and "trl" in card
+        saved = type(trainer.model).from_pretrained(f"{folder}/out/checkpoint-4", dtype=torch.float32)
+        assert all(torch.equal(p, runs[0].weights[name]) for name, p in saved.named_parameters())
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.support("TRL: checkpoints, resuming, model card", area="Trainers")
+def test_training_with_a_reference_resumes_bit_for_bit(tmp_path, stage):
+    run_ranks(_resumes, 2, str(tmp_path), stage, timeout=LIMIT)
