@@ -12,7 +12,7 @@ from hf_zero.checkpoint import (
     save_pretrained,
     save_state,
 )
-from hf_zero.engine import ZeroEngine, engine_of, gathered, materialize, placeholders, shard
+from hf_zero.engine import ZeroEngine, compile_blocks, engine_of, gathered, materialize, placeholders, shard
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler
 
 
@@ -33,6 +33,7 @@ __all__ = [
     "Snapshots",
     "ZeroEngine",
     "ZeroGradScaler",
+    "compile_blocks",
     "engine_of",
     "gathered",
     "load_foreign",

@@ -126,8 +126,16 @@ def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEng
     by_name = {spec.name: unit for spec, unit in zip(specs, units)}
     owners = {spec.owner: Stack([by_name[unit.name] for unit in spec.units]) for spec in parts.stacks}
     schedule = Schedule(list(owners.values()))
-    engine = ZeroEngine(model, config, comm, root=units[0], schedule=schedule, placeholders=placeholders)
-    hooks.install(engine, {by_name[spec.name]: spec.module for spec in specs[1:]}, owners)
+    engine = ZeroEngine(
+        model,
+        config,
+        comm,
+        root=units[0],
+        schedule=schedule,
+        modules={by_name[spec.name]: spec.module for spec in specs[1:]},
+        placeholders=placeholders,
+    )
+    hooks.install(engine, owners)
     model.__dict__[ENGINE_ATTRIBUTE] = engine
     if any(unit.is_sharded for unit in engine.units):
         model._is_fsdp_managed_module = True  # `generate`: ranks that end early go on, so that none waits for them

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import ZeroEngine, engine_of, gathered
+from hf_zero.engine import ZeroEngine, compile_blocks, engine_of, gathered
 from hf_zero.engine.build import shard_with
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
 from hf_zero.trainer.compat import check_overrides
@@ -64,9 +65,16 @@ class ZeroAccelerator(Accelerator):
         return engine_of(model) or shard_with(model, self.zero_config, device=self.zero_device)
 
     def prepare_model(self, model: nn.Module, device_placement=None, evaluation_mode: bool = False) -> nn.Module:
-        """Shards the model; autocast and compilation apply as usual, DDP does not."""
-        self.shard(model)
-        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        """Shards the model, and compiles its blocks if asked to; autocast applies as usual, DDP does not."""
+        engine, plugin = self.shard(model), self.state.dynamo_plugin
+        backend = plugin.backend
+        if backend is not DynamoBackend.NO:
+            compile_blocks(engine, **_compile_options(plugin))
+        plugin.backend = DynamoBackend.NO  # the stock accelerator would compile the whole model, hooks and all
+        try:
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        finally:
+            plugin.backend = backend
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
         """Puts the optimizer onto the shards of the model that was prepared before it."""
@@ -110,6 +118,13 @@ class ZeroAccelerator(Accelerator):
 
 
 check_overrides(ZeroAccelerator, Accelerator, OVERRIDES)
+
+
+def _compile_options(plugin: TorchDynamoPlugin) -> dict:
+    """What was chosen for `torch.compile`. The plugin's own `to_kwargs` leaves out what the environment says too."""
+    chosen = {key: value for key, value in plugin.to_dict().items() if value not in (None, "default")}
+    chosen.pop("use_regional_compilation")
+    return chosen
 
 
 def persistent_buffers(model: nn.Module):

@@ -37,6 +37,7 @@ from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks, rotation
 from hf_zero.trainer.signals import StopOnSignal
+from hf_zero.trainer.uneven import EvenLoader, is_even
 
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ OVERRIDES = (
     "set_initial_training_values",
     "_init_training_state",
     "_run_epoch",
+    "evaluation_loop",
     "_finalize_training",
     "_get_output_dir",
     "_save_checkpoint",
@@ -175,6 +177,17 @@ class ZeroTrainerMixin(PushMixin):
 
     def _goes_on(self) -> bool:
         return self._start.step > 0 and self._data is not None and not self.args.ignore_data_skip
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        """As in Trainer; a rank whose data ends before another's goes on with batches that do not count."""
+        if not is_even(dataloader):
+            dataloader = EvenLoader(dataloader)
+            self.gather_function = dataloader.gather  # until the end of this loop, as Trainer has it
+        return super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
 
     # Saving: every rank writes its own ranges, so every rank must come here
 

@@ -40,7 +40,6 @@ REFUSED = {
     "bf16 evaluation": ({"bf16_full_eval": True}, "bf16_full_eval.*--bf16"),
     "fp16 evaluation": ({"fp16_full_eval": True}, "fp16_full_eval.*--bf16"),
     "fp16 on a CPU": ({"fp16": True}, "fp16: .*CPU.*--bf16"),
-    "compilation": ({"torch_compile": True}, "torch_compile: .*--zero_stage 1"),
 }
 
 
