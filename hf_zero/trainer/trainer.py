@@ -182,12 +182,17 @@ class ZeroTrainerMixin(PushMixin):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """As in Trainer; a rank whose data ends before another's goes on with batches that do not count."""
+        averages = self.args.average_tokens_across_devices
         if not is_even(dataloader):
             dataloader = EvenLoader(dataloader)
             self.gather_function = dataloader.gather  # until the end of this loop, as Trainer has it
-        return super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+            self.args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
+        try:
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        finally:
+            self.args.average_tokens_across_devices = averages
 
     # Saving: every rank writes its own ranges, so every rank must come here
 

@@ -1,8 +1,8 @@
 """Evaluation where ranks have unlike amounts to do: those that are done go on with borrowed batches that do not count.
 
 The loaders that accelerate makes give every rank equally many batches. Others need not: `even_batches=False`, a data
-set that was divided beforehand, a loader of the user's own. `Trainer` gathers after every batch, and a sharded model in
-every forward, so a rank that stopped would leave the others waiting.
+set that was divided beforehand, a loader of the user's own. `Trainer` gathers after every batch, and a sharded model
+in every forward, so a rank that stopped would leave the others waiting.
 """
 
 from collections.abc import Iterator

@@ -49,7 +49,9 @@ def _compiled(cls, use_reentrant, num_graphs):
 
 
 # A reentrant segment outside of the blocks runs them first without gradients: a second graph.
-@pytest.mark.support("torch.compile of blocks, gradient checkpointing by hand", area="Training features", stages=(1, 2, 3))
+@pytest.mark.support(
+    "torch.compile of blocks, gradient checkpointing by hand", area="Training features", stages=(1, 2, 3)
+)
 @pytest.mark.parametrize("cls, use_reentrant, num_graphs", [(OutsideTower, False, 1), (OutsideTower, True, 2)])
 def test_compiled_blocks_in_checkpoints_share_one_graph(cls, use_reentrant, num_graphs):
     run_ranks(_compiled, 2, cls, use_reentrant, num_graphs, timeout=LIMIT)
@@ -81,6 +83,8 @@ def _no_blocks():
         hf_zero.compile_blocks(engine)
 
 
-@pytest.mark.support("torch.compile of a model without blocks", area="Training features", stages=(1, 2, 3), refused=True)
+@pytest.mark.support(
+    "torch.compile of a model without blocks", area="Training features", stages=(1, 2, 3), refused=True
+)
 def test_a_model_without_blocks_is_refused():
     run_ranks(_no_blocks, 2)

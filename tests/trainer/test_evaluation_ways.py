@@ -1,4 +1,4 @@
-"""Every way in which `Trainer` evaluates gives the numbers of plain `Trainer` under DDP, whatever the ranks get to do."""
+"""Every way in which `Trainer` evaluates gives the numbers of plain `Trainer` under DDP."""
 
 import weakref
 
@@ -84,7 +84,10 @@ class OnlyTheBest:
 
 def _of_the_best(prediction) -> dict:
     assert prediction.predictions.ndim == 1
-    return {"accuracy": float((prediction.predictions == prediction.label_ids).mean()), "rows": len(prediction.label_ids)}
+    return {
+        "accuracy": float((prediction.predictions == prediction.label_ids).mean()),
+        "rows": len(prediction.label_ids),
+    }
 
 
 def _with_inputs_and_losses(prediction) -> dict:
@@ -102,7 +105,10 @@ WAYS = {
     "uneven batches": ({}, {}),
     "fewer rows than ranks": ({}, {"eval_dataset": lambda: Rows("bert", 1, seed=1)}),
     "iterable data without length": ({}, {"eval_dataset": lambda: Stream(13)}),
-    "iterable data, dispatch_batches=False": (_dispatching(dispatch_batches=False), {"eval_dataset": lambda: Stream(9)}),
+    "iterable data, dispatch_batches=False": (
+        _dispatching(dispatch_batches=False),
+        {"eval_dataset": lambda: Stream(9)},
+    ),
     "dispatch_batches=True": (_dispatching(dispatch_batches=True), {}),
     "split_batches=True": (_dispatching(split_batches=True), {}),
     "group_by_length": (
