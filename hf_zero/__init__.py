@@ -12,7 +12,7 @@ from hf_zero.checkpoint import (
     save_pretrained,
     save_state,
 )
-from hf_zero.engine import ZeroEngine, engine_of, gathered, materialize, placeholders, shard
+from hf_zero.engine import ZeroEngine, compile_blocks, engine_of, gathered, materialize, placeholders, shard
 from hf_zero.optim import CombinedOptimizer, MuonWithAdamW, ShardedOptimizer, ZeroGradScaler
 
 
@@ -35,6 +35,7 @@ __all__ = [
     "Snapshots",
     "ZeroEngine",
     "ZeroGradScaler",
+    "compile_blocks",
     "engine_of",
     "gathered",
     "load_foreign",

@@ -128,8 +128,16 @@ def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEng
     by_name = {spec.name: unit for spec, unit in zip(specs, units)}
     owners = {spec.owner: Stack([by_name[unit.name] for unit in spec.units]) for spec in parts.stacks}
     schedule = Schedule(list(owners.values()))
-    engine = ZeroEngine(model, config, comm, root=units[0], schedule=schedule, placeholders=placeholders)
-    hooks.install(engine, {by_name[spec.name]: spec.module for spec in specs[1:]}, owners)
+    engine = ZeroEngine(
+        model,
+        config,
+        comm,
+        root=units[0],
+        schedule=schedule,
+        modules={by_name[spec.name]: spec.module for spec in specs[1:]},
+        placeholders=placeholders,
+    )
+    hooks.install(engine, owners)
     engine.handles.append(Patch(model, ENGINE_ATTRIBUTE, engine))
     for module in model.modules() if any(unit.is_sharded for unit in units) else ():
         if hasattr(type(module), "generate"):  # also the model inside an adapter's

@@ -93,6 +93,14 @@ def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
             engine.handles.append(Patch(module, "forward", partial(forward, module, sink)))
 
 
+def uninstall(module: nn.Module) -> None:
+    """Gives a block that is to be compiled its stock modules back: a graph's gradients come out of its backward, and
+    what `install` put into each module would make each block's graph another."""
+    for inner in module.modules():
+        if getattr(inner.__dict__.get("forward"), "func", None) in (_linear, _conv1d, _embedding):
+            del inner.forward
+
+
 def _is_plain(module: nn.Embedding) -> bool:
     # CUDA adds rows in no fixed order; its stock backward sorts them first
     on_cpu = module.weight.device.type == "cpu"

@@ -50,6 +50,7 @@ class ZeroEngine(Uncopyable):
         comm (`Comm`): the data-parallel ranks.
         root (`Unit`): the parameters outside of all blocks.
         schedule (`Schedule`): the blocks' units.
+        modules (`dict[Unit, nn.Module]`): each block's module.
         placeholders (`Placeholders`): what parameters read while their data is away.
     """
 
@@ -61,6 +62,7 @@ class ZeroEngine(Uncopyable):
         *,
         root: Unit,
         schedule: Schedule,
+        modules: dict[Unit, nn.Module],
         placeholders: Placeholders,
     ):
         self.model = model
@@ -70,6 +72,8 @@ class ZeroEngine(Uncopyable):
         self.plan = config.plan(comm.num_ranks)
         self.root = root
         self.schedule = schedule
+        self.modules = modules
+        self.compiled_with: dict | None = None  # options of `torch.compile`; None while blocks run eagerly
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
         self.handles: list = []  # of all that was put onto the model: each has `remove()`

@@ -17,12 +17,11 @@ from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
 
 
-def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.Module, Stack]) -> None:
+def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     """Puts the hooks onto the model.
 
     Args:
         engine (`ZeroEngine`): whom they call.
-        modules (`dict[Unit, nn.Module]`): each block's module.
         owners (`dict[nn.Module, Stack]`): the modules whose forward calls the blocks of a stack.
     """
     sinks: dict[int, Sink] = {}
@@ -40,10 +39,10 @@ def install(engine: ZeroEngine, modules: dict[Unit, nn.Module], owners: dict[nn.
     casting.guard(engine)
     if not any(unit.is_sharded or unit.reduces_each_backward for unit in engine.units):
         return  # nothing is moved during forward and backward
-    for module in _outer_modules(engine.model, modules, engine.root):
+    for module in _outer_modules(engine.model, engine.modules, engine.root):
         _install_on_outer(engine, module, owners.get(module))
     moves_blocks = engine.plan.grad is Residency.SHARDED or engine.plan.compute is Residency.SHARDED
-    for unit, module in modules.items() if moves_blocks else ():
+    for unit, module in engine.modules.items() if moves_blocks else ():
         _install_on_block(engine, unit, module)
     if any(unit.is_sharded for unit in engine.units):
         _guard_state_dict(engine)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import ZeroEngine, engine_of, gathered
+from hf_zero.engine import ZeroEngine, compile_blocks, engine_of, gathered
 from hf_zero.engine.access import unit_of
 from hf_zero.engine.build import shard_with
 from hf_zero.errors import ConfigError
@@ -78,12 +79,19 @@ class ZeroAccelerator(Accelerator):
         return engine_of(model) or shard_with(model, self.zero_config, device=self.zero_device)
 
     def prepare_model(self, model: nn.Module, device_placement=None, evaluation_mode: bool = False) -> nn.Module:
-        """Shards the model; autocast and compilation apply as usual, DDP does not. A model that is only evaluated
-        (a reference, a teacher, a reward) is frozen: no gradients, no masters of higher precision."""
+        """Shards the model, and compiles its blocks if asked to; autocast applies as usual, DDP does not. One that is
+        only evaluated (a reference, a teacher, a reward) is frozen: no gradients, no masters of higher precision."""
         if evaluation_mode and engine_of(model) is None and not self.trains(model):
             model.requires_grad_(False)
-        self.shard(model)
-        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        engine, plugin = self.shard(model), self.state.dynamo_plugin
+        backend = plugin.backend
+        if backend is not DynamoBackend.NO:
+            compile_blocks(engine, **_compile_options(plugin))
+        plugin.backend = DynamoBackend.NO  # the stock accelerator would compile the whole model, hooks and all
+        try:
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        finally:
+            plugin.backend = backend
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
         """Puts the optimizer onto the shards of the model whose parameters it has, which was prepared before it."""
@@ -144,6 +152,13 @@ check_overrides(ZeroAccelerator, Accelerator, OVERRIDES)
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters in an optimizer's groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _compile_options(plugin: TorchDynamoPlugin) -> dict:
+    """What was chosen for `torch.compile`. The plugin's own `to_kwargs` leaves out what the environment says too."""
+    chosen = {key: value for key, value in plugin.to_dict().items() if value not in (None, "default")}
+    chosen.pop("use_regional_compilation")
+    return chosen
 
 
 def persistent_buffers(model: nn.Module):

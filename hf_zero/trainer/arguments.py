@@ -172,13 +172,6 @@ class ZeroArgumentsMixin:
             )
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size: ranks would disagree on the batch size; set the batch size")
-        compiles = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
-        compiles = compiles or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
-        if compiles and (int(self.zero_stage) > 1 or self.bf16 or self.fp16):
-            raise ConfigError(
-                "torch_compile: the engine's hooks on blocks, and in half precision on the model, do not compile; "
-                "use --zero_stage 1 in fp32"
-            )
         if self.zero_autocast and not (self.bf16 or self.fp16):
             raise ConfigError("zero_autocast: says how --bf16 or --fp16 is done, and neither is set; add --bf16")
 

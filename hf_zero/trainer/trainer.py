@@ -41,6 +41,7 @@ from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks, rotation
 from hf_zero.trainer.signals import StopOnSignal
+from hf_zero.trainer.uneven import evened
 
 
 logger = logging.getLogger(__name__)
@@ -50,9 +51,9 @@ OVERRIDES = (
     "train",
     "set_initial_training_values",
     "_move_model_to_device",
-    "evaluation_loop",
     "_init_training_state",
     "_run_epoch",
+    "evaluation_loop",
     "_finalize_training",
     "_get_output_dir",
     "_save_checkpoint",
@@ -164,12 +165,12 @@ class ZeroTrainerMixin(PushMixin):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """As in Trainer; for `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and a later
-        training goes on from what it was."""
+        """As in Trainer; a rank whose data ends before another's goes on with batches that do not count. For
+        `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and trains on as it was."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine = self.accelerator.shard(self.model)
         shown = engine.computing_in(dtype) if dtype is not None and not self.is_in_train else nullcontext()
-        with shown:
+        with shown, evened(self, dataloader) as dataloader:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )

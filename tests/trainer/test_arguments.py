@@ -39,7 +39,6 @@ REFUSED = {
     "batch size search": ({"auto_find_batch_size": True}, "auto_find_batch_size: .*set the batch size"),
     "autocast to nothing": ({"zero_autocast": True}, "zero_autocast: .*add --bf16"),
     "fp16 on a CPU": ({"fp16": True}, "fp16: .*CPU.*--bf16"),
-    "compilation": ({"torch_compile": True}, "torch_compile: .*--zero_stage 1"),
 }
 
 

@@ -1,0 +1,35 @@
+"""`torch.compile` for sharded models: a graph for each kind of block, and everything between blocks as it is."""
+
+import torch
+
+from hf_zero.engine import direct
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.patch import Patch
+from hf_zero.errors import UnsupportedError
+
+
+def compile_blocks(engine: ZeroEngine, **options) -> None:
+    """Compiles the forward of every block, in place. The engine's hooks, the root and the model's own forward stay
+    outside of the graphs; blocks of one kind share a graph. Called again with the same options, it does nothing.
+
+    Gradient checkpointing works around the blocks and inside them. Weight gradients come out of the compiled backward
+    and are then copied into the buffer that is reduced.
+
+    Args:
+        engine (`ZeroEngine`): of the model.
+        options: of `torch.compile`, such as `backend`, `mode`, `fullgraph` and `dynamic`.
+
+    Raises:
+        `UnsupportedError`: for a model without blocks.
+    """
+    if not engine.modules:
+        raise UnsupportedError(
+            f"{type(engine.model).__name__}: has no repeated blocks (ModuleList, Sequential), so there is nothing to "
+            "compile; leave torch_compile out"
+        )
+    if engine.compiled_with == options:
+        return
+    for module in engine.modules.values():
+        direct.uninstall(module)
+        engine.handles.append(Patch(module, "forward", torch.compile(module.forward, **options)))
+    engine.compiled_with = options

@@ -1,0 +1,90 @@
+"""Compiled blocks: the engine's hooks stay outside of the graphs, of which there is one for each kind of block."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import UnsupportedError
+from tests.distributed import run_ranks
+from tests.engine.models import Tower, inputs, loss_of
+from tests.engine.reference import assert_stages_match
+from tests.engine.test_checkpointing import InsideTower, OutsideTower, built
+
+
+LIMIT = 240.0
+
+
+def watch_graphs() -> dict:
+    """Forgets all graphs, and returns what torch counts from now on."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    return counters
+
+
+def _compiled(cls, use_reentrant, num_graphs):
+    counters = watch_graphs()
+    steps = 4  # after the first, blocks may get other slots
+
+    def act(model, rank, step):
+        engine = hf_zero.engine_of(model)
+        if engine is not None:
+            counters.clear() if step == 0 else None
+            hf_zero.compile_blocks(engine, backend="aot_eager", fullgraph=True)
+        with torch._dynamo.config.patch(error_on_recompile=True) if step else nullcontext():
+            loss = loss_of(model(inputs(rank, step)))
+            loss.backward()
+        if engine is not None and step == steps - 1:
+            assert counters["stats"]["unique_graphs"] == num_graphs, dict(counters["stats"])
+            assert not counters["graph_break"]
+            torch._dynamo.reset()  # the next stage compiles anew
+        return [loss.detach()]
+
+    assert_stages_match(built(cls, use_reentrant), act, num_steps=steps)
+
+
+# A reentrant segment outside of the blocks runs them first without gradients: a second graph.
+@pytest.mark.support(
+    "torch.compile of blocks, gradient checkpointing by hand", area="Training features", stages=(1, 2, 3)
+)
+@pytest.mark.parametrize("cls, use_reentrant, num_graphs", [(OutsideTower, False, 1), (OutsideTower, True, 2)])
+def test_compiled_blocks_in_checkpoints_share_one_graph(cls, use_reentrant, num_graphs):
+    run_ranks(_compiled, 2, cls, use_reentrant, num_graphs, timeout=LIMIT)
+
+
+@pytest.mark.support("torch.compile of blocks", area="Training features", stages=(1, 2, 3))
+@pytest.mark.parametrize("cls", [Tower, InsideTower])
+def test_compiled_blocks_share_one_graph_and_train_as_in_plain_torch(cls):
+    run_ranks(_compiled, 2, cls, False, 1, timeout=LIMIT)
+
+
+def _keeps_the_rest():
+    model = Tower()
+    engine = hf_zero.shard(model, stage=3)
+    hf_zero.compile_blocks(engine, backend="eager")
+    forwards = [block.forward for block in model.layers]
+    hf_zero.compile_blocks(engine, backend="eager")
+    assert [block.forward for block in model.layers] == forwards, "the same options once more change nothing"
+    assert isinstance(model.embed.forward, partial) and "forward" not in model.layers[0].up.__dict__
+
+
+def test_modules_outside_of_blocks_stay_as_they_are():
+    run_ranks(_keeps_the_rest, 2, timeout=LIMIT)
+
+
+def _no_blocks():
+    engine = hf_zero.shard(nn.Linear(3, 2), stage=3)
+    with pytest.raises(UnsupportedError, match="Linear: has no repeated blocks .*leave torch_compile out"):
+        hf_zero.compile_blocks(engine)
+
+
+@pytest.mark.support(
+    "torch.compile of a model without blocks", area="Training features", stages=(1, 2, 3), refused=True
+)
+def test_a_model_without_blocks_is_refused():
+    run_ranks(_no_blocks, 2)

@@ -1,0 +1,242 @@
+"""What training offers besides: each feature gives the numbers of plain `Trainer` under DDP."""
+
+from functools import partial
+from types import MethodType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.modeling_outputs import CausalLMOutput
+
+import hf_zero
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, seed_everything, train
+
+
+STAGES = (1, 2, 3)
+
+
+def dropping(rate: float = 0.2) -> nn.Module:
+    """BERT with dropout everywhere that it has some."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    settings = {**models._encoder(), "hidden_dropout_prob": rate, "attention_probs_dropout_prob": rate}
+    return BertForSequenceClassification(BertConfig(max_position_embeddings=32, num_labels=5, **settings)).train()
+
+
+def partly_frozen() -> nn.Module:
+    """Embeddings and one block frozen; of another block all but a bias-free matrix."""
+    model = models.llama()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    model.model.layers[2].requires_grad_(False)
+    model.model.layers[2].mlp.up_proj.requires_grad_(True)
+    model.enable_input_require_grads()  # else a reentrant segment gives no gradients
+    return model
+
+
+def with_lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(models.llama(), config)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)  # zero at first, which would leave A without gradients
+    return model
+
+
+def every_second(use_reentrant: bool) -> nn.Module:
+    model = models.llama(layers=4)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.config.use_cache = False
+    for layer in model.model.layers[1::2]:
+        layer.gradient_checkpointing = False
+    return model
+
+
+def attending(implementation: str) -> nn.Module:
+    model = models.llama()
+    model.set_attn_implementation(implementation)
+    assert model.config._attn_implementation == implementation
+    return model
+
+
+class FusedLoss(torch.autograd.Function):
+    """Linear layer and cross-entropy in one, in chunks of rows; gradients are computed in the forward already."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+        grad_hidden, grad_weight, loss = torch.zeros_like(hidden), torch.zeros_like(weight), hidden.new_zeros(())
+        for rows in torch.arange(len(hidden)).split(5):
+            logits = hidden[rows] @ weight.t()
+            loss += F.cross_entropy(logits, labels[rows], ignore_index=-100, reduction="sum") / count
+            probabilities = logits.softmax(-1) - F.one_hot(labels[rows].clamp(min=0), len(weight))
+            grad = probabilities * (labels[rows] != -100)[:, None] / count
+            grad_hidden[rows] = grad @ weight
+            grad_weight += grad.t() @ hidden[rows]
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad * grad_hidden, grad * grad_weight, None, None
+
+
+def _fused_forward(self, input_ids=None, attention_mask=None, labels=None, num_items_in_batch=None, **kwargs):
+    hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state[:, :-1]
+    labels = labels[:, 1:].reshape(-1)
+    count = num_items_in_batch if num_items_in_batch is not None else (labels != -100).sum()
+    return CausalLMOutput(loss=FusedLoss.apply(hidden.reshape(len(labels), -1), self.lm_head.weight, labels, count))
+
+
+def fused(tied: bool) -> nn.Module:
+    """As Liger's kernels do it: the head's weight is read, and the head never called."""
+    model = models.llama(tied)
+    model.forward = MethodType(_fused_forward, model)
+    return model
+
+
+def _checkpointing(use_reentrant: bool) -> dict:
+    kwargs = {"use_reentrant": use_reentrant}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+
+
+# The data, what makes the model, and settings.
+FEATURES = {"dropout": ("bert", dropping, {})}
+for kind, use_reentrant in (("reentrant", True), ("not reentrant", False)):
+    again = _checkpointing(use_reentrant)
+    FEATURES |= {
+        f"gradient checkpointing, {kind}": ("llama", models.llama, again),
+        f"gradient checkpointing, {kind}, dropout": ("bert", dropping, again),
+        f"gradient checkpointing, {kind}, frozen parameters": ("llama", partly_frozen, again),
+        f"gradient checkpointing, {kind}, LoRA": ("llama", with_lora, again),
+        f"gradient checkpointing, {kind}, every second block": ("llama", partial(every_second, use_reentrant), {}),
+    }
+FEATURES |= {
+    "gradient checkpointing, T5": ("t5", models.t5, _checkpointing(False)),
+    "NEFTune": ("llama", models.llama, {"neftune_noise_alpha": 5.0}),
+    "NEFTune, LoRA": ("llama", with_lora, {"neftune_noise_alpha": 5.0}),
+    "label smoothing": ("llama", models.llama, {"label_smoothing_factor": 0.2}),
+    "label smoothing, classes": ("bert", models.bert, {"label_smoothing_factor": 0.2}),
+    "SDPA attention": ("llama", partial(attending, "sdpa"), {}),
+    "eager attention": ("llama", partial(attending, "eager"), {}),
+    "fused linear cross-entropy": ("llama", partial(fused, False), {}),
+    "fused linear cross-entropy, tied weights": ("llama", partial(fused, True), {}),
+}
+OF_EVERY_COMMIT = (
+    "gradient checkpointing, reentrant, LoRA",
+    "gradient checkpointing, not reentrant, dropout",
+    "NEFTune",
+)
+
+
+def _trains(folder, feature):
+    name, build, settings = FEATURES[feature]
+
+    def run(kind):
+        torch.manual_seed(0)
+        return train(kind, folder, name, model=build().train(), **{"max_steps": 3, **settings})
+
+    runs = {kind: run(kind) for kind in (PLAIN, *STAGES)}
+    assert_learned(runs[PLAIN], 3)
+    for stage in STAGES:
+        assert_close(runs[stage], runs[PLAIN], f"stage {stage} and Trainer")
+        assert_equal(runs[stage], runs[1], f"stage {stage} and stage 1")
+    return runs[PLAIN].losses
+
+
+@pytest.mark.support("{feature}", area="Training features", stages=STAGES)
+@pytest.mark.parametrize(
+    "feature", [pytest.param(f, marks=() if f in OF_EVERY_COMMIT else pytest.mark.rotating) for f in FEATURES]
+)
+def test_a_feature_gives_the_numbers_of_trainer(tmp_path, feature):
+    run_ranks(_trains, 2, str(tmp_path), feature, timeout=240)
+
+
+class Average(TrainerCallback):
+    """An exponential moving average of the weights, each rank of its own shards: `swap` puts it into the model."""
+
+    def __init__(self, decay: float = 0.7):
+        self.decay = decay
+        self.averages: dict[tuple[str, int], Tensor] = {}
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        for shard in hf_zero.engine_of(model).named_shards():
+            average = self.averages.setdefault((shard.name, shard.start), shard.tensor.clone())
+            average.lerp_(shard.tensor, 1 - self.decay)
+
+    def swap(self, model: nn.Module) -> None:
+        engine = hf_zero.engine_of(model)
+        engine.begin_update()
+        for shard in engine.named_shards():
+            average = self.averages[shard.name, shard.start]
+            former = shard.tensor.clone()
+            shard.tensor.copy_(average)
+            average.copy_(former)
+        engine.mark_updated()
+
+
+class WholeAverage(TrainerCallback):
+    """The same of whole weights, through `gathered`."""
+
+    def __init__(self, decay: float = 0.7):
+        self.decay = decay
+        self.averages: dict[str, Tensor] = {}
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        with hf_zero.gathered(model), torch.no_grad():
+            for name, p in model.named_parameters():
+                self.averages.setdefault(name, p.clone()).lerp_(p, 1 - self.decay)
+
+
+def _averages(folder, precision):
+    def run(kind):
+        seed_everything()
+        whole, own = WholeAverage(), Average()
+        parts = {"callbacks": [whole] if kind == PLAIN else [whole, own], "eval_dataset": Rows("llama", 6, seed=1)}
+        trainer = make(kind, folder, models.build("llama"), Rows("llama"), parts=parts, bf16=precision == "bf16")
+        trainer.train()
+        return trainer, whole, own
+
+    _, wanted, _ = run(PLAIN)
+    # bf16: `gathered` shows the compute copy, rounded to 8 bits, of weights that differ by the rounding of gradients
+    rtol, atol = (1e-5, 1e-6) if precision == "fp32" else (2**-7, 1e-3)
+    for stage in STAGES:
+        trainer, whole, own = run(stage)
+        for name, average in wanted.averages.items():
+            torch.testing.assert_close(whole.averages[name].float(), average, rtol=rtol, atol=atol)
+        trained, before = _whole(trainer.model), trainer.evaluate()["eval_loss"]
+        own.swap(trainer.model)
+        for name, average in _whole(trainer.model).items():
+            torch.testing.assert_close(average.float(), wanted.averages[name], rtol=rtol, atol=atol)
+        assert trainer.evaluate()["eval_loss"] != before, "the average is what is evaluated"
+        own.swap(trainer.model)
+        assert all(torch.equal(p, trained[name]) for name, p in _whole(trainer.model).items())
+        assert trainer.evaluate()["eval_loss"] == before
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    with hf_zero.gathered(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.support("EMA of the weights, {precision}", area="Training features", stages=STAGES)
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.rotating)])
+def test_an_average_of_the_weights_over_shards_is_that_of_whole_ones(tmp_path, precision):
+    run_ranks(_averages, 2, str(tmp_path), precision, timeout=240)
+
+
+def _without_liger(folder):
+    for stage in STAGES:
+        with pytest.raises(ImportError, match="liger"):
+            make(stage, folder, models.build("llama"), Rows("llama"), use_liger_kernel=True).train()
+
+
+@pytest.mark.support("Liger kernels that are not installed", area="Training features", stages=STAGES, refused=True)
+def test_liger_kernels_that_are_not_installed_are_asked_for(tmp_path):
+    run_ranks(_without_liger, 2, str(tmp_path))

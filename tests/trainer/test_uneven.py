@@ -1,0 +1,123 @@
+"""Evaluation where one rank has more batches than the other: plain `Trainer` would wait for ever."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import Rows, make
+from tests.trainer.test_evaluation_ways import AccuracyByBatch, accuracy
+
+
+STAGES = (1, 2, 3)
+# rows of each rank: one has none, and one has more than `per_device_eval_batch_size` says in a batch
+OWN_LOADERS = {"an empty rank": ([5, 0], 2), "an empty first rank": ([0, 3], 2), "large batches": ([7, 2], 3)}
+
+
+def _rotating(case: str, of_every_commit: str):
+    return pytest.param(case, marks=() if case == of_every_commit else pytest.mark.rotating)
+
+
+class OwnLoader(Trainer):
+    """Every rank makes a loader over rows of its own, which accelerate does not see."""
+
+    counts, batch_size = [1, 1], 2
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self._own()
+
+    def get_test_dataloader(self, test_dataset):
+        return self._own()
+
+    def _own(self):
+        rank = self.args.process_index
+        return DataLoader(_rows_of(self.counts)[rank], self.batch_size, collate_fn=self.data_collator)
+
+
+def _rows_of(counts: list[int]) -> list[list[dict]]:
+    rows = Rows("bert", sum(counts), seed=1).rows
+    return [rows[: counts[0]], rows[counts[0] :]]
+
+
+def _wanted(rows: list[dict], model) -> tuple[float, np.ndarray]:
+    """Loss and logits of the model that is not sharded, of each row alone."""
+    with torch.no_grad():
+        outputs = [model(**{key: value[None] for key, value in row.items()}) for row in rows]
+    return float(torch.stack([out.loss for out in outputs]).mean()), torch.cat([out.logits for out in outputs]).numpy()
+
+
+def _compare(make_trainer, rows):
+    loss, logits = _wanted(rows, models.build("bert").eval())
+    order = np.argsort(logits[:, 0])
+    for stage in STAGES:
+        by_batch = stage == 3
+        metric = AccuracyByBatch() if by_batch else accuracy
+        trainer = make_trainer(stage, metric, {"batch_eval_metrics": by_batch, "max_steps": 2})
+        found = trainer.evaluate()
+        assert found["eval_loss"] == pytest.approx(loss, rel=1e-5), f"stage {stage}: {found} and {loss}"
+        assert found["eval_rows"] == len(rows)
+        predicted = trainer.predict(Rows("bert", 9)).predictions
+        assert np.allclose(predicted[np.argsort(predicted[:, 0])], logits[order], rtol=1e-5, atol=1e-6)
+        assert not trainer.accelerator.gradient_state.in_dataloader
+        trainer.train()
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert len(losses) == len(set(losses)) == 2, "an evaluation after each step"
+
+
+def _own_loaders(folder, case):
+    counts, batch_size = OWN_LOADERS[case]
+    mixin_on = type("Mine", (OwnLoader,), {"counts": counts, "batch_size": batch_size})
+
+    def make_trainer(stage, metric, settings):
+        parts = {"compute_metrics": metric, "eval_dataset": Rows("bert", 1)}
+        settings = {"eval_strategy": "steps", "eval_steps": 1, **settings}
+        return make(stage, folder, models.build("bert"), Rows("bert"), mixin_on=mixin_on, parts=parts, **settings)
+
+    _compare(make_trainer, sum(_rows_of(counts), []))
+
+
+@pytest.mark.support("Loaders of one's own, unlike numbers of batches, {case}", area="Evaluation", stages=STAGES)
+@pytest.mark.parametrize("case", [_rotating(case, "an empty first rank") for case in OWN_LOADERS])
+def test_a_rank_without_further_rows_takes_part_until_the_last_batch(tmp_path, case):
+    run_ranks(_own_loaders, 2, str(tmp_path), case, timeout=240)
+
+
+def _stream(shards):
+    for shard in shards:
+        yield from Rows("bert", shard, seed=shard).rows
+
+
+SOURCES = {
+    "even_batches=False": {"even_batches": False},
+    "iterable data in shards of unlike length": {"dispatch_batches": False},
+}
+
+
+def _uneven(folder, source):
+    import datasets
+
+    if source == "even_batches=False":
+        data, rows = Rows("bert", 9, seed=1), Rows("bert", 9, seed=1).rows
+    else:
+        data = datasets.IterableDataset.from_generator(_stream, gen_kwargs={"shards": [5, 2]})
+        rows = [*_stream([5, 2])]
+
+    def make_trainer(stage, metric, settings):
+        parts = {"compute_metrics": metric, "eval_dataset": data}
+        settings = {"eval_strategy": "steps", "eval_steps": 1, "accelerator_config": SOURCES[source], **settings}
+        trainer = make(stage, folder, models.build("bert"), Rows("bert"), parts=parts, **settings)
+        trainer.get_test_dataloader = lambda _data: trainer.get_eval_dataloader()
+        return trainer
+
+    _compare(make_trainer, rows)
+
+
+@pytest.mark.support("{source}", area="Evaluation", stages=STAGES)
+@pytest.mark.parametrize(
+    "source", [_rotating(source, "iterable data in shards of unlike length") for source in SOURCES]
+)
+def test_what_accelerate_leaves_uneven_is_evaluated_row_by_row(tmp_path, source):
+    run_ranks(_uneven, 2, str(tmp_path), source, timeout=240)
