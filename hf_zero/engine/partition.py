@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
+from hf_zero.engine.opaque import can_be_moved
 from hf_zero.engine.source import COMPUTED, fits, source_of
 from hf_zero.errors import UnsupportedError
 
@@ -86,14 +86,14 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
     """Refuses parameters whose bytes are not a dense tensor of their own.
 
     Raises:
-        `UnsupportedError`: for DTensors, uninitialised, sparse or subclassed parameters.
+        `UnsupportedError`: for DTensors, uninitialised, sparse parameters, and subclasses but for frozen dense ones.
     """
     for name, p in model.named_parameters():
-        plain = type(p) is nn.Parameter and type(p.data).__name__ == "Tensor" and p.layout is torch.strided
-        if not plain:
+        if not can_be_moved(p):
+            library = type(p).__module__.partition(".")[0]
             raise UnsupportedError(
-                f"{name}: {type(p).__name__} of {type(p.data).__name__} cannot be sharded; "
-                "load the model without quantization or another sharding library"
+                f"{name}: {type(p).__name__} of {library} cannot be sharded, as its bytes are not one dense, frozen "
+                "tensor; load the model without quantization, with bitsandbytes, or without another sharding library"
             )
         source = source_of(p)
         if source is not None and not fits(p, source):

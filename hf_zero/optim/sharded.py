@@ -86,7 +86,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer.state.clear()
         self.engine = engine
         self.inner = optimizer
-        self._frozen = [p for unit in engine.units for flat in unit.flats if not flat.trainable for p in flat.params]
+        frozen = [flat for unit in engine.units for flat in unit.flats if not flat.trainable]
+        self._frozen = [(info.name, p) for flat in frozen for info, p in zip(flat.infos, flat.params)]
+        self._refuse_unfrozen()
         self._group_names = [[name for name, _ in group] for group in _named_groups(engine, optimizer)]
         self.runs = _make_runs(engine, optimizer)
         self._makes_state_early = makes_state_early
@@ -184,9 +186,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             run.param.grad = grad if grad.dtype is run.param.dtype else grad.to(run.param.dtype)
 
     def _refuse_unfrozen(self) -> None:
-        if any(param.requires_grad for param in self._frozen):
+        unfrozen = next((name for name, param in self._frozen if param.requires_grad), None)
+        if unfrozen is not None:
             raise LifecycleError(
-                "a parameter was unfrozen after the model was sharded; set requires_grad before hf_zero.shard"
+                f"{unfrozen}: was unfrozen after the model was sharded; choose what is trained (requires_grad, or PEFT's "
+                "set_adapter) before, or load the model anew"
             )
 
     def _leave_out_unused(self) -> None:
@@ -392,8 +396,9 @@ def _named_groups(engine: ZeroEngine, optimizer) -> list[list[tuple[str, nn.Para
         for param in group["params"]:
             if id(param) not in names:
                 raise ConfigError(
-                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is no parameter of the model; "
-                    "build the optimizer on model.parameters()"
+                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is none of the parameters that "
+                    "the model had when it was sharded; add adapters before, and build the optimizer on "
+                    "model.parameters()"
                 )
         groups.append([(names[id(param)], param) for param in group["params"]])
     return groups
