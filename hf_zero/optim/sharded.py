@@ -396,9 +396,8 @@ def _named_groups(engine: ZeroEngine, optimizer) -> list[list[tuple[str, nn.Para
         for param in group["params"]:
             if id(param) not in names:
                 raise ConfigError(
-                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is none of the parameters that "
-                    "the model had when it was sharded; add adapters before, and build the optimizer on "
-                    "model.parameters()"
+                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is no parameter of the model as "
+                    "it was sharded; add adapters before, and build the optimizer on model.parameters()"
                 )
         groups.append([(names[id(param)], param) for param in group["params"]])
     return groups
