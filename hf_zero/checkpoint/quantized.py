@@ -1,4 +1,4 @@
-"""Quantized weights: which quantizer a checkpoint or a model has, refused early where its weights cannot be sharded."""
+"""Quantized weights: which quantizer a checkpoint or model has, refused early where its weights cannot be sharded."""
 
 import os
 from collections.abc import Mapping

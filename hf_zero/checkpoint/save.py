@@ -124,8 +124,8 @@ def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:
     for name, param in model.named_parameters():
         if is_opaque(param) and name in saved:
             raise CheckpointError(
-                f"{name}: quantized weights ({type(param).__name__}) are bytes without meaning to who loads them; save "
-                "the trained parameters alone, by `keys` or as an adapter"
+                f"{name}: quantized weights ({type(param).__name__}) mean nothing without their quantizer's state; "
+                "save the trained parameters alone, by `keys` or as an adapter"
             )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from hf_zero.engine.access import unit_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, NamedShard
 from hf_zero.engine.gradient import Gradient
@@ -89,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         frozen = [flat for unit in engine.units for flat in unit.flats if not flat.trainable]
         self._frozen = [(info.name, p) for flat in frozen for info, p in zip(flat.infos, flat.params)]
         self._refuse_unfrozen()
+        _refuse_added(engine.model)
         self._group_names = [[name for name, _ in group] for group in _named_groups(engine, optimizer)]
         self.runs = _make_runs(engine, optimizer)
         self._makes_state_early = makes_state_early
@@ -189,8 +191,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         unfrozen = next((name for name, param in self._frozen if param.requires_grad), None)
         if unfrozen is not None:
             raise LifecycleError(
-                f"{unfrozen}: was unfrozen after the model was sharded; choose what is trained (requires_grad, or PEFT's "
-                "set_adapter) before, or load the model anew"
+                f"{unfrozen}: was unfrozen after the model was sharded; choose what is trained (requires_grad, or "
+                "PEFT's set_adapter) before, or load the model anew"
             )
 
     def _leave_out_unused(self) -> None:
@@ -388,6 +390,15 @@ def _refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.state)
 
 
+def _refuse_added(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.requires_grad and unit_of(param) is None:
+            raise LifecycleError(
+                f"{name}: was added after the model was sharded; add what is to be trained (an adapter, a head) "
+                "before, or load the model anew"
+            )
+
+
 def _named_groups(engine: ZeroEngine, optimizer) -> list[list[tuple[str, nn.Parameter]]]:
     """Each group's parameters with their names."""
     names = {id(p): info.name for unit in engine.units for f in unit.flats for info, p in zip(f.infos, f.params)}
@@ -396,8 +407,8 @@ def _named_groups(engine: ZeroEngine, optimizer) -> list[list[tuple[str, nn.Para
         for param in group["params"]:
             if id(param) not in names:
                 raise ConfigError(
-                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is no parameter of the model as "
-                    "it was sharded; add adapters before, and build the optimizer on model.parameters()"
+                    f"optimizer group {index}: a tensor of shape {tuple(param.shape)} is no parameter of the model; "
+                    "build the optimizer on model.parameters()"
                 )
         groups.append([(names[id(param)], param) for param in group["params"]])
     return groups

@@ -119,8 +119,8 @@ def adapter_keys(model: nn.Module, adapter: str) -> dict[str, str]:
     strange = [key for key, tensor in kept.items() if id(tensor) not in name_of]
     if strange and not model.peft_config[adapter].is_prompt_learning:
         raise UnsupportedError(
-            f"adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}): {strange[0]} in its file is none of the "
-            "model's parameters or buffers, and would not be resumed from; use another type, such as LoRA"
+            f"adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}): {strange[0]} in its file is none of "
+            "the model's parameters or buffers, and would not be resumed from; use another type, such as LoRA"
         )
     return {name_of[id(tensor)]: key for key, tensor in kept.items() if key not in strange}
 

@@ -47,7 +47,7 @@ class Saver:
             engine (`ZeroEngine`): the model.
             optimizer (`ShardedOptimizer`, *optional*): `None` to save the model alone.
             folder (`str`): the checkpoint.
-            weights (`Weights`, *optional*): to be written by all ranks; `None` where the caller writes into the folder.
+            weights (`Weights`, *optional*): to be written by all ranks, beside what the caller puts into the folder.
             facts: for the manifest.
         """
         self._current = Checkpoint.begin(

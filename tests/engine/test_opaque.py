@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 
 
 class Codes(nn.Parameter):
-    """Weights in one byte each, with their scale; `codes` is the data again, as bitsandbytes' 8-bit weights have it."""
+    """Weights in one byte each, with their scale; `codes` is the data again, as in bitsandbytes' 8 bits."""
 
     def __new__(cls, codes: Tensor, scale: Tensor):
         self = torch.Tensor._make_subclass(cls, codes, False)

@@ -30,7 +30,14 @@ class TaskRows(Rows):
 
 
 def check_adapter(
-    folder: str, base: str, adapt: Callable[[nn.Module], nn.Module], *, data=None, all_used=True, loads=True, **settings
+    folder: str,
+    base: str,
+    adapt: Callable[[nn.Module], nn.Module],
+    *,
+    data=None,
+    all_used: bool = True,
+    loads: bool = True,
+    **settings,
 ) -> None:
     """To be run on 2 ranks.
 
@@ -71,7 +78,7 @@ def check_adapter(
 
 
 def assert_memory(trainer, stage: int, all_used: bool = True) -> None:
-    """Gradients and optimizer state are those of what is trained, and of nothing else: on two ranks, half of Adam's two
+    """Gradients and optimizer state are those of what is trained, and of nothing else: this rank's part of Adam's two
     fp32 moments, and a gradient that is whole at stage 1 and given back after the step beyond. Padding is extra: each
     buffer ends at a multiple of 32 elements, and each parameter at one of 16."""
     engine, report = trainer.zero_engine, trainer.memory_report()
