@@ -79,11 +79,12 @@ def shard_with(
         return engine
     if any(unit_of(p) is not None for p in model.parameters()):
         raise LifecycleError("a part of the model, or a model that holds it, is sharded already; shard the whole once")
-    refuse_what_cannot_be_sharded(model)
     if device is None:
         device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    device = torch.device(device)
+    refuse_what_cannot_be_sharded(model, device)
     comm = connect(
-        torch.device(device),
+        device,
         group=group,
         timeout_seconds=config.timeout_seconds,
         bucket_nbytes=config.bucket_nbytes,

@@ -22,6 +22,11 @@ def can_be_moved(param: nn.Parameter) -> bool:
     return not is_opaque(param) or (not param.requires_grad and param.is_contiguous())
 
 
+def is_reordered(param: nn.Parameter) -> bool:
+    """Whether bitsandbytes has reordered 4-bit weights for the CPU, after which they give no gradients (0.50)."""
+    return getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False)
+
+
 class Companions:
     """Tensors that an opaque parameter carries as attributes. Its layer may take them away when it is first used, so
     they are put back whenever the data is; those that are the data itself follow it.
@@ -47,10 +52,10 @@ def companions_of(params: list[nn.Parameter]) -> list[Companions]:
 
 
 def unpack_layers(model: nn.Module) -> None:
-    """Makes bitsandbytes' layers as they were before their first use, and keeps them from repacking their weights.
+    """Makes bitsandbytes' layers as they were before their first use, and keeps them from reordering their weights.
 
-    The 8-bit layer takes the bytes out of its parameter; the 4-bit layer, on CPUs with AVX512-BF16, reorders them for
-    good in its first evaluation, after which the base gives no gradients (bitsandbytes 0.50).
+    The 8-bit layer takes the bytes out of its parameter; the 4-bit layer, on CPUs with AVX512-BF16, reorders them in
+    its first evaluation, see `is_reordered`.
     """
     for module in model.modules():
         if not type(module).__module__.startswith("bitsandbytes."):

@@ -32,7 +32,7 @@ def refuse_adapters(model: nn.Module) -> None:
         `UnsupportedError`: for adapters whose file holds something else than parameters, buffers and learned prompts.
     """
     for adapter in model.peft_config:
-        adapter_keys(model, adapter)
+        adapter_keys(model, adapter, save_embedding_layers=False)  # which is looked up on the Hub otherwise
 
 
 def save_adapters(engine: ZeroEngine, folder: str) -> None:
@@ -101,11 +101,16 @@ def load_adapters(engine: ZeroEngine, folder: str) -> None:
         load_weights(engine, own, weights_name=ADAPTER_WEIGHTS_NAME, keys=keys)
 
 
-def adapter_keys(model: nn.Module, adapter: str) -> dict[str, str]:
+def adapter_keys(model: nn.Module, adapter: str, **settings) -> dict[str, str]:
     """The parameters and buffers of one adapter, and their names in its file. All ranks call it.
 
     PEFT knows: it is given empty tensors in place of the parameters, and hands out those that belong to the adapter.
     A tied parameter may be there under several of its names. Learned prompts, which are computed, are left out.
+
+    Args:
+        model (`nn.Module`): of PEFT.
+        adapter (`str`): its name.
+        settings: for PEFT.
 
     Raises:
         `UnsupportedError`: for adapters whose file holds something else than parameters.
@@ -115,7 +120,7 @@ def adapter_keys(model: nn.Module, adapter: str) -> dict[str, str]:
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors(model)}
     name_of = {id(tensor): name for name, tensor in empty.items()}
     with gathered(_read_by_peft(model)), torch.no_grad():
-        kept = get_peft_model_state_dict(model, state_dict=empty, adapter_name=adapter)
+        kept = get_peft_model_state_dict(model, state_dict=empty, adapter_name=adapter, **settings)
     strange = [key for key, tensor in kept.items() if id(tensor) not in name_of]
     if strange and not model.peft_config[adapter].is_prompt_learning:
         raise UnsupportedError(

@@ -85,7 +85,7 @@ class ZeroTrainerMixin(PushMixin):
             settings = getattr(args, "model_init_kwargs", None) or {}
             model = load_pretrained(pretrained_class(model, **settings), model, **settings)
         if isinstance(model, nn.Module):
-            _refuse_model(model, args.zero_stage)
+            _refuse_model(model, args)
         _refuse_optimizers(**{key: kwargs[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in kwargs})
         super().__init__(model, args, *pargs, **kwargs)
         if is_adapter_model(self.model):
@@ -341,14 +341,14 @@ class ZeroTrainerMixin(PushMixin):
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
 
 
-def _refuse_model(model: nn.Module, stage: int) -> None:
+def _refuse_model(model: nn.Module, args: ZeroArgumentsMixin) -> None:
     """Refuses a loaded model that cannot be sharded before anything is done with it."""
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ConfigError("model: was loaded with device_map, which spreads it over devices; load it without")
-    if stage == 3:
+    if args.zero_stage == 3:
         refuse_quantized_model(model)
     if engine_of(model) is None:
-        refuse_what_cannot_be_sharded(model)
+        refuse_what_cannot_be_sharded(model, args.device)
 
 
 def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -> None:

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 import hf_zero
 from hf_zero.checkpoint import save_pretrained
 from hf_zero.engine.opaque import can_be_moved
-from hf_zero.errors import CheckpointError
+from hf_zero.engine.partition import refuse_what_cannot_be_sharded
+from hf_zero.errors import CheckpointError, UnsupportedError
 from tests import training
 from tests.distributed import run_ranks
 
@@ -100,6 +101,13 @@ def _computes_in_bf16():
 
 def test_codes_are_never_cast_and_never_saved_without_what_they_mean():
     run_ranks(_computes_in_bf16, 2)
+
+
+def test_codes_stay_on_their_device():
+    model = Coded(torch.int8)
+    refuse_what_cannot_be_sharded(model, torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=r"blocks.0.weight: Codes is on cpu, .* to cuda:0; load the model on"):
+        refuse_what_cannot_be_sharded(model, torch.device("cuda", 0))
 
 
 def test_only_frozen_dense_subclasses_can_be_moved():

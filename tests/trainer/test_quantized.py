@@ -153,6 +153,16 @@ def test_a_base_that_was_prepared_with_checkpointing_and_used_trains_as_under_tr
     run_ranks(_prepares_for_kbit_training, 2, base, kind, timeout=240)
 
 
+@pytest.mark.support("4-bit base that was evaluated before, on a CPU with AVX512-BF16", area="Adapters", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_that_are_reordered_for_the_cpu_are_refused(base, stage):
+    model = _with_adapter(_quantized(base, "4 bits"))
+    name, weight = next((name, p) for name, p in model.named_parameters() if is_opaque(p))
+    weight.quant_state.packing_format_for_cpu = True  # as the first evaluation leaves it on such a CPU
+    with pytest.raises(UnsupportedError, match=f"{name}: bitsandbytes has reordered it .* load the model anew"):
+        hf_zero.ZeroTrainer(model=model, args=_arguments(base, stage))
+
+
 def _arguments(folder, stage):
     return hf_zero.ZeroTrainingArguments(output_dir=str(folder), use_cpu=True, zero_stage=stage, report_to=[])
 
