@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint.quantized import checkpoint_quantizer
 from hf_zero.checkpoint.unread import leaving_weights_in_files
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles
 from hf_zero.engine.source import source_of
@@ -32,7 +33,7 @@ def load_pretrained(
     the whole model. Until then it can be changed (PEFT, `requires_grad_`, gradient checkpointing) but not run or
     moved; `hf_zero.materialize` reads it whole. A new head is initialised as by `from_pretrained`, by rank 0 for all.
 
-    Quantized and GGUF checkpoints, and adapters with their base, are loaded whole.
+    Checkpoints of bitsandbytes and GGUF, and adapters with their base, are loaded whole.
 
     Args:
         auto_class (`type`): such as `AutoModelForCausalLM`, or a model class.
@@ -48,12 +49,15 @@ def load_pretrained(
         `CheckpointError`: no such folder, no config or weights in it, a truncated or damaged file, weights of the base
             model missing or of other shapes, or a Hub name that cannot be resolved.
         `ConfigError`: arguments that place parameters otherwise than by sharding.
+        `UnsupportedError`: a quantizer whose weights cannot be sharded.
     """
     refuse_placing("load_pretrained", kwargs)
     name_or_folder = resolve(name_or_folder, **kwargs)
     folder = Path(name_or_folder)
     is_adapter = (folder / kwargs.get("subfolder", "") / "adapter_config.json").exists()
-    if is_adapter or any(kwargs.get(name) is not None for name in _WHOLE):
+    where = {name: kwargs[name] for name in _LOCATING if name in kwargs}
+    quantizer = checkpoint_quantizer(name_or_folder, where, kwargs.get("quantization_config"))
+    if is_adapter or quantizer is not None or any(kwargs.get(name) is not None for name in _WHOLE):
         return _from_pretrained(auto_class, str(name_or_folder), kwargs)
     with leaving_weights_in_files(allow_missing):
         loaded = _from_pretrained(auto_class, str(name_or_folder), kwargs)

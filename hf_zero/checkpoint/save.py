@@ -17,6 +17,7 @@ from hf_zero.checkpoint.staging import Part, Staged, connected, remove_replaced,
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
+from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError
 
 
@@ -103,6 +104,7 @@ def plan_weights(
     tensors = saved_tensors(model, engine.param_infos())
     if keys is not None:
         tensors = renamed(tensors, keys)
+    _refuse_opaque(model, tensors)
     content = file_tensors(None if keys is not None else model, tensors)
     files = WeightFiles.plan(
         (written.entry for written in content), max_shard_size=max_shard_size, weights_name=weights_name
@@ -115,6 +117,16 @@ def plan_weights(
         (write_beside or (lambda path: _write_configs(model, tensors, path)))(staged)
 
     return Weights(Part(files, lambda: _pieces(engine, tensors, content, _computed(engine, content))), beside)
+
+
+def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:
+    saved = {tensor.name for tensor in tensors}
+    for name, param in model.named_parameters():
+        if is_opaque(param) and name in saved:
+            raise CheckpointError(
+                f"{name}: quantized weights ({type(param).__name__}) mean nothing without their quantizer's state; "
+                "save the trained parameters alone, by `keys` or as an adapter"
+            )
 
 
 def _pieces(

@@ -65,17 +65,19 @@ def saved_tensors(model: nn.Module, parameters: Sequence[Parameter]) -> list[Sav
             tensors.append(SavedTensor(info.name, key, aliases, info.save_dtype, tuple(info.shape)))
         else:
             tensors.append(SavedTensor(key, key, aliases, tensor.dtype, tuple(tensor.shape), tensor.detach()))
-    position = {name: index for index, (name, _) in enumerate(_named_tensors(model))}
+    position = {name: index for index, (name, _) in enumerate(named_tensors(model))}
     return sorted(tensors, key=lambda saved: position[saved.key])
 
 
 def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[SavedTensor]:
-    """Only the tensors whose name is in `keys`, under the key given there."""
-    return [
-        SavedTensor(saved.name, keys[saved.name], saved.aliases, saved.dtype, saved.shape, saved.buffer)
-        for saved in tensors
-        if saved.name in keys
-    ]
+    """Only the tensors of which a name is in `keys`, under the key given there; further ones are aliases."""
+    chosen = []
+    for saved in tensors:
+        given = [keys[name] for name in dict.fromkeys((saved.name, *saved.aliases)) if name in keys]
+        if given:
+            aliases = (*saved.aliases, *given[1:])
+            chosen.append(SavedTensor(saved.name, given[0], aliases, saved.dtype, saved.shape, saved.buffer))
+    return chosen
 
 
 def shortened(names: Collection[str], limit: int = 5) -> str:
@@ -87,13 +89,13 @@ def shortened(names: Collection[str], limit: int = 5) -> str:
 def _tensors_with_aliases(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     return [(tuple(names[identity]), tensor) for identity, tensor in tensors.items()]
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers under all their names, in the order of the state dict."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = "." if prefix else ""

@@ -15,6 +15,7 @@ from hf_zero.engine.apart import Apart
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import Gradient, GradientSlots
+from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.placeholder import Placeholders
@@ -80,11 +81,12 @@ def shard_with(
         return engine
     if any(unit_of(p) is not None for p in model.parameters()):
         raise LifecycleError("a part of the model, or a model that holds it, is sharded already; shard the whole once")
-    refuse_what_cannot_be_sharded(model)
     if device is None:
         device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    device = torch.device(device)
+    refuse_what_cannot_be_sharded(model, device)
     comm = connect(
-        torch.device(device),
+        device,
         group=group,
         timeout_seconds=config.timeout_seconds,
         bucket_nbytes=config.bucket_nbytes,
@@ -100,6 +102,7 @@ def engine_of(model: nn.Module) -> ZeroEngine | None:
 
 def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
     """Makes the engine of a model, unit by unit, freeing each unit's former memory before the next is taken."""
+    unpack_layers(model)
     parts = partition(model)
     specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
     pattern = _keep_in_fp32(model)
@@ -150,8 +153,8 @@ def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str
     that weight decay, which by custom spares vectors, divides the buffer in two."""
     groups: dict[tuple, list] = {}
     for name, p in sorted(spec.params.items(), key=lambda item: item[1].dim() < 2):
-        casts = compute_dtype is not None and p.is_floating_point() and not keep_in_fp32(name)
-        dtype = compute_dtype if casts else p.dtype
+        stays = is_opaque(p) or not p.is_floating_point() or keep_in_fp32(name)
+        dtype = p.dtype if compute_dtype is None or stays else compute_dtype
         groups.setdefault((dtype, p.requires_grad), []).append((name, p, dtype))
     return list(groups.values())
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Comm, Pending
 from hf_zero.config import Residency, StagePlan
+from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.source import give_data, source_of
 from hf_zero.shard.layout import Layout
@@ -91,6 +92,7 @@ class Flat:
         self.cast: torch.dtype | None = None  # in which the parameters are shown; None: as they are
         self.is_read = [source_of(p) is not None for p in params]  # which parameters come out of files
         self._home_dtypes = [p.dtype for p in params]
+        self._companions = companions_of(params)
 
     @property
     def slot_part(self) -> tuple[int, torch.dtype]:
@@ -213,12 +215,16 @@ class Flat:
         return self.comm.gather(self.full, own, what=what)
 
     def attach(self) -> None:
-        for p, view in zip(self.params, self.views):
-            p.data = view if self.cast is None else view.to(self.cast)
+        self._put(self.views if self.cast is None else [view.to(self.cast) for view in self.views])
 
     def detach(self) -> None:
-        for p, placeholder in zip(self.params, self.placeholders):
-            p.data = placeholder
+        self._put(self.placeholders)
+
+    def _put(self, values: list[Tensor]) -> None:
+        for p, value in zip(self.params, values):
+            p.data = value
+        for companions in self._companions:
+            companions.follow()
 
     def refresh(self) -> None:
         """Writes the compute copy of the range that the master covers."""
@@ -226,7 +232,12 @@ class Flat:
             self.full[slice(*self.held)].copy_(self.master)
 
     def take_back(self) -> None:
-        """Makes rank 0's whole values everyone's: the master follows what was written to the parameters."""
+        """Makes rank 0's whole values everyone's: the master follows what was written to the parameters, or assigned
+        to their `data`."""
+        for p, view in zip(self.params, self.views):
+            if p.data_ptr() != view.data_ptr():
+                view.copy_(p.data)
+        self.attach()
         self.comm.broadcast_(self.full)
         self.comm.fence()
         if self.is_sharded or self.has_master:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_zero.engine.opaque import can_be_moved, is_opaque, is_reordered
 from hf_zero.engine.source import COMPUTED, fits, source_of
 from hf_zero.errors import UnsupportedError
 
@@ -82,18 +83,32 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters()}
 
 
-def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
+def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None = None) -> None:
     """Refuses parameters whose bytes are not a dense tensor of their own.
 
+    Args:
+        model (`nn.Module`): not yet sharded.
+        device (`torch.device`, *optional*): where it is to be trained, if that is known.
+
     Raises:
-        `UnsupportedError`: for DTensors, uninitialised, sparse or subclassed parameters.
+        `UnsupportedError`: for DTensors, uninitialised, sparse parameters, and subclasses but for frozen dense ones.
     """
     for name, p in model.named_parameters():
-        plain = type(p) is nn.Parameter and type(p.data).__name__ == "Tensor" and p.layout is torch.strided
-        if not plain:
+        if not can_be_moved(p):
+            library = type(p).__module__.partition(".")[0]
             raise UnsupportedError(
-                f"{name}: {type(p).__name__} of {type(p.data).__name__} cannot be sharded; "
-                "load the model without quantization or another sharding library"
+                f"{name}: {type(p).__name__} of {library} cannot be sharded, as its bytes are not one dense, frozen "
+                "tensor; load the model without quantization, with bitsandbytes, or without another sharding library"
+            )
+        if is_reordered(p):
+            raise UnsupportedError(
+                f"{name}: bitsandbytes has reordered it for this CPU when it was evaluated, after which it gives "
+                "no gradients; load the model anew, and evaluate it with the trainer"
+            )
+        if is_opaque(p) and device is not None and not _is_on(p, device):
+            raise UnsupportedError(
+                f"{name}: {type(p).__name__} is on {p.device}, and its scales do not follow it to {device}; "
+                "load the model on the device that trains it"
             )
         source = source_of(p)
         if source is not None and not fits(p, source):
@@ -102,6 +117,10 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"{name}: has no data (meta device) and no file to read it from; load or initialise the model first"
             )
+
+
+def _is_on(param: nn.Parameter, device: torch.device) -> bool:
+    return param.device.type == device.type and (device.index is None or param.device.index == device.index)
 
 
 def _no_split_names(model: nn.Module) -> set[str]:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hf_zero.engine.access import unit_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
 from hf_zero.errors import LifecycleError
@@ -53,7 +54,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grains = [grain_of(inner) for inner in self._inners for _ in inner.param_groups]
         self._make_state_early = [inner for inner in self._inners if _refuse_stepped(inner)]
         optimizer.state.clear()
-        self._frozen = [p for unit in engine.units for flat in unit.flats if not flat.trainable for p in flat.params]
+        frozen = [flat for unit in engine.units for flat in unit.flats if not flat.trainable]
+        self._frozen = [(info.name, p) for flat in frozen for info, p in zip(flat.infos, flat.params)]
+        self._refuse_unfrozen()
+        _refuse_added(engine.model)
         self._group_names = named_groups(engine, optimizer)
         shares = make_shares(engine, optimizer, grains)
         self.runs = make_runs(engine, optimizer, grains, shares)
@@ -197,9 +201,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             run.param.grad = grad if grad.dtype is run.param.dtype else grad.to(run.param.dtype)
 
     def _refuse_unfrozen(self) -> None:
-        if any(param.requires_grad for param in self._frozen):
+        unfrozen = next((name for name, param in self._frozen if param.requires_grad), None)
+        if unfrozen is not None:
             raise LifecycleError(
-                "a parameter was unfrozen after the model was sharded; set requires_grad before hf_zero.shard"
+                f"{unfrozen}: was unfrozen after the model was sharded; choose what is trained (requires_grad, or "
+                "PEFT's set_adapter) before, or load the model anew"
             )
 
     def _leave_out_unused(self) -> None:
@@ -383,3 +389,12 @@ def _refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:
             f"{type(optimizer).__name__}: has stepped on whole parameters already; give a fresh optimizer"
         )
     return bool(states)
+
+
+def _refuse_added(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.requires_grad and unit_of(param) is None:
+            raise LifecycleError(
+                f"{name}: was added after the model was sharded; add what is to be trained (an adapter, a head) "
+                "before, or load the model anew"
+            )

@@ -1,20 +1,38 @@
 """PEFT adapters: few parameters beside a frozen model, saved whole by rank 0, read back in ranges by every rank."""
 
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint import load_weights
+from hf_zero.checkpoint import load_weights, plan_weights
 from hf_zero.checkpoint.agreement import on_first, together
+from hf_zero.checkpoint.save import Weights
+from hf_zero.checkpoint.tensor_names import named_tensors
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.engine import ZeroEngine, gathered
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import CheckpointError, UnsupportedError
+
+
+# Beside an adapter whose file holds learned prompts: the parameters that they are computed from, to go on training.
+PROMPTS_NAME = "prompt_parameters.safetensors"
+PROMPTS_KEY = "prompt_embeddings"  # of PEFT
 
 
 def is_adapter_model(model: nn.Module) -> bool:
     """Whether a model is a PEFT model. PEFT is imported only by those who use it."""
     return any(cls.__module__.startswith("peft.") for cls in type(model).__mro__)
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuses, before it is trained, what could not be saved.
+
+    Raises:
+        `UnsupportedError`: for adapters whose file holds something else than parameters, buffers and learned prompts.
+    """
+    for adapter in model.peft_config:
+        adapter_keys(model, adapter, save_embedding_layers=False)  # which is looked up on the Hub otherwise
 
 
 def save_adapters(engine: ZeroEngine, folder: str) -> None:
@@ -24,18 +42,34 @@ def save_adapters(engine: ZeroEngine, folder: str) -> None:
         engine (`ZeroEngine`): of the PEFT model.
         folder (`str`): where to write.
     """
-    wanted = {name for adapter in engine.model.peft_config for name in adapter_keys(engine.model, adapter)}
+    model = engine.model
+    wanted = {name for adapter in model.peft_config for name in adapter_keys(model, adapter)}
+    names: dict[int, list[str]] = {}
     state: dict[str, Tensor] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(id(tensor), []).extend([name] if name in wanted else [])
+        if name in wanted and not isinstance(tensor, nn.Parameter):
+            state[name] = tensor
     for unit in engine.units:
-        pairs = [pair for flat in unit.flats for pair in zip(flat.infos, flat.params, strict=True)]
-        held = [(info.name, p) for info, p in pairs if info.name in wanted]
+        held = [p for flat in unit.flats for p in flat.params if names[id(p)]]
         if held:
-            with gathered([p for _, p in held]):
+            with gathered(held):
                 if engine.comm.rank == 0:
-                    state.update({name: p.detach().cpu().clone() for name, p in held})
-    write = on_first(engine.comm, lambda: engine.model.save_pretrained(folder, state_dict=state))
-    with gathered(_module_copies(engine.model)):
+                    state.update({name: p.detach().cpu().clone() for p in held for name in names[id(p)]})
+    write = on_first(engine.comm, torch.no_grad()(lambda: model.save_pretrained(folder, state_dict=state)))
+    with gathered(_read_by_peft(model)):
         together(engine.comm, f"saving adapters to {folder}", write)
+
+
+def plan_prompts(engine: ZeroEngine) -> Weights | None:
+    """What has to be saved of a PEFT model beside its adapters: the parameters of learned prompts, which PEFT's own
+    file has no place for. All ranks call it.
+
+    Args:
+        engine (`ZeroEngine`): of the PEFT model.
+    """
+    keys = _prompt_keys(engine.model)
+    return plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys, write_beside=lambda _: None) if keys else None
 
 
 def load_adapters(engine: ZeroEngine, folder: str) -> None:
@@ -48,39 +82,74 @@ def load_adapters(engine: ZeroEngine, folder: str) -> None:
     Raises:
         `CheckpointError`: an adapter is missing, damaged, or of other shapes.
     """
-    for adapter in engine.model.peft_config:
+    model = engine.model
+    prompts = _prompt_keys(model)
+    if prompts and os.path.isfile(os.path.join(folder, PROMPTS_NAME)):
+        load_weights(engine, folder, weights_name=PROMPTS_NAME, keys=prompts)
+        return
+    for adapter in model.peft_config:
         own = folder if adapter == "default" else os.path.join(folder, adapter)
-        load_weights(engine, own, weights_name=ADAPTER_WEIGHTS_NAME, keys=adapter_keys(engine.model, adapter))
+        keys = adapter_keys(model, adapter)
+        if model.peft_config[adapter].is_prompt_learning:
+            (name, _), *others = _prompt_parameters(model, adapter)
+            if others:
+                raise CheckpointError(
+                    f"{own}: holds the prompts of adapter {adapter!r} but not {name} and others, from which they are "
+                    f"computed ({PROMPTS_NAME}); resume from a checkpoint of this trainer"
+                )
+            keys[name] = PROMPTS_KEY
+        load_weights(engine, own, weights_name=ADAPTER_WEIGHTS_NAME, keys=keys)
 
 
-def adapter_keys(model: nn.Module, adapter: str) -> dict[str, str]:
-    """The parameters of one adapter, and their names in its file. All ranks call it.
+def adapter_keys(model: nn.Module, adapter: str, **settings) -> dict[str, str]:
+    """The parameters and buffers of one adapter, and their names in its file. All ranks call it.
 
     PEFT knows: it is given empty tensors in place of the parameters, and hands out those that belong to the adapter.
+    A tied parameter may be there under several of its names. Learned prompts, which are computed, are left out.
+
+    Args:
+        model (`nn.Module`): of PEFT.
+        adapter (`str`): its name.
+        settings: for PEFT.
 
     Raises:
-        `UnsupportedError`: for adapters whose file holds something else than parameters, such as learned prompts.
+        `UnsupportedError`: for adapters whose file holds something else than parameters.
     """
     from peft import get_peft_model_state_dict
 
-    if model.peft_config[adapter].is_prompt_learning:
-        raise UnsupportedError(
-            f"adapter {adapter!r} ({model.peft_config[adapter].peft_type}): its file holds prompts computed from its "
-            "parameters; use an adapter of weights, such as LoRA"
-        )
-    empty = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors(model)}
     name_of = {id(tensor): name for name, tensor in empty.items()}
-    with gathered(_module_copies(model)):
-        kept = get_peft_model_state_dict(model, state_dict=empty, adapter_name=adapter)
+    with gathered(_read_by_peft(model)), torch.no_grad():
+        kept = get_peft_model_state_dict(model, state_dict=empty, adapter_name=adapter, **settings)
     strange = [key for key, tensor in kept.items() if id(tensor) not in name_of]
-    if strange:
-        raise UnsupportedError(f"adapter {adapter!r}: {strange[0]} in its file is none of the model's parameters")
-    return {name_of[id(tensor)]: key for key, tensor in kept.items()}
+    if strange and not model.peft_config[adapter].is_prompt_learning:
+        raise UnsupportedError(
+            f"adapter {adapter!r} ({model.peft_config[adapter].peft_type.value}): {strange[0]} in its file is none of "
+            "the model's parameters or buffers, and would not be resumed from; use another type, such as LoRA"
+        )
+    return {name_of[id(tensor)]: key for key, tensor in kept.items() if key not in strange}
 
 
-def _module_copies(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the modules that PEFT trains as whole copies (`modules_to_save`), whose state dicts it reads."""
+def _prompt_keys(model: nn.Module) -> dict[str, str]:
+    """The parameters of all adapters with learned prompts, under their own names. All ranks call it."""
+    names: list[str] = []
+    for adapter, config in model.peft_config.items():
+        if config.is_prompt_learning:
+            names += [name for name, _ in _prompt_parameters(model, adapter)]
+            names += adapter_keys(model, adapter)
+    return {name: name for name in names}
+
+
+def _prompt_parameters(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
+    prefix = f"prompt_encoder.{adapter}"
+    return model.prompt_encoder[adapter].named_parameters(prefix=prefix)
+
+
+def _read_by_peft(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that PEFT looks at itself: of modules that it trains as whole copies (`modules_to_save`), whose state
+    dicts it reads, and of those that compute prompts."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    copies = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
-    return [p for module in copies for p in module.parameters()]
+    read = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    read += [model.prompt_encoder] if hasattr(model, "prompt_encoder") else []
+    return [p for module in read for p in module.parameters()]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import rotate_checkpoints
 
-from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state, plan_weights
+from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state
+from hf_zero.checkpoint.save import Weights
 from hf_zero.engine import ZeroEngine
 from hf_zero.optim import ShardedOptimizer
 
@@ -38,7 +39,7 @@ class Saver:
         return self._current is not None
 
     def begin(
-        self, engine: ZeroEngine, optimizer: ShardedOptimizer | None, folder: str, *, with_weights: bool, **facts
+        self, engine: ZeroEngine, optimizer: ShardedOptimizer | None, folder: str, *, weights: Weights | None, **facts
     ) -> Checkpoint:
         """Checks the space for a checkpoint and makes its temporary folder. Collective.
 
@@ -46,13 +47,13 @@ class Saver:
             engine (`ZeroEngine`): the model.
             optimizer (`ShardedOptimizer`, *optional*): `None` to save the model alone.
             folder (`str`): the checkpoint.
-            with_weights (`bool`): `False` where the caller writes them into the folder.
+            weights (`Weights`, *optional*): to be written by all ranks, beside what the caller puts into the folder.
             facts: for the manifest.
         """
         self._current = Checkpoint.begin(
             engine,
             folder,
-            weights=plan_weights(engine) if with_weights else None,
+            weights=weights,
             state=plan_state(engine, optimizer, **facts) if optimizer is not None else None,
         )
         return self._current

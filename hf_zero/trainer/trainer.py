@@ -19,6 +19,7 @@ from hf_zero.checkpoint import (
     load_pretrained,
     load_state,
     load_weights,
+    plan_weights,
     pretrained_class,
     save_pretrained,
     save_state,
@@ -26,13 +27,15 @@ from hf_zero.checkpoint import (
 from hf_zero.checkpoint.agreement import on_first, reraise, together
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
 from hf_zero.checkpoint.manifest import STATE_FOLDER
+from hf_zero.checkpoint.quantized import refuse_quantized_model
 from hf_zero.checkpoint.staging import restore_replaced
 from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim import ShardedOptimizer, grain_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.accelerator import ZeroAccelerator
-from hf_zero.trainer.adapters import is_adapter_model, load_adapters, save_adapters
+from hf_zero.trainer.adapters import is_adapter_model, load_adapters, plan_prompts, refuse_adapters, save_adapters
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub import PushMixin
@@ -86,12 +89,12 @@ class ZeroTrainerMixin(PushMixin):
         if isinstance(model, (str, os.PathLike)):
             given["model"] = self._model_of(model, settings)
         for name in ("model", "ref_model"):
-            if getattr(given.get(name), "hf_device_map", None):
-                raise ConfigError(
-                    f"{name}: was loaded with device_map, which spreads it over devices; load it without"
-                )
+            if isinstance(given.get(name), nn.Module):
+                _refuse_model(name, given[name], settings)
         _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
         super().__init__(**given)
+        if is_adapter_model(self.model):
+            refuse_adapters(self.model)
 
         self._stop_on_signal = StopOnSignal(self)
         self.add_callback(self._stop_on_signal)
@@ -237,7 +240,7 @@ class ZeroTrainerMixin(PushMixin):
             self.zero_engine,
             None if self.args.save_only_model else self._zero_optimizer,
             folder,
-            with_weights=not is_adapter_model(self.model),
+            weights=(plan_prompts if is_adapter_model(self.model) else plan_weights)(self.zero_engine),
             **({} if self.args.save_only_model else self._facts()),
         )
         failure: BaseException | None = None
@@ -390,6 +393,16 @@ def _by_name(cls: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     if len(args) > len(names):
         raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, {len(args)} were given")
     return {**dict(zip(names, args)), **kwargs}
+
+
+def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin) -> None:
+    """Refuses a loaded model that cannot be sharded before anything is done with it."""
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise ConfigError(f"{name}: was loaded with device_map, which spreads it over devices; load it without")
+    if args.zero_stage == 3:
+        refuse_quantized_model(model)
+    if engine_of(model) is None:
+        refuse_what_cannot_be_sharded(model, args.device)
 
 
 def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -> None:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from transformers import Trainer
 
 import hf_zero
 from hf_zero.checkpoint import Manifest
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, LifecycleError
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import (
@@ -29,8 +30,8 @@ def _lora(name: str = "llama", **settings):
     from peft import LoraConfig, get_peft_model
 
     base = models.build(name)
-    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **settings)
-    return get_peft_model(base, config)
+    settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings}
+    return get_peft_model(base, LoraConfig(r=3, lora_alpha=6, **settings))
 
 
 def _trains(folder):
@@ -84,24 +85,137 @@ def _refuses_damage(folder, stage):
         train(stage, folder, "llama", model=model, resume=f"{folder}/checkpoint-4", learning_rate=1e-2)
 
 
-def _two_adapters(folder):
-    from peft import LoraConfig, PeftModel
+def _several(trained):
+    """A model with two adapters, of which those named are trained."""
+    from peft import LoraConfig
 
     model = _lora()
-    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    seed_everything()
-    trainer = make(3, folder, model, Rows("llama"), learning_rate=1e-2)
+    torch.manual_seed(4)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(trained)
+    return model
+
+
+def _trains_some_of_several(folder, trained):
+    from peft import PeftModel
+
+    settings = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2}
+    plain = train(PLAIN, f"{folder}/plain", "llama", model=_several(trained), **settings)
+    assert_learned(plain)
+    start = weights_of(_several(trained))
+    for stage in (1, 2, 3):
+        run = train(stage, f"{folder}/{stage}", "llama", model=_several(trained), **settings)
+        assert_close(run, plain, f"stage {stage} and Trainer")
+        for name, weight in run.weights.items():
+            learns = "lora" in name and any(f".{adapter}." in name for adapter in trained)
+            assert torch.equal(weight, start[name]) is not learns, name
+        loaded = PeftModel.from_pretrained(models.build("llama"), f"{folder}/{stage}/checkpoint-4")
+        loaded.load_adapter(f"{folder}/{stage}/checkpoint-4/other", adapter_name="other")
+        for name, weight in loaded.named_parameters():
+            assert torch.equal(weight, run.weights[name]), name
+        again = f"{folder}/{stage}/checkpoint-2"
+        resumed = train(stage, f"{folder}/{stage}", "llama", model=_several(trained), resume=again, **settings)
+        assert_equal(resumed, run, f"stage {stage}: resumed and unbroken")
+
+
+@pytest.mark.support("Several adapters, one or all of them trained", area="Adapters", stages=(1, 2, 3))
+@pytest.mark.parametrize("trained", [["default"], pytest.param(["default", "other"], marks=pytest.mark.rotating)])
+def test_some_of_several_adapters_train_and_all_are_saved(tmp_path, trained):
+    run_ranks(_trains_some_of_several, 2, str(tmp_path), trained, timeout=240)
+
+
+class WithReference(Trainer):
+    """Its loss looks at what another adapter gives, as preference training does with a reference adapter."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        whole = self.accelerator.unwrap_model(model)
+        whole.set_adapter("other")
+        with torch.no_grad():
+            reference = whole(**inputs).logits
+        whole.set_adapter("default")
+        outputs = model(**inputs)
+        loss = outputs.loss + (outputs.logits - reference).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def _switches_for_a_reference(folder):
+    settings = {"learning_rate": 1e-2, "mixin_on": WithReference}
+    plain = train(PLAIN, folder, "llama", model=_several(["default"]), **settings)
+    assert_learned(plain)
+    for stage in (1, 2, 3):
+        run = train(stage, folder, "llama", model=_several(["default"]), **settings)
+        assert_close(run, plain, f"stage {stage} and Trainer")
+
+
+@pytest.mark.support("Another adapter as reference, within each step", area="Adapters", stages=(1, 2, 3))
+def test_a_loss_may_look_at_another_adapter(tmp_path):
+    run_ranks(_switches_for_a_reference, 2, str(tmp_path), timeout=240)
+
+
+def _switches_too_late(folder, stage):
+    from peft import LoraConfig
+
+    trainer = make(stage, folder, _several(["default"]), Rows("llama"), parts={"eval_dataset": Rows("llama", 4)})
+    trainer.evaluate()  # which shards the model
+    trainer.model.set_adapter("other")
+    with pytest.raises(
+        LifecycleError, match=r"q_proj.lora_A.other.weight: was unfrozen after .* set_adapter\) before"
+    ):
+        trainer.train()
+    trainer.model.add_adapter("late", LoraConfig(r=2, target_modules=["q_proj"]))
+    trainer.model.set_adapter("late")
+    with pytest.raises(LifecycleError, match="lora_A.late.weight: was added after the model was sharded; add what"):
+        trainer.train()
+
+
+@pytest.mark.support("Training another adapter than when the model was sharded", area="Adapters", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_another_adapter_cannot_be_trained_once_the_model_is_sharded(tmp_path, stage):
+    run_ranks(_switches_too_late, 1, str(tmp_path), stage, timeout=240)
+
+
+def _merges(folder, stage, settings):
+    from peft import PeftModel
+
+    settings = {"target_modules": ["q_proj", "embed_tokens"], **settings}
+    model = _lora(**settings)
+    parts = {"eval_dataset": Rows("llama", 4, seed=1)}
+    trainer = make(stage, folder, model, Rows("llama"), parts=parts, learning_rate=1e-2, max_steps=2)
     trainer.train()
     trainer.save_model()
-    wanted = weights_of(trainer.model)
-    loaded = PeftModel.from_pretrained(models.build("llama"), folder)
-    loaded.load_adapter(f"{folder}/other", adapter_name="other")
-    for name, weight in loaded.named_parameters():
-        assert torch.equal(weight, wanted[name]), name
+    start, loss = weights_of(model), trainer.evaluate()["eval_loss"]
+    name = "base_model.model.model.layers.1.self_attn.q_proj.base_layer.weight"
+    for safe in (False, True):  # one writes into the weights, the other puts new ones in their place
+        with hf_zero.gathered(model, writeback=True):
+            model.merge_adapter(safe_merge=safe)
+        assert not torch.equal(weights_of(model)[name], start[name])
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+        with hf_zero.gathered(model, writeback=True):
+            model.unmerge_adapter()
+        assert torch.allclose(weights_of(model)[name], start[name], rtol=0, atol=1e-6)
+    with hf_zero.gathered(model, writeback=True):
+        merged = model.merge_and_unload()
+        state = {name: tensor.clone() for name, tensor in merged.state_dict().items()}
+    wanted = PeftModel.from_pretrained(models.build("llama"), folder).merge_and_unload().state_dict()
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.allclose(state[name], tensor, rtol=0, atol=1e-5), name
+    batch = models.batch("llama", 0)
+    with torch.no_grad():
+        assert torch.allclose(merged.eval()(**batch).loss, _merged_loss(wanted, batch), rtol=1e-5)
 
 
-def test_an_adapter_at_rest_is_saved_beside_the_one_in_training(tmp_path):
-    run_ranks(_two_adapters, 2, str(tmp_path), timeout=240)
+def _merged_loss(state, batch):
+    plain = models.build("llama").eval()
+    plain.load_state_dict(state)
+    return plain(**batch).loss
+
+
+@pytest.mark.support("Merging into the base, inside hf_zero.gathered(writeback=True)", area="Adapters")
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_adapters_are_merged_inside_gathered(tmp_path, stage, settings):
+    run_ranks(_merges, 2, str(tmp_path), stage, settings, timeout=240)
 
 
 def _keeps_the_best(folder):
@@ -124,14 +238,17 @@ def test_the_best_adapters_are_loaded_at_the_end(tmp_path):
     run_ranks(_keeps_the_best, 2, str(tmp_path), timeout=240)
 
 
-def _prompts(folder):
-    from peft import PromptTuningConfig, get_peft_model
+def _prompts_alone(folder, stage):
+    from peft import PromptEncoderConfig, get_peft_model
 
-    model = get_peft_model(models.build("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    trainer = make(3, folder, model, Rows("llama"))
-    with pytest.raises(hf_zero.errors.UnsupportedError, match="LoRA"):
-        trainer.save_model()
+    config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+    trainer = make(stage, folder, get_peft_model(models.build("llama"), config), Rows("llama"))
+    trainer.save_model()
+    with pytest.raises(CheckpointError, match="holds the prompts of adapter 'default' but not prompt_encoder.default"):
+        trainer.train(resume_from_checkpoint=folder)
 
 
-def test_learned_prompts_are_refused_with_a_reason(tmp_path):
-    run_ranks(_prompts, 1, str(tmp_path), timeout=240)
+@pytest.mark.support("Resuming learned prompts from PEFT's file alone", area="Adapters", refused=True)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_prompts_are_computed_from_is_needed_to_go_on(tmp_path, stage):
+    run_ranks(_prompts_alone, 1, str(tmp_path), stage, timeout=240)

@@ -120,7 +120,7 @@ def test_a_stage_may_be_given_as_text(tmp_path):
 
 def test_a_model_spread_by_device_map_is_refused(tmp_path):
     model = models.build("bert")
-    model.hf_device_map = {"": "cpu"}
+    model.hf_device_map = {"bert": 0, "classifier": "cpu"}
     with pytest.raises(ConfigError, match="device_map"):
         ZeroTrainer(model=model, args=_arguments(tmp_path))
 

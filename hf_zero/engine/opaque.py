@@ -1,0 +1,68 @@
+"""Parameters whose bytes only their own class can read, such as quantized weights: they are moved, never cast.
+
+What such a class keeps beside the bytes (scales, codes) is small and stays on every rank.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def is_opaque(param: nn.Parameter) -> bool:
+    """Whether the class of a parameter, and not its dtype, says what its bytes mean."""
+    return type(param) is not nn.Parameter
+
+
+def can_be_moved(param: nn.Parameter) -> bool:
+    """Whether all bytes of a parameter are in one dense tensor, so that it can be cut, sent and put together.
+
+    A class that takes part in training, or one that wraps other tensors, does not promise that.
+    """
+    if type(param.data) is not Tensor or param.layout is not torch.strided:
+        return False
+    return not is_opaque(param) or (not param.requires_grad and param.is_contiguous())
+
+
+def is_reordered(param: nn.Parameter) -> bool:
+    """Whether bitsandbytes has reordered 4-bit weights for the CPU, after which they give no gradients (0.50)."""
+    return getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False)
+
+
+class Companions:
+    """Tensors that an opaque parameter carries as attributes. Its layer may take them away when it is first used, so
+    they are put back whenever the data is; those that are the data itself follow it.
+
+    Args:
+        param (`nn.Parameter`): with the data that it was made with.
+    """
+
+    def __init__(self, param: nn.Parameter):
+        self._param = param
+        tensors = {name: value for name, value in vars(param).items() if isinstance(value, Tensor)}
+        self._aliases = [name for name, value in tensors.items() if value.data_ptr() == param.data_ptr()]
+        self._others = {name: value for name, value in tensors.items() if name not in self._aliases}
+
+    def follow(self) -> None:
+        """To be called after the parameter got other data."""
+        vars(self._param).update(self._others, **dict.fromkeys(self._aliases, self._param.data))
+
+
+def companions_of(params: list[nn.Parameter]) -> list[Companions]:
+    """Of those parameters that are opaque."""
+    return [Companions(param) for param in params if is_opaque(param)]
+
+
+def unpack_layers(model: nn.Module) -> None:
+    """Makes bitsandbytes' layers as they were before their first use, and keeps them from reordering their weights.
+
+    The 8-bit layer takes the bytes out of its parameter; the 4-bit layer, on CPUs with AVX512-BF16, reorders them in
+    its first evaluation, see `is_reordered`.
+    """
+    for module in model.modules():
+        if not type(module).__module__.startswith("bitsandbytes."):
+            continue
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+        state = getattr(module, "state", None)
+        if getattr(state, "CB", None) is not None:
+            module.weight.CB, module.weight.SCB = state.CB, state.SCB
+            state.CB = state.SCB = None

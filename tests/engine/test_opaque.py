@@ -1,0 +1,117 @@
+"""Parameters of classes of their own, such as quantized weights: their bytes are moved, and mean what they meant."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hf_zero
+from hf_zero.checkpoint import save_pretrained
+from hf_zero.engine.opaque import can_be_moved
+from hf_zero.engine.partition import refuse_what_cannot_be_sharded
+from hf_zero.errors import CheckpointError, UnsupportedError
+from tests import training
+from tests.distributed import run_ranks
+
+
+class Codes(nn.Parameter):
+    """Weights in one byte each, with their scale; `codes` is the data again, as in bitsandbytes' 8 bits."""
+
+    def __new__(cls, codes: Tensor, scale: Tensor):
+        self = torch.Tensor._make_subclass(cls, codes, False)
+        self.codes, self.scale = codes, scale
+        return self
+
+
+class Quantized(nn.Module):
+    """A linear layer with coded weights, to which a trained one is added. It takes the codes when it is first used."""
+
+    def __init__(self, width: int, dtype: torch.dtype):
+        super().__init__()
+        codes = torch.randint(-9, 9, (width, width), dtype=torch.int8)
+        codes = codes if dtype is torch.int8 else F.pad(codes, (0, 1)).view(dtype)  # two codes in one element
+        self.weight = Codes(codes, torch.rand(width, 1) / 40)
+        self.trained = nn.Linear(width, width)
+        self.codes = self.scale = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.codes is not None:
+            self.codes, self.scale = self.weight.codes, self.weight.scale
+            self.weight.codes = self.weight.scale = None
+        weight = self.codes.view(torch.int8)[:, : x.shape[-1]] * self.scale
+        return x + F.linear(x, weight) + torch.tanh(self.trained(x))
+
+
+class Coded(nn.Module):
+    def __init__(self, dtype: torch.dtype, width: int = 13, depth: int = 4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(7, width)
+        self.blocks = nn.ModuleList(Quantized(width, dtype) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), y)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+
+
+def _trains_as_plain(stage, shared_memory, dtype):
+    codes = [block.weight.detach().clone() for block in Coded(dtype).blocks]
+    plain = training.train(training.Plain(Coded(dtype), _adam), "mlp")
+    model = Coded(dtype)
+    identities = [id(block.weight) for block in model.blocks]
+    subject = training.Sharded(model, _adam, stage, shared_memory=shared_memory)
+    sharded = training.train(subject, "mlp")
+    for record in (plain, sharded):
+        record.weights = {name: record.weights[name] for name, p in model.named_parameters() if p.requires_grad}
+    training.assert_close(sharded, plain, f"stage {stage}", atol=1e-6)
+    with hf_zero.gathered(model):
+        for block, wanted, identity in zip(model.blocks, codes, identities):
+            assert id(block.weight) == identity and type(block.weight) is Codes
+            assert torch.equal(block.weight.data.view(torch.int8), wanted.view(torch.int8))
+    held = sum(shard.tensor.nbytes for shard in subject.engine.named_shards() if shard.name == "blocks.0.weight")
+    return held, codes[0].nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=["bytes", "bytes stored as bf16"])
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_coded_weights_train_what_is_beside_them_as_in_ddp(stage, shared_memory, dtype):
+    parts = run_ranks(_trains_as_plain, 2, stage, shared_memory, dtype)
+    whole = parts[0][1]
+    assert sum(held for held, _ in parts) == whole and all(0 < held < whole for held, _ in parts)
+
+
+def _computes_in_bf16():
+    engine = hf_zero.shard(Coded(torch.bfloat16), stage=3, compute_dtype=torch.bfloat16)
+    wanted = [block.weight.detach().clone() for block in Coded(torch.bfloat16).blocks]
+    with hf_zero.gathered(engine.model):
+        assert engine.model.head.weight.dtype is torch.bfloat16
+        for block, codes in zip(engine.model.blocks, wanted):
+            assert torch.equal(block.weight.data.view(torch.int8), codes.view(torch.int8))
+    with pytest.raises(CheckpointError, match="blocks.0.weight: quantized weights .Codes."):
+        save_pretrained(engine, "nowhere")
+
+
+def test_codes_are_never_cast_and_never_saved_without_what_they_mean():
+    run_ranks(_computes_in_bf16, 2)
+
+
+def test_codes_stay_on_their_device():
+    model = Coded(torch.int8)
+    refuse_what_cannot_be_sharded(model, torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=r"blocks.0.weight: Codes is on cpu, .* to cuda:0; load the model on"):
+        refuse_what_cannot_be_sharded(model, torch.device("cuda", 0))
+
+
+def test_only_frozen_dense_subclasses_can_be_moved():
+    codes = Codes(torch.zeros(2, 3, dtype=torch.int8), torch.ones(1))
+    assert can_be_moved(codes)
+    assert not can_be_moved(torch.Tensor._make_subclass(Codes, torch.zeros(2, 3), True)), "it is trained"
+    assert not can_be_moved(torch.Tensor._make_subclass(Codes, torch.zeros(2, 3).t(), False)), "it is transposed"

@@ -1,0 +1,76 @@
+"""Every way to use LoRA over a sharded model, as under Trainer: where it sits, what is trained beside it, ties."""
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.trainer.adapters import check_adapter
+
+
+pytest.importorskip("peft")
+
+EMBED = {"target_modules": ["q_proj", "embed_tokens"]}
+TIED = {"base": "llama-tied"}
+MOE = {"base": "mixtral", "all_used": False}
+
+KINDS = {
+    "every linear": {"target_modules": "all-linear"},
+    "on embeddings": EMBED,
+    "on embeddings and head": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "on one layer": {"layers_to_transform": [1]},
+    "on GPT-2's Conv1D": {"base": "gpt2", "target_modules": ["c_attn"]},
+    "on an encoder and decoder": {"base": "t5", "target_modules": ["q", "v"], "task_type": "SEQ_2_SEQ_LM"},
+    "on fused experts (target_parameters)": {
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "target_modules": ["q_proj"],
+        **MOE,
+    },
+    "with modules_to_save: head": {"modules_to_save": ["lm_head"]},
+    "with modules_to_save: embeddings": {"modules_to_save": ["embed_tokens"]},
+    "with modules_to_save: classifier": {
+        "base": "bert",
+        "target_modules": ["query", "value"],
+        "modules_to_save": ["classifier"],
+    },
+    "with trainable_token_indices": {"trainable_token_indices": [3, 5, 7]},
+    "with biases": {"bias": "lora_only", "lora_bias": True},
+    "with dropout": {"lora_dropout": 0.1},
+    "rsLoRA": {"use_rslora": True},
+    "DoRA": {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+    "DoRA on embeddings": {"use_dora": True, **EMBED},
+    "tied head: on the head": {"target_modules": ["lm_head", "q_proj"], **TIED},
+    "tied head: on both": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], **TIED},
+    # PEFT ties adapters by their memory, which Trainer unties, and ties them again when it loads them
+    "tied head: ensure_weight_tying": {"ensure_weight_tying": True, "loads": False, **EMBED, **TIED},
+    "tied head: saved embeddings, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, **TIED},
+    "tied head: trained tokens, tied": {"trainable_token_indices": [3, 5], "ensure_weight_tying": True, **TIED},
+}
+ALWAYS = (
+    "on fused experts (target_parameters)",
+    "with modules_to_save: classifier",
+    "DoRA on embeddings",
+    "tied head: saved embeddings, tied",
+)
+
+
+def _check(folder, kind):
+    settings = dict(KINDS[kind])
+    base = settings.pop("base", "llama")
+    checks = {key: settings.pop(key) for key in ("all_used", "loads") if key in settings}
+
+    def adapt(model):
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(3)
+        common = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        return get_peft_model(model, LoraConfig(**{**common, **settings}))
+
+    check_adapter(folder, base, adapt, **checks)
+
+
+@pytest.mark.support("LoRA, {kind}", area="Adapters", stages=(1, 2, 3))
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.rotating) for kind in KINDS]
+)
+def test_lora_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
+    run_ranks(_check, 2, str(tmp_path), kind, timeout=240)
