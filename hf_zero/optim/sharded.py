@@ -304,9 +304,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own = self.param_groups[run.group]
             inner = next(inner for inner in self._inners if _has(inner, own))
             for group in inner.param_groups:
-                group["params"] = [run.param] if group is own else []
-                if "train_mode" in group:
-                    group["train_mode"] = True
+                group.update(params=[run.param] if group is own else [], **_in_training(group))
             values = run.param.data
             run.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
             run.param.grad = torch.zeros_like(run.param)
@@ -336,6 +334,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Every tensor of the state on this rank; of quantised ones, those that they are made of."""
         for run in self.runs:
             yield from (tensor for _, tensor in run_state.plain_tensors(self.state.get(run.param, {})))
+
+    def expected_state(self) -> Iterator[tuple[torch.dtype, int]]:
+        """Dtype and number of elements of every state tensor on this rank, single numbers left out; before the first
+        step without those of optimizers that are not elementwise."""
+        dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
+        for run in self.runs:
+            inner = next(inner for inner in self._inners if _has(inner, self.param_groups[run.group]))
+            if run.param in self.state:
+                tensors = [tensor for _, tensor in run_state.plain_tensors(self.state[run.param])]
+                yield from ((tensor.dtype, tensor.numel()) for tensor in tensors if tensor.dim())
+            elif inner not in self._exchanges:
+                key = (run.group, run.param.dtype)
+                if key not in dtypes:
+                    dtypes[key] = self._try_state(inner, *key)
+                yield from ((dtype, run.param.numel()) for dtype in dtypes[key])
+
+    def _try_state(self, inner: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> list[torch.dtype]:
+        """The dtypes of the state of a few elements, which the optimizer makes and forgets again."""
+        before = [dict(each) for each in inner.param_groups]
+        param = nn.Parameter(torch.zeros(4, dtype=dtype))
+        param.grad = torch.zeros_like(param)
+        for each in inner.param_groups:
+            each.update(params=[param] if each is self.param_groups[group] else [], **_in_training(each))
+        inner.step()
+        for each, kept in zip(inner.param_groups, before):
+            each.clear()
+            each.update(kept)
+        return [tensor.dtype for _, tensor in run_state.plain_tensors(self.state.pop(param, {})) if tensor.dim()]
 
     def unsharded_state_nbytes(self) -> int:
         """Bytes of the state over whole parameters, as far as it grows with them: what this rank has of each group's,
@@ -370,6 +396,11 @@ def _scaling(optimizer: torch.optim.Optimizer, scale: Tensor | None) -> Iterator
         yield
     finally:
         del optimizer.grad_scale, optimizer.found_inf
+
+
+def _in_training(group: dict) -> dict:
+    """The setting without which schedule-free optimizers do not step."""
+    return {"train_mode": True} if "train_mode" in group else {}
 
 
 def _has(optimizer: torch.optim.Optimizer, group: dict) -> bool:

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from hf_zero.config import Residency
 from hf_zero.engine.engine import ZeroEngine
@@ -37,8 +36,8 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
 
     Args:
         engine (`ZeroEngine`): the sharded model.
-        optimizer (`torch.optim.Optimizer`, *optional*): a `ShardedOptimizer`; its state may not exist yet. State that
-            is not shaped like the parameters counts once it is there.
+        optimizer (`torch.optim.Optimizer`, *optional*): a `ShardedOptimizer`; its state may not exist yet. That of
+            optimizers that are not elementwise counts once it is there.
     """
     plan, num_ranks = engine.plan, engine.comm.num_ranks
     numel: Counter[tuple[str, torch.dtype, Residency]] = Counter()
@@ -49,9 +48,8 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
             numel["masters", flat.master_dtype, plan.master] += _held(flat, plan.master)
     for gradient in engine.gradients():
         _count_gradient(gradient, numel)
-    for group_state, held in _states(optimizer) if optimizer is not None else ():
-        for dtype in group_state:
-            numel["optimizer state", dtype, plan.master] += held
+    for dtype, count in optimizer.expected_state() if optimizer is not None else ():
+        numel["optimizer state", dtype, plan.master] += count
     classes = [
         TensorClass(name, dtype, count * dtype.itemsize, num_ranks if residency is Residency.SHARDED else 1)
         for (name, dtype, residency), count in numel.items()
@@ -84,36 +82,6 @@ def _count_gradient(gradient: Gradient, numel: Counter) -> None:
     if not gradient.rests_where_collected:
         at_rest = Residency.REPLICATED if plan.grad is Residency.REPLICATED else Residency.SHARDED
         numel["reduced gradients", gradient.dtype, at_rest] += _held(flat, at_rest)
-
-
-def _states(optimizer) -> list[tuple[list[torch.dtype], int]]:
-    """For every run of the optimizer, the dtypes of its state tensors that are shaped like it, and its elements."""
-    dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
-    found = []
-    for run in optimizer.runs:
-        key = (run.group, run.param.dtype)
-        if key not in dtypes:
-            dtypes[key] = _trial(optimizer, *key)
-        found.append((dtypes[key], run.param.numel()))
-    return found
-
-
-def _trial(optimizer, group: int, dtype: torch.dtype) -> list[torch.dtype]:
-    """The dtypes of the state tensors that are shaped like a parameter: the optimizer itself steps once on a few
-    elements, in place of its own, and forgets it."""
-    param = nn.Parameter(torch.zeros(4, dtype=dtype))
-    param.grad = torch.zeros_like(param)
-    inner, groups = optimizer.inner, [dict(each) for each in optimizer.param_groups]
-    try:
-        for index, each in enumerate(inner.param_groups):
-            each["params"] = [param] if index == group else []
-        inner.step()
-        state = inner.state.pop(param, {})
-    finally:
-        for each, before in zip(inner.param_groups, groups):
-            each.clear()
-            each.update(before)
-    return [v.dtype for v in state.values() if isinstance(v, torch.Tensor) and v.shape == param.shape]
 
 
 def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:
