@@ -18,7 +18,8 @@ class Parameter(Protocol):
 
 
 class Shard(Protocol):
-    """Elements [start, start + tensor.numel()) of a flattened parameter, a 1-D view; writing it writes the state."""
+    """Elements [start, start + tensor.numel()) of a flattened parameter, or of state that belongs to it in the shape
+    `shape`, a 1-D view; writing it writes the state."""
 
     name: str
     shape: torch.Size
@@ -47,10 +48,10 @@ class Engine(Protocol):
 
 
 class Optimizer(Protocol):
-    """An optimizer whose state lies in the same ranges as the masters."""
+    """An optimizer whose state lies with the ranks that update."""
 
     def named_state_shards(self, resident: bool = False) -> Iterator[tuple[str, Shard]]:
-        """(state key such as "exp_avg", shard), for tensors of the parameter's shape only."""
+        """(state key such as "exp_avg", shard): of the parameter's shape, or of one of its own (factors, scales)."""
 
     def named_scalar_state(self) -> dict[str, dict[str, float]]:
         """{parameter: {"step": 12.0}} for the parameters of which this rank holds parts."""

@@ -33,12 +33,12 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class NamedShard:
-    """A run of one parameter (or of a tensor shaped like it) that this rank holds.
+    """A run of one parameter (or of a tensor that belongs to it) that this rank holds.
 
     Args:
         name (`str`): the parameter's name.
-        shape (`torch.Size`): of the whole parameter.
-        start (`int`): first element of the run, counted in the flattened parameter.
+        shape (`torch.Size`): of the whole parameter or tensor.
+        start (`int`): first element of the run, counted in the flattened whole.
         tensor (`Tensor`): 1-D view of the run; writing to it writes the state.
     """
 

@@ -364,17 +364,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [tensor.dtype for _, tensor in run_state.plain_tensors(self.state.pop(param, {})) if tensor.dim()]
 
     def unsharded_state_nbytes(self) -> int:
-        """Bytes of the state over whole parameters, as far as it grows with them: what this rank has of each group's,
-        times the group's size. 0 before the first step."""
+        """Bytes of the state over whole parameters, as far as it grows with them: what this rank has for each element,
+        times the elements. 0 before the first step."""
         sizes = {info.name: info.shape.numel() for info in self.engine.param_infos()}
         nbytes = 0
-        for index, names in enumerate(self._group_names):
-            runs = [run for run in self.runs if run.group == index and self.state.get(run.param)]
+        for inner in self._inners:
+            groups = [index for index, group in enumerate(self.param_groups) if _has(inner, group)]
+            runs = [run for run in self.runs if run.group in groups and self.state.get(run.param)]
             tensors = [t for run in runs for _, t in run_state.plain_tensors(self.state[run.param]) if t.dim()]
             held = sum(run.stop - run.start for run in runs)
             if held:
                 found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                nbytes += found * sum(sizes[name] for name in names) // held
+                nbytes += found * sum(sizes[name] for index in groups for name in self._group_names[index]) // held
         return nbytes
 
     def state_dict(self):

@@ -52,13 +52,19 @@ def _resume(folder: str, kind: str, stage: int, exact: bool) -> None:
     assert losses == (unbroken if exact else pytest.approx(unbroken, rel=1e-5)), f"stage {stage}"
 
 
-@each_kind
+@each_kind(("Muon with AdamW", "8-bit AdamW (torchao)"))
 def test_a_resumed_run_is_the_unbroken_one_whatever_the_ranks_and_the_stage(tmp_path, kind):
     kinds.skip_without(kind)
     run_ranks(_save, 2, str(tmp_path), kind, 3, timeout=240)
     run_ranks(_resume, 2, str(tmp_path), kind, 3, True, timeout=240)
     run_ranks(_resume, 2, str(tmp_path), kind, 0, True, timeout=240)
     run_ranks(_resume, 1, str(tmp_path), kind, 1, False, timeout=240)
+
+
+@each_kind(())
+def test_a_run_resumes_at_more_ranks(tmp_path, kind):
+    kinds.skip_without(kind)
+    run_ranks(_save, 1, str(tmp_path), kind, 1, timeout=240)
     run_ranks(_resume, 4, str(tmp_path), kind, 2, False, timeout=240)
 
 

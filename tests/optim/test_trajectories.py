@@ -18,9 +18,11 @@ NUM_STEPS = 4
 # Those that run for every commit; of the others, a part.
 ALWAYS = ("Muon with AdamW", "Adafactor", "8-bit AdamW (torchao)", "Schedule-free AdamW")
 
-each_kind = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ALWAYS else pytest.mark.rotating) for kind in kinds.KINDS]
-)
+
+def each_kind(always: tuple[str, ...]):
+    """A parameter `kind`; what is not among those that always run is rotating."""
+    marks = {kind: () if kind in always else pytest.mark.rotating for kind in kinds.KINDS}
+    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=mark) for kind, mark in marks.items()])
 
 
 def _train(subject, max_norm: float) -> Record:
@@ -62,7 +64,7 @@ def _check_memory(optimizer: hf_zero.ShardedOptimizer, whole: int) -> None:
 
 
 @pytest.mark.support("{kind}", area="Optimizers", stages=(0, 1, 2, 3))
-@each_kind
+@each_kind(ALWAYS)
 def test_agrees_with_ddp_and_bit_for_bit_between_stages(kind):
     kinds.skip_without(kind)
     run_ranks(_agrees, 2, kind, timeout=300)
