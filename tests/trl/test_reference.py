@@ -1,5 +1,7 @@
 """The models beside the one in training, references and rewards: sharded as it is, and never trained."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,7 +126,8 @@ def _resumes(folder, stage):
         runs.append(record(trainer))
     assert_equal(*runs, f"stage {stage}: unbroken and resumed")
     if dist.get_rank() == 0:
-        card = (trainer.create_model_card(dataset_name="words"), open(f"{folder}/out/README.md").read())[1]
+        trainer.create_model_card(dataset_name="words")
+        card = Path(folder, "out", "README.md").read_text()
         assert "words" in card and "dpo" in card and "trl" in card
         saved = type(trainer.model).from_pretrained(f"{folder}/out/checkpoint-4", dtype=torch.float32)
         assert all(torch.equal(p, runs[0].weights[name]) for name, p in saved.named_parameters())

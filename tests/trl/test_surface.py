@@ -71,6 +71,7 @@ def test_arguments_may_be_given_in_the_order_of_the_trainer():
         hf_zero.trl.ZeroSFTTrainer(*range(16))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"])
 def test_configs_are_parsed_from_the_command_line(name, tmp_path):
     from transformers import HfArgumentParser
@@ -119,10 +120,10 @@ def _refuses_batching(folder, stage):
 @pytest.mark.support("TRL: generation with continuous batching", area="Trainers", refused=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_continuous_batching_is_refused(tmp_path, stage):
-    run_ranks(_refuses_batching, 1, str(tmp_path), stage, timeout=240)
+    run_ranks(_refuses_batching, 2, str(tmp_path), stage, timeout=240)
 
 
 @pytest.mark.support("TRL: generation through vLLM", area="Trainers", refused=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path, stage):
-    run_ranks(_refused, 1, str(tmp_path), stage, timeout=240)
+    run_ranks(_refused, 2, str(tmp_path), stage, timeout=240)

@@ -86,8 +86,8 @@ def _matches(folder, name, rows, model, parts, settings):
     }
     assert_learned(runs[PLAIN], len(runs[PLAIN].losses))
     for run in runs.values():
-        # losses of policy gradients are differences of numbers near 1: what is rounded there is no part of the loss
-        run.losses = [round(loss, 5) + 1.0 for loss in run.losses]
+        # losses of policy gradients are small differences of numbers near 1, which are what is rounded
+        run.losses = [1.0 + loss for loss in run.losses]
     for stage in (1, 2, 3):
         assert_close(runs[stage], runs[PLAIN], f"{name} at stage {stage} and under DDP")
 
