@@ -83,11 +83,17 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
 
 
 def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
-    """Refuses parameters whose bytes are not a dense tensor of their own.
+    """Refuses parameters whose bytes are not a dense tensor of their own, and modules in whose graph hooks would be.
 
     Raises:
-        `UnsupportedError`: for DTensors, uninitialised, sparse or subclassed parameters.
+        `UnsupportedError`: for DTensors, uninitialised, sparse or subclassed parameters, and for compiled modules.
     """
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            raise UnsupportedError(
+                f"{name or 'model'}: is compiled already, where the engine's hooks would break its graph; shard the "
+                "model as it is, then call hf_zero.compile_blocks(engine)"
+            )
     for name, p in model.named_parameters():
         plain = type(p) is nn.Parameter and type(p.data).__name__ == "Tensor" and p.layout is torch.strided
         if not plain:
