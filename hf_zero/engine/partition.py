@@ -83,16 +83,27 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters()}
 
 
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            raise UnsupportedError(
+                f"{name or 'model'}: is compiled already, where the engine's hooks would break its graph; shard the "
+                "model as it is, then call hf_zero.compile_blocks(engine)"
+            )
+
+
 def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None = None) -> None:
-    """Refuses parameters whose bytes are not a dense tensor of their own.
+    """Refuses parameters whose bytes are not a dense tensor of their own, and modules in whose graph hooks would be.
 
     Args:
         model (`nn.Module`): not yet sharded.
         device (`torch.device`, *optional*): where it is to be trained, if that is known.
 
     Raises:
-        `UnsupportedError`: for DTensors, uninitialised, sparse parameters, and subclasses but for frozen dense ones.
+        `UnsupportedError`: for DTensors, uninitialised, sparse parameters, subclasses but for frozen dense ones, and
+            compiled modules.
     """
+    _refuse_compiled(model)
     for name, p in model.named_parameters():
         if not can_be_moved(p):
             library = type(p).__module__.partition(".")[0]

@@ -86,7 +86,7 @@ class ZeroAccelerator(Accelerator):
         engine, plugin = self.shard(model), self.state.dynamo_plugin
         backend = plugin.backend
         if backend is not DynamoBackend.NO:
-            compile_blocks(engine, **_compile_options(plugin))
+            compile_blocks(engine, **compile_options(plugin))
         plugin.backend = DynamoBackend.NO  # the stock accelerator would compile the whole model, hooks and all
         try:
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -154,7 +154,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _compile_options(plugin: TorchDynamoPlugin) -> dict:
+def compile_options(plugin: TorchDynamoPlugin) -> dict:
     """What was chosen for `torch.compile`. The plugin's own `to_kwargs` leaves out what the environment says too."""
     chosen = {key: value for key, value in plugin.to_dict().items() if value not in (None, "default")}
     chosen.pop("use_regional_compilation")

@@ -77,14 +77,28 @@ def test_modules_outside_of_blocks_stay_as_they_are():
     run_ranks(_keeps_the_rest, 2, timeout=LIMIT)
 
 
-def _no_blocks():
-    engine = hf_zero.shard(nn.Linear(3, 2), stage=3)
+def _no_blocks(stage):
+    engine = hf_zero.shard(nn.Linear(3, 2), stage=stage)
     with pytest.raises(UnsupportedError, match="Linear: has no repeated blocks .*leave torch_compile out"):
         hf_zero.compile_blocks(engine)
 
 
-@pytest.mark.support(
-    "torch.compile of a model without blocks", area="Training features", stages=(1, 2, 3), refused=True
-)
-def test_a_model_without_blocks_is_refused():
-    run_ranks(_no_blocks, 2)
+@pytest.mark.support("torch.compile of a model without blocks", area="Training features", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_model_without_blocks_is_refused(stage):
+    run_ranks(_no_blocks, 2, stage)
+
+
+def _compiled_before(stage):
+    whole, block = Tower(), Tower()
+    whole.compile(backend="eager")
+    block.layers[1].compile(backend="eager")
+    for model in (whole, block, torch.compile(Tower(), backend="eager")):
+        with pytest.raises(UnsupportedError, match=r"(model|layers\.1): is compiled already.*hf_zero.compile_blocks"):
+            hf_zero.shard(model, stage=stage)
+
+
+@pytest.mark.support("Modules compiled before sharding", area="Training features", refused=True)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_modules_that_are_compiled_already_are_refused(stage):
+    run_ranks(_compiled_before, 2, stage)

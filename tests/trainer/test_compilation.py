@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from accelerate.utils import TorchDynamoPlugin
 
+from hf_zero.trainer.accelerator import compile_options
 from tests import models
 from tests.distributed import run_ranks
 from tests.engine.test_compilation import watch_graphs
@@ -91,3 +93,11 @@ def test_inductor_trains_as_eager_blocks(tmp_path, stage, precision):
     settings = {"bf16": precision == "bf16", "torch_compile_mode": "default", **CHECKPOINTING["checkpointing"]}
     found = run_ranks(_compiles, 2, str(tmp_path), "Llama", stage, "inductor", settings, timeout=560)
     assert not any(breaks for _, breaks in found)
+
+
+def test_options_come_from_flags_and_from_accelerate_launch(monkeypatch):
+    chosen = TorchDynamoPlugin(backend="inductor", mode="max-autotune")
+    assert compile_options(chosen).items() >= {"backend": "inductor", "mode": "max-autotune"}.items()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_eager")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    assert compile_options(TorchDynamoPlugin()) == {"backend": "aot_eager", "fullgraph": True, "disable": False}

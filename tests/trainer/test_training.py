@@ -281,12 +281,3 @@ def _reports(folder):
 
 def test_the_memory_report_measures_what_a_rank_holds(tmp_path):
     run_ranks(_reports, 2, str(tmp_path), timeout=240)
-
-
-def _compiles(folder):
-    runs = {kind: train(kind, folder, torch_compile_backend="eager", max_steps=2) for kind in (1, PLAIN)}
-    assert_close(runs[1], runs[PLAIN], "stage 1 and Trainer, both compiled")
-
-
-def test_a_compiled_model_trains_where_parameters_stay(tmp_path):
-    run_ranks(_compiles, 2, str(tmp_path), timeout=240)
