@@ -131,7 +131,8 @@ def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None 
 
 
 def _is_on(param: nn.Parameter, device: torch.device) -> bool:
-    return param.device.type == device.type and (device.index is None or param.device.index == device.index)
+    has_same_index = None in (param.device.index, device.index) or param.device.index == device.index
+    return param.device.type == device.type and has_same_index
 
 
 def _no_split_names(model: nn.Module) -> set[str]:

@@ -105,7 +105,8 @@ def test_codes_are_never_cast_and_never_saved_without_what_they_mean():
 
 def test_codes_stay_on_their_device():
     model = Coded(torch.int8)
-    refuse_what_cannot_be_sharded(model, torch.device("cpu"))
+    for device in ("cpu", "cpu:0"):
+        refuse_what_cannot_be_sharded(model, torch.device(device))
     with pytest.raises(UnsupportedError, match=r"blocks.0.weight: Codes is on cpu, .* to cuda:0; load the model on"):
         refuse_what_cannot_be_sharded(model, torch.device("cuda", 0))
 
