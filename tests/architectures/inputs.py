@@ -17,7 +17,7 @@ TEXT_HIGH = 60  # ordinary tokens are below: special ones lie at both ends of th
 NESTED = (
     "text_config", "thinker_config", "llm_config", "decoder", "text_encoder", "language_config", "vision_config",
     "audio_config", "encoder_config", "encoder", "audio_encoder", "backbone_config", "vision_encoder", "speech_config",
-    "audio_encoder_config", "text_encoder_config", "question_encoder", "image_config",
+    "audio_encoder_config", "text_encoder_config", "question_encoder", "image_config", "vlm_config",
 )  # fmt: skip
 
 
@@ -114,12 +114,13 @@ def make_inputs(model: nn.Module, task: str, seed: int) -> dict[str, Any]:
     for name, make in source.special.get("make", {}).items():
         if source.takes(name) or "kwargs" in source.parameters:
             inputs[name] = make(source, inputs)
+    inputs = {name: value for name, value in inputs.items() if value is not None}
     if task == "multiple choice":
         inputs = {
             name: value.unsqueeze(1).expand(-1, 2, *value.shape[1:]).contiguous() if name != "labels" else value
             for name, value in inputs.items()
         }
-    return {name: value for name, value in inputs.items() if value is not None}
+    return inputs
 
 
 # Text
@@ -137,6 +138,8 @@ def _tokens(source: Source) -> dict[str, Tensor]:
             mask[1, length - int(source.ints(1, 4)) :] = 0
             ids.masked_fill_(mask == 0, pad if isinstance(pad, int) and 0 <= pad < vocab else 0)
         inputs["attention_mask"] = mask
+    if source.task == "sequence classification" and source.config.is_encoder_decoder:
+        ids[:, 3] = source.field("eos_token_id", default=1)  # where the classifier looks
     return inputs
 
 
@@ -165,7 +168,7 @@ def _pixels(source: Source) -> Tensor:
 
 
 def _video(source: Source) -> Tensor | None:
-    if source.takes("input_ids"):
+    if source.takes("pixel_values"):
         return None  # beside text, images are enough
     frames = source.field("num_frames", "frames_per_clip", default=4)
     return source.floats(BATCH, frames, source.field("in_chans", "num_channels", default=3), *source.size())
@@ -237,7 +240,8 @@ def _count_features(source: Source, inputs: dict, kind: str) -> int:
     """How many placeholders stand for each sample's image or sound."""
     if f"num_{kind}" in source.special:
         return source.special[f"num_{kind}"]
-    get = getattr(source.model, f"get_{kind}_features", None)
+    name = f"get_{kind}_features"
+    get = next((getattr(module, name) for module in source.model.modules() if hasattr(module, name)), None)
     main = {"image": ("pixel_values",), "audio": ("input_features", "input_values")}[kind]
     if get is None or not any(name in inputs for name in main):
         return 0

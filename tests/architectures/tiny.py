@@ -24,7 +24,7 @@ RULES: list[tuple[str, Any]] = [
         r".*(dropout|pdrop|drop_rate|droppath|drop_path|layerdrop|drop_prob|drop_connect|jitter|drop_mlp|drop_conv|label_noise).*",
         0.0,
     ),
-    (r"mask_(time|feature)_prob|apply_spec_augment|use_mamba_kernels|use_cache", 0),
+    (r"mask_(time|feature)_prob", 0),
     (r"initializer_range|init_std", lambda v: max(v, 0.02)),
     (r".*(router|aux|z)_loss.*coef.*|.*type_vocab_size|num_channels|audio_channels|channels|.*_coef(ficient)?", None),
     (r"mamba_n_heads|mamba_num_heads|n_mamba_heads|mamba_nheads", 8),
@@ -102,7 +102,7 @@ RULES: list[tuple[str, Any]] = [
         LAYERS,
     ),
     (
-        r"(.*_)?(hidden_size|d_model|n_embd|hidden_dim|embed_dim|emb_dim|embedding_size|embedding_dim|projection_dim|project_dim|proj_dim|output_dim|dim|width|d_latents|lru_width|out_hidden_size|hidden_dimension|channels|proj_size|dim_model|query_dim|conv_dim|input_dim|feature_dim|out_dim|in_dim|projection_size|pooler_output_size|attn_hidden|bottleneck_features|mlp_hidden|descriptor_dim|hidden_sizes|embed_dims|.*channels|filters|.*_planes)(_global)?",
+        r"(.*_)?(hidden_size|d_model|n_embd|hidden_dim|embed_dim|emb_dim|embedding_size|embedding_dim|projection_dim|project_dim|proj_dim|output_dim|dim|width|d_latents|lru_width|out_hidden_size|hidden_dimension|channels|proj_size|dim_model|query_dim|conv_dim|input_dim|feature_dim|out_dim|in_dim|projection_size|pooler_output_size|attn_hidden|bottleneck_features|mlp_hidden|descriptor_dim|hidden_sizes|embed_dims|embed_dim_per_stage|backbone_channel_list|.*channels|filters|.*_planes)(_global)?",
         HIDDEN,
     ),
     (r"groups_width", HEAD_DIM),
@@ -144,6 +144,9 @@ def tiny_config(model_type: str, **changes):
     if "id2label" in fields:
         fields["id2label"] = {index: f"LABEL_{index}" for index in range(NUM_LABELS)}
         fields["label2id"] = {label: index for index, label in fields["id2label"].items()}
+    for name, sub_class in config_class.sub_configs.items():  # a tower that is not there by default
+        if fields.get(name, 0) is None and sub_class.model_type:
+            fields[name] = shrink(_defaults(sub_class.model_type), Ids())
     fields.update(changes)
     config = config_class.from_dict(fields)
     for part in _parts(config):
@@ -194,6 +197,9 @@ def shrink(fields: dict, ids: Ids) -> dict:
     kept = _kept_layers(fields, count)
     small = {}
     for name, value in fields.items():
+        if not isinstance(name, str):
+            small[name] = value
+            continue
         if name in special:
             continue
         if isinstance(value, dict):
@@ -217,6 +223,10 @@ def shrink(fields: dict, ids: Ids) -> dict:
             small[keys] = small.get(queries)
     if "depths" in small and isinstance(small.get("image_size"), int):
         small["image_size"] = 2 * IMAGE
+    if "depths" in small and isinstance(small.get("embed_dim"), int):
+        small["embed_dim"] = HIDDEN // 4  # doubled from stage to stage
+    if "use_cache" in small:
+        small["use_cache"] = False  # as Trainer has it
     small |= {name: value for name, value in MISSING.items() if name in small and small[name] is None}
     return {**small, **special}
 

@@ -77,6 +77,10 @@ class Case:
     class_name: str
 
     @property
+    def key(self) -> tuple[str, str]:
+        return self.model_type, self.task
+
+    @property
     def name(self) -> str:
         return f"{self.model_type}: {self.task}"
 
