@@ -1,6 +1,7 @@
 """One case on every rank: the tiny model trained in plain DDP and at stages 1, 2 and 3, and what came of it."""
 
 import copy
+import gc
 import random
 import re
 from dataclasses import dataclass
@@ -52,6 +53,13 @@ def compare(case: Case) -> Outcome:
     Raises:
         `AssertionError`: when the ways differ; and whatever hf_zero raises.
     """
+    try:
+        return _compare(case)
+    finally:
+        gc.collect()  # engines lie in cycles, and hold memory that ranks share and its descriptors
+
+
+def _compare(case: Case) -> Outcome:
     try:
         model, batches, has_own_loss = _prepare(case)
         problem = ""
