@@ -94,6 +94,9 @@ def _prepare(case: Case) -> tuple[nn.Module, list[dict], bool]:
         raise Untrainable("the loss of the tiny model is not finite")
     if not any(grad.any() for grad in grads):
         raise Untrainable("no parameter gets a gradient")
+    with torch.no_grad():
+        for batch in batches[1:]:  # an error in the midst of a training would leave the other ranks waiting
+            trial(**batch)
     return model, batches, own_loss_of(output) is not None
 
 

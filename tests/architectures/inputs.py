@@ -55,6 +55,15 @@ class Source:
                     return value
         return default
 
+    def ordinary(self, high: int) -> Tensor:
+        """The tokens below `high` that no field of the configuration names."""
+        special = set()
+        for config in _configs(self.config):
+            for name, value in vars(config).items():
+                if "token" in name and isinstance(value, int):
+                    special.add(value)
+        return torch.tensor([token for token in range(min(5, high // 2), high) if token not in special])
+
     def size(self) -> tuple[int, int]:
         """Height and width of an image."""
         if "size" in self.special:
@@ -129,7 +138,8 @@ def make_inputs(model: nn.Module, task: str, seed: int) -> dict[str, Any]:
 def _tokens(source: Source) -> dict[str, Tensor]:
     length = source.special.get("length", LENGTH)
     vocab = source.field("vocab_size", "src_vocab_size", default=TEXT_HIGH)
-    ids = source.ints(min(5, vocab // 2), min(TEXT_HIGH, vocab), BATCH, length)
+    ordinary = source.ordinary(min(TEXT_HIGH, vocab))
+    ids = ordinary[source.ints(0, len(ordinary), BATCH, length)]
     inputs = {"input_ids" if source.takes("input_ids") else "inputs": ids}
     if source.takes("attention_mask") and not source.takes("pixel_values", "input_features", "input_values"):
         mask = torch.ones_like(ids)
@@ -209,6 +219,8 @@ INPUT_MAKERS: dict[str, Callable[[Source], Any]] = {
     "image_grid_thw": _grid,
     "spatial_shapes": lambda source: torch.tensor([[4, 4]] * BATCH),
     "image_sizes": lambda source: torch.tensor([list(source.size())] * BATCH),
+    "image_merge_sizes": lambda source: torch.tensor([2] * BATCH),
+    "target_sizes": lambda source: torch.tensor([[4, 4]] * BATCH),
     "input_values": _waves,
     "input_features": _features,
     "input_features_mask": lambda source: torch.ones(BATCH, _frames(source), dtype=torch.long),
@@ -241,7 +253,9 @@ def _count_features(source: Source, inputs: dict, kind: str) -> int:
     if f"num_{kind}" in source.special:
         return source.special[f"num_{kind}"]
     name = f"get_{kind}_features"
-    get = next((getattr(module, name) for module in source.model.modules() if hasattr(module, name)), None)
+    found = [getattr(module, name) for module in source.model.modules() if hasattr(module, name)]
+    # outer modules hand their arguments on, and do not name them all
+    get = max(found, key=lambda get: len(inspect.signature(get).parameters), default=None)
     main = {"image": ("pixel_values",), "audio": ("input_features", "input_values")}[kind]
     if get is None or not any(name in inputs for name in main):
         return 0

@@ -52,7 +52,9 @@ OVERRIDES: dict[str, dict] = {
     },
     "sam_vision_model": {"num_pos_feats": 32},
     "sam_hq_vision_model": {"num_pos_feats": 32},
-    "step3p7": {"sliding_window": 16},
+    "step3p5": {"sliding_window": 16},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]}},
+    "paddleocr_vl_text": {"rope_parameters": MROPE},
     "superpoint": {"keypoint_decoder_dim": 65},
     "zamba": {
         "attention_hidden_size": 128,
@@ -65,7 +67,7 @@ OVERRIDES: dict[str, dict] = {
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16] * 4},
     "efficientnet": {"width_coefficient": 1.0, "hidden_dim": 1280},
     "exaone4_5_vision": WINDOWS,
-    "falcon_h1": {"mamba_d_ssm": 128},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     "gemma3": {"mm_tokens_per_image": 4},
     "glm4v_moe_text": {"rope_parameters": {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
     "glm4v_text": {"rope_parameters": MROPE},
@@ -135,6 +137,9 @@ FORECAST = {
     }
 }
 TILES = {"pixels": _floats(2, 5, 3, 32, 32), "make": {"image_sizes": lambda *_: torch.tensor([[64, 64]] * 2)}}
+TEXT_ONLY = {"without": ("pixel_values", "input_features", "input_features_mask")}
+PATCHES = {"pixels": _floats(32, 3, 8, 8)}
+STRIPES = {"pixels": _floats(1, 3, 8, 2 * 16 * 8)}
 IMAGES = {"pixels": _floats(2, 1, 3, lambda source: source.size()[0], lambda source: source.size()[1])}
 
 CODES = {
@@ -150,6 +155,14 @@ CODES = {
 INPUTS: dict[str, dict[str, Any]] = {
     "audio-spectrogram-transformer": {"make": {"input_values": _floats(2, 32, 32)}},
     "colmodernvbert": IMAGES,
+    "gemma4": TEXT_ONLY,
+    "gemma4_unified": TEXT_ONLY,
+    "idefics": {**IMAGES, "make": {"image_attention_mask": _ones(2, 12, 1)}},
+    "kimi_k25": PATCHES,
+    "minicpm_ocr": STRIPES,
+    "minicpmv4_6": STRIPES,
+    "minicpmv4_7": STRIPES,
+    "paddleocr_vl": PATCHES,
     "fuyu": {"without": ("pixel_values",)},
     "glmasr": {"mels_first": True},
     "granite4_vision": TILES,

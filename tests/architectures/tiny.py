@@ -145,7 +145,7 @@ def tiny_config(model_type: str, **changes):
         fields["id2label"] = {index: f"LABEL_{index}" for index in range(NUM_LABELS)}
         fields["label2id"] = {label: index for index, label in fields["id2label"].items()}
     for name, sub_class in config_class.sub_configs.items():  # a tower that is not there by default
-        if fields.get(name, 0) is None and sub_class.model_type:
+        if fields.get(name, 0) is None and getattr(sub_class, "model_type", ""):
             fields[name] = shrink(_defaults(sub_class.model_type), Ids())
     fields.update(changes)
     config = config_class.from_dict(fields)

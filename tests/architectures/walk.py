@@ -61,6 +61,9 @@ TASKS = {
     "text encoding": "TEXT_ENCODING",
 }
 
+# Heads without a loss: walked where a model type has no other.
+FEATURES = ("backbone", "image features", "text encoding")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -93,6 +96,8 @@ def cases() -> tuple[Case, ...]:
     found: dict[str, dict[str, Case]] = {}
     for task, mapping in TASKS.items():
         for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+            if task in FEATURES and model_type in found:
+                continue
             name = names if isinstance(names, str) else names[0]
             found.setdefault(model_type, {}).setdefault(name, Case(model_type, task, name))
     return tuple(case for model_type in sorted(found) for case in found[model_type].values())
