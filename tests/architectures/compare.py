@@ -81,7 +81,7 @@ def _compare(case: Case) -> Outcome:
 
 
 def _prepare(case: Case) -> tuple[nn.Module, list[dict], bool]:
-    """The model, this rank's batch of each step, and whether the model has a loss; it has been tried in plain torch."""
+    """The model, tried in plain torch, this rank's batch of each step, and whether the model has a loss."""
     model = build(case)
     batches = [make_inputs(model, case.task, 100 * step + dist.get_rank()) for step in range(NUM_STEPS)]
     trial = copy.deepcopy(model)
@@ -176,7 +176,7 @@ def _assert_close_to_plain(model: nn.Module, batches: list[dict], sharded: Recor
     the next: batch norm over a handful of values, a router whose choice flips, a matching that changes. What may come
     of rounding is then measured and not guessed: plain DDP is trained once more with every weight moved by one unit in
     the last place, up or down at random. Ours may differ from DDP by `AMPLE` times as much as that. The first step,
-    which no former rounding reaches, is held to the strict bounds in any case, and the stages are compared bit for bit.
+    which no former rounding reaches, is held to the strict bounds in any case, and the stages are compared bit by bit.
     """
     first, plain_first = (Record(run.losses[:1], run.norms[:1], {}) for run in (sharded, plain))
     assert_close(first, plain_first, "the first step of stage 3 and DDP", loss=LOSS, norm=NORM)

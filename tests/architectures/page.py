@@ -9,18 +9,18 @@ from tests.architectures.walk import TASKS
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEADER = """# Architectures
 
-Every model type of the mappings in transformers {version} (`modeling_auto.MODEL_FOR_..._MAPPING_NAMES`), with every head
-in them. Each is built from a tiny configuration and trained for 3 steps on 2 ranks (gloo): at stages 1, 2 and 3, whose
-losses, gradient norms and weights are equal bit for bit, and in plain DDP, which they equal to rounding. This page is
-written by `make test-all` and never by hand; every test compares its result with what stands here.
+Every model type of the mappings in transformers {version} (`modeling_auto.MODEL_FOR_..._MAPPING_NAMES`), with every
+head in them. Each is built from a tiny configuration and trained for 3 steps on 2 ranks (gloo): at stages 1, 2 and 3,
+whose losses, gradient norms and weights are equal bit for bit, and in plain DDP, which they equal to rounding. This
+page is written by `make test-all` and never by hand; every test compares its result with what stands here.
 
 **{num_passed} of {num_types} model types train**, with {num_heads} of {num_cases} heads. *own loss*: the head computes
 none, and the tests took one of their own of its outputs, as `compute_loss_func` of `Trainer` would.
 """
 PASSED = "## What trains"
 FAILED = "## What does not, and why"
-EXPLAINED = """None of these fails in hf_zero alone: the reason is what plain torch, in one process and without hf_zero, says of the
-model or of the inputs that the tests could make for it.
+EXPLAINED = """None of these fails in hf_zero alone: the reason is what plain torch, in one process and without
+hf_zero, says of the tiny model, or of the inputs that the tests make for it from its signature.
 """
 OWN = " (own loss)"
 
