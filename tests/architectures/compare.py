@@ -4,7 +4,9 @@ import copy
 import gc
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,16 +63,13 @@ def compare(case: Case) -> Outcome:
 
 
 def _compare(case: Case) -> Outcome:
-    try:
-        model, batches, has_own_loss = _prepare(case)
-        problem = ""
-    except Exception as error:  # noqa: B902 - whatever it is, it is the reason
-        problem = _reason(error)
-    problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        return Outcome(False, next(filter(None, problems)))
-    plain = _train(Plain(copy.deepcopy(model), adamw), batches)
+    prepared, problem = _tried(_prepare, case)
+    if problem:
+        return Outcome(False, problem)
+    model, batches, has_own_loss = prepared
+    plain, problem = _tried(lambda: _train(Plain(copy.deepcopy(model), adamw), batches))
+    if problem:
+        return Outcome(False, f"in plain DDP, {problem}")
     stages = {
         stage: _train(Sharded(copy.deepcopy(model), adamw, stage, timeout_seconds=30), batches) for stage in (1, 2, 3)
     }
@@ -78,6 +77,18 @@ def _compare(case: Case) -> Outcome:
         assert_equal(stages[stage], stages[1], f"stage {stage} and stage 1")
     _assert_close_to_plain(model, batches, stages[3], plain)
     return Outcome(True, has_own_loss=has_own_loss)
+
+
+def _tried(act: Callable, *args) -> tuple[Any, str]:
+    """What `act` returns, and why it failed on any rank; the same reason on all, empty when it has not failed."""
+    result, problem = None, ""
+    try:
+        result = act(*args)
+    except Exception as error:  # noqa: B902 - whatever it is, it is the reason
+        problem = _reason(error)
+    problems = [problem] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return result, next(filter(None, problems), "")
 
 
 def _prepare(case: Case) -> tuple[nn.Module, list[dict], bool]:
@@ -219,13 +230,11 @@ def _on_all_ranks(value: bool) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """One line that is the same on every machine and in every run."""
+    """The first sentence, without what differs from machine to machine or from run to run."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else ""
-    if type(error).__name__.startswith("StrictDataclass") and len(lines) > 1:
+    if text.startswith("Class validation error") and len(lines) > 1:  # who complains comes before what about
         text = lines[1]
-    text = re.sub(r"0x[0-9a-f]+", "", text)
-    text = re.sub(r"/\S+/", "", text)
-    text = text.replace("|", "/")
+    text = re.sub(r"0x[0-9a-f]+|/\S+/", "", text).replace("|", "/").split(". ")[0].strip(" .:")
     kind = "" if isinstance(error, Untrainable) else f"{type(error).__name__}: "
-    return (kind + text)[:160].strip()
+    return f"{kind}{text}"[:200]

@@ -88,6 +88,8 @@ OVERRIDES: dict[str, dict] = {
     "sam_prompt_encoder": {"image_embedding_size": 4, "image_size": 32, "patch_size": 8},
     "sam_vision_model": {"num_pos_feats": 32},
     "shieldgemma2": {"mm_tokens_per_image": 4},
+    "slanet": {"max_text_length": 8},
+    "slanext": {"max_text_length": 8},
     "step3p5": {"sliding_window": 16},
     "superpoint": {"keypoint_decoder_dim": 65},
     "t5gemma2_encoder": {"mm_tokens_per_image": 4},
