@@ -116,6 +116,8 @@ def build(case: Case) -> nn.Module:
     import transformers
 
     model_class = getattr(transformers, case.class_name)
+    if model_class.forward is nn.Module.forward:
+        raise Untrainable(f"{case.class_name} has no forward")
     config = tiny_config(case.model_type)
     if case.task in TWO_LABELS and config.num_labels == NUM_LABELS:
         config.num_labels = 2
