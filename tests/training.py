@@ -142,8 +142,8 @@ def assert_equal(a: Record, b: Record, what: str) -> None:
     assert torch.equal(a.norms, b.norms), f"{what}: norms {a.norms.tolist()} and {b.norms.tolist()}"
     assert a.weights.keys() == b.weights.keys(), what
     for name, weight in a.weights.items():
-        difference = (weight - b.weights[name]).abs().max()
-        assert torch.equal(weight, b.weights[name]), f"{what}: {name} differs by {difference}"
+        same = torch.equal(weight, b.weights[name])
+        assert same, f"{what}: {name} differs by {(weight - b.weights[name]).abs().max()}"
 
 
 def assert_close(a: Record, b: Record, what: str, *, loss=1e-6, norm=1e-6, weight=1e-5, atol=0.0) -> None:

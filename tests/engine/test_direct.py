@@ -86,6 +86,15 @@ def test_gradients_of_a_tied_weight_and_of_several_backwards_are_added_up():
     assert_same(gradients(model, engine, times=3), gradients(plain, times=3), exact=False)
 
 
+def test_what_a_linear_or_an_embedding_returns_may_be_written_to():
+    plain, model = Net(), Net()
+    engine = hf_zero.shard(model, stage=1)
+    for net in (plain, model):
+        for module in (net.embed, net.up, net.head):
+            module.register_forward_hook(lambda _module, _args, output: output.mul_(2))
+    assert_same(gradients(model, engine), gradients(plain))
+
+
 def test_a_hook_on_the_weight_sees_its_gradient_and_may_change_it(monkeypatch):
     plain, model = Net(), Net()
     engine = hf_zero.shard(model, stage=1)

@@ -97,6 +97,21 @@ class UnequalBlocks(Tower):
         self.layers[4] = nn.Identity()
 
 
+class CalledByForward(Tower):
+    """Calls `forward` of its blocks, and of the module around them, which runs none of their hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.around = Tower(3, width=WIDTH)
+        self.around.embed, self.around.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for block in self.layers:
+            hidden = block.forward(hidden)
+        return self.head(self.around.forward(hidden))
+
+
 class ParameterListModel(nn.Module):
     """Parameters in lists of parameters rather than in modules."""
 
@@ -121,6 +136,7 @@ BUILDERS = [
     OddRoot,
     ManyEmbeddings,
     UnequalBlocks,
+    CalledByForward,
     ParameterListModel,
 ]
 
