@@ -4,6 +4,7 @@ import torch
 
 from hf_zero.engine import direct
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.entrance import Entrance
 from hf_zero.engine.patch import Patch
 from hf_zero.errors import UnsupportedError
 
@@ -31,5 +32,9 @@ def compile_blocks(engine: ZeroEngine, **options) -> None:
         return
     for module in engine.modules.values():
         direct.uninstall(module)
-        engine.handles.append(Patch(module, "forward", torch.compile(module.forward, **options)))
+        entrance = module.forward
+        if isinstance(entrance, Entrance):
+            entrance.forward = torch.compile(entrance.forward, **options)
+        else:
+            engine.handles.append(Patch(module, "forward", torch.compile(module.forward, **options)))
     engine.compiled_with = options

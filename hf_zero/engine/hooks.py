@@ -1,7 +1,7 @@
 """The hooks on a model's modules and tensors: each is one call to the engine."""
 
 import sys
-from functools import partial, wraps
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from hf_zero.engine import casting, direct
 from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
 from hf_zero.engine.direct import Sink
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.entrance import Entrance
 from hf_zero.engine.patch import NodeHook, Patch
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Unit
@@ -42,11 +43,11 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     for module in _outer_modules(engine.model, engine.modules, engine.root):
         _install_on_outer(engine, module, owners.get(module))
         if module is not engine.model:
-            _lead_through_hooks(engine, module)
+            engine.handles += Entrance.build(module)
     moves_blocks = engine.plan.grad is Residency.SHARDED or engine.plan.compute is Residency.SHARDED
     for unit, module in engine.modules.items() if moves_blocks else ():
         _install_on_block(engine, unit, module)
-        _lead_through_hooks(engine, module)
+        engine.handles += Entrance.build(module)
     if any(unit.is_sharded for unit in engine.units):
         _guard_state_dict(engine)
 
@@ -82,22 +83,6 @@ def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None
     before, after = partial(_before_block, engine, unit), partial(_after_block, engine, unit)
     engine.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
-
-
-def _lead_through_hooks(engine: ZeroEngine, module: nn.Module) -> None:
-    """Lets whoever calls `module.forward(...)`, which passes all hooks by, call `module(...)`."""
-    forward, entered = module.forward, []
-
-    @wraps(forward)
-    def lead(*args, **kwargs):
-        if not entered:
-            return module(*args, **kwargs)
-        entered.clear()
-        return forward(*args, **kwargs)
-
-    module.forward = lead
-    engine.handles.append(module.register_forward_pre_hook(lambda *_: entered.append(True)))
-    engine.handles.append(module.register_forward_hook(lambda *_: entered.clear(), always_call=True))
 
 
 def _before_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs) -> None:

@@ -2,7 +2,7 @@
 
 
 class Patch:
-    """An attribute of one object that stands before its class's until it is removed.
+    """An attribute of one object that stands before its class's, or one of its own, until it is removed.
 
     Args:
         owner: the object.
@@ -12,10 +12,13 @@ class Patch:
 
     def __init__(self, owner, name: str, value):
         self._owner, self._name = owner, name
+        self._before = {key: own for key, own in owner.__dict__.items() if key == name}
         owner.__dict__[name] = value
 
     def remove(self) -> None:
+        """Several on one attribute are removed in the opposite order."""
         self._owner.__dict__.pop(self._name, None)
+        self._owner.__dict__.update(self._before)
 
 
 class NodeHook:
