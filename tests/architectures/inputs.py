@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.architectures.labels import make_labels
-from tests.architectures.source import BATCH, LENGTH, TARGET_LENGTH, TEXT_HIGH, Source
+from tests.architectures.source import BATCH, LENGTH, NUM_CHOICES, TARGET_LENGTH, TEXT_HIGH, Source
 
 
 def make_inputs(model: nn.Module, task: str, seed: int) -> dict[str, Any]:
@@ -41,11 +41,13 @@ def make_inputs(model: nn.Module, task: str, seed: int) -> dict[str, Any]:
             inputs[name] = make(source, inputs)
     inputs = {name: value for name, value in inputs.items() if value is not None}
     if task == "multiple choice":
-        inputs = {
-            name: value.unsqueeze(1).expand(-1, 2, *value.shape[1:]).contiguous() if name != "labels" else value
-            for name, value in inputs.items()
-        }
+        inputs = {name: value if name == "labels" else _choices(value) for name, value in inputs.items()}
     return inputs
+
+
+def _choices(value: Tensor) -> Tensor:
+    """Each sample's value for its first choice, and another sample's for the second."""
+    return torch.stack([value.roll(shift, dims=0) for shift in range(NUM_CHOICES)], dim=1)
 
 
 # Text

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.architectures.source import BATCH, TARGET_LENGTH, TEXT_HIGH, Source
+from tests.architectures.source import BATCH, NUM_CHOICES, TARGET_LENGTH, TEXT_HIGH, Source
 from tests.architectures.tiny import NUM_LABELS
 
 
@@ -46,7 +46,7 @@ def _classes(source: Source, inputs: dict) -> dict[str, Tensor]:
 
 
 def _num_labels(source: Source) -> int:
-    return getattr(source.config, "num_labels", NUM_LABELS)
+    return NUM_CHOICES if source.task == "multiple choice" else getattr(source.config, "num_labels", NUM_LABELS)
 
 
 def _token_classes(source: Source, inputs: dict) -> dict[str, Tensor]:

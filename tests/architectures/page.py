@@ -73,3 +73,8 @@ def parse(page: str) -> Results:
 def written() -> Results:
     """What the page says now."""
     return parse(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+
+
+def is_of(version: str) -> bool:
+    """Whether the page was written for this version of transformers: others have other models and other messages."""
+    return f" transformers {version} " in PAGE.read_text(encoding="utf-8")

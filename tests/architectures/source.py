@@ -10,6 +10,7 @@ from tests.architectures.overrides import INPUTS
 
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 12, 12
+NUM_CHOICES = 2
 IMAGE = 64  # for models whose configuration does not say: those that halve it five times
 TEXT_HIGH = 60  # ordinary tokens are below: special ones lie at both ends of the vocabulary
 NESTED = (

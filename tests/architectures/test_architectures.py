@@ -1,6 +1,7 @@
 """Every architecture of transformers that a tiny configuration can build trains sharded as it does in plain DDP.
 
-docs/models.md is what these tests say. An ordinary run takes a slice of the model types, each with its main head;
+docs/models.md is what these tests say; with another version of transformers than that of the page, they only see to it
+that nothing fails in hf_zero. An ordinary run takes a slice of the model types, each with its main head;
 `--all` takes all heads. With `--write-docs`, what a run finds is written into the page.
 """
 
@@ -25,7 +26,7 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.rotating
 def test_trains_as_the_page_says(case, request):
     outcome = RESULTS[case.key] = run_ranks(compare, 2, case, timeout=200)[0]
-    if not request.config.getoption("--write-docs"):
+    if not request.config.getoption("--write-docs") and page.is_of(transformers.__version__):
         said = page.written().get(case.key)
         assert outcome == said, f"docs/models.md says otherwise; run `make test-all`, which writes it: {said}"
 
@@ -35,6 +36,8 @@ def test_the_page_has_every_case_and_no_other(request):
     if request.config.getoption("--write-docs") and RESULTS:
         results = {key: outcome for key, outcome in {**page.written(), **RESULTS}.items() if key in known}
         page.PAGE.write_text(page.render(results, transformers.__version__), encoding="utf-8")
+    if not page.is_of(transformers.__version__):
+        pytest.skip("the page is of another version of transformers")
     assert set(page.written()) == known
 
 
