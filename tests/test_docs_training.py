@@ -12,18 +12,11 @@ import hf_zero
 from tests import models
 from tests.distributed import run_ranks
 from tests.test_readme import fenced_blocks
-from tests.trainer.harness import Rows, seed_everything
+from tests.trainer.harness import Rows, reset_accelerate, seed_everything
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 BLOCKS = [block.text for block in fenced_blocks(PAGE.read_text(encoding="utf-8")) if block.language == "python"]
-
-
-def _reset() -> None:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for singleton in (AcceleratorState, GradientState, PartialState):
-        singleton._reset_state()
 
 
 def _with_ddp(data):
@@ -46,12 +39,11 @@ def _with_ddp(data):
 
 
 def _loops(folder, stage):
-    assert len(BLOCKS) == 2, "each block belongs here first"
     data = Rows("llama", 16)
-    _reset()
+    reset_accelerate()
     seed_everything()
     wanted, loss, norm = _with_ddp(data)
-    _reset()
+    reset_accelerate()
     seed_everything()
     model = models.build("llama")
     names = {
@@ -70,6 +62,39 @@ def _loops(folder, stage):
     exec(BLOCKS[1], names)
     for (name, p), q in zip(names["twin"].named_parameters(), wanted.parameters(), strict=True):
         assert (p - q).abs().max() <= 1e-6 + 1e-5 * q.abs().max(), name
+
+
+def test_every_block_has_a_test():
+    assert len(BLOCKS) == 4, "each block belongs to a test here"
+
+
+def _trl_and_muon(folder):
+    from tests.trl import harness
+
+    if torch.distributed.get_rank() == 0:
+        harness.save_models(folder)
+    torch.distributed.barrier()
+    reset_accelerate()
+    names = {
+        "data": harness.data("text"),
+        "folder": f"{folder}/policy",
+        "hf_zero": hf_zero,
+        "tokenizer": harness.tokenizer(),
+    }
+    exec(BLOCKS[2].replace('"out"', f'"{folder}/out"'), names)
+    assert names["trainer"].state.global_step == 2 and names["trainer"].zero_engine.stage == 3
+
+    model = models.build("llama")
+    names.update(model=model, engine=hf_zero.shard(model, stage=3))
+    exec(BLOCKS[3], names)
+    before = {shard.name: shard.tensor.clone() for shard in names["engine"].named_shards()}
+    model(**models.batch("llama", seed=0)).loss.backward()
+    names["optimizer"].step()
+    assert all((shard.tensor != before[shard.name]).any() for shard in names["engine"].named_shards())
+
+
+def test_the_examples_with_trl_and_muon_train(tmp_path):
+    run_ranks(_trl_and_muon, 2, str(tmp_path), timeout=240)
 
 
 @pytest.mark.support("Accelerate without Trainer", area="Trainers")
