@@ -102,7 +102,7 @@ def engine_of(model: nn.Module) -> ZeroEngine | None:
 
 def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
     """Makes the engine of a model, unit by unit, freeing each unit's former memory before the next is taken."""
-    unpack_layers(model)
+    patches = unpack_layers(model)
     parts = partition(model)
     specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
     pattern = _keep_in_fp32(model)
@@ -124,7 +124,9 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
     remember(units)
     _place_gradients(units, comm)
     _place_buffers(model, comm)
-    return _assemble(model, config, comm, units, parts, specs, placeholders)
+    engine = _assemble(model, config, comm, units, parts, specs, placeholders)
+    engine.handles += patches
+    return engine
 
 
 def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEngine:
@@ -155,7 +157,7 @@ def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str
     for name, p in sorted(spec.params.items(), key=lambda item: item[1].dim() < 2):
         stays = is_opaque(p) or not p.is_floating_point() or keep_in_fp32(name)
         dtype = p.dtype if compute_dtype is None or stays else compute_dtype
-        groups.setdefault((dtype, p.requires_grad), []).append((name, p, dtype))
+        groups.setdefault((dtype, p.requires_grad, is_opaque(p)), []).append((name, p, dtype))
     return list(groups.values())
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.access import remember
+from hf_zero.engine.opaque import is_opaque
 from hf_zero.engine.patch import Patch
 from hf_zero.errors import LifecycleError
 
@@ -60,9 +61,12 @@ def _is_kept(before: Tensor, after: Tensor) -> bool:
 @contextmanager
 def computing_in(engine: "ZeroEngine", dtype: torch.dtype) -> Iterator[None]:
     """See `ZeroEngine.computing_in`."""
+    if engine.is_cast:
+        raise LifecycleError("computing_in inside computing_in: leave the outer one first")
     modules = list(engine.model.modules())
     tensors = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
     flats = [flat for unit in engine.units for flat in unit.flats if flat.dtype.is_floating_point]
+    flats = [flat for flat in flats if not any(is_opaque(p) for p in flat.params)]
     own = [(flat, flat.params, flat.placeholders) for flat in flats]
     try:
         shown = {}

@@ -6,7 +6,7 @@ from hf_zero.engine import direct
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.entrance import Entrance
 from hf_zero.engine.patch import Patch
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import LifecycleError, UnsupportedError
 
 
 def compile_blocks(engine: ZeroEngine, **options) -> None:
@@ -22,6 +22,7 @@ def compile_blocks(engine: ZeroEngine, **options) -> None:
 
     Raises:
         `UnsupportedError`: for a model without blocks.
+        `LifecycleError`: they are compiled already with other options.
     """
     if not engine.modules:
         raise UnsupportedError(
@@ -30,6 +31,12 @@ def compile_blocks(engine: ZeroEngine, **options) -> None:
         )
     if engine.compiled_with == options:
         return
+    if engine.compiled_with is not None:
+        raise LifecycleError(
+            f"the blocks are compiled already with {engine.compiled_with}; asked for {options}: use engine.unshard(), "
+            "and shard the model anew"
+        )
+    engine.compiled_with = options
     for module in engine.modules.values():
         direct.uninstall(module)
         entrance = module.forward
@@ -37,4 +44,3 @@ def compile_blocks(engine: ZeroEngine, **options) -> None:
             entrance.forward = torch.compile(entrance.forward, **options)
         else:
             engine.handles.append(Patch(module, "forward", torch.compile(module.forward, **options)))
-    engine.compiled_with = options

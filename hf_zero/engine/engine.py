@@ -367,15 +367,18 @@ class ZeroEngine(Uncopyable):
         """The masters are about to get new values: no rank reads the old ones any more. All ranks call it.
 
         Raises:
-            `LifecycleError`: inside `hf_zero.gathered`, or when someone wrote to a parameter whose data is away.
+            `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, after `unshard`, or when someone wrote to a
+                parameter whose data is away.
         """
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build the optimizer on the new engine")
         self.placeholders.check()
-        self._refuse_pinned("new values")
+        self._refuse_held("new values")
         self.comm.fence()
 
-    def _refuse_pinned(self, what: str) -> None:
+    def _refuse_held(self, what: str) -> None:
+        if self.is_cast:
+            raise LifecycleError(f"{what} inside engine.computing_in(...): leave it first")
         for unit in self.units:
             if unit.pins:
                 raise LifecycleError(
@@ -412,6 +415,11 @@ class ZeroEngine(Uncopyable):
             reassign_slots([unit for stack in self.schedule.stacks for unit in stack.units])
         self._is_order_known = True
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether the parameters are shown in another dtype, see `computing_in`."""
+        return any(flat.cast for unit in self.units for flat in unit.flats)
+
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Shows the floating-point parameters and buffers in another dtype, for evaluation: masters, and what the
         optimizer holds, stay as they are. All ranks enter it together; there are no gradients inside.
@@ -421,6 +429,9 @@ class ZeroEngine(Uncopyable):
 
         Args:
             dtype (`torch.dtype`): such as `torch.bfloat16`.
+
+        Raises:
+            `LifecycleError`: inside another one.
         """
         return computing_in(self, dtype)
 
@@ -428,16 +439,18 @@ class ZeroEngine(Uncopyable):
         """Gives the model back as it was before `hf_zero.shard`: a plain module, whole on every rank, with the present
         values in the dtypes that it came with. All ranks call it.
 
-        Gradients since the last step are dropped. Optimizers on this engine can step no more.
+        What had no master and was cast by `compute_dtype`, as frozen parameters are, comes back rounded. Gradients
+        since the last step are dropped. Optimizers on this engine can step no more.
 
         Returns:
             `nn.Module`: the model, which can be copied, pickled, or sharded again.
 
         Raises:
-            `LifecycleError`: inside `hf_zero.gathered`, or when someone wrote to a parameter whose data is away.
+            `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, or when someone wrote to a parameter whose
+                data is away.
         """
         self.placeholders.check()
-        self._refuse_pinned("unshard")
+        self._refuse_held("unshard")
         self.clear_gradients()
         restore(self)
         return self.model

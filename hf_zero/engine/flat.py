@@ -252,6 +252,8 @@ class Flat:
         whole = self.whole_master(what)
         for place, p, dtype in zip(self.layout.places, self.params, self._home_dtypes):
             p.data = whole[place.offset : place.stop].view(place.shape).to(dtype, copy=True)
+        for companions in self._companions:
+            companions.follow()
         self.comm.fence()
         self.full = self.master = self.common = None
         self.views = []

@@ -6,6 +6,8 @@ What such a class keeps beside the bytes (scales, codes) is small and stays on e
 import torch
 from torch import Tensor, nn
 
+from hf_zero.engine.patch import Patch
+
 
 def is_opaque(param: nn.Parameter) -> bool:
     """Whether the class of a parameter, and not its dtype, says what its bytes mean."""
@@ -51,18 +53,23 @@ def companions_of(params: list[nn.Parameter]) -> list[Companions]:
     return [Companions(param) for param in params if is_opaque(param)]
 
 
-def unpack_layers(model: nn.Module) -> None:
+def unpack_layers(model: nn.Module) -> list[Patch]:
     """Makes bitsandbytes' layers as they were before their first use, and keeps them from reordering their weights.
 
     The 8-bit layer takes the bytes out of its parameter; the 4-bit layer, on CPUs with AVX512-BF16, reorders them in
     its first evaluation, see `is_reordered`.
+
+    Returns:
+        `list[Patch]`: what keeps them from it, to be removed when the model is a plain one again.
     """
+    patches = []
     for module in model.modules():
         if not type(module).__module__.startswith("bitsandbytes."):
             continue
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            patches.append(Patch(module, "support_avx512bf16_for_cpu", False))
         state = getattr(module, "state", None)
         if getattr(state, "CB", None) is not None:
             module.weight.CB, module.weight.SCB = state.CB, state.SCB
             state.CB = state.SCB = None
+    return patches

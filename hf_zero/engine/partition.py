@@ -104,6 +104,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None 
             compiled modules.
     """
     _refuse_compiled(model)
+    biases = _biases_beside_opaque(model)
     for name, p in model.named_parameters():
         if not can_be_moved(p):
             library = type(p).__module__.partition(".")[0]
@@ -121,6 +122,12 @@ def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None 
                 f"{name}: {type(p).__name__} is on {p.device}, and its scales do not follow it to {device}; "
                 "load the model on the device that trains it"
             )
+        bias = biases.get(id(p))
+        if bias is not None and bias.requires_grad:
+            raise UnsupportedError(
+                f"{name}: the bias beside it is trained, but layers of quantized weights write to theirs; "
+                "train no bias (LoraConfig(bias='none'))"
+            )
         source = source_of(p)
         if source is not None and not fits(p, source):
             raise UnsupportedError(f"{name}: {COMPUTED}")
@@ -128,6 +135,12 @@ def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None 
             raise UnsupportedError(
                 f"{name}: has no data (meta device) and no file to read it from; load or initialise the model first"
             )
+
+
+def _biases_beside_opaque(model: nn.Module) -> dict[int, nn.Parameter]:
+    """By `id` of an opaque weight, the bias of its module."""
+    owned = [module._parameters for module in model.modules() if module._parameters.get("bias") is not None]
+    return {id(p): params["bias"] for params in owned for p in params.values() if p is not None and is_opaque(p)}
 
 
 def _is_on(param: nn.Parameter, device: torch.device) -> bool:

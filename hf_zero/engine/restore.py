@@ -19,6 +19,11 @@ def restore(engine: "ZeroEngine") -> None:
         unit.settle()
         for flat in unit.flats:
             flat.give_back(unit.name)
+        unit.slot = unit.gradient_slots = None
+        for gradient in unit.gradients:
+            gradient.full = gradient.reduced = None
+            gradient.views = []
     engine.units.clear()
     engine.blocks.clear()
+    engine.modules.clear()
     engine.schedule.stacks.clear()

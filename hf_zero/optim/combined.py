@@ -12,7 +12,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers, each of parameters of its own, that step together. Also good without sharding.
 
     Args:
-        optimizers (`torch.optim.Optimizer`): two or more.
+        optimizers (`torch.optim.Optimizer`): one or more.
 
     Raises:
         `ConfigError`: when two of them have the same parameter.
@@ -111,7 +111,7 @@ class MuonWithAdamW:
             {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
         ]
         settings = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw", **(muon or {})}
-        return CombinedOptimizer(
-            torch.optim.Muon(hidden, **settings),
-            torch.optim.AdamW([group for group in groups if group["params"]], **{"lr": lr, **(adamw or {})}),
-        )
+        groups = [group for group in groups if group["params"]]
+        optimizers = [torch.optim.Muon(hidden, **settings)] if hidden else []
+        optimizers += [torch.optim.AdamW(groups, **{"lr": lr, **(adamw or {})})] if groups else []
+        return CombinedOptimizer(*optimizers)

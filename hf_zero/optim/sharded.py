@@ -140,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner
             for inner in self._inners
             if hasattr(inner, mode)
-            and any(group["train_mode"] is not (mode == "train") for group in inner.param_groups)
+            and any(group.get("train_mode") is not (mode == "train") for group in inner.param_groups)
         ]
         if switched:
             self.engine.begin_update()
@@ -353,7 +353,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _try_state(self, inner: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> list[torch.dtype]:
         """The dtypes of the state of a few elements, which the optimizer makes and forgets again."""
         before = [dict(each) for each in inner.param_groups]
-        param = nn.Parameter(torch.zeros(4, dtype=dtype))
+        param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
         param.grad = torch.zeros_like(param)
         for each in inner.param_groups:
             each.update(params=[param] if each is self.param_groups[group] else [], **_in_training(each))

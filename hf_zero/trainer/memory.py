@@ -18,9 +18,8 @@ class TellMemory(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if not state.is_world_process_zero:
-            return
         engine, optimizer = self._trainer.zero_engine, self._trainer._zero_optimizer
         ranks = f"{engine.comm.num_ranks} rank{'s' if engine.comm.num_ranks > 1 else ''}"
-        lines = render_classes(tensor_classes(engine, optimizer))
-        print(f"hf_zero: stage {engine.stage} over {ranks}; each holds\n{lines}", file=sys.stderr, flush=True)
+        lines = render_classes(tensor_classes(engine, optimizer))  # on every rank: what fails here fails on all
+        if state.is_world_process_zero:
+            print(f"hf_zero: stage {engine.stage} over {ranks}; each holds\n{lines}", file=sys.stderr, flush=True)

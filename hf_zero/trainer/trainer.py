@@ -171,8 +171,11 @@ class ZeroTrainerMixin(PushMixin):
         """As in Trainer; a rank whose data ends before another's goes on with batches that do not count. For
         `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and trains on as it was."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
-        engine = self.accelerator.shard(self.model)
-        shown = engine.computing_in(dtype) if dtype is not None and not self.is_in_train else nullcontext()
+        engine, shown = self.accelerator.shard(self.model), nullcontext()
+        if dtype is not None and not self.is_in_train:
+            if self._zero_optimizer is not None:
+                self._zero_optimizer.eval()  # schedule-free ones: Trainer does it when the model is shown already
+            shown = engine.computing_in(dtype)
         with shown, evened(self, dataloader) as dataloader:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

@@ -26,13 +26,15 @@ def evened(trainer, dataloader) -> Iterator:
     if is_even(dataloader):
         yield dataloader
         return
-    averages, dataloader = trainer.args.average_tokens_across_devices, EvenLoader(dataloader)
-    trainer.gather_function = dataloader.gather  # until the end of the loop, as Trainer has it
+    averages, gathers = trainer.args.average_tokens_across_devices, trainer.gather_function
+    dataloader = EvenLoader(dataloader)
+    trainer.gather_function = dataloader.gather
     trainer.args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
     try:
         yield dataloader
     finally:
         trainer.args.average_tokens_across_devices = averages
+        trainer.gather_function = gathers
 
 
 def is_even(dataloader) -> bool:
@@ -99,7 +101,7 @@ class EvenLoader:
 
     def _gather(self, tensor: Tensor) -> Tensor:
         own, most = self._counts[self._rank], max(self._counts)
-        if min(self._counts) == most:
+        if len(tensor) == min(self._counts) == most:
             return gather(tensor)
         rows = tensor.new_zeros(most, *tensor.shape[1:])
         # Trainer repeats the loss as often as its own batch size says, which a loader may exceed

@@ -42,6 +42,9 @@ def _seen_in_bf16():
             with pytest.raises(LifecycleError, match="write outside"):
                 with hf_zero.gathered(model.head.bias, writeback=True):
                     pass
+            for inside in (engine.computing_in(torch.float16).__enter__, engine.unshard, optimizer.step):
+                with pytest.raises(LifecycleError, match="leave"):
+                    inside()
         assert_away(model, engine)
         after = weights_of(model)
         assert all(torch.equal(after[name], before[name]) for name in before), f"stage {stage}"

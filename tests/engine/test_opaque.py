@@ -10,7 +10,7 @@ from hf_zero.checkpoint import save_pretrained
 from hf_zero.engine.opaque import can_be_moved
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, UnsupportedError
-from tests import training
+from tests import models, training
 from tests.distributed import run_ranks
 
 
@@ -39,7 +39,7 @@ class Quantized(nn.Module):
             self.codes, self.scale = self.weight.codes, self.weight.scale
             self.weight.codes = self.weight.scale = None
         weight = self.codes.view(torch.int8)[:, : x.shape[-1]] * self.scale
-        return x + F.linear(x, weight) + torch.tanh(self.trained(x))
+        return x + F.linear(x, weight.to(x.dtype)) + torch.tanh(self.trained(x))
 
 
 class Coded(nn.Module):
@@ -101,6 +101,36 @@ def _computes_in_bf16():
 
 def test_codes_are_never_cast_and_never_saved_without_what_they_mean():
     run_ranks(_computes_in_bf16, 2)
+
+
+def _shown_and_given_back(stage, dtype):
+    plain, batch = Coded(dtype), models.batch("mlp", seed=0)
+    wanted = plain(**batch)
+    model = Coded(dtype)
+    engine = hf_zero.shard(model, stage=stage, shared_memory=False)
+    with torch.no_grad():
+        assert torch.equal(model(**batch), wanted)
+        with engine.computing_in(torch.float64):
+            double = {key: value.double() for key, value in batch.items()}
+            torch.testing.assert_close(model(**double).float(), wanted, rtol=1e-5, atol=0.0)
+            assert all(type(block.weight) is Codes for block in model.blocks)
+    engine.unshard()
+    assert torch.equal(model(**batch), wanted), "after unshard"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=["bytes", "bytes stored as bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_codes_are_what_they_were_when_the_rest_is_shown_in_another_dtype_or_given_back(stage, dtype):
+    run_ranks(_shown_and_given_back, 2, stage, dtype)
+
+
+def test_a_trained_bias_beside_codes_is_refused():
+    model = Coded(torch.int8)
+    model.blocks[1].bias = nn.Parameter(torch.zeros(13))
+    with pytest.raises(UnsupportedError, match="blocks.1.weight: the bias beside it is trained, .*train no bias"):
+        refuse_what_cannot_be_sharded(model)
+    model.blocks[1].bias.requires_grad_(False)
+    refuse_what_cannot_be_sharded(model)
 
 
 def test_codes_stay_on_their_device():

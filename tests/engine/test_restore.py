@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -66,6 +67,28 @@ def _plain_again(stage: int, name: str, dtype) -> None:
 @pytest.mark.parametrize("name, dtype", [("mixtral", None), ("llama-tied", torch.bfloat16)])
 def test_an_unsharded_model_is_a_plain_one(stage, name, dtype):
     run_ranks(_plain_again, 2, stage, name, dtype, timeout=LIMIT)
+
+
+def _compiled(stage: int) -> None:
+    model = models.build("llama")
+    batch = models.batch("llama", seed=dist.get_rank())
+    wanted = loss_of(model(**batch))
+    attributes = _attributes(model)
+    engine = hf_zero.shard(model, stage=stage)
+    hf_zero.compile_blocks(engine, backend="eager")
+    with pytest.raises(LifecycleError, match="compiled already with .*'eager'"):
+        hf_zero.compile_blocks(engine, backend="aot_eager")
+    torch.testing.assert_close(loss_of(model(**batch)), wanted, rtol=1e-6, atol=0.0)
+    slots = [weakref.ref(unit.slot.buffer) for unit in engine.units if unit.slot is not None]
+    engine.unshard()
+    assert _attributes(model) == attributes
+    assert all(slot() is None for slot in slots), "who keeps the engine keeps no buffers"
+    assert torch.equal(loss_of(model(**batch)), wanted)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_blocks_are_plain_ones_again_and_buffers_are_given_up(stage):
+    run_ranks(_compiled, 2, stage, timeout=LIMIT)
 
 
 def _refused_inside_gathered() -> None:

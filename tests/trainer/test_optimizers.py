@@ -124,6 +124,25 @@ def _saves(folder: str) -> None:
     assert_equal(resumed, unbroken, "resumed and unbroken")
 
 
+def _half(folder: str) -> None:
+    settings = {"optim": "schedule_free_adamw", "learning_rate": 3e-2, "max_grad_norm": 0.0, "max_steps": 6}
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        parts = {"eval_dataset": Rows("llama", 6)}
+        trainer = make(stage, folder, models.build("llama"), Rows("llama"), parts=parts, **settings)
+        trainer.train()
+        trainer._zero_optimizer.train()  # the weights at which gradients are taken
+        trainer.args.bf16_full_eval = True
+        half = trainer.evaluate()["eval_loss"]
+        trainer.args.bf16_full_eval = False
+        assert half == pytest.approx(trainer.evaluate()["eval_loss"], rel=5e-3), f"stage {stage}"
+
+
+def test_schedule_free_weights_are_the_averaged_ones_in_half_precision_too(tmp_path):
+    pytest.importorskip("schedulefree", reason="has the optimizer; install the extra `test`")
+    run_ranks(_half, 2, str(tmp_path), timeout=240)
+
+
 @pytest.mark.support("Schedule-free: saving and resuming", area="Optimizers", stages=(3,))
 def test_schedule_free_saves_the_averaged_weights_and_resumes(tmp_path):
     kinds.skip_without("Schedule-free")

@@ -14,7 +14,12 @@ from tests.trainer.test_evaluation_ways import AccuracyByBatch, accuracy
 
 STAGES = (1, 2, 3)
 # rows of each rank: one has none, and one has more than `per_device_eval_batch_size` says in a batch
-OWN_LOADERS = {"an empty rank": ([5, 0], 2), "an empty first rank": ([0, 3], 2), "large batches": ([7, 2], 3)}
+OWN_LOADERS = {
+    "an empty rank": ([5, 0], 2),
+    "an empty first rank": ([0, 3], 2),
+    "large batches": ([7, 2], 3),
+    "short last ones": ([5, 5], 3),
+}
 
 
 def _rotating(case: str, of_every_commit: str):
