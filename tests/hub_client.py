@@ -75,11 +75,12 @@ class HubClient:
 def recipes(*argv: str) -> dict:
     """The command line, its exit code and what it says."""
     from hf_zero.recipes.cli import main
+    from tests.output import without_imports
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(list(argv))
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+    return {"code": code, "out": out.getvalue(), "err": without_imports(err.getvalue())}
 
 
 def differences(near: str, far: str, revision: str, cache: str, subfolder: str) -> dict:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
+from tests.output import without_imports
 from tests.recipes.conftest import write_csv
 
 
@@ -37,15 +38,7 @@ def run_command(argv: list[str], folder: Path) -> subprocess.CompletedProcess:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         pytest.fail(f"still running after {TIMEOUT} s\n{out}\n{err}")
-    return subprocess.CompletedProcess(argv, process.returncode, out, _without_imports(err))
-
-
-def _without_imports(err: str) -> str:
-    """What is left of stderr without what torchao, bitsandbytes and torch say of themselves when they are imported."""
-    noise = re.compile(
-        r"(Failed to load .*\.so\b.*|Failed to load CPU gemm_4bit_forward.*|.*register_constant\(\).*)\n"
-    )
-    return noise.sub("", err)
+    return subprocess.CompletedProcess(argv, process.returncode, out, without_imports(err))
 
 
 @pytest.fixture
