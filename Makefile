@@ -22,7 +22,7 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# All rotating tests too, which takes hours; writes docs/models.md and docs/support.md.
+# All rotating tests too, about an hour; writes docs/models.md and docs/support.md.
 test-all: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest --all --write-docs $(PYTEST_ARGS)
 

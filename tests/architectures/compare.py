@@ -2,13 +2,11 @@
 
 import copy
 import gc
-import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from tests.architectures.inputs import make_inputs
 from tests.architectures.tiny import NUM_LABELS, tiny_config
 from tests.architectures.walk import Case
+from tests.trainer.harness import seed_everything
 from tests.training import Plain, Record, Sharded, adamw, assert_close, assert_equal
 
 
@@ -128,13 +127,6 @@ def build(case: Case) -> nn.Module:
     return model_class(config).train()
 
 
-def seed_everything(seed: int) -> None:
-    """Models may draw masks and noise in their forward, from any of these."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def own_loss_of(output) -> Tensor | None:
     """The loss that the model has computed, if any."""
     loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
@@ -172,7 +164,7 @@ def _tensors(value):
 def _train(subject: Plain | Sharded, batches: list[dict]) -> Record:
     losses, norms = [], []
     for step, batch in enumerate(batches):
-        seed_everything(10 * step + dist.get_rank())
+        seed_everything(10 * step + dist.get_rank())  # models may draw masks and noise in their forward
         loss = loss_of(subject(**batch))
         loss.backward()
         losses.append(loss.detach().float())
