@@ -103,7 +103,8 @@ def parse(page: str) -> dict[Cell, str]:
 
 
 class Recorder:
-    """The pytest plugin: notes what the tests that ran said, and writes the page when asked to.
+    """The pytest plugin: notes what the tests that ran said, and writes it into the page when asked to. Cells that no
+    test claims any more are taken out by hand: `tests/test_support.py` names them.
 
     Args:
         writes (`bool`): whether to write the page at the end.
@@ -128,4 +129,5 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         if self.writes and self.results:
-            PAGE.write_text(render(self.cells()), encoding="utf-8")
+            written = parse(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
+            PAGE.write_text(render({**written, **self.cells()}), encoding="utf-8")

@@ -18,10 +18,29 @@ if TYPE_CHECKING:
     from hf_zero.engine.engine import ZeroEngine
 
 
+PLAIN_AGAIN = "do it before it is sharded, or after engine.unshard() (trainer.zero_engine under Trainer)"
+
+
 def guard(engine: "ZeroEngine") -> None:
-    """Lets nobody move or cast the parameters of a sharded model past the engine."""
+    """Lets nobody move, cast or resize the parameters of a sharded model past the engine."""
     for module in engine.model.modules():
         engine.handles.append(Patch(module, "_apply", partial(_apply, engine, module)))
+        if hasattr(type(module), "resize_token_embeddings"):
+            engine.handles.append(Patch(module, "resize_token_embeddings", partial(_resize, engine, module)))
+
+
+def _resize(engine: "ZeroEngine", module: nn.Module, num_rows: int | None = None, *args, **kwargs) -> nn.Module:
+    """transformers' method, which gives an embedding other data of another shape.
+
+    Raises:
+        `LifecycleError`: when there is to be another number of rows.
+    """
+    embedding = module.get_input_embeddings()
+    if kwargs.get("new_num_tokens", num_rows) not in (None, embedding.weight.shape[0]):
+        raise LifecycleError(
+            f"resize_token_embeddings: the model is sharded with {embedding.weight.shape[0]} rows; {PLAIN_AGAIN}"
+        )
+    return embedding
 
 
 def _apply(engine: "ZeroEngine", module: nn.Module, fn, recurse: bool = True) -> nn.Module:
@@ -32,8 +51,7 @@ def _apply(engine: "ZeroEngine", module: nn.Module, fn, recurse: bool = True) ->
     """
     if not all(_is_kept(sample, fn(sample)) for sample in _samples(engine)):
         raise LifecycleError(
-            f"{type(module).__name__}: the model is sharded, so its parameters cannot be moved or cast; do it before "
-            "hf_zero.shard, or after engine.unshard()"
+            f"{type(module).__name__}: the model is sharded, so its parameters cannot be moved or cast; {PLAIN_AGAIN}"
         )
     for part in module.modules() if recurse else [module]:
         part._buffers.update({name: fn(buffer) for name, buffer in part._buffers.items() if buffer is not None})

@@ -350,6 +350,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     dtypes[key] = self._try_state(inner, *key)
                 yield from ((dtype, run.param.numel()) for dtype in dtypes[key])
 
+    @property
+    def late_state(self) -> list[str]:
+        """The optimizers whose state is not among `expected_state` before the first step."""
+        return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
+
     def _try_state(self, inner: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> list[torch.dtype]:
         """The dtypes of the state of a few elements, which the optimizer makes and forgets again."""
         before = [dict(each) for each in inner.param_groups]

@@ -2,6 +2,7 @@
 
 import sys
 
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_zero.planner import render_classes, tensor_classes
@@ -21,5 +22,7 @@ class TellMemory(TrainerCallback):
         engine, optimizer = self._trainer.zero_engine, self._trainer._zero_optimizer
         ranks = f"{engine.comm.num_ranks} rank{'s' if engine.comm.num_ranks > 1 else ''}"
         lines = render_classes(tensor_classes(engine, optimizer))  # on every rank: what fails here fails on all
+        late = "".join(f"\n  and the state of {name}, from the first step on" for name in optimizer.late_state)
         if state.is_world_process_zero:
-            print(f"hf_zero: stage {engine.stage} over {ranks}; each holds\n{lines}", file=sys.stderr, flush=True)
+            text = f"hf_zero: stage {engine.stage} over {ranks}; beside activations each holds\n{lines}{late}"
+            tqdm.write(text, file=sys.stderr)

@@ -57,6 +57,24 @@ def test_a_model_seen_in_bf16_computes_what_a_cast_one_does_and_keeps_its_master
     run_ranks(_seen_in_bf16, 2, timeout=LIMIT)
 
 
+def _no_resize():
+    from tests import models
+
+    for stage in ALL_STAGES:
+        model = models.build("llama-tied")
+        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        assert model.resize_token_embeddings(models.VOCAB) is model.get_input_embeddings()
+        with pytest.raises(LifecycleError, match="sharded with 61 rows; .*engine.unshard"):
+            model.resize_token_embeddings(models.VOCAB + 3)
+        engine.unshard().resize_token_embeddings(models.VOCAB + 3)
+        assert model.lm_head.weight.shape[0] == models.VOCAB + 3
+
+
+@pytest.mark.support("Resizing a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
+def test_resizing_the_embeddings_of_a_sharded_model_is_refused():
+    run_ranks(_no_resize, 2, timeout=LIMIT)
+
+
 def _no_casts():
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
