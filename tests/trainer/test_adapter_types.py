@@ -32,7 +32,7 @@ KINDS = {
     "AdaptionPromptConfig": {"adapter_len": 3, "adapter_layers": 2, **CAUSAL},
     "IA3Config": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "LNTuningConfig": {"target_modules": ["norm", "input_layernorm"]},
-    "TrainableTokensConfig": {"token_indices": [3, 4]},
+    "TrainableTokensConfig": {"token_indices": [*range(3, 40)]},
     "AdaLoraConfig": {"total_step": 10, **QV},
     "AdamssConfig": QV,
     "BOFTConfig": {"boft_block_size": 4, **QV},
