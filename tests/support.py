@@ -21,8 +21,8 @@ YES, REFUSED, FAILED, UNTESTED = "yes", "refused", "**fails**", ""
 HEADER = """# What works at which stage
 
 Every cell is the result of tests on two ranks (gloo), most of them against plain `Trainer` or plain DDP; this page is
-written by `make test-all` and never by hand. *refused*: with one clear line, whose text the test checks. An empty cell:
-no test says anything about it. Architectures have [a page of their own](models.md).
+written by `make test-all` and never by hand. *refused*: with one clear line, whose text the test checks. Empty: no
+test says anything about it. Architectures have [a page of their own](models.md).
 
 States on the CPU or on NVMe (offload) do not exist yet, so there is no column for them.
 """
