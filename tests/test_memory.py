@@ -282,6 +282,7 @@ def _does_not_grow(stage: int, shared_memory: bool) -> None:
             _step(subject, step, num_micro=1 + step % 2)  # accumulation in some of them
             with torch.no_grad():
                 subject(**models.batch("llama", seed=step))
+            gc.collect()  # what former tests of this process left in cycles is not this model's
             _mark(meter, f"step-{step}")
             mapped.append(_mapped_nbytes())
     assert len(set(mapped[1:])) == 1, f"shared bytes at rest after each step: {mapped}"
