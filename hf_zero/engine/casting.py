@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_zero.engine.access import remember
 from hf_zero.engine.opaque import is_opaque
+from hf_zero.engine.partition import is_on
 from hf_zero.engine.patch import Patch
 from hf_zero.errors import LifecycleError
 
@@ -65,11 +66,11 @@ def _samples(engine: "ZeroEngine") -> list[Tensor]:
 
 
 def _is_kept(before: Tensor, after: Tensor) -> bool:
-    """Whether a tensor has stayed what it was; "cpu" and "cpu:0" are one device."""
+    """Whether a tensor has stayed what and where it was."""
     if after is before:
         return True
-    same_device = after.device.type == before.device.type and (after.device.index or 0) == (before.device.index or 0)
-    return same_device and after.dtype is before.dtype and torch.equal(before, after.to(before.device))
+    stays = is_on(after, before.device) and after.dtype is before.dtype
+    return stays and torch.equal(before, after.to(before.device))
 
 
 # [Note: other parameters] To show a model in another dtype, its modules are given other parameters for a while:

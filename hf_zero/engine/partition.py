@@ -117,7 +117,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None 
                 f"{name}: bitsandbytes has reordered it for this CPU when it was evaluated, after which it gives "
                 "no gradients; load the model anew, and evaluate it with the trainer"
             )
-        if is_opaque(p) and device is not None and not _is_on(p, device):
+        if is_opaque(p) and device is not None and not is_on(p, device):
             raise UnsupportedError(
                 f"{name}: {type(p).__name__} is on {p.device}, and its scales do not follow it to {device}; "
                 "load the model on the device that trains it"
@@ -143,9 +143,10 @@ def _biases_beside_opaque(model: nn.Module) -> dict[int, nn.Parameter]:
     return {id(p): params["bias"] for params in owned for p in params.values() if p is not None and is_opaque(p)}
 
 
-def _is_on(param: nn.Parameter, device: torch.device) -> bool:
-    has_same_index = None in (param.device.index, device.index) or param.device.index == device.index
-    return param.device.type == device.type and has_same_index
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on a device; "cpu" and "cpu:0" are one."""
+    has_same_index = None in (tensor.device.index, device.index) or tensor.device.index == device.index
+    return tensor.device.type == device.type and has_same_index
 
 
 def _no_split_names(model: nn.Module) -> set[str]:

@@ -51,7 +51,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer
         self._no_param = nn.Parameter(torch.empty(0, device=engine.comm.device))
         self._inners = inner_optimizers(optimizer)
-        grains = [grain_of(inner) for inner in self._inners for _ in inner.param_groups]
+        self._inner_of = [inner for inner in self._inners for _ in inner.param_groups]  # by index of the group
+        grains = [grain_of(inner) for inner in self._inner_of]
         self._make_state_early = [inner for inner in self._inners if _refuse_stepped(inner)]
         optimizer.state.clear()
         frozen = [flat for unit in engine.units for flat in unit.flats if not flat.trainable]
@@ -63,14 +64,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.runs = make_runs(engine, optimizer, grains, shares)
         self._exchanges: dict[torch.optim.Optimizer, Exchange] = {}  # of those that are not elementwise
         self._share_groups()
-        for inner in self._inners:
-            own = [index for index, group in enumerate(self.param_groups) if _has(inner, group)]
-            runs = [run for run in self.runs if run.group in own]
+        for inner, grain in dict(zip(self._inner_of, grains)).items():
+            runs = self._runs_of(inner)
             carry_overrides(inner, runs)
-            if own and not grains[own[0]].is_element:
-                own_shares = [share for share in shares if share.group in own]
+            if not grain.is_element:
+                own_shares = [share for share in shares if self._inner_of[share.group] is inner]
                 self._exchanges[inner] = Exchange(engine.comm, own_shares, runs)
         self._make_early_state()
+
+    def _runs_of(self, inner: torch.optim.Optimizer) -> list[Run]:
+        return [run for run in self.runs if self._inner_of[run.group] is inner]
 
     def _share_groups(self) -> None:
         """Lets the inner optimizer's groups hold the runs. Groups and state are one object for both optimizers, so
@@ -299,19 +302,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _create_state(self) -> None:
         """Lets the inner optimizers make their state, by a step with zero gradients on zeros; groups stay alike."""
         self._make_early_state()
-        before = [dict(group) for group in self.param_groups]
         for run in self.runs:  # one at a time: what is set aside is one run
-            own = self.param_groups[run.group]
-            inner = next(inner for inner in self._inners if _has(inner, own))
-            for group in inner.param_groups:
-                group.update(params=[run.param] if group is own else [], **_in_training(group))
             values = run.param.data
             run.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
-            run.param.grad = torch.zeros_like(run.param)
-            inner.step()
-            run.param.data, run.param.grad = values, None
-        for group, kept in zip(self.param_groups, before):
-            group.update(kept)
+            self._step_alone(run.param, run.group)
+            run.param.data = values
+
+    def _step_alone(self, param: nn.Parameter, group: int) -> None:
+        """A step of one parameter with zero gradients, as one of a group, which makes its state."""
+        inner, own = self._inner_of[group], self.param_groups[group]
+        before = [dict(each) for each in inner.param_groups]
+        for each in inner.param_groups:
+            each["params"] = [param] if each is own else []
+            if "train_mode" in each:
+                each["train_mode"] = True  # schedule-free optimizers step in training alone
+        param.grad = torch.zeros_like(param)
+        inner.step()
+        param.grad = None
+        for each, kept in zip(inner.param_groups, before):
+            each.clear()
+            each.update(kept)
 
     def groups_state(self) -> list[dict]:
         """The groups' hyperparameters that can be written as JSON, each with its parameters' names."""
@@ -340,14 +350,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         step without those of optimizers that are not elementwise."""
         dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
         for run in self.runs:
-            inner = next(inner for inner in self._inners if _has(inner, self.param_groups[run.group]))
             if run.param in self.state:
                 tensors = [tensor for _, tensor in run_state.plain_tensors(self.state[run.param])]
                 yield from ((tensor.dtype, tensor.numel()) for tensor in tensors if tensor.dim())
-            elif inner not in self._exchanges:
+            elif self._inner_of[run.group] not in self._exchanges:
                 key = (run.group, run.param.dtype)
                 if key not in dtypes:
-                    dtypes[key] = self._try_state(inner, *key)
+                    dtypes[key] = self._try_state(*key)
                 yield from ((dtype, run.param.numel()) for dtype in dtypes[key])
 
     @property
@@ -355,17 +364,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The optimizers whose state is not among `expected_state` before the first step."""
         return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
 
-    def _try_state(self, inner: torch.optim.Optimizer, group: int, dtype: torch.dtype) -> list[torch.dtype]:
+    def _try_state(self, group: int, dtype: torch.dtype) -> list[torch.dtype]:
         """The dtypes of the state of a few elements, which the optimizer makes and forgets again."""
-        before = [dict(each) for each in inner.param_groups]
         param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
-        param.grad = torch.zeros_like(param)
-        for each in inner.param_groups:
-            each.update(params=[param] if each is self.param_groups[group] else [], **_in_training(each))
-        inner.step()
-        for each, kept in zip(inner.param_groups, before):
-            each.clear()
-            each.update(kept)
+        self._step_alone(param, group)
         return [tensor.dtype for _, tensor in run_state.plain_tensors(self.state.pop(param, {})) if tensor.dim()]
 
     def unsharded_state_nbytes(self) -> int:
@@ -374,13 +376,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sizes = {info.name: info.shape.numel() for info in self.engine.param_infos()}
         nbytes = 0
         for inner in self._inners:
-            groups = [index for index, group in enumerate(self.param_groups) if _has(inner, group)]
-            runs = [run for run in self.runs if run.group in groups and self.state.get(run.param)]
+            runs = [run for run in self._runs_of(inner) if self.state.get(run.param)]
             tensors = [t for run in runs for _, t in run_state.plain_tensors(self.state[run.param]) if t.dim()]
             held = sum(run.stop - run.start for run in runs)
             if held:
                 found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                nbytes += found * sum(sizes[name] for index in groups for name in self._group_names[index]) // held
+                owned = [names for names, own in zip(self._group_names, self._inner_of) if own is inner]
+                nbytes += found * sum(sizes[name] for names in owned for name in names) // held
         return nbytes
 
     def state_dict(self):
@@ -402,15 +404,6 @@ def _scaling(optimizer: torch.optim.Optimizer, scale: Tensor | None) -> Iterator
         yield
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-
-
-def _in_training(group: dict) -> dict:
-    """The setting without which schedule-free optimizers do not step."""
-    return {"train_mode": True} if "train_mode" in group else {}
-
-
-def _has(optimizer: torch.optim.Optimizer, group: dict) -> bool:
-    return any(own is group for own in optimizer.param_groups)
 
 
 def _refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:
