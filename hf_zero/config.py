@@ -1,12 +1,20 @@
 """What the user chooses, validated once: the stage as data, the dtypes, the buffer sizes."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 
 from hf_zero.errors import ConfigError
+
+
+class Place(Enum):
+    """On which memory a tensor class rests between uses."""
+
+    DEVICE = "device"
+    HOST = "host"  # main memory, page-locked where it is copied to and from a device
+    DISK = "disk"  # files, brought into main memory for each use
 
 
 class Residency(Enum):
@@ -25,11 +33,27 @@ class StagePlan:
         compute (`Residency`): the parameters as the modules use them.
         grad (`Residency`): the gradients between a backward and the optimizer step.
         master (`Residency`): the values that the optimizer updates, and its state.
+        compute_at (`Place`): where the parameters rest.
+        master_at (`Place`): where the masters, their state and the reduced gradients rest; gradients never on disk.
+        lags (`bool`): the masters change while compute copies of their former values are in use.
     """
 
     compute: Residency
     grad: Residency
     master: Residency
+    compute_at: Place = Place.DEVICE
+    master_at: Place = Place.DEVICE
+    lags: bool = False
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether masters and reduced gradients rest elsewhere than on the device."""
+        return self.master_at is not Place.DEVICE
+
+    @property
+    def here(self) -> "StagePlan":
+        """The same for what stays on the device."""
+        return replace(self, compute_at=Place.DEVICE, master_at=Place.DEVICE)
 
 
 _R, _P, _S = Residency.REPLICATED, Residency.PARTIAL, Residency.SHARDED
@@ -40,6 +64,9 @@ STAGES = {
     2: StagePlan(compute=_R, grad=_S, master=_S),
     3: StagePlan(compute=_S, grad=_S, master=_S),
 }
+
+# What of a model's tensors goes to the host.
+OFFLOADS = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "params")}
 
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -78,22 +105,41 @@ class ZeroConfig:
         compute_dtype (`torch.dtype`, *optional*): dtype of the compute copy; `None` keeps every parameter's own.
             Parameters that are cast keep a master in `master_dtype`.
         reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated.
-        bucket_nbytes (`int`): size in bytes of the staging buffer through which gradients are exchanged.
+        bucket_nbytes (`int` or `str`): size in bytes of each buffer through which ranks that send messages exchange
+            values, in pieces; "auto" makes a piece long enough that its latency counts for little. With gloo no bit
+            depends on it.
         prefetch_units (`int`): how many units are gathered ahead of use at stage 3.
         keep_gathered (`int` or `str`): how many further blocks stay gathered from forward to backward at stage 3, the
             last ones first; "auto" takes as many as fit half of the memory that is free beside gradients and state.
         timeout_seconds (`float`): how long a collective may take before it is an error.
         shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
+        offload (`str`): what rests in the host's memory: "none"; "optimizer": masters, optimizer state and reduced
+            gradients (ZeRO-Offload, arXiv 2101.06840); "params": at stage 3 the parameters too (ZeRO-Infinity,
+            arXiv 2104.07857).
+        offload_fraction (`float`): of how much of the model that holds, in whole blocks, the last ones first, whose
+            gradients come first; the rest stays on the device.
+        offload_dir (`str`, *optional*): what is offloaded, gradients excepted, rests in files under this folder.
+        delayed_update (`int`): from this optimizer step on, an update is computed beside the next forward and backward
+            and seen by the one after (ZeRO-Offload, section 5.2); 0: never.
+        partition_activations (`bool`): inputs of checkpointed blocks that are replicated over tensor-parallel ranks
+            are divided among them until the recomputation (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
+        offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory (P_a+cpu).
     """
 
     stage: int = 3
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
-    bucket_nbytes: int = 8 * 2**20
+    bucket_nbytes: int | str = "auto"
     prefetch_units: int = 1
     keep_gathered: int | str = 0
     timeout_seconds: float = 1800.0
     shared_memory: bool = True
+    offload: str = "none"
+    offload_fraction: float = 1.0
+    offload_dir: str | None = None
+    delayed_update: int = 0
+    partition_activations: bool = False
+    offload_activations: bool = False
 
     def __post_init__(self):
         choose("stage", self.stage, STAGES)
@@ -103,13 +149,48 @@ class ZeroConfig:
             )
         if self.reduce_dtype not in REDUCE_DTYPES.values():
             raise ConfigError(f"reduce_dtype: {self.reduce_dtype} is not one of torch.float32, torch.bfloat16")
-        if self.bucket_nbytes < 4096:
-            raise ConfigError(f"bucket_nbytes: {self.bucket_nbytes} is too small; give at least 4096 bytes")
+        if self.bucket_nbytes != "auto" and (not isinstance(self.bucket_nbytes, int) or self.bucket_nbytes < 4096):
+            raise ConfigError(f"bucket_nbytes: {self.bucket_nbytes!r} is no size; give 4096 bytes or more, or auto")
         if self.prefetch_units < 0:
             raise ConfigError(f"prefetch_units: {self.prefetch_units} is negative; give 0 or more")
         if self.keep_gathered != "auto" and (not isinstance(self.keep_gathered, int) or self.keep_gathered < 0):
             raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is no number of blocks; give 0 or more, or auto")
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        choose("offload", self.offload, OFFLOADS)
+        if self.offload == "params" and self.stage != 3:
+            raise ConfigError(
+                f"offload: 'params' needs stage 3, which gathers parameters for each use, and not {self.stage}; "
+                "use stage 3, or offload 'optimizer'"
+            )
+        ways = {
+            "offload_dir": self.offload_dir,
+            "delayed_update": self.delayed_update,
+            "offload_fraction": self.offload_fraction != 1,
+        }
+        given = next((name for name, value in ways.items() if value), None)
+        if self.offload == "none" and given:
+            raise ConfigError(f"{given}: says how to offload, and offload is 'none'; give 'optimizer' or 'params'")
+        if not 0 < self.offload_fraction <= 1:
+            raise ConfigError(f"offload_fraction: {self.offload_fraction} is no share; give more than 0 and at most 1")
+        if self.delayed_update < 0:
+            raise ConfigError(f"delayed_update: {self.delayed_update} is negative; give a step, or 0 for never")
+        if self.delayed_update and self.offload_fraction < 1:
+            raise ConfigError(
+                f"delayed_update: with offload_fraction {self.offload_fraction} parameters would be of two steps; "
+                "give 1, or no delay"
+            )
 
     def plan(self, num_ranks: int) -> StagePlan:
-        """The stage plan for so many ranks: over one rank every partition is the whole."""
-        return STAGES[0 if num_ranks == 1 else self.stage]
+        """The stage plan for so many ranks. Over one rank every partition is the whole, so that all stages would be
+        one; what is offloaded goes to the host as each unit's backward ends, and comes back for each use."""
+        away = OFFLOADS[self.offload]
+        alone = 3 if "params" in away else 2 if away else 0
+        place = Place.DISK if self.offload_dir else Place.HOST
+        return replace(
+            STAGES[alone if num_ranks == 1 else self.stage],
+            compute_at=place if "params" in away else Place.DEVICE,
+            master_at=place if away else Place.DEVICE,
+            lags=self.delayed_update > 0,
+        )

@@ -17,6 +17,10 @@ class CheckpointError(HfZeroError, RuntimeError):
     """A checkpoint that cannot be read or written: truncated, another shape, no space, no permission."""
 
 
+class StorageError(HfZeroError, RuntimeError):
+    """Files in which states rest during training: no such folder, no room, a read or write that the disk refused."""
+
+
 class LifecycleError(HfZeroError, RuntimeError):
     """A call at the wrong time: a phase transition that is not allowed, sharded data read as if it were whole."""
 

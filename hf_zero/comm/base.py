@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Lock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hf_zero.comm.bucket import Bucket
 
 
 @dataclass
@@ -14,9 +17,11 @@ class Counters:
     """Bytes that this rank sent, by verb, since the start."""
 
     sent_nbytes: dict[str, int] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, verb: str, nbytes: int) -> None:
-        self.sent_nbytes[verb] = self.sent_nbytes.get(verb, 0) + nbytes
+        with self._lock:  # the threads of a bus count too
+            self.sent_nbytes[verb] = self.sent_nbytes.get(verb, 0) + nbytes
 
     @property
     def total_sent_nbytes(self) -> int:
@@ -57,6 +62,17 @@ class Comm:
         self.device = device
         self.timeout_seconds = timeout_seconds
         self.counters = Counters()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All memory of its own through which collectives go: of constant size, whatever the model, and not there
+        before it is needed."""
+        return []
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of that memory, once all of it was needed."""
+        return sum(bucket.nbytes for bucket in self.buckets)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory, 1-D, of which other ranks take parts: what is to be gathered or reduced best lies in it. It lives

@@ -4,6 +4,7 @@ Gathers and reductions have a process group each, so that neither waits behind t
 own streams, ordered after the work that the current stream had when they were issued.
 """
 
+from collections import deque
 from datetime import timedelta
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.base import DistributedComm, Pending
+from hf_zero.comm.bucket import Bucket
 
 
 # torch 2.13 deprecates the `_tensor` names for these; 2.11 does not have the new ones.
@@ -21,18 +23,35 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class NativeComm(DistributedComm):
     """Collectives through `torch.distributed` as they are.
 
+    [Note: what a reduction needs] Summands in the dtype of the sum are reduced where they lie. Others are cast on
+    their way into one of two buckets, piece by piece: the same elements of every rank's range, which is what a
+    reduce-scatter of them takes. One bucket is filled while the other travels. All of it is queued at once, on a
+    stream of its own, so that neither the host nor what computes meanwhile waits for it.
+
     Args:
         group (`dist.ProcessGroup`): the data-parallel ranks.
         device (`torch.device`): where the tensors live.
         timeout_seconds (`float`): how long one exchange may take; the process group enforces it.
+        bucket_nbytes (`int`): size of each bucket.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
         super().__init__(group, device, timeout_seconds)
         ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
-        # local: the members of a part of the world make their groups without the others
-        self._gather_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        self._reduce_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        # local: the members of a part of the world make their groups without the others; all of the group's backend
+        settings = {"timeout": timeout, "use_local_synchronization": True, "backend": dist.get_backend_config(group)}
+        self._gather_group = dist.new_group(ranks, **settings)
+        self._reduce_group = dist.new_group(ranks, **settings)
+        self._backend = torch.get_device_module(device)
+        self._stream = self._backend.Stream()
+        self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self._buckets
+
+    def all_gather_vector(self, vector: Tensor) -> Tensor:
+        return super().all_gather_vector(vector.to(self.device))  # what rests on the host is counted there
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         work = _all_gather(full, shard, group=self._gather_group, async_op=True)
@@ -40,18 +59,51 @@ class NativeComm(DistributedComm):
         return Pending(work.wait)
 
     def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
-        summand = full if full.dtype == dtype else full.to(dtype)
-        in_place = not accumulate and out.dtype == dtype
-        average = out if in_place else torch.empty_like(out, dtype=dtype)
-        work = _reduce_scatter(average, summand, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
-        self.counters.add("reduce", average.numel() * average.element_size() * (self.num_ranks - 1))
+        self._stream.wait_stream(self._backend.current_stream())
+        with self._backend.stream(self._stream):
+            if full.dtype is dtype:
+                self._reduce_in_place(full, out, accumulate)
+            else:
+                self._reduce_in_pieces(full.view(self.num_ranks, -1), out, dtype, accumulate)
+            done = self._backend.Event()
+            done.record(self._stream)
+        self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1))
+        return Pending(done.wait)
 
-        def finish():
+    def _reduce_in_place(self, full: Tensor, out: Tensor, accumulate: bool) -> None:
+        goes_there = not accumulate and out.dtype is full.dtype
+        total = out if goes_there else full.view(self.num_ranks, -1)[self.rank]
+        self._sum(full, total).wait()
+        total.div_(self.num_ranks)
+        if not goes_there:
+            _put(out, total, accumulate)
+
+    def _reduce_in_pieces(self, ranges: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool) -> None:
+        """Reduces summands, `(num_ranks, out.numel())`, that are not in the dtype of their sum."""
+        under_way: deque = deque()
+
+        def finish_one():
+            work, total, target = under_way.popleft()
             work.wait()
-            average.div_(self.num_ranks)
-            if accumulate:
-                out.add_(average)
-            elif not in_place:
-                out.copy_(average)
+            _put(target, total.div_(self.num_ranks), accumulate)
 
-        return Pending(finish)
+        pieces = self._buckets[0].pieces(out.numel(), self.num_ranks, dtype)
+        for index, (start, stop) in enumerate(pieces):
+            if len(under_way) == len(self._buckets):
+                finish_one()
+            bucket = self._buckets[index % len(self._buckets)].rows(self.num_ranks, stop - start, dtype)
+            bucket.copy_(ranges[:, start:stop])
+            total = bucket[self.rank]
+            under_way.append((self._sum(bucket.view(-1), total), total, out[start:stop]))
+        while under_way:
+            finish_one()
+
+    def _sum(self, full: Tensor, out: Tensor):
+        return _reduce_scatter(out, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+
+
+def _put(target: Tensor, average: Tensor, accumulate: bool) -> None:
+    if accumulate:
+        target.add_(average)
+    else:
+        target.copy_(average)

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.base import DistributedComm, Pending
+from hf_zero.comm.bucket import Bucket
 from hf_zero.errors import CommError
 
 
-# Elements summed at a time: small enough that the scratch stays in the processor's cache between the passes.
-SUM_NUMEL = 2**16
+# Bytes summed at a time: small enough that the scratch stays in the processor's cache between the passes.
+SUM_NBYTES = 2**18
 
 
 class PairwiseComm(DistributedComm):
@@ -32,11 +33,14 @@ class PairwiseComm(DistributedComm):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
         super().__init__(group, device, timeout_seconds)
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._bucket_nbytes = bucket_nbytes
-        self._staging = torch.empty(0, dtype=torch.uint8, device=device)  # grows to the largest need, at most a bucket
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._staging = Bucket(bucket_nbytes, device)  # for the summands of all peers
+        self._scratch = Bucket(SUM_NBYTES, device)
         self._reducing = Pending()
         self._peers = [dist.get_global_rank(group, peer) for peer in range(self.num_ranks)]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [self._staging, self._scratch]
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         numel, tag = shard.numel(), tag_of("gather", what)
@@ -55,7 +59,7 @@ class PairwiseComm(DistributedComm):
     def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
         # The first piece travels while the caller computes; the others follow when it is waited for.
-        pieces = self._pieces(out.numel(), full.element_size())
+        pieces = self._staging.pieces(out.numel(), self.num_ranks - 1, full.dtype)
         tag = tag_of("reduce", what)
         works = self._exchange(full, pieces[0], tag) if pieces else []
 
@@ -75,19 +79,9 @@ class PairwiseComm(DistributedComm):
         works += [(target, self._send(tensor, target, tag, "exchange")) for tensor, target in sends]
         return Pending(lambda: self._wait(works, f"exchange of unit {what!r}"))
 
-    def _pieces(self, numel: int, element_size: int) -> list[tuple[int, int]]:
-        """Cuts a range into (start, stop) pieces whose summands from all peers fit the staging buffer together."""
-        step = max(1, self._bucket_nbytes // element_size // (self.num_ranks - 1))
-        needed = min(step, numel) * element_size * (self.num_ranks - 1)
-        if self._staging.numel() < needed:
-            self._staging = torch.empty(needed, dtype=torch.uint8, device=self._staging.device)
-        return [(start, min(start + step, numel)) for start in range(0, numel, step)]
-
     def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
         """The part of the staging buffer that receives `peer`'s summand of a piece."""
-        index = peer if peer < self.rank else peer - 1
-        nbytes = numel * dtype.itemsize
-        return self._staging[index * nbytes : (index + 1) * nbytes].view(dtype)
+        return self._staging.rows(self.num_ranks - 1, numel, dtype)[peer if peer < self.rank else peer - 1]
 
     def _exchange(self, full: Tensor, piece: tuple[int, int], tag: int) -> list:
         start, stop = piece
@@ -111,9 +105,7 @@ class PairwiseComm(DistributedComm):
         return full[own + start : own + stop]
 
     def _scratch_of(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(SUM_NUMEL, dtype=dtype, device=self._staging.device)
-        return self._scratch[dtype]
+        return self._scratch.rows(1, SUM_NBYTES // dtype.itemsize, dtype)[0]
 
     def _send(self, tensor: Tensor, target: int, tag: int, verb: str):
         self.counters.add(verb, tensor.numel() * tensor.element_size())

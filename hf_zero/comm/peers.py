@@ -92,7 +92,7 @@ def meet(group: dist.ProcessGroup) -> dict[int, socket.socket] | None:
     Returns:
         `dict[int, socket.socket]` or `None`: by rank.
     """
-    host, connections = _host(), {}
+    host, connections = host_name(), {}
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) if host else None
     if listener:
         listener.bind("")  # the kernel gives it a name of its own, in no file system
@@ -132,7 +132,7 @@ def _connected(listener: socket.socket, names: list[bytes], rank: int) -> dict[i
     return connections
 
 
-def _host() -> str | None:
+def host_name() -> str | None:
     """What ranks that can reach one another's sockets have in common; `None` where memory cannot be handed over."""
     if sys.platform != "linux":
         return None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.base import Pending
+from hf_zero.comm.bucket import Bucket
 from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
 from hf_zero.comm.peers import Kind, Peer, close, mapped
 from hf_zero.errors import CommError
@@ -52,6 +53,11 @@ class SharedComm(PairwiseComm):
         self._num_begun = 0
         self._num_fences = 0
         weakref.finalize(self, close, list(connections.values()))
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        # the staging buffer is for what lies elsewhere: the engine's tensors do not
+        return [bucket for bucket in super().buckets if bucket.memory is not None or bucket is self._scratch]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._new(Kind.MEMORY, numel, dtype)

@@ -1,6 +1,7 @@
 """Which collectives this process needs: none, pairwise exchange, or the backend's own."""
 
 import atexit
+import logging
 import os
 import time
 from datetime import timedelta
@@ -8,7 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm.base import Comm
+from hf_zero.comm.bandwidth import bucket_of_hosts, bucket_of_link
+from hf_zero.comm.base import Comm, DistributedComm
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.peers import meet
@@ -17,12 +19,18 @@ from hf_zero.comm.staged import StagedComm
 from hf_zero.errors import ConfigError
 
 
+logger = logging.getLogger(__name__)
+
+# Where ranks read one another's memory nothing is staged, but for tensors that a caller made elsewhere.
+SHARED_BUCKET_NBYTES = 8 * 2**20
+
+
 def connect(
     device: torch.device,
     *,
     group: dist.ProcessGroup | None = None,
     timeout_seconds: float,
-    bucket_nbytes: int,
+    bucket_nbytes: int | str,
     shared_memory: bool = True,
 ) -> Comm:
     """Joins the data-parallel ranks. One process that nobody launched as one of several is the world of one rank.
@@ -31,16 +39,21 @@ def connect(
         device (`torch.device`): where the tensors live.
         group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world when `None`.
         timeout_seconds (`float`): how long one exchange may take.
-        bucket_nbytes (`int`): size in bytes of the staging buffer of the pairwise exchange.
+        bucket_nbytes (`int` or `str`): size in bytes of each buffer through which values are exchanged; "auto" chooses
+            one by the bandwidth, the same on all ranks.
         shared_memory (`bool`): lets gloo's ranks, where they are all on one host, share memory instead.
 
     Raises:
         `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree.
     """
+    backend = torch.get_device_module(device)
+    if device.index is not None and hasattr(backend, "set_device"):
+        backend.set_device(device)  # streams and events are those of the current device
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_initialized() and launched > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
+        )
     if not dist.is_initialized():
         return Comm(device, timeout_seconds)
     if group is None and "WORLD_SIZE" in os.environ and launched != dist.get_world_size():
@@ -53,14 +66,32 @@ def connect(
     group = group or dist.group.WORLD
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
+    kind, extra = _kind_of(group, device, shared_memory)
+    if bucket_nbytes == "auto":
+        bucket_nbytes = _chosen_bucket(kind, group, device, timeout_seconds)
+    return kind(group, device, timeout_seconds, bucket_nbytes, *extra)
+
+
+def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool) -> tuple[type[Comm], list]:
+    """The class that serves these ranks, and what its constructor takes beside the usual."""
     if _backend(group, device) != "gloo":
-        return NativeComm(group, device, timeout_seconds)
+        return NativeComm, []
     if device.type != "cpu":
-        return StagedComm(group, device, timeout_seconds, bucket_nbytes)
+        return StagedComm, []
     connections = meet(group) if shared_memory else None
-    if connections:
-        return SharedComm(group, device, timeout_seconds, bucket_nbytes, connections)
-    return PairwiseComm(group, device, timeout_seconds, bucket_nbytes)
+    return (SharedComm, [connections]) if connections else (PairwiseComm, [])
+
+
+def _chosen_bucket(kind: type[Comm], group: dist.ProcessGroup, device: torch.device, timeout_seconds: float) -> int:
+    if kind is SharedComm:
+        return SHARED_BUCKET_NBYTES
+    if kind is NativeComm:
+        nbytes, why = bucket_of_hosts(DistributedComm(group, device, timeout_seconds))
+    else:
+        nbytes, why = bucket_of_link(DistributedComm(group, torch.device("cpu"), timeout_seconds))
+    if dist.get_rank(group) == 0:
+        logger.info("hf_zero: values are exchanged through buffers of %d MiB: %s", nbytes // 2**20, why)
+    return nbytes
 
 
 def _leave() -> None:

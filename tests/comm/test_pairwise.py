@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from hf_zero.comm import connect
 from hf_zero.comm.base import DistributedComm
+from hf_zero.comm.pairwise import SUM_NBYTES
 from hf_zero.comm.staged import StagedComm
 from tests.distributed import RemoteError, run_ranks
 
@@ -94,7 +95,13 @@ def _reduces(numels: list[int], bucket_nbytes: int, in_dtype, sum_dtype, out_dty
 )
 def test_reduce_averages_in_rank_order(num_ranks, bucket_nbytes, in_dtype, sum_dtype, out_dtype):
     rng = random.Random(num_ranks)
-    numels = [1, 16, 1024, *(rng.randrange(1, 10_000) for _ in range(3)), 70_000]  # the last exceeds SUM_NUMEL
+    numels = [
+        1,
+        16,
+        1024,
+        *(rng.randrange(1, 10_000) for _ in range(3)),
+        70_000,
+    ]  # the last exceeds SUM_NBYTES
     run_ranks(_reduces, num_ranks, numels, bucket_nbytes, in_dtype, sum_dtype, out_dtype)
 
 
@@ -216,9 +223,7 @@ def _copies(dtype: torch.dtype) -> None:
     numel, num_ranks = 3000, comm.num_ranks
     full, out = _summand(comm.rank, numel * num_ranks, dtype), torch.zeros(numel)
     wanted = _mine(_average(numel * num_ranks, dtype, torch.float32))
-    pending = comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="sum")
-    assert not out.any()
-    pending.wait()
+    comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="sum").wait()
     assert torch.equal(out, wanted)
     comm.reduce(full, out, dtype=torch.float32, accumulate=True, what="sum").wait()
     assert torch.equal(out, wanted + wanted)
@@ -227,6 +232,8 @@ def _copies(dtype: torch.dtype) -> None:
     comm.gather(gathered, _mine(gathered), what="all").wait()
     assert torch.equal(gathered, torch.cat([_summand(rank, numel, dtype) for rank in range(num_ranks)]))
     assert comm.all_gather_vector(torch.tensor([comm.rank])).flatten().tolist() == list(range(num_ranks))
+    assert [bucket.memory.numel() for bucket in comm.buckets] == [SMALL, SUM_NBYTES, SMALL, SMALL]
+    assert comm.buffer_nbytes == 3 * SMALL + SUM_NBYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -85,7 +85,7 @@ def _reduces(numels: list[int], in_dtype, sum_dtype, out_dtype) -> None:
 @pytest.mark.parametrize("in_dtype, sum_dtype, out_dtype", DTYPES)
 def test_reduce_averages_in_rank_order(num_ranks, in_dtype, sum_dtype, out_dtype):
     rng = random.Random(num_ranks)
-    numels = [1, 16, 1024, *(rng.randrange(1, 10_000) for _ in range(3)), 70_000]  # the last exceeds SUM_NUMEL
+    numels = [1, 16, 1024, *(rng.randrange(1, 10_000) for _ in range(3)), 70_000]  # the last exceeds SUM_NBYTES
     run_ranks(_reduces, num_ranks, numels, in_dtype, sum_dtype, out_dtype)
 
 
@@ -270,14 +270,14 @@ def test_memory_and_sockets_are_given_back():
 
 
 def _hosts_differ() -> None:
-    real, rank = peers._host, dist.get_rank()
+    real, rank = peers.host_name, dist.get_rank()
     try:
-        peers._host = lambda: f"host {rank}"
+        peers.host_name = lambda: f"host {rank}"
         assert type(connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)) is PairwiseComm
-        peers._host = lambda: None if rank else real()
+        peers.host_name = lambda: None if rank else real()
         assert type(connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)) is PairwiseComm
     finally:
-        peers._host = real
+        peers.host_name = real
     assert type(connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20, shared_memory=False)) is PairwiseComm
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from hf_zero.comm import Comm
-from hf_zero.errors import CheckpointError
+from hf_zero.comm.base import Comm
+from hf_zero.errors import CheckpointError, HfZeroError
 
 
 Result = TypeVar("Result")
 
 
-def together(comm: Comm, subject: str, act: Callable[[], Result]) -> Result:
+def together(comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZeroError] = CheckpointError) -> Result:
     """Runs `act` on this rank, and lets every rank know how it went.
 
     A rank that fails alone would leave the others waiting in their next collective: here they hear of it, and raise.
@@ -19,32 +19,35 @@ def together(comm: Comm, subject: str, act: Callable[[], Result]) -> Result:
         comm (`Comm`): the ranks.
         subject (`str`): what is being done to what, the beginning of the message on ranks where all went well.
         act (`Callable`): this rank's part. It contains no collective that a failure of its own could keep it from.
+        kind (`type`): what is raised where another rank failed, or the operating system refused something.
 
     Returns:
         What `act` returned on this rank.
 
     Raises:
-        `CheckpointError`: another rank failed, or the operating system refused something on this one.
+        `CheckpointError`, or `kind`: another rank failed, or the operating system refused something on this one.
         `Exception`: whatever else `act` raised on this rank.
     """
     box: list[Result] = []
-    gathered(comm, subject, lambda: box.append(act()))
+    gathered(comm, subject, lambda: box.append(act()), kind)
     return box[0]
 
 
-def gathered(comm: Comm, subject: str, act: Callable[[], Result]) -> list[Result]:
+def gathered(
+    comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZeroError] = CheckpointError
+) -> list[Result]:
     """As `together`, but returns the results of all ranks, in rank order. They are small and can be pickled."""
     result, error = None, None
     try:
         result = act()
     except BaseException as caught:  # an interrupt too: the other ranks must not wait for this one
-        error = _readable(caught, subject)
+        error = _readable(caught, subject, kind)
     outcomes = comm.all_gather_object((result, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
-            raise CheckpointError(f"{subject}: rank {rank} failed: {failure}")
+            raise kind(f"{subject}: rank {rank} failed: {failure}")
     return [outcome for outcome, _ in outcomes]
 
 
@@ -59,11 +62,11 @@ def reraise(failure: BaseException | None) -> None:
         raise failure
 
 
-def _readable(error: BaseException, subject: str) -> BaseException:
+def _readable(error: BaseException, subject: str, kind: type[HfZeroError]) -> BaseException:
     if not isinstance(error, OSError):
         return error
     where = f" ({error.filename})" if error.filename else ""
-    readable = CheckpointError(
+    readable = kind(
         f"{subject}: {error.strerror or error}{where}; check that the folder exists, is writable and has room"
     )
     readable.__cause__ = error

@@ -1,0 +1,209 @@
+"""The way between a device's memory and the host's: copies on streams of their own, and threads for what has arrived.
+
+The same code runs where the device is the CPU itself: `torch.cpu` has streams and events that do nothing, and copies
+are then made at once.
+"""
+
+import mmap
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.base import Counters, Pending
+
+
+class Transfer(Pending):
+    """A copy under way on a stream of the bus.
+
+    Args:
+        event: of the device's module, recorded behind the copy.
+        source (`Tensor`): what is read, which lives as long as this object.
+    """
+
+    def __init__(self, event, source: Tensor):
+        super().__init__(event.wait)
+        self._event = event
+        self.source = source
+
+    # `wait` makes the device's current stream wait, and not the host: kernels issued after it find the values.
+
+    def land(self) -> None:
+        """Returns when the copy is made: the host may read what came down, and write to what went up."""
+        self._event.synchronize()
+
+    def has_landed(self) -> bool:
+        """Whether `land` would return at once."""
+        return self._event.query()
+
+
+class Job(Pending):
+    """Work on a thread of the bus. `wait` returns when it is done, and raises what it raised."""
+
+    def __init__(self, future: Future):
+        super().__init__()
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class _Pages(mmap.mmap):
+    """Memory that says when it is about to be given back: weak references hear of it afterwards, when it may be
+    somebody else's already."""
+
+    release: Callable[[], None] | None = None
+
+    def __del__(self):
+        if self.release is not None:
+            self.release()
+
+
+class Bus:
+    """Copies between one device and the host, each direction on a stream of its own, and counts their bytes.
+
+    Args:
+        device (`torch.device`): the device.
+        counters (`Counters`): where "up" (host to device) and "down" bytes are added.
+    """
+
+    def __init__(self, device: torch.device, counters: Counters):
+        self.device = device
+        self.host = torch.device("cpu")
+        self._counters = counters
+        self._backend = torch.get_device_module(device)
+        self._streams = {way: self._backend.Stream() for way in ("up", "down")}
+        self._memory: dict[int, int] = {}  # bytes of the host memory handed out, by address
+        self._lanes: dict[str, ThreadPoolExecutor] = {}
+        self._jobs: list[Job] = []
+        self._failure: BaseException | None = None
+
+    def empty(self, numel: int, dtype: torch.dtype, *, locked: bool = True) -> Tensor:
+        """Host memory, 1-D and zero. It is given back when no tensor holds it.
+
+        Args:
+            numel (`int`): elements.
+            dtype (`torch.dtype`): of the elements.
+            locked (`bool`): page-locked, so that the device can copy from and to it by itself.
+        """
+        nbytes = max(1, numel * dtype.itemsize)
+        pages = _Pages(-1, nbytes)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        address = memory.data_ptr()
+        self._memory[address] = nbytes
+        is_locked = locked and self.device.type == "cuda"
+        if is_locked:  # torch's own allocator would round up to a power of two
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        pages.release = partial(_release, self._memory, address, is_locked)
+        return memory[: numel * dtype.itemsize].view(dtype)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory that is in use."""
+        return sum(self._memory.values())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that `empty` gave."""
+        return tensor.untyped_storage().data_ptr() in self._memory
+
+    def up(self, device: Tensor, host: Tensor) -> Transfer:
+        """Copies host memory to the device, ordered after what the current stream does so far.
+
+        Args:
+            device (`Tensor`): 1-D, on the device, overwritten.
+            host (`Tensor`): 1-D, on the host, the same dtype; it may be written again when the transfer has landed.
+        """
+        return self._copy("up", device, host)
+
+    def down(self, host: Tensor, device: Tensor) -> Transfer:
+        """Copies device memory to the host, ordered after what the current stream does so far.
+
+        Args:
+            host (`Tensor`): 1-D, on the host, overwritten; to be read when the transfer has landed.
+            device (`Tensor`): 1-D, on the device, the same dtype; to be written again after a `wait`.
+        """
+        return self._copy("down", host, device)
+
+    def _copy(self, way: str, target: Tensor, source: Tensor) -> Transfer:
+        with self.aside(way):
+            target.copy_(source, non_blocking=True)
+            event = self._backend.Event()
+            event.record(self._streams[way])
+        self._counters.add(way, source.numel() * source.element_size())
+        return Transfer(event, source)
+
+    def land(self) -> None:
+        """Returns when all copies are made."""
+        for stream in self._streams.values():
+            event = self._backend.Event()
+            event.record(stream)
+            event.synchronize()
+
+    @contextmanager
+    def aside(self, way: str) -> Iterator[None]:
+        """What is issued inside goes to a stream of the bus, after everything that the current stream has so far.
+
+        Args:
+            way (`str`): "up" or "down".
+        """
+        stream = self._streams[way]
+        stream.wait_stream(self._backend.current_stream())
+        with self._backend.stream(stream):
+            yield
+
+    def later(self, work: Callable[[], None], lane: str = "land", *, always: bool = False) -> Job:
+        """Has work done on a thread of the bus, without gradients, after what was given to the same lane before. When
+        a job fails, those behind it are not done; `join` tells.
+
+        Args:
+            work (`Callable`): it may itself give work to another lane.
+            lane (`str`): "land" for what has arrived, "update" for what may take long.
+            always (`bool`): it is done also when one before it has failed, see `has_failed`.
+        """
+        if lane not in self._lanes:
+            self._lanes[lane] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"hf_zero-{lane}")
+        job = Job(self._lanes[lane].submit(self._do, work, always))
+        self._jobs.append(job)
+        return job
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a job has failed since the last `join`."""
+        return self._failure is not None
+
+    def _do(self, work: Callable[[], None], always: bool) -> None:
+        if self._failure is not None and not always:
+            raise self._failure
+        try:
+            if self.device.index is not None:
+                self._backend.set_device(self.device)
+            with torch.no_grad():
+                work()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def join(self) -> None:
+        """Returns when all jobs are done.
+
+        Raises:
+            what the first job that failed raised.
+        """
+        failure = None
+        while self._jobs:  # a job may add others
+            try:
+                self._jobs.pop(0).wait()
+            except BaseException as error:
+                failure = failure or error
+        self._failure = None
+        if failure is not None:
+            raise failure
+
+
+def _release(memory: dict[int, int], address: int, is_locked: bool) -> None:
+    memory.pop(address, None)
+    if is_locked and torch is not None:  # the interpreter may be ending
+        torch.cuda.cudart().cudaHostUnregister(address)

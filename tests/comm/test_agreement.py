@@ -1,0 +1,41 @@
+import errno
+import os
+
+import pytest
+
+from hf_zero.comm.agreement import gathered, on_first, together
+from hf_zero.errors import CheckpointError, ConfigError
+from tests.checkpoint.fakes import run_ranks, world_of_one
+
+
+def fail(error: BaseException):
+    raise error
+
+
+def fail_on_rank_1(comm, folder):
+    with pytest.raises(CheckpointError if comm.rank != 1 else ConfigError) as caught:
+        together(comm, "saving", lambda: comm.rank if comm.rank != 1 else fail(ConfigError("no such size")))
+    expected = "no such size" if comm.rank == 1 else "saving: rank 1 failed: ConfigError: no such size"
+    assert str(caught.value) == expected
+    assert gathered(comm, "after it", lambda: comm.rank) == [0, 1, 2]
+    assert together(comm, "after it", lambda: comm.rank) == comm.rank
+    assert gathered(comm, "after it", on_first(comm, lambda: "first")) == ["first", None, None]
+
+
+def interrupt_rank_0(comm, folder):
+    with pytest.raises(KeyboardInterrupt if comm.rank == 0 else CheckpointError):
+        together(comm, "saving", on_first(comm, lambda: fail(KeyboardInterrupt())))
+
+
+def test_a_failure_on_one_rank_is_raised_on_all_and_the_next_act_works(tmp_path):
+    run_ranks(fail_on_rank_1, 3, tmp_path)
+
+
+def test_an_interrupt_of_one_rank_does_not_leave_the_others_waiting(tmp_path):
+    run_ranks(interrupt_rank_0, 2, tmp_path)
+
+
+def test_what_the_system_refuses_becomes_one_line():
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/file")
+    with pytest.raises(CheckpointError, match=r"^saving: No space left on device \(/full/file\); check that"):
+        together(world_of_one(), "saving", lambda: fail(error))

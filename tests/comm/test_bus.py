@@ -1,0 +1,55 @@
+"""Copies between host and device, and the thread for what has arrived."""
+
+import gc
+
+import pytest
+import torch
+
+from hf_zero.comm import Bus, Counters
+
+
+def test_copies_arrive_and_are_counted_by_way():
+    counters = Counters()
+    bus = Bus(torch.device("cpu"), counters)
+    host, device = bus.empty(100, torch.float32), torch.arange(100.0)
+    bus.down(host, device).land()
+    assert torch.equal(host, device)
+    bus.up(device, host.mul_(2)).wait()
+    assert torch.equal(device, torch.arange(100.0) * 2)
+    assert counters.sent_nbytes == {"down": 400, "up": 400}
+
+
+def test_host_memory_is_counted_as_long_as_it_lives():
+    bus = Bus(torch.device("cpu"), Counters())
+    memory = [bus.empty(100, torch.bfloat16), bus.empty(1000, torch.float32)]
+    part = memory[1][10:20]
+    assert bus.host_nbytes == 4200 and not memory[1].any()
+    memory.clear()
+    gc.collect()
+    assert bus.host_nbytes == 4000  # a part of it is still held
+    del part
+    gc.collect()
+    assert bus.host_nbytes == 0
+
+
+def test_jobs_run_in_order_without_gradients_and_a_failure_stops_those_behind_it():
+    bus = Bus(torch.device("cpu"), Counters())
+    done = []
+    for number in range(3):
+        bus.later(lambda number=number: done.append((number, torch.is_grad_enabled())))
+    bus.join()
+    assert done == [(0, False), (1, False), (2, False)]
+
+    def fail():
+        raise ValueError("no room")
+
+    bus.later(fail)
+    behind = bus.later(lambda: done.append("never"))
+    with pytest.raises(ValueError, match="no room"):
+        behind.wait()
+    with pytest.raises(ValueError, match="no room"):
+        bus.join()
+    assert "never" not in done
+    bus.later(lambda: done.append("again"))
+    bus.join()
+    assert done[-1] == "again"

@@ -1,0 +1,132 @@
+"""The backend's own collectives, served by gloo: what they compute, and through how much memory."""
+
+import logging
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm import bandwidth, connect
+from hf_zero.comm.native import NativeComm
+from hf_zero.comm.shared import SharedComm
+from hf_zero.engine import build
+from tests import models
+from tests.comm.test_pairwise import CPU, _average, _mine, _summand
+from tests.distributed import run_ranks
+from tests.training import Sharded, adamw, assert_equal, train_accumulating
+
+
+SMALL = 4096
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, *dtypes: torch.dtype) -> bool:
+    """To the rounding of a few numbers of about 1 in these dtypes: gloo adds in an order of its own."""
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    return torch.allclose(a.double(), b.double(), rtol=4 * eps, atol=4 * eps)
+
+
+def _reduces(in_dtype, sum_dtype, out_dtype) -> None:
+    comm = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL)
+    rng, casts, rounding = random.Random(0), in_dtype is not sum_dtype, (sum_dtype, out_dtype)
+    for seed, numel in enumerate([1, 16, 1024, *(rng.randrange(1, 5_000) for _ in range(3))]):
+        full_numel = numel * comm.num_ranks
+        wanted = _mine(_average(full_numel, in_dtype, sum_dtype, seed)).to(out_dtype)
+        out = torch.full((numel,), 7, dtype=out_dtype)
+        for accumulate in (False, True):
+            full = _summand(comm.rank, full_numel, in_dtype, seed)
+            comm.reduce(full, out, dtype=sum_dtype, accumulate=accumulate, what="apart").wait()
+            assert _close(out, wanted + wanted if accumulate else wanted, *rounding), (numel, accumulate)
+        if in_dtype is out_dtype:
+            full = _summand(comm.rank, full_numel, in_dtype, seed)
+            comm.reduce(full, _mine(full), dtype=sum_dtype, accumulate=False, what="in place").wait()
+            assert _close(_mine(full), wanted, *rounding), numel
+    made = [bucket.memory.numel() for bucket in comm.buckets if bucket.memory is not None]
+    assert made == ([SMALL, SMALL] if casts else [])
+    assert comm.buffer_nbytes == 2 * SMALL
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    "in_dtype, sum_dtype, out_dtype",
+    [
+        (torch.float32, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+    ],
+)
+def test_pieces_of_a_reduction_are_its_average(num_ranks, in_dtype, sum_dtype, out_dtype):
+    run_ranks(_reduces, num_ranks, in_dtype, sum_dtype, out_dtype)
+
+
+def _pieces_change_no_bit() -> None:
+    """Of two ranks the sum has one order: a bucket that holds everything and a tiny one give the same."""
+    results = []
+    for nbytes in (2**20, SMALL):
+        comm = NativeComm(dist.group.WORLD, CPU, 60.0, nbytes)
+        outs = [torch.empty(5_001) for _ in range(3)]
+        fulls = [_summand(comm.rank, 10_002, torch.bfloat16, seed) for seed in range(3)]
+        pairs = list(zip(fulls, outs))
+        works = [comm.reduce(f, o, dtype=torch.float32, accumulate=False, what="several") for f, o in pairs]
+        gathered = torch.empty(10_002)
+        comm.gather(gathered, outs[0].clone().fill_(comm.rank), what="between").wait()
+        for work in reversed(works):
+            work.wait()
+        assert gathered.view(2, -1).amax(1).tolist() == [0.0, 1.0]
+        results.append(outs)
+    for seed, (a, b) in enumerate(zip(*results)):
+        assert torch.equal(a, b) and torch.equal(a, _mine(_average(10_002, torch.bfloat16, torch.float32, seed)))
+
+
+def test_several_reductions_under_way_share_the_buckets():
+    run_ranks(_pieces_change_no_bit, 2)
+
+
+def _trains(stage: int, compute: torch.dtype | None) -> None:
+    """Of two ranks a sum has one order, so a training is the same through whatever collectives."""
+    records = []
+    for make in (lambda *args, **kwargs: NativeComm(dist.group.WORLD, CPU, 60.0, SMALL), build.connect):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "connect", make)
+            subject = Sharded(models.build("llama"), adamw, stage, compute_dtype=compute, shared_memory=False)
+        records.append(train_accumulating(subject, "llama", num_steps=2, num_micro=2))
+    assert_equal(*records, f"stage {stage}, {compute}")
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_training_through_pieces_is_bit_for_bit_the_pairwise_one(stage, compute):
+    run_ranks(_trains, 2, stage, compute)
+
+
+def _chooses(shared_memory: bool) -> tuple[int, list[str]]:
+    said = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("hf_zero.comm.world")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes="auto", shared_memory=shared_memory)
+    logger.removeHandler(handler)
+    assert isinstance(comm, SharedComm) is shared_memory
+    nbytes, why = bandwidth.bucket_of_hosts(comm)
+    assert (nbytes, why) == (bandwidth.ONE_HOST_NBYTES, "ranks of one host")
+    return comm.buckets[0].nbytes, said
+
+
+def test_the_size_is_chosen_by_a_measurement_on_which_ranks_agree_and_it_is_said():
+    (nbytes, said), *others = run_ranks(_chooses, 3, False)
+    assert {other for other, _ in others} == {nbytes} and not any(told for _, told in others)
+    assert bandwidth.MIN_NBYTES <= nbytes <= bandwidth.MAX_NBYTES and nbytes.bit_count() == 1
+    assert len(said) == 1 and f"{nbytes // 2**20} MiB: latency" in said[0]
+    assert all(not said for _, said in run_ranks(_chooses, 2, True))  # nothing goes through it
+
+
+@pytest.mark.parametrize(
+    "latency, bandwidth_, wanted",
+    [(1e-4, 1e9, 2 * 2**20), (1e-4, 3e9, 8 * 2**20), (1e-7, 1e9, 2**20), (1e-2, 1e9, 64 * 2**20)],
+)
+def test_a_piece_takes_many_times_its_latency(latency, bandwidth_, wanted):
+    assert bandwidth.bucket_nbytes(latency, 1 / bandwidth_) == wanted
