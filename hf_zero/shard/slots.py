@@ -3,8 +3,14 @@
 Fresh memory costs page faults on CPUs and fragments the allocator on GPUs (ZeRO-R M_D, arXiv 1910.02054 section 6.3).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from hf_zero.comm import Pending
+from hf_zero.shard.arena import ALIGN_NBYTES
+from hf_zero.shard.layout import align
 
 
 class Slot:
@@ -28,14 +34,46 @@ class Slot:
         views, offset = [], 0
         for numel, dtype in parts:
             views.append(self.buffer[offset : offset + numel * dtype.itemsize].view(dtype))
-            offset += _aligned(numel * dtype.itemsize)
+            offset += align(numel * dtype.itemsize, ALIGN_NBYTES)
         return views
+
+
+class Ring:
+    """A few buffers that are filled in turn. Who comes next waits until the last use of his buffer is over.
+
+    Args:
+        make (`Callable`): gives memory, 1-D uint8, of so many bytes.
+        num_buffers (`int`): how many there are at most.
+    """
+
+    def __init__(self, make: Callable[[int], Tensor], num_buffers: int):
+        self._make = make
+        self._buffers: list[Tensor | None] = [None] * num_buffers
+        self._uses: list[Pending | None] = [None] * num_buffers
+        self._last = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(buffer.numel() for buffer in self._buffers if buffer is not None)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next buffer's first elements, 1-D; a buffer that is too small is made anew."""
+        self._last = (self._last + 1) % len(self._buffers)
+        use, self._uses[self._last] = self._uses[self._last], None
+        if use is not None:
+            use.wait()
+        nbytes, buffer = numel * dtype.itemsize, self._buffers[self._last]
+        if buffer is None or buffer.numel() < nbytes:
+            self._buffers[self._last] = None  # given back before the larger one is made
+            buffer = self._buffers[self._last] = self._make(nbytes)
+        return buffer[:nbytes].view(dtype)
+
+    def hold(self, use: Pending) -> None:
+        """Tells what the buffer that was taken last is used for."""
+        self._uses[self._last] = use
 
 
 def parts_nbytes(parts: list[tuple[int, torch.dtype]]) -> int:
     """Bytes that a slot needs to hold these parts."""
-    return sum(_aligned(numel * dtype.itemsize) for numel, dtype in parts)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
+    return sum(align(numel * dtype.itemsize, ALIGN_NBYTES) for numel, dtype in parts)

@@ -1,0 +1,176 @@
+"""Memory for tensors that live long, apart from that of short-lived ones (ZeRO-R M_D, arXiv 1910.02054 section 6.3).
+
+Where the two come from one place, what stays lies between holes that later activations, of other lengths, do not fit.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from hf_zero.errors import LifecycleError
+from hf_zero.shard.layout import align
+
+
+# Tensors begin at multiples of so many bytes, as `Slot.views` do.
+ALIGN_NBYTES = 64
+
+
+class Arena:
+    """Contiguous memory of one purpose, from which tensors are taken and to which they are given back, in any order.
+
+    Who gives memory back has seen to it that nothing under way on another stream still uses it.
+
+    [Note: what is kept] An accelerator's allocator splits its blocks, so there an arena keeps what it has: one stretch
+    of what is expected, from a pool of its own, made when the first tensor is taken. It grows by further ones. On a
+    CPU large blocks are mapped one by one and leave no holes; there a stretch is made for one tensor and goes with it,
+    and what takes turns with it (gradients grow while activations shrink) does not add up.
+
+    Args:
+        name (`str`): its purpose, for messages.
+        device (`torch.device`): where the memory lies.
+        keeps (`bool`, *optional*): whether it stays when its tensors are given back; by default but on CPUs.
+        make (`Callable`, *optional*): gives memory, 1-D uint8, of so many bytes, instead of the device's allocator.
+        chunk_nbytes (`int`): by how much it grows at least when more is taken than was expected.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        *,
+        keeps: bool | None = None,
+        make: Callable[[int], Tensor] | None = None,
+        chunk_nbytes: int = 0,
+    ):
+        self.name = name
+        self.device = device
+        self.keeps = device.type != "cpu" if keeps is None else keeps
+        self.peak_nbytes = 0  # most that was ever taken at once
+        self._make = make or self._allocate
+        self._chunk_nbytes = chunk_nbytes
+        self._expected_nbytes = 0
+        self._pool = None  # made with the first stretch, where the device's allocator has pools
+        self._stretches: dict[int, _Stretch] = {}  # by storage
+        self._taken: dict[tuple[int, int], int] = {}  # bytes, by storage and first byte
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """Bytes of all stretches."""
+        return sum(stretch.memory.numel() for stretch in self._stretches.values())
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes that are taken, gaps of alignment included."""
+        return sum(self._taken.values())
+
+    @property
+    def largest_hole_nbytes(self) -> int:
+        """The most that can be taken at once without growing."""
+        holes = [hole for stretch in self._stretches.values() for hole in stretch.holes]
+        return max((stop - start for start, stop in holes), default=0)
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of what is free that is not in the largest hole; 0 when nothing is free."""
+        free = self.capacity_nbytes - self.used_nbytes
+        return 1 - self.largest_hole_nbytes / free if free else 0.0
+
+    def expect(self, numel: int, dtype: torch.dtype, count: int = 1) -> None:
+        """Tells that so many such tensors will be taken at once: the next stretch is made to hold them."""
+        self._expected_nbytes += count * _aligned(numel * dtype.itemsize)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory, 1-D, whose contents are anything: from the first hole that it fits."""
+        nbytes = _aligned(numel * dtype.itemsize)
+        places = ((key, stretch.take(nbytes)) for key, stretch in self._stretches.items())
+        key, start = next((place for place in places if place[1] is not None), (None, None))
+        if key is None:
+            key = self._grow(nbytes)
+            start = self._stretches[key].take(nbytes)
+        self._taken[key, start] = nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+        return self._stretches[key].memory[start : start + numel * dtype.itemsize].view(dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        """Takes back what `take` returned: its memory is somebody else's from now on.
+
+        Raises:
+            `LifecycleError`: when it is not taken from here, or given back already.
+        """
+        key, start = _storage(tensor), tensor.storage_offset() * tensor.element_size()
+        if (key, start) not in self._taken:
+            raise LifecycleError(
+                f"arena {self.name!r}: {tensor.numel()} elements were given back that are not taken from it; give "
+                "back once, and the very tensor that `take` returned"
+            )
+        stretch = self._stretches[key]
+        stretch.give(start, start + self._taken.pop((key, start)))
+        if not self.keeps and stretch.is_free:
+            del self._stretches[key]
+
+    def close(self) -> None:
+        """Gives all memory up: what is still in use lives as long as its users."""
+        self._stretches.clear()
+        self._taken.clear()
+        self._pool = None
+
+    def _grow(self, nbytes: int) -> int:
+        if self.keeps:
+            nbytes = max(nbytes, self._expected_nbytes - self.capacity_nbytes, self._chunk_nbytes)
+        memory = self._make(nbytes)
+        self._stretches[_storage(memory)] = _Stretch(memory)
+        return _storage(memory)
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        backend = torch.get_device_module(self.device)
+        if self._pool is None and hasattr(backend, "MemPool"):
+            self._pool = backend.MemPool()
+        with nullcontext() if self._pool is None else backend.use_mem_pool(self._pool, self.device.index):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+
+def trim(device: torch.device) -> None:
+    """Gives what the device's allocator keeps of freed memory back to the device: what is made next, and stays, does
+    not come to lie in blocks that activations had and want again."""
+    backend = torch.get_device_module(device)
+    if hasattr(backend, "empty_cache"):
+        backend.empty_cache()
+
+
+class _Stretch:
+    """One run of memory and what of it is free: ranges [start, stop) in order, no two of which touch."""
+
+    def __init__(self, memory: Tensor):
+        self.memory = memory
+        self.holes = [(0, memory.numel())]
+
+    @property
+    def is_free(self) -> bool:
+        return self.holes == [(0, self.memory.numel())]
+
+    def take(self, nbytes: int) -> int | None:
+        """The first byte of the first hole that is large enough, which becomes smaller."""
+        for index, (start, stop) in enumerate(self.holes):
+            if stop - start >= nbytes:
+                self.holes[index : index + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
+                return start
+        return None
+
+    def give(self, start: int, stop: int) -> None:
+        before = next((hole for hole in self.holes if hole[1] == start), None)
+        after = next((hole for hole in self.holes if hole[0] == stop), None)
+        for hole in (before, after):
+            if hole is not None:
+                self.holes.remove(hole)
+        insort(self.holes, (before[0] if before else start, after[1] if after else stop))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _aligned(nbytes: int) -> int:
+    return align(max(1, nbytes), ALIGN_NBYTES)

@@ -1,0 +1,287 @@
+"""Tensors that rest in a file, a few at a time in memory: one record is used while the next is read and the last one
+written (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2)."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Comm, Pending
+from hf_zero.storage.speed import Speed
+from hf_zero.storage.swap_file import PAGE_NBYTES, SwapFile, in_pages
+
+
+# Long tensors are brought in windows of so many elements: with fp32 masters and Adam's state a buffer is 96 MiB.
+WINDOW_NUMEL = 2**23
+NUM_BUFFERS = 3  # for what is used, read and written
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The place of a 1-D tensor, or of a window of one, in a file.
+
+    Args:
+        offset (`int`): of its first byte, a multiple of a page.
+        numel (`int`): its elements.
+        dtype (`torch.dtype`): of them.
+    """
+
+    offset: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """With the rest of its last page."""
+        return in_pages(self.numel * self.dtype.itemsize)
+
+    def window(self, start: int, stop: int) -> "Extent":
+        """Elements [start, stop); `start` is one of `starts`."""
+        assert not start * self.dtype.itemsize % PAGE_NBYTES, f"a window from element {start} on is not whole pages"
+        return Extent(self.offset + start * self.dtype.itemsize, stop - start, self.dtype)
+
+    @property
+    def stop(self) -> int:
+        """One past its last byte."""
+        return self.offset + self.nbytes
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether any of these bytes of the file is its."""
+        return self.offset < stop and start < self.stop
+
+
+Record = tuple[Extent, ...]  # what is brought into memory together
+
+
+def windows(numel: int) -> list[tuple[int, int]]:
+    """The ranges in which a tensor of so many elements is brought into memory."""
+    return [(start, min(start + WINDOW_NUMEL, numel)) for start in range(0, numel, WINDOW_NUMEL)]
+
+
+class Disk:
+    """A rank's swap file, and the few buffers in memory through which everything in it goes.
+
+    It is used by one thread at a time; others have one of their own, with the same file.
+
+    Args:
+        file (`SwapFile`): the file.
+        make (`Callable`): gives memory of so many bytes that begins at a page, 1-D uint8.
+        num_buffers (`int`): how many there are.
+    """
+
+    def __init__(self, file: SwapFile, make: Callable[[int], Tensor], num_buffers: int = NUM_BUFFERS):
+        self.file = file
+        self._make = make
+        self.speed: Speed | None = None  # until `measure`
+        self._buffer_nbytes = 0
+        self._limit = num_buffers
+        self._num_buffers = 0
+        self._free: list[Tensor] = []
+        self._leaving: deque[tuple[Tensor, list[Pending]]] = deque()  # buffers, each with its last uses
+        self._here: dict[Record, Tensor] = {}
+        self._ahead: tuple[Record, Tensor, list[Pending]] | None = None  # being read before it is asked for
+        self._is_stale = False  # it was written since
+        file.readers.add(self)
+
+    @classmethod
+    def open(cls, comm: Comm, folder: str | os.PathLike, make: Callable[[int], Tensor], **settings) -> "Disk":
+        """See `SwapFile.open`. Collective."""
+        return cls(SwapFile.open(comm, folder), make, **settings)
+
+    def measure(self, comm: Comm) -> None:
+        """Finds out how fast it is, while everything in it is still zero. Collective.
+
+        Raises:
+            `StorageError`: on all ranks, when the disk refuses one of them.
+        """
+        self.speed = Speed.measure(self.file, comm)
+
+    def tell(self, what: str) -> None:
+        """Logs what that means for an optimizer step, once everything has its room; see `Speed.tell`."""
+        if self.speed is not None:
+            self.speed.tell(self.file, what)
+
+    def extents(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list[Extent]:
+        """Takes room for tensors, which are zero. Collective.
+
+        Args:
+            comm (`Comm`): the ranks.
+            parts (`Sequence[tuple[int, torch.dtype]]`): number of elements and dtype of each, on this rank.
+
+        Raises:
+            `StorageError`: on all ranks, when there is no room for what one needs.
+        """
+        sizes = [in_pages(numel * dtype.itemsize) for numel, dtype in parts]
+        offset, found = self.file.reserve(comm, sum(sizes)), []
+        for (numel, dtype), nbytes in zip(parts, sizes):
+            found.append(Extent(offset, numel, dtype))
+            offset += nbytes
+        return found
+
+    @contextmanager
+    def borrowed(self, record: Record, *, writes: bool) -> Iterator[list[Tensor]]:
+        """The tensors of a record in memory, as long as the context lasts.
+
+        Args:
+            record (`Record`): what.
+            writes (`bool`): they are written back.
+
+        Raises:
+            `StorageError`: the disk has refused a read or write.
+        """
+        tensors = self.bring(record)
+        try:
+            yield tensors
+        finally:
+            self.take_back(record, writes=writes)
+
+    def walk(self, records: Sequence[Record], *, writes: bool) -> Iterator[list[Tensor]]:
+        """The tensors of one record after the other; those of the last one are no more when the next is asked for.
+
+        Args:
+            records (`Sequence[Record]`): in what order.
+            writes (`bool`): they are written back.
+        """
+        for position, record in enumerate(records):
+            with self.borrowed(record, writes=writes) as tensors:
+                if position + 1 < len(records):
+                    self.prefetch(records[position + 1])
+                yield tensors
+
+    def prefetch(self, record: Record) -> None:
+        """Begins to read what is brought next. It may be asked for at any time, and left out."""
+        is_here = any(one.overlaps(e.offset, e.stop) for used in self._here for one in used for e in record)
+        if is_here or self._is_ahead(record):
+            return
+        self._drop_ahead()
+        if len(self._here) + 1 < self._limit:
+            self._is_stale = False
+            self._ahead = record, *self._read(record)
+
+    def written(self, start: int, stop: int) -> None:
+        """These bytes of the file are about to change, by whoever it is."""
+        if self._ahead is not None and any(extent.overlaps(start, stop) for extent in self._ahead[0]):
+            self._is_stale = True
+
+    def _is_ahead(self, record: Record) -> bool:
+        return self._ahead is not None and self._ahead[0] == record and not self._is_stale
+
+    def bring(self, record: Record, *, reads: bool = True) -> list[Tensor]:
+        """The tensors of a record in memory; they stay until `take_back`.
+
+        Args:
+            record (`Record`): what.
+            reads (`bool`): `False` where all of it will be overwritten.
+        """
+        assert record not in self._here, "it is here already"
+        if not reads:
+            buffer, reading = self._claim(_nbytes(record)), []
+        elif self._is_ahead(record):
+            (_, buffer, reading), self._ahead = self._ahead, None
+        else:
+            self._drop_ahead()
+            buffer, reading = self._read(record)
+        for read in reading:
+            read.wait()
+        self._here[record] = buffer
+        return [memory[: e.numel * e.dtype.itemsize].view(e.dtype) for e, memory in _parts(record, buffer)]
+
+    def take_back(self, record: Record, *, writes: bool, uses: Sequence[Pending] = ()) -> None:
+        """Begins to write a record that is here; nobody writes to its tensors any more.
+
+        Args:
+            record (`Record`): what.
+            writes (`bool`): `False` leaves in the file what was there.
+            uses (`Sequence`): what still reads its tensors.
+        """
+        buffer = self._here.pop(record)
+        writing = [self.file.write(e.offset, memory) for e, memory in _parts(record, buffer)] if writes else []
+        self._leaving.append((buffer, [*writing, *uses]))
+
+    def settle(self) -> None:
+        """Returns when everything that was taken back is written."""
+        self._drop_ahead()
+        while self._leaving:
+            self._free.append(self._landed())
+
+    def _read(self, record: Record) -> tuple[Tensor, list[Pending]]:
+        buffer = self._claim(_nbytes(record))
+        return buffer, [self.file.read(extent.offset, memory) for extent, memory in _parts(record, buffer)]
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            (_, buffer, reads), self._ahead = self._ahead, None
+            self._leaving.append((buffer, reads))
+
+    def _claim(self, nbytes: int) -> Tensor:
+        """A buffer that nothing uses: one that is free, a new one, or the one that was taken back first."""
+        self._buffer_nbytes, buffer = max(self._buffer_nbytes, nbytes), None
+        if self._free:
+            buffer = self._free.pop()
+        elif self._leaving and self._num_buffers >= self._limit:
+            buffer = self._landed()
+        else:
+            self._num_buffers += 1
+        if buffer is None or buffer.numel() < self._buffer_nbytes:
+            del buffer  # given back before the larger one is made
+            buffer = self._make(self._buffer_nbytes)
+        return buffer
+
+    def _landed(self) -> Tensor:
+        buffer, uses = self._leaving.popleft()
+        for use in uses:
+            use.wait()
+        return buffer
+
+
+@dataclass(frozen=True, eq=False)
+class DiskTensor:
+    """A 1-D tensor that rests on disk.
+
+    Args:
+        disk (`Disk`): on which.
+        extent (`Extent`): where.
+    """
+
+    disk: Disk
+    extent: Extent
+
+    def pieces(self, *, writes: bool, only: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Its windows, each as its first element's number and, as long as it is its turn, its values in memory.
+
+        Args:
+            writes (`bool`): the values are written back.
+            only (`tuple[int, int]`, *optional*): leaves out windows in which no element of this range lies.
+        """
+        low, high = only or (0, self.extent.numel)
+        cuts = [(start, stop) for start, stop in windows(self.extent.numel) if start < high and low < stop]
+        records = [(self.extent.window(*cut),) for cut in cuts]
+        for (values,), (start, _) in zip(self.disk.walk(records, writes=writes), cuts):
+            yield start, values
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Overwrites a window.
+
+        Args:
+            start (`int`): its first element.
+            values (`Tensor`): all of it, of any dtype.
+        """
+        record = (self.extent.window(start, start + values.numel()),)
+        self.disk.bring(record, reads=False)[0].copy_(values)
+        self.disk.take_back(record, writes=True)
+
+
+def _nbytes(record: Record) -> int:
+    return sum(extent.nbytes for extent in record)
+
+
+def _parts(record: Record, buffer: Tensor) -> Iterator[tuple[Extent, Tensor]]:
+    """Each extent with its pages of a buffer."""
+    start = 0
+    for extent in record:
+        yield extent, buffer[start : start + extent.nbytes]
+        start += extent.nbytes
