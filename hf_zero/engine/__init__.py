@@ -1,7 +1,7 @@
 """The sharding engine: partition, units, hooks. It takes any `nn.Module`."""
 
 from hf_zero.engine.access import gathered
-from hf_zero.engine.build import engine_of, shard
+from hf_zero.engine.build import engine_of, shard_with
 from hf_zero.engine.compilation import compile_blocks
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard, ParamInfo
@@ -18,5 +18,5 @@ __all__ = [
     "has_sources",
     "materialize",
     "placeholders",
-    "shard",
+    "shard_with",
 ]

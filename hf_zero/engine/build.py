@@ -2,68 +2,39 @@
 
 import os
 import re
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.comm import Comm, connect
-from hf_zero.config import ZeroConfig
+from hf_zero.comm import Bus, Comm, connect
+from hf_zero.comm.mesh import ranks_alike, refuse_dividing
+from hf_zero.config import StagePlan, ZeroConfig
 from hf_zero.engine import hooks
 from hf_zero.engine.access import remember, unit_of
 from hf_zero.engine.apart import Apart
+from hf_zero.engine.arenas import Arenas
+from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.ferry import Ferry
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.placeholder import Placeholders
+from hf_zero.engine.reader import read_from_disk, rest_on_disk
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.source import read_sources
 from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
 from hf_zero.errors import LifecycleError
+from hf_zero.shard.arena import Arena, trim
 from hf_zero.shard.layout import Layout
 from hf_zero.shard.slots import Slot, parts_nbytes
 
 
 ENGINE_ATTRIBUTE = "_hf_zero_engine"
-
-
-def shard(
-    model: nn.Module,
-    *,
-    stage: int = 3,
-    compute_dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    group: dist.ProcessGroup | None = None,
-    **settings,
-) -> ZeroEngine:
-    """Partitions a model over the data-parallel ranks, in place (ZeRO, arXiv 1910.02054).
-
-    The model stays what it is: parameters keep identity, shape and device, and forward and backward are called as
-    before. Where the ranks' parameters differ, rank 0's are taken. A model that is sharded already is left as it is.
-
-    Args:
-        model (`nn.Module`): any module with its data in place, or one of `hf_zero.load_pretrained`, of whose files
-            every rank now reads its own ranges.
-        stage (`int`): 0, 1, 2 or 3.
-        compute_dtype (`torch.dtype`, *optional*): casts the parameters; trainable ones keep an fp32 master.
-        device (`torch.device`, *optional*): where to train; by default where the first parameter is, and the CPU for a
-            model whose values are all in files.
-        group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; by default the world.
-        settings: further fields of `ZeroConfig`.
-
-    Returns:
-        `ZeroEngine`
-
-    Raises:
-        `ConfigError`: for a setting that is not valid.
-        `UnsupportedError`: for parameters that are not dense tensors in memory.
-        `CheckpointError`: files of `load_pretrained` cannot be read any more, on any rank.
-    """
-    config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
-    return shard_with(model, config, device=device, group=group)
 
 
 def shard_with(
@@ -73,7 +44,8 @@ def shard_with(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ZeroEngine:
-    """`shard`, for settings that are a `ZeroConfig` already."""
+    """Partitions a model over the data-parallel ranks, in place: see `hf_zero.shard`, which does it in every respect
+    that the settings name."""
     engine = engine_of(model)
     if engine is not None:
         if engine.config != config:
@@ -84,15 +56,22 @@ def shard_with(
     if device is None:
         device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     device = torch.device(device)
+    dividing = dividing_group(model)
     refuse_what_cannot_be_sharded(model, device)
-    comm = connect(
+    if dividing is not None:
+        group = group or ranks_alike(dividing)
+        refuse_dividing(group, dividing)
+    return build(model, config, _connect(device, config, group), dividing and _connect(device, config, dividing))
+
+
+def _connect(device: torch.device, config: ZeroConfig, group: dist.ProcessGroup | None) -> Comm:
+    return connect(
         device,
         group=group,
         timeout_seconds=config.timeout_seconds,
         bucket_nbytes=config.bucket_nbytes,
         shared_memory=config.shared_memory,
     )
-    return build(model, config, comm)
 
 
 def engine_of(model: nn.Module) -> ZeroEngine | None:
@@ -100,36 +79,52 @@ def engine_of(model: nn.Module) -> ZeroEngine | None:
     return model.__dict__.get(ENGINE_ATTRIBUTE)
 
 
-def build(model: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
-    """Makes the engine of a model, unit by unit, freeing each unit's former memory before the next is taken."""
+def build(model: nn.Module, config: ZeroConfig, comm: Comm, divided_over: Comm | None = None) -> ZeroEngine:
+    """Makes the engine of a model, unit by unit, freeing each unit's former memory before the next is taken.
+
+    Args:
+        model (`nn.Module`): not sharded.
+        config (`ZeroConfig`): the settings.
+        comm (`Comm`): the data-parallel ranks.
+        divided_over (`Comm`, *optional*): the tensor-parallel ranks.
+    """
     patches = unpack_layers(model)
     parts = partition(model)
     specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
     pattern = _keep_in_fp32(model)
     groups = [_grouped(spec, config.compute_dtype, pattern) for spec in specs]
     placeholders = Placeholders(comm.device)
-    flats = [[_lay_out(group, config, comm, placeholders) for group in groups_of] for groups_of in groups]
+    bus = Bus(comm.device, comm.counters)
+    lay_out = partial(_lay_out, config=config, comm=comm, placeholders=placeholders, ferry=Ferry(bus))
+    plans = _plans(specs, config, comm)
+    flats = [[lay_out(group, plan) for group in groups_of] for groups_of, plan in zip(groups, plans)]
     for flat in (flat for flats_of in flats for flat in flats_of):
         flat.rest()
-    slots = _make_slots(flats, config, comm)
+    rest_on_disk([flat for flats_of in flats for flat in flats_of], config.offload_dir, bus)
+    arenas = Arenas.of(comm)
+    slots = _make_slots(flats, config, comm, arenas.gathered)
     read_sources([flat for flats_of in flats for flat in flats_of], comm)
     units = []
     for index, (spec, flats_of, slot) in enumerate(zip(specs, flats, slots)):
         for flat in flats_of:
             flat.fill()
             flat.detach() if flat.is_sharded else flat.attach()
-        gradients = [Gradient(flat, config.reduce_dtype) for flat in flats_of if flat.trainable]
+        gradients = [Gradient(flat, config.reduce_dtype, arenas.reduced) for flat in flats_of if flat.trainable]
         units.append(Unit(spec.name, flats_of, gradients, index=index))
         units[-1].slot = slot
+    read_from_disk(units, bus)
     remember(units)
-    _place_gradients(units, comm)
+    _place_gradients(units, comm, arenas.collected)
     _place_buffers(model, comm)
-    engine = _assemble(model, config, comm, units, parts, specs, placeholders)
+    engine = _assemble(model, config, comm, units, parts, specs, placeholders, bus)
+    engine.arenas = arenas
+    trim(comm.device)
+    engine.divided_over = divided_over
     engine.handles += patches
     return engine
 
 
-def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEngine:
+def _assemble(model, config, comm, units, parts, specs, placeholders, bus) -> ZeroEngine:
     by_name = {spec.name: unit for spec, unit in zip(specs, units)}
     owners = {spec.owner: Stack([by_name[unit.name] for unit in spec.units]) for spec in parts.stacks}
     schedule = Schedule(list(owners.values()))
@@ -141,6 +136,7 @@ def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEng
         schedule=schedule,
         modules={by_name[spec.name]: spec.module for spec in specs[1:]},
         placeholders=placeholders,
+        bus=bus,
     )
     hooks.install(engine, owners)
     engine.handles.append(Patch(model, ENGINE_ATTRIBUTE, engine))
@@ -151,19 +147,31 @@ def _assemble(model, config, comm, units, parts, specs, placeholders) -> ZeroEng
 
 
 def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str, nn.Parameter, torch.dtype]]]:
-    """A unit's parameters by (dtype, trainability); in each group matrices come first, so that they lie aligned and
-    that weight decay, which by custom spares vectors, divides the buffer in two."""
+    """A unit's parameters by dtype, trainability, and whether tensor-parallel ranks divide them; in each group
+    matrices come first, so that they lie aligned and that weight decay, which by custom spares vectors, cuts it in
+    two."""
     groups: dict[tuple, list] = {}
     for name, p in sorted(spec.params.items(), key=lambda item: item[1].dim() < 2):
         stays = is_opaque(p) or not p.is_floating_point() or keep_in_fp32(name)
         dtype = p.dtype if compute_dtype is None or stays else compute_dtype
-        groups.setdefault((dtype, p.requires_grad, is_opaque(p)), []).append((name, p, dtype))
+        groups.setdefault((dtype, p.requires_grad, is_opaque(p), is_divided(p)), []).append((name, p, dtype))
     return list(groups.values())
 
 
-def _lay_out(group, config: ZeroConfig, comm: Comm, placeholders: Placeholders) -> Flat:
-    infos = [ParamInfo(name, p.shape, p.dtype, p.requires_grad) for name, p, _ in group]
-    layout = Layout.of([tuple(p.shape) for _, p, _ in group], comm.num_ranks)
+def _plans(specs: list[UnitSpec], config: ZeroConfig, comm: Comm) -> list[StagePlan]:
+    """Every unit's stage plan: the last units are offloaded, until they are the fraction asked for."""
+    plan = config.plan(comm.num_ranks)
+    left = config.offload_fraction * sum(p.numel() for spec in specs for p in spec.params.values())
+    plans = []
+    for spec in reversed(specs):
+        plans.append(plan if left > 0 else plan.here)
+        left -= sum(p.numel() for p in spec.params.values())
+    return plans[::-1]
+
+
+def _lay_out(group, plan: StagePlan, config: ZeroConfig, comm: Comm, placeholders: Placeholders, ferry: Ferry) -> Flat:
+    infos = [ParamInfo(name, local_of(p).shape, p.dtype, p.requires_grad) for name, p, _ in group]
+    layout = Layout.of([tuple(info.shape) for info in infos], comm.num_ranks)
     params, dtype = [p for _, p, _ in group], group[0][2]
     # parameters that are asked to compute in half precision, and are trained, have a master of more
     is_cast = config.compute_dtype is not None and infos[0].trainable
@@ -172,15 +180,16 @@ def _lay_out(group, config: ZeroConfig, comm: Comm, placeholders: Placeholders) 
         infos,
         params,
         layout,
-        plan=config.plan(comm.num_ranks),
+        plan=plan,
         comm=comm,
         dtype=dtype,
         master_dtype=torch.float32 if is_cast and is_half else dtype,
         placeholders=placeholders,
+        ferry=ferry,
     )
 
 
-def _make_slots(flats: list[list[Flat]], config: ZeroConfig, comm: Comm) -> list[Slot | None]:
+def _make_slots(flats: list[list[Flat]], config: ZeroConfig, comm: Comm, arena: Arena) -> list[Slot | None]:
     """Gives every unit whose whole values do not rest a slot in which they appear, which blocks share.
 
     A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
@@ -196,10 +205,13 @@ def _make_slots(flats: list[list[Flat]], config: ZeroConfig, comm: Comm) -> list
     if kept == "auto":
         kept = _fitting(largest, flats, comm) if largest else 0
     num_slots = min(len(blocks), config.prefetch_units + 1 + kept)
-    shared = [Slot(torch.empty(largest, dtype=torch.uint8, device=comm.device)) for _ in range(num_slots)]
-    slots = {index: shared[position % num_slots] for position, index in enumerate(blocks)}
+    wanted = [largest] * num_slots + [nbytes for index, nbytes in sizes.items() if index == 0]
+    for nbytes in wanted:
+        arena.expect(nbytes, torch.uint8)
+    made = [Slot(arena.take(nbytes, torch.uint8)) for nbytes in wanted]
+    slots = {index: made[position % num_slots] for position, index in enumerate(blocks)}
     if 0 in sizes:
-        slots[0] = Slot(torch.empty(sizes[0], dtype=torch.uint8, device=comm.device))
+        slots[0] = made[-1]
     for index, slot in slots.items():
         bind_to_slot(flats[index], slot)
     return [slots.get(index) for index in range(len(flats))]
@@ -213,18 +225,19 @@ def _fitting(nbytes: int, flats: list[list[Flat]], comm: Comm) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # were all on this host
     else:
         free = 0
-    to_come = sum(12 * flat.layout.shard_numel for flats_of in flats for flat in flats_of if flat.trainable)
+    trained = (flat for flats_of in flats for flat in flats_of if flat.trainable and not flat.is_away)
+    to_come = sum(12 * flat.layout.shard_numel for flat in trained)
     own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
     return int(comm.all_gather_vector(own).min())
 
 
-def _place_gradients(units: list[Unit], comm: Comm) -> None:
+def _place_gradients(units: list[Unit], comm: Comm, arena: Arena) -> None:
     """Gives every trainable unit memory for its gradients: its own, or what the blocks share."""
     lent = [unit for unit in units if unit.gradients and not unit.gradients[0].is_persistent]
     root = [unit for unit in lent if unit is units[0]]
     for members in (lent[len(root) :], root):
         sizes = [parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in members]
-        slots = GradientSlots(max(sizes, default=0), comm)
+        slots = GradientSlots(max(sizes, default=0), min(len(sizes), 2), arena)
         for unit in members:
             unit.gradient_slots = slots
     for gradient in (g for unit in units for g in unit.gradients if g.is_persistent):

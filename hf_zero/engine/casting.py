@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.access import remember
+from hf_zero.engine.divided import with_local
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.engine.partition import is_on
 from hf_zero.engine.patch import Patch
@@ -91,8 +92,8 @@ def computing_in(engine: "ZeroEngine", dtype: torch.dtype) -> Iterator[None]:
         shown = {}
         for flat, params, _ in own:
             flat.cast = dtype
-            flat.placeholders = [engine.placeholders.of(p.shape, dtype) for p in params]
-            flat.params = [nn.Parameter(away, requires_grad=False) for away in flat.placeholders]
+            flat.placeholders = [engine.placeholders.of(info.shape, dtype) for info in flat.infos]
+            flat.params = [_shown(p, away) for p, away in zip(params, flat.placeholders)]
             shown.update({id(p): other for p, other in zip(params, flat.params)})
         for module, params, buffers in tensors:
             module._parameters.update({name: shown.get(id(p), p) for name, p in params.items()})
@@ -109,6 +110,10 @@ def computing_in(engine: "ZeroEngine", dtype: torch.dtype) -> Iterator[None]:
             module._parameters.update(params)
             module._buffers.update(buffers)
         _settle(engine)
+
+
+def _shown(param: nn.Parameter, away: Tensor) -> nn.Parameter:
+    return nn.Parameter(with_local(param, away), requires_grad=False)
 
 
 def _settle(engine: "ZeroEngine") -> None:

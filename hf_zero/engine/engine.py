@@ -1,15 +1,21 @@
 """The engine: when units are gathered, attached, released and reduced, driven by the hooks of forward and backward."""
 
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Comm, Pending
+from hf_zero.comm import Bus, Comm, Pending
+from hf_zero.comm.agreement import together
 from hf_zero.config import Residency, ZeroConfig
+from hf_zero.engine.arenas import Arenas
 from hf_zero.engine.casting import computing_in
+from hf_zero.engine.divided import local_grad, with_local
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.phase import Phase
@@ -17,7 +23,8 @@ from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.restore import restore
 from hf_zero.engine.schedule import Schedule, Stack, Visit
 from hf_zero.engine.unit import Uncopyable, Unit, reassign_slots
-from hf_zero.errors import LifecycleError, UnsupportedError
+from hf_zero.errors import CommError, LifecycleError, UnsupportedError
+from hf_zero.storage import Disk
 
 
 logger = logging.getLogger(__name__)
@@ -27,6 +34,20 @@ DOUBLE_BACKWARD = (
     "double backward: create_graph=True needs the parameters once more after their gradients are reduced; "
     "compute the gradient penalty on the unsharded model"
 )
+
+
+class Updates(Protocol):
+    """What an optimizer does of a step outside of it."""
+
+    def settle(self) -> None:
+        """Lets an update that is under way count: masters can be read, and compute copies follow."""
+
+    def abandon(self) -> None:
+        """The gradients of this step are dropped: what was done of it already is all of it."""
+
+
+def _nothing() -> None:
+    """What is done where nothing was asked for."""
 
 
 def in_backward() -> bool:
@@ -52,6 +73,7 @@ class ZeroEngine(Uncopyable):
         schedule (`Schedule`): the blocks' units.
         modules (`dict[Unit, nn.Module]`): each block's module.
         placeholders (`Placeholders`): what parameters read while their data is away.
+        bus (`Bus`): the way to the host's memory.
     """
 
     def __init__(
@@ -64,8 +86,10 @@ class ZeroEngine(Uncopyable):
         schedule: Schedule,
         modules: dict[Unit, nn.Module],
         placeholders: Placeholders,
+        bus: Bus,
     ):
         self.model = model
+        self.bus = bus
         self.placeholders = placeholders
         self.config = config
         self.comm = comm
@@ -73,9 +97,11 @@ class ZeroEngine(Uncopyable):
         self.root = root
         self.schedule = schedule
         self.modules = modules
+        self.divided_over: Comm | None = None  # the tensor-parallel ranks; None where each holds whole parameters
         self.compiled_with: dict | None = None  # options of `torch.compile`; None while blocks run eagerly
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
+        self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
         self._depth = 0  # how many forwards of hooked modules are under way, one in another
         self._is_order_known = comm.num_ranks == 1 or not self.blocks
@@ -86,7 +112,16 @@ class ZeroEngine(Uncopyable):
         self._current: Unit | None = None  # the unit whose backward is under way; None outside of backward
         self._closed: set[Unit] = set()  # units whose reduction has begun in this backward
         self._reducing: list[Pending] = []
+        self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
+        self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
+        for unit in self.units:
+            unit.let_count = self.settle
         self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
+
+    @property
+    def disk(self) -> Disk | None:
+        """Where masters rest between uses; `None` where that is memory."""
+        return next((f.on_disk.disk for unit in self.units for f in unit.flats if f.on_disk is not None), None)
 
     @property
     def stage(self) -> int:
@@ -107,6 +142,8 @@ class ZeroEngine(Uncopyable):
             self._notes = torch.is_grad_enabled()
         self._depth += 1
         self._attach_root()
+        if self._depth == 1 and self.blocks:
+            self.blocks[0].read_ahead()
 
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
         """After it: what is left of its stack is passed over, so that all ranks gather the same."""
@@ -139,7 +176,7 @@ class ZeroEngine(Uncopyable):
             stack.carries_grad = stack.carries_grad or inputs_need_grad
             self._take(stack.advance(unit), stack)
             unit.attach()
-            self._prefetch(unit, self.schedule.after(unit, self.config.prefetch_units))
+            self._prefetch(unit, self.schedule.after(unit, self.config.prefetch_units + 1))
         self._running.append(unit)
 
     def after_block(self, unit: Unit) -> None:
@@ -176,8 +213,11 @@ class ZeroEngine(Uncopyable):
         unit.gather()
 
     def _prefetch(self, unit: Unit, candidates: list[Unit]) -> None:
-        for candidate in candidates:
-            if candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in self._running):
+        """Gathers the units that come next, as far as there is room, and has the one behind them read from disk."""
+        for position, candidate in enumerate(candidates):
+            is_taken = candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in self._running)
+            if is_taken or position == self.config.prefetch_units:
+                candidate.read_ahead()
                 break
             candidate.gather()
 
@@ -220,7 +260,7 @@ class ZeroEngine(Uncopyable):
             self._pass_over(self.schedule.rewind_to(unit))
             unit.come_home()
             unit.attach()
-            self._prefetch(unit, self.schedule.before(self.config.prefetch_units))
+            self._prefetch(unit, self.schedule.before(self.config.prefetch_units + 1))
 
     def _visit_recomputation(self, unit: Unit) -> None:
         """Gradient checkpointing calls the block again before backward comes to it (Chen et al., arXiv 1604.06174)."""
@@ -236,7 +276,7 @@ class ZeroEngine(Uncopyable):
         self._turn_to(None)
         for unit in [*reversed(self.blocks), self.root]:
             if unit not in self._closed and unit.reduces_each_backward:
-                self._reducing.append(unit.reduce_gradients())
+                self._reduce(unit)
             elif unit in self._closed and unit.has_collected:
                 raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
         self._drain()
@@ -261,7 +301,11 @@ class ZeroEngine(Uncopyable):
         done.detach()
         if self.plan.grad is Residency.SHARDED and done not in self._closed and self.schedule.is_complete(done):
             self._closed.add(done)
-            self._reducing.append(done.reduce_gradients())
+            self._reduce(done)
+
+    def _reduce(self, unit: Unit) -> None:
+        """Its backward is over."""
+        self._reducing.append(unit.reduce_gradients(partial(self.on_reduced, unit) if self.on_reduced else _nothing))
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
         """Takes one parameter's gradient from autograd: the hook of the node that has just accumulated it."""
@@ -269,7 +313,7 @@ class ZeroEngine(Uncopyable):
         if grad is None:
             return
         self.expect(unit, gradient, index)
-        gradient.receive(index, grad)
+        gradient.receive(index, local_grad(param, grad))
 
     def expect(self, unit: Unit, gradient: Gradient, index: int) -> None:
         """A gradient of one parameter is about to come: there will be memory for it.
@@ -297,6 +341,10 @@ class ZeroEngine(Uncopyable):
         for unit in self.units:
             unit.settle()
         self._drain()
+        try:
+            self.bus.join()
+        except Exception as error:
+            logger.warning("hf_zero: what had been sent to the host is dropped too: %s", error)
         for unit in self.units:
             unit.drop_gradients()
             unit.detach()
@@ -307,9 +355,11 @@ class ZeroEngine(Uncopyable):
         self._closed.clear()
         self._current = None
         self._is_backward_open = False
+        for updates in list(self.updates):
+            updates.abandon()
 
     def _drain(self) -> None:
-        """Waits for all reductions under way."""
+        """Waits for all reductions under way; what goes to the host may still be on its way."""
         for pending in self._reducing:
             pending.wait()
         self._reducing.clear()
@@ -330,10 +380,25 @@ class ZeroEngine(Uncopyable):
         if self._is_backward_open:
             self.recover()
         for unit in self.units:
-            if unit.gradients and not unit.gradients[0].is_reduced:
-                self._reducing.append(unit.reduce_gradients())
+            if any(not gradient.is_reduced for gradient in unit.gradients):
+                self._reducing.append(unit.reduce_gradients(at_step=True))
         self._drain()
+        self.join()
         self._apply_grad_scale()
+
+    def join(self) -> None:
+        """Waits for what the bus's threads do. Where one rank's have failed, all ranks raise.
+
+        Raises:
+            `CommError`: another rank's have failed; on that one, whatever it was.
+        """
+        if self.plan.is_offloaded:
+            together(self.comm, "an update on the host", self.bus.join, CommError)
+
+    def settle(self) -> None:
+        """Lets updates that are under way count, before the masters are read. All ranks call it."""
+        for updates in list(self.updates):
+            updates.settle()
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiplies the reduced gradients: at once, when they are next looked at, or by who takes the scale.
@@ -352,14 +417,16 @@ class ZeroEngine(Uncopyable):
     def _apply_grad_scale(self) -> None:
         scale = self.take_grad_scale()
         reduced = [gradient.reduced for gradient in self.gradients() if gradient.is_reduced]
-        if scale is not None and reduced:
-            torch._foreach_mul_(reduced, scale.to(reduced[0].device))
+        for device in {grad.device for grad in reduced} if scale is not None else ():
+            torch._foreach_mul_([grad for grad in reduced if grad.device == device], scale.to(device))
 
     def clear_gradients(self) -> None:
         """Forgets all gradients, and gives back the shards of them."""
         if self._is_backward_open and not in_backward():
             self.recover()
         self._grad_scale = None
+        for updates in list(self.updates):
+            updates.abandon()
         for gradient in self.gradients():
             gradient.clear()
 
@@ -399,9 +466,14 @@ class ZeroEngine(Uncopyable):
         self.comm.fence()
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
-    def end_step(self) -> None:
-        """After an optimizer step: the masters have new values, and this step's gradients are no more."""
-        self.mark_updated(only_trained=True)
+    def end_step(self, is_late: bool = False) -> None:
+        """After an optimizer step: this step's gradients are no more.
+
+        Args:
+            is_late (`bool`): the masters get their new values later; else they have them.
+        """
+        if not is_late:
+            self.mark_updated(only_trained=True)
         self.clear_gradients()
         if not self._is_order_known:
             self._agree_on_order()
@@ -449,6 +521,7 @@ class ZeroEngine(Uncopyable):
             `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, or when someone wrote to a parameter whose
                 data is away.
         """
+        self.settle()
         self.placeholders.check()
         self._refuse_held("unshard")
         self.clear_gradients()
@@ -457,19 +530,33 @@ class ZeroEngine(Uncopyable):
 
     def param_infos(self) -> list[ParamInfo]:
         """All parameters in the model's order, tied ones once; the same on every rank."""
+        self._refuse_divided()
         by_name = {info.name: info for unit in self.units for flat in unit.flats for info in flat.infos}
         return [by_name[name] for name, _ in self.model.named_parameters() if name in by_name]
 
-    def named_shards(self, resident: bool = False) -> Iterator[NamedShard]:
+    def named_shards(self, resident: bool = False, values: bool = True) -> Iterator[NamedShard]:
         """The parameters' values as the optimizer has them.
 
         Args:
             resident (`bool`): `False` gives the ranges that this rank owns, which over all ranks tile every parameter
-                exactly once; `True` those that it holds, which at stage 0 is everything.
+                exactly once; `True` those that it holds, which at stage 0 is everything, and what is written to them
+                lasts.
+            values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
         """
+        self._refuse_divided()
+        self.settle()
         for unit in self.units:
             for flat in unit.flats:
-                yield from flat.named_shards(flat.master, flat.held, flat.held if resident else flat.owned)
+                masters = flat.masters(writes=resident) if values else [(flat.master, flat.held)]
+                for master, covers in masters:
+                    yield from flat.named_shards(master, covers, flat.held if resident else flat.owned)
+
+    def _refuse_divided(self) -> None:
+        if self.divided_over is not None:
+            raise UnsupportedError(
+                "checkpoints of a model that is also divided over tensor-parallel ranks are not written or read here; "
+                "save its weights with `with hf_zero.gathered(model): model.save_pretrained(folder)` on all ranks"
+            )
 
     def full_grad(self, name: str) -> Tensor | None:
         """The whole averaged gradient of one parameter, on every rank; all ranks call it, after backward.
@@ -496,4 +583,5 @@ class ZeroEngine(Uncopyable):
             return None
         self.finish_gradients()
         place = gradient.flat.layout.places[index]
-        return gradient.whole(unit.name)[place.offset : place.stop].view(place.shape)
+        grad = gradient.whole(unit.name)[place.offset : place.stop].view(place.shape)
+        return with_local(gradient.flat.params[index], grad)

@@ -7,11 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Comm, Pending
-from hf_zero.config import Residency, StagePlan
+from hf_zero.config import Place, Residency, StagePlan
+from hf_zero.engine.divided import is_divided, local_of, put
+from hf_zero.engine.ferry import Ferry
 from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.source import give_data, source_of
 from hf_zero.shard.layout import Layout
+from hf_zero.storage import DiskTensor, windows
+
+
+Range = tuple[int, int]  # [start, stop), counted in the buffer
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class ParamInfo:
 
     Args:
         name (`str`): its first name in `model.named_parameters()`.
-        shape (`torch.Size`): of the whole parameter.
+        shape (`torch.Size`): of the parameter; of this rank's part, where tensor-parallel ranks divide it.
         save_dtype (`torch.dtype`): the dtype that it had when it was sharded, in which it is saved.
         trainable (`bool`): whether it gets gradients.
     """
@@ -60,10 +66,15 @@ class Flat:
         dtype (`torch.dtype`): of the compute copy.
         master_dtype (`torch.dtype`): of the master.
         placeholders (`Placeholders`): what the parameters read while their data is away.
+        ferry (`Ferry`): to and from the host's memory, where anything rests there.
     """
 
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
     master: Tensor  # the values at rest, as far as this rank updates them; often the compute copy itself
+    on_disk: DiskTensor | None = None  # where the master rests, `master` being NaN (see `masters`); None: in memory
+    twin_on_disk: DiskTensor | None = None  # where the twin rests, `twin` being None
+    twin: Tensor | None = None  # the compute copy of this rank's range at rest, where gathers do not go by the master
+    refreshing: Pending | None = None  # the compute copy is being made to follow the master already
     common: Tensor | None = None  # all ranks' masters, where the ranks share memory; this rank's is its part of it
     views: list[Tensor]  # of `full`, one per parameter, in its shape
 
@@ -78,6 +89,7 @@ class Flat:
         dtype: torch.dtype,
         master_dtype: torch.dtype,
         placeholders: Placeholders,
+        ferry: Ferry,
     ):
         self.infos = infos
         self.params = params
@@ -86,9 +98,13 @@ class Flat:
         self.comm = comm
         self.dtype = dtype
         self.master_dtype = master_dtype
+        self.ferry = ferry
         self.trainable = infos[0].trainable
+        # what is not trained has neither state nor gradients: it rests where parameters rest
+        self.master_at = plan.master_at if self.trainable else plan.compute_at
+        self.is_divided = is_divided(params[0])  # over tensor-parallel ranks, as all of one buffer are or none is
         self.owned = layout.owned(comm.rank)
-        self.placeholders = [placeholders.of(p.shape, dtype) for p in params]
+        self.placeholders = [placeholders.of(info.shape, dtype) for info in infos]
         self.cast: torch.dtype | None = None  # in which the parameters are shown; None: as they are
         self.is_read = [source_of(p) is not None for p in params]  # which parameters come out of files
         self._home_dtypes = [p.dtype for p in params]
@@ -100,9 +116,30 @@ class Flat:
         return self.layout.full_numel, self.dtype
 
     @property
+    def is_away(self) -> bool:
+        """Whether the master rests elsewhere than on the device."""
+        return self.master_at is not Place.DEVICE
+
+    @property
     def rests_whole(self) -> bool:
         """Whether the whole compute copy is at hand without a gather: each rank's own, or one for all ranks."""
-        return not self.is_sharded or (self.comm.shares_memory and self.master_dtype is self.dtype)
+        return not self.is_sharded or (self._is_common and self.master_dtype is self.dtype)
+
+    @property
+    def _is_common(self) -> bool:
+        """Whether the masters of all ranks lie in memory that all of them read."""
+        return self.is_sharded and self.comm.shares_memory and not self.is_away
+
+    @property
+    def has_twin(self) -> bool:
+        """Whether gathers take values that are not the master's own: it is elsewhere, or to be cast on the host."""
+        differs = self.master_at is not self.plan.compute_at or self.master_dtype is not self.dtype
+        return self.is_sharded and self.is_away and (differs or (self.trainable and self.plan.lags))
+
+    @property
+    def _has_copy(self) -> bool:
+        """Whether compute copies rest that are to follow the master."""
+        return self.has_master or self.has_twin
 
     @property
     def is_sharded(self) -> bool:
@@ -116,7 +153,7 @@ class Flat:
     @property
     def has_master(self) -> bool:
         """Whether the master is a tensor beside the compute copy. Where that does not rest, the master is all."""
-        return not self.is_sharded and self.master_dtype is not self.dtype
+        return not self.is_sharded and (self.master_dtype is not self.dtype or self.is_away)
 
     @property
     def held(self) -> tuple[int, int]:
@@ -126,7 +163,7 @@ class Flat:
     def rest(self) -> None:
         """Makes the memory in which whole values rest on this rank, or are shared by all."""
         numel = self.layout.full_numel
-        if self.is_sharded and self.comm.shares_memory:
+        if self._is_common:
             self.common = self.comm.common(numel, self.master_dtype)
         if self.rests_whole:
             self.bind(self.comm.empty(numel, self.dtype) if self.common is None else self.common)
@@ -143,10 +180,10 @@ class Flat:
             return
         if self.common is not None:
             self.master = self.common[slice(*self.held)]
-        elif not self.is_sharded and self.master_dtype is self.dtype:
+        elif not self.is_sharded and not self.has_master:
             self.master = self.full.zero_()[slice(*self.held)]
         else:
-            self.master = torch.zeros(self.held[1] - self.held[0], dtype=self.master_dtype, device=self.comm.device)
+            self.master = self._new_master()
         if self.has_master:
             self.full.zero_()
         for memory, covers in self._at_rest():
@@ -155,12 +192,47 @@ class Flat:
                     out = memory[piece.offset : piece.offset + piece.numel]
                     source_of(self.params[piece.index]).read(piece.start, out, self._home_dtypes[piece.index])
 
-    def _at_rest(self) -> list[tuple[Tensor, tuple[int, int]]]:
-        """All memory in which values rest on this rank, each with the range of the buffer that it covers."""
-        if self.is_sharded:
-            return [(self.master, self.held)]
-        whole = [(self.full, (0, self.layout.full_numel))]
-        return [(self.master, self.held), *whole] if self.has_master else whole
+    def _new_master(self) -> Tensor:
+        if self.on_disk is None:
+            return self._new_rest(self.master_dtype, self.is_away)
+        return Placeholders(self.ferry.bus.host).of(torch.Size([self.on_disk.extent.numel]), self.master_dtype)
+
+    def _new_rest(self, dtype: torch.dtype, away: bool) -> Tensor:
+        """Memory, zero, in which this rank's range rests: on the host or on the device."""
+        numel = self.held[1] - self.held[0]
+        if away:  # the device takes and gives values of its own dtype alone
+            return self.ferry.bus.empty(numel, dtype, locked=dtype is self.dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.comm.device)
+
+    def masters(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
+        """The master, whole or in pieces that are in memory one after the other, each with the range that it covers.
+
+        Args:
+            writes (`bool`): what is written to it lasts.
+            only (`Range`, *optional*): the pieces in which anything of this range of the buffer lies.
+        """
+        if self.on_disk is None:
+            yield self.master, self.held
+            return
+        first = self.held[0]
+        within = None if only is None else (only[0] - first, only[1] - first)
+        for start, values in self.on_disk.pieces(writes=writes, only=within):
+            yield values, (first + start, first + start + values.numel())
+
+    def cut(self, start: int, stop: int) -> list[Range]:
+        """A range of the held one, cut where another piece of `masters` begins."""
+        if self.on_disk is None:
+            return [(start, stop)]
+        first = self.held[0]
+        cuts = [(first + low, first + high) for low, high in windows(self.on_disk.extent.numel)]
+        return [(max(low, start), min(high, stop)) for low, high in cuts if low < stop and start < high]
+
+    def _at_rest(self, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
+        """All memory in which values rest on this rank, to be written, each with the range that it covers."""
+        if self.is_sharded or self.has_master:
+            yield from self.masters(writes=True, only=only)
+        if not self.is_sharded:
+            yield self.full, (0, self.layout.full_numel)
 
     def fill(self) -> None:
         """Takes over the parameters' data: rank 0's values, into the master and, where it rests, the compute copy."""
@@ -173,6 +245,10 @@ class Flat:
             self.master = self.common[slice(*self.held)]
         else:
             self._fill_from_params()
+        if self.has_twin:
+            if self.twin_on_disk is None:
+                self.twin = self._new_rest(self.dtype, self.plan.compute_at is not Place.DEVICE)
+            self.refresh().wait()
 
     def _fill_rest(self) -> None:
         """Takes over rank 0's values of the parameters that were not read."""
@@ -180,9 +256,9 @@ class Flat:
             if self.is_read[index]:
                 give_data(param, self.placeholders[index])
                 continue
-            whole = param.detach().to(device=self.comm.device, dtype=self.master_dtype).reshape(-1).clone()
+            whole = local_of(param).to(device=self.comm.device, dtype=self.master_dtype).reshape(-1).clone()
             self.comm.broadcast_(whole)
-            for memory, (start, stop) in self._at_rest():
+            for memory, (start, stop) in self._at_rest((place.offset, place.stop)):
                 low, high = max(place.offset, start), min(place.stop, stop)
                 if low < high:
                     memory[low - start : high - start].copy_(whole[low - place.offset : high - place.offset])
@@ -195,24 +271,55 @@ class Flat:
         if whole is not self.full and not self.is_sharded:
             self.full.copy_(whole)
         held = whole[slice(*self.held)]
+        if self.is_away:
+            self.master = self._new_master()
+            for master, (start, stop) in self.masters(writes=True):
+                master.copy_(whole[start:stop])
+            return
         # a slot is another unit's next, and a whole master of which this rank holds a part is given up
         is_lent = self.is_sharded or (whole is not self.full and held.numel() < whole.numel())
         self.master = held.clone() if is_lent else held
 
     def _copy_params(self, whole: Tensor) -> None:
         for place, p in zip(self.layout.places, self.params):
-            whole[place.offset : place.stop].copy_(p.detach().reshape(-1))
+            whole[place.offset : place.stop].copy_(local_of(p).reshape(-1))
 
-    def gather(self, what: str) -> Pending:
-        """Brings the whole values into `full`: this rank's range is written, cast if need be, and sent from there."""
+    @property
+    def source_on_disk(self) -> DiskTensor | None:
+        """What gathers take, where that rests on disk."""
+        if not self.is_sharded or self.plan.compute_at is not Place.DISK:
+            return None
+        return self.twin_on_disk if self.has_twin else self.on_disk
+
+    def gather(self, what: str, arriving: Pending | None = None) -> Pending:
+        """Brings the whole values into `full`: this rank's range is written, cast if need be, and sent from there.
+
+        Args:
+            what (`str`): the unit's name, for messages.
+            arriving (`Pending`, *optional*): of the range, which is on its way there from the disk.
+        """
         if self.common is not None:
             if self.full is not self.common:
                 self.comm.read_common(self.full, self.common)
             return Pending()
         own = self.full[slice(*self.owned)]
+        source = self.master if self.twin is None else self.twin
+        if self.is_sharded and self.plan.compute_at is not Place.DEVICE:
+            return self._gather_from_host(own, source, what, arriving)
         if self.is_sharded:
-            own.copy_(self.master)
+            own.copy_(source)
         return self.comm.gather(self.full, own, what=what)
+
+    def _gather_from_host(self, own: Tensor, source: Tensor, what: str, arriving: Pending | None) -> Pending:
+        with self.ferry.bus.aside("up"):  # what computes meanwhile waits for neither copy nor collective
+            transfer = self.ferry.bus.up(own, source) if arriving is None else arriving
+            gathering = self.comm.gather(self.full, own, what=what)
+
+        def finish():
+            transfer.wait()
+            gathering.wait()
+
+        return Pending(finish)
 
     def attach(self) -> None:
         self._put(self.views if self.cast is None else [view.to(self.cast) for view in self.views])
@@ -222,57 +329,95 @@ class Flat:
 
     def _put(self, values: list[Tensor]) -> None:
         for p, value in zip(self.params, values):
-            p.data = value
+            put(p, value)
         for companions in self._companions:
             companions.follow()
 
-    def refresh(self) -> None:
-        """Writes the compute copy of the range that the master covers."""
-        if self.has_master:
-            self.full[slice(*self.held)].copy_(self.master)
+    def refresh(self) -> Pending:
+        """Writes the compute copy of the range that the master covers, unless that has begun already."""
+        refreshing, self.refreshing = self.refreshing, None
+        return self._send_all() if refreshing is None else refreshing
+
+    def begin_refresh(self) -> None:
+        """Begins what the next `refresh` returns."""
+        self.refreshing = self._send_all()
+
+    def _send_all(self) -> Pending:
+        transfer = Pending()
+        for master, covers in self.masters(writes=False) if self._has_copy else ():
+            transfer = self.send(master, covers)
+            if self.on_disk is not None:
+                self.ferry.bus.land()  # the next piece may come into its memory
+        return transfer
+
+    def send(self, master: Tensor, covers: Range) -> Pending:
+        """Writes the compute copy of a range, if it is not the master itself.
+
+        Args:
+            master (`Tensor`): the master's values there, to be overwritten after a `Bus.land`.
+            covers (`Range`): the range, counted in the buffer.
+        """
+        if not self._has_copy:
+            return Pending()
+        if self.twin_on_disk is not None:
+            self.twin_on_disk.write(covers[0] - self.held[0], master)
+            return Pending()
+        first = 0 if self.has_master else self.held[0]
+        target = (self.full if self.has_master else self.twin)[covers[0] - first : covers[1] - first]
+        if self.is_away and (self.has_master or self.plan.compute_at is Place.DEVICE):
+            return self.ferry.up(target, master)
+        target.copy_(master)
+        return Pending()
 
     def take_back(self) -> None:
         """Makes rank 0's whole values everyone's: the master follows what was written to the parameters, or assigned
         to their `data`."""
         for p, view in zip(self.params, self.views):
-            if p.data_ptr() != view.data_ptr():
-                view.copy_(p.data)
+            if local_of(p).data_ptr() != view.data_ptr():
+                view.copy_(local_of(p))
         self.attach()
         self.comm.broadcast_(self.full)
         self.comm.fence()
         if self.is_sharded or self.has_master:
             # What was not written keeps its master: the compute copy may be a rounded one.
-            values = self.full[slice(*self.held)]
-            written = values != self.master.to(values.dtype)
-            self.master.copy_(torch.where(written, values.to(self.master.dtype), self.master))
+            for master, (start, stop) in self.masters(writes=True):
+                values = self.full[start:stop].to(master.device)
+                written = values != master.to(values.dtype)
+                master.copy_(torch.where(written, values.to(master.dtype), master))
+            if self.has_twin:
+                self.refresh().wait()
         self.comm.fence()
 
     def give_back(self, what: str) -> None:
         """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""
         whole = self.whole_master(what)
         for place, p, dtype in zip(self.layout.places, self.params, self._home_dtypes):
-            p.data = whole[place.offset : place.stop].view(place.shape).to(dtype, copy=True)
+            values = whole[place.offset : place.stop].view(place.shape)
+            put(p, values.to(device=self.comm.device, dtype=dtype, copy=True))
         for companions in self._companions:
             companions.follow()
         self.comm.fence()
-        self.full = self.master = self.common = None
+        self.full = self.master = self.common = self.twin = self.on_disk = self.twin_on_disk = None
         self.views = []
 
     def whole_master(self, what: str) -> Tensor:
         """The values as the optimizer has them, whole, on every rank; to be read only."""
-        if self.common is not None or self.plan.master is Residency.REPLICATED:
+        is_replicated = self.plan.master is Residency.REPLICATED
+        if self.common is not None or (is_replicated and self.on_disk is None):
             return self.master if self.common is None else self.common
         if not self.is_sharded and not self.has_master:
             return self.full
         whole = torch.empty(self.layout.full_numel, dtype=self.master_dtype, device=self.comm.device)
-        own = whole[slice(*self.owned)].copy_(self.master)
-        self.comm.gather(whole, own, what=what).wait()
+        for master, (start, stop) in self.masters(writes=False):
+            whole[start:stop].copy_(master)
+        if not is_replicated:
+            self.comm.gather(whole, whole[slice(*self.owned)], what=what).wait()
         return whole
 
     def named_shards(self, tensor: Tensor, covers: tuple[int, int], only: tuple[int, int]) -> Iterator[NamedShard]:
         """The parameters' runs inside `tensor`, which covers the range `covers` of the buffer, limited to `only`."""
         low, high = max(covers[0], only[0]), min(covers[1], only[1])
-        window = tensor[low - covers[0] : high - covers[0]]
+        window = tensor[low - covers[0] : max(low, high) - covers[0]]
         for piece in self.layout.pieces(low, high):
             info = self.infos[piece.index]
             yield NamedShard(info.name, info.shape, piece.start, window[piece.offset : piece.offset + piece.numel])

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Comm, Pending
+from hf_zero.comm import Pending
 from hf_zero.config import Residency
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
+from hf_zero.shard.arena import Arena
 from hf_zero.shard.slots import Slot
 
 
@@ -21,6 +22,7 @@ class Gradient:
         flat (`Flat`): the buffer.
         sum_dtype (`torch.dtype`): in which gradients are summed over the ranks; they also rest in it, unless the
             master is of lower precision.
+        arena (`Arena`): where the averages rest that lie on the device and not where they were collected.
     """
 
     full: Tensor | None  # this rank's summand; None while no slot is lent (sharded gradients only)
@@ -28,15 +30,20 @@ class Gradient:
     is_persistent: bool  # `full` stays between backward passes, because it is the resting place of the summand
     rests_where_collected: bool  # `reduced` is (a range of) `full`: reduced once a step, after its last micro-batch
 
-    def __init__(self, flat: Flat, sum_dtype: torch.dtype):
+    def __init__(self, flat: Flat, sum_dtype: torch.dtype, arena: Arena):
         self.flat = flat
         self.sum_dtype = torch.float64 if flat.dtype is torch.float64 else sum_dtype
         self.dtype = min(self.sum_dtype, flat.master.dtype, key=lambda dtype: dtype.itemsize)
         self.full = None
         self.reduced = None
+        self._other: Tensor | None = None  # the second of two places on the host, see `hand_over`
         self.views: list[Tensor] = []
         self.is_persistent = flat.plan.grad is not Residency.SHARDED
         self.rests_where_collected = self.is_persistent and flat.dtype is self.dtype
+        self._arena = None if flat.is_away or self.rests_where_collected else arena
+        if self._arena is not None:
+            self._arena.expect(self._held_numel, self.dtype)
+        self.is_spent = False  # the optimizer has taken it already
         self.is_reduced = False  # `reduced` holds a gradient of this step
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
         self.used = [False] * len(flat.params)  # it got one since the last step
@@ -58,10 +65,10 @@ class Gradient:
         Raises:
             `LifecycleError`: when the gradients of this step are reduced already and rest where they were collected.
         """
-        if self.rests_where_collected and self.is_reduced:
+        if self.is_spent or (self.rests_where_collected and self.is_reduced):
             raise LifecycleError(
-                f"{self.flat.infos[index].name}: a backward came after the gradients were clipped and before the "
-                "optimizer step; step first, or use stage 2 or 3"
+                f"{self.flat.infos[index].name}: a backward came after the gradients were clipped, or applied while "
+                "they came, and before the optimizer step; step first, or use stage 2 or 3 and no in_backward"
             )
         is_filled = self.filled[index]
         self.filled[index] = self.used[index] = True
@@ -96,27 +103,58 @@ class Gradient:
             if not filled:
                 self.views[index].zero_()
             self.filled[index] = False
-        low, high = flat.owned
-        if self.reduced is None:
-            self.reduced = self._make_reduced()
-        replicated = flat.plan.grad is Residency.REPLICATED
-        out = self.reduced[low:high] if replicated else self.reduced
-        pending = flat.comm.reduce(full, out, dtype=self.sum_dtype, accumulate=self.is_reduced, what=what)
-        self.is_reduced = True
         if not self.is_persistent:
             self.full, self.views = None, []
+        adds, self.is_reduced = self.is_reduced, True
+        if self.reduced is None:
+            self.reduced = self._make_reduced()
+        if not flat.is_away:
+            return self._average(full, self.reduced, adds, what)
+        if flat.comm.num_ranks == 1:  # at once: the buffer is free again when the copy is made
+            return flat.ferry.down(self.reduced, full, accumulate=adds)
+        summed = self._in_place(full) if flat.dtype is self.dtype else self._scratch()
+        averaging = self._average(full, summed, False, what)
+
+        def finish():
+            averaging.wait()
+            flat.ferry.down(self.reduced, summed, accumulate=adds).wait()
+
+        return Pending(finish)
+
+    def _average(self, full: Tensor, result: Tensor, adds: bool, what: str) -> Pending:
+        """Averages `full` over the ranks into `result`, which is whole where gradients rest whole, else a shard."""
+        flat = self.flat
+        replicated = flat.plan.grad is Residency.REPLICATED
+        out = result[slice(*flat.owned)] if replicated else result
+        pending = flat.comm.reduce(full, out, dtype=self.sum_dtype, accumulate=adds, what=what)
         if not replicated:
             return pending
         pending.wait()
-        return flat.comm.gather(self.reduced, out, what=what)
+        return flat.comm.gather(result, out, what=what)
 
     def _make_reduced(self) -> Tensor:
-        layout, (low, high) = self.flat.layout, self.flat.owned
-        whole = self.flat.plan.grad is Residency.REPLICATED
+        if self.flat.is_away:
+            return self.flat.ferry.bus.empty(self._held_numel, self.dtype, locked=self._goes_straight)
         if self.rests_where_collected:
-            return self.full if whole else self.full[low:high]
-        numel = layout.full_numel if whole else layout.shard_numel
-        return torch.empty(numel, dtype=self.dtype, device=self.flat.comm.device)
+            return self._in_place(self.full)
+        return self._arena.take(self._held_numel, self.dtype)
+
+    @property
+    def _held_numel(self) -> int:
+        return self.flat.held[1] - self.flat.held[0]
+
+    @property
+    def _goes_straight(self) -> bool:
+        """Whether what comes down may be of the dtype that it rests in."""
+        return self.flat.comm.num_ranks > 1 or self.dtype is self.flat.dtype
+
+    def _scratch(self) -> Tensor:
+        """Device memory for an average on its way to the host."""
+        return torch.empty(self.reduced.shape, dtype=self.dtype, device=self.flat.comm.device)
+
+    def _in_place(self, full: Tensor) -> Tensor:
+        """The part of the collected gradients that their average may overwrite."""
+        return full[slice(*self.flat.held)]
 
     def owned_range(self) -> Tensor:
         """The averaged gradient of the range that this rank owns."""
@@ -126,15 +164,26 @@ class Gradient:
     def whole(self, what: str) -> Tensor | None:
         """The averaged gradient of the whole buffer, on every rank; None before the first reduction."""
         if not self.is_reduced or self.flat.plan.grad is Residency.REPLICATED:
-            return self.reduced if self.is_reduced else None
+            return self.reduced.to(self.flat.comm.device) if self.is_reduced else None
         whole = torch.empty(self.flat.layout.full_numel, dtype=self.dtype, device=self.flat.comm.device)
-        self.flat.comm.gather(whole, self.reduced, what=what).wait()
+        own = whole[slice(*self.flat.owned)].copy_(self.reduced)
+        self.flat.comm.gather(whole, own, what=what).wait()
         return whole
 
+    def hand_over(self) -> None:
+        """Leaves the average, on the host, to who uses it until the next is handed over: that one lies elsewhere."""
+        self.reduced, self._other = self._other, self.reduced
+
+    def give_up(self) -> None:
+        """Gives up all memory."""
+        self.full = self.reduced = self._other = None
+        self.views = []
+
     def clear(self) -> None:
-        """Forgets the gradients. Shards of them are given back: activations take their place in the next forward."""
-        self.is_reduced = False
-        if not self.is_persistent:
+        """Forgets the gradients. Shards of them go back to their arena; on the host they stay."""
+        self.is_reduced = self.is_spent = False
+        if not self.is_persistent and not self.flat.is_away and self.reduced is not None:
+            self._arena.give(self.reduced)
             self.reduced = None
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
@@ -145,17 +194,19 @@ class GradientSlots:
     """The few buffers in which units collect gradients during backward.
 
     Two suffice when each unit's backward ends before the next but one begins. Where it does not (several graphs in one
-    backward), further ones are made. They are given back when backward ends: activations take their place in the next
-    forward, so that the two never add up.
+    backward), further ones are made. When backward ends they go back to an arena that gives memory back: activations
+    take their place in the next forward, so that the two never add up.
 
     Args:
         nbytes (`int`): what the largest unit needs.
-        comm (`Comm`): where from.
+        count (`int`): how many are expected.
+        arena (`Arena`): where from.
     """
 
-    def __init__(self, nbytes: int, comm: Comm):
+    def __init__(self, nbytes: int, count: int, arena: Arena):
         self._nbytes = nbytes
-        self._comm = comm
+        self._arena = arena
+        arena.expect(nbytes, torch.uint8, count)
         self._free: list[Slot] = []
         self._busy: dict[Slot, Pending | None] = {}  # None while gradients are being collected
 
@@ -168,12 +219,13 @@ class GradientSlots:
         """A buffer to collect in: a new one as long as there is one at most, then the one that is being reduced."""
         if not self._free and len(self._busy) > 1:
             self._settle_one()
-        slot = self._free.pop() if self._free else Slot(self._comm.empty(self._nbytes, torch.uint8))
+        slot = self._free.pop() if self._free else Slot(self._arena.take(self._nbytes, torch.uint8))
         self._busy[slot] = None
         return slot
 
     def reducing(self, slot: Slot, pending: Pending) -> None:
         """Tells that the buffer is free again when `pending` is done."""
+        del self._busy[slot]  # they are waited for in the order of the reductions, which is the same on all ranks
         self._busy[slot] = pending
 
     def release(self, slot: Slot) -> None:
@@ -182,11 +234,11 @@ class GradientSlots:
         self._free.append(slot)
 
     def drain(self) -> None:
-        """Waits for all reductions under way, and gives the memory back."""
+        """Waits for all reductions under way, and gives the memory back, unless its arena would keep it anyway."""
         while self._settle_one():
             pass
-        if not self._comm.shares_memory:
-            self._free.clear()
+        while self._free and not self._arena.keeps:
+            self._arena.give(self._free.pop().buffer)
 
     def _settle_one(self) -> bool:
         """Waits for the oldest reduction under way; False when there is none."""

@@ -6,12 +6,13 @@ What such a class keeps beside the bytes (scales, codes) is small and stays on e
 import torch
 from torch import Tensor, nn
 
+from hf_zero.engine.divided import is_dtensor, local_of
 from hf_zero.engine.patch import Patch
 
 
 def is_opaque(param: nn.Parameter) -> bool:
     """Whether the class of a parameter, and not its dtype, says what its bytes mean."""
-    return type(param) is not nn.Parameter
+    return type(param) is not nn.Parameter and not is_dtensor(param)
 
 
 def can_be_moved(param: nn.Parameter) -> bool:
@@ -19,7 +20,7 @@ def can_be_moved(param: nn.Parameter) -> bool:
 
     A class that takes part in training, or one that wraps other tensors, does not promise that.
     """
-    if type(param.data) is not Tensor or param.layout is not torch.strided:
+    if type(local_of(param)) is not Tensor or param.layout is not torch.strided:
         return False
     return not is_opaque(param) or (not param.requires_grad and param.is_contiguous())
 

@@ -100,7 +100,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None 
         device (`torch.device`, *optional*): where it is to be trained, if that is known.
 
     Raises:
-        `UnsupportedError`: for DTensors, uninitialised, sparse parameters, subclasses but for frozen dense ones, and
+        `UnsupportedError`: for uninitialised, sparse parameters, subclasses but for frozen dense ones, and
             compiled modules.
     """
     _refuse_compiled(model)

@@ -15,14 +15,18 @@ def restore(engine: "ZeroEngine") -> None:
     while engine.handles:
         engine.handles.pop().remove()
     forget(engine.units)
+    engine.bus.join()
+    engine.bus.land()  # nothing reads what is given up
+    for arena in engine.arenas:  # slots and gradients live on until their last user is done
+        arena.close()
+    engine.arenas = None
     for unit in engine.units:
         unit.settle()
         for flat in unit.flats:
             flat.give_back(unit.name)
-        unit.slot = unit.gradient_slots = None
+        unit.slot = unit.gradient_slots = unit.reader = None
         for gradient in unit.gradients:
-            gradient.full = gradient.reduced = None
-            gradient.views = []
+            gradient.give_up()
     engine.units.clear()
     engine.blocks.clear()
     engine.modules.clear()

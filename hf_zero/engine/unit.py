@@ -1,5 +1,7 @@
 """The unit: parameters that are gathered, attached, released and reduced together."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from hf_zero.comm import Pending
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.phase import Phase, moved
+from hf_zero.engine.reader import Reader
 from hf_zero.errors import UnsupportedError
 from hf_zero.shard.slots import Slot
 
@@ -44,6 +47,8 @@ class Unit(Uncopyable):
         self.phase = Phase.SHARDED if self.is_sharded else Phase.ATTACHED
         self.slot: Slot | None = None  # where the whole values appear; None when they never leave
         self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
+        self.reader: Reader | None = None  # where the values come from that rest on disk
+        self.let_count: Callable[[], None] = lambda: None  # see `ZeroEngine.settle`
         self.pins = 0  # how many `gathered` contexts hold the parameters
         self._gathering: list[Pending] = []
         self._gradient_slot: Slot | None = None
@@ -55,6 +60,11 @@ class Unit(Uncopyable):
         return bool(self.gradients)
 
     @property
+    def is_away(self) -> bool:
+        """Whether what the optimizer updates rests elsewhere than on the device."""
+        return any(gradient.flat.is_away for gradient in self.gradients)
+
+    @property
     def is_whole(self) -> bool:
         """Whether the parameters can be read now."""
         return self.phase is Phase.ATTACHED
@@ -64,8 +74,17 @@ class Unit(Uncopyable):
         if self.phase is not Phase.SHARDED:
             return
         self._take_slot()
+        self._begin_gathering()
+
+    def read_ahead(self) -> None:
+        """Begins to read what rests on disk and is to be gathered after what is being gathered now."""
+        if self.reader is not None and self.phase is Phase.SHARDED:
+            self.reader.begin()
+
+    def _begin_gathering(self) -> None:
         self.phase = moved(self.name, self.phase, Phase.GATHERING)
-        self._gathering = [flat.gather(self.name) for flat in self.flats]
+        arriving = self.reader.bring() if self.reader is not None else None
+        self._gathering = [flat.gather(self.name, arriving) for flat in self.flats]
 
     def _take_slot(self) -> None:
         if self.slot is not None:
@@ -114,7 +133,9 @@ class Unit(Uncopyable):
         """
         flats = [flat for flat in self.flats if flat.trainable or not only_trained]
         for flat in flats:
-            flat.refresh()
+            if not only_trained:
+                flat.refreshing = None  # it is of former values
+            flat.refresh().wait()
         if self.is_sharded and flats:
             self.evict()
         return [flat.gather(self.name) for flat in flats if flat.needs_spread]
@@ -157,8 +178,7 @@ class Unit(Uncopyable):
             for flat in self.flats:
                 flat.attach()
         else:
-            self.phase = moved(self.name, self.phase, Phase.GATHERING)
-            self._gathering = [flat.gather(self.name) for flat in self.flats]
+            self._begin_gathering()
             self.attach()
 
     def come_home(self) -> None:
@@ -197,16 +217,30 @@ class Unit(Uncopyable):
         if self.slot is not None and self.slot.holder is self:
             self.slot.holder = None
 
-    def reduce_gradients(self) -> Pending:
-        """Averages what was collected over the ranks: all ranks call it for the same units in the same order."""
+    def reduce_gradients(self, then: Callable[[], None] = lambda: None, *, at_step: bool = False) -> Pending:
+        """Averages what was collected over the ranks: all ranks call it for the same units in the same order.
+
+        Args:
+            then (`Callable`): called once what goes to the host has been sent there.
+            at_step (`bool`): no further micro-batch comes: what is reduced once a step is reduced now, and what each
+                backward has reduced already is not.
+        """
         if not self.gradients:
             return Pending()
         self.lend_gradients()
-        pendings = [gradient.reduce(self.name) for gradient in self.gradients]
+        if at_step:
+            chosen = [gradient for gradient in self.gradients if not gradient.is_reduced]
+        else:
+            chosen = [gradient for gradient in self.gradients if not gradient.rests_where_collected]
+        pendings = [gradient.reduce(self.name) for gradient in chosen]
+        if self.gradients[0].flat.comm.num_ranks == 1:  # it has been, already
+            then()
 
         def finish():
             for pending in pendings:
                 pending.wait()
+            if self.gradients[0].flat.comm.num_ranks > 1:
+                then()
 
         slot, self._gradient_slot = self._gradient_slot, None
         reducing = Pending(finish)

@@ -323,3 +323,54 @@ def _no_parameters():
 
 def test_a_model_without_parameters():
     run_ranks(_no_parameters, 2, timeout=LIMIT)
+
+
+class PartInFull(nn.Module):
+    """Blocks with a layer that its authors want in fp32."""
+
+    _keep_in_fp32_modules = ["exact"]
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rough, self.exact = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.exact(self.rough(x).float()).to(x.dtype)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(PartInFull.Part() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().mean()
+
+
+def _accumulates_in_two_dtypes(stage: int):
+    torch.manual_seed(0)
+    model = PartInFull()
+    engine = hf_zero.shard(model, stage=stage, compute_dtype=torch.bfloat16)
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.5)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.randn(4, 16, generator=generator).bfloat16()).backward()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model)
+
+
+def _two_dtypes() -> None:
+    weights = [_accumulates_in_two_dtypes(stage) for stage in ALL_STAGES]
+    for a, b in ((0, 1), (2, 3)):
+        assert all(torch.equal(weights[a][name], weights[b][name]) for name in weights[a]), f"stages {a} and {b}"
+    for name, weight in weights[0].items():
+        assert torch.allclose(weight.float(), weights[2][name].float(), rtol=1e-2, atol=1e-4), name
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_a_block_of_two_dtypes_accumulates_at_every_stage(num_ranks):
+    run_ranks(_two_dtypes, num_ranks)

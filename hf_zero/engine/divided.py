@@ -1,0 +1,85 @@
+"""Parameters that tensor-parallel ranks hold divided (DTensors): of each, the engine shards what this rank has.
+
+transformers' tensor parallelism makes the parameters that it divides DTensors over its mesh. All others are whole on
+each rank of the mesh, see the same inputs there and get the same gradients.
+"""
+
+import sys
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_zero.errors import UnsupportedError
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, whose module takes as long to import as torch: who has one has imported it."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def is_divided(param: nn.Parameter) -> bool:
+    """Whether other ranks hold other parts of a parameter."""
+    return is_dtensor(param) and not all(placement.is_replicate() for placement in param.placements)
+
+
+def local_of(param: nn.Parameter) -> Tensor:
+    """What this rank has of a parameter, without gradients."""
+    return param._local_tensor if is_dtensor(param) else param.data
+
+
+def put(param: nn.Parameter, values: Tensor) -> None:
+    """`param.data = values`, where these are what this rank has of it."""
+    if not is_dtensor(param):
+        param.data = values
+        return
+    if param.dtype is not values.dtype:
+        other = with_local(param, values)
+        param.data = other  # the outer tensor's dtype
+        param._spec = other._spec
+    param._local_tensor = values
+
+
+def with_local(param: nn.Parameter, values: Tensor) -> Tensor:
+    """A tensor of which this rank has `values`, divided as a parameter is; these alone, of one that is not divided."""
+    if not is_dtensor(param):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    mesh, shape, stride = param.device_mesh, param.shape, param.stride()
+    return DTensor.from_local(values, mesh, param.placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """What this rank has of a parameter's gradient, which is summed or cut as the parameter needs it."""
+    if not is_dtensor(grad):
+        return grad
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return grad.to_local()
+
+
+def dividing_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks among which a model's parameters are divided; `None` where each is whole.
+
+    Raises:
+        `UnsupportedError`: for parameters that FSDP holds, or that are divided along several axes of a mesh.
+    """
+    found: dict[dist.ProcessGroup, str] = {}
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    sharded = next((name for name, module in model.named_modules() if isinstance(module, fsdp)), None)
+    if sharded is not None:
+        raise UnsupportedError(f"{sharded or 'model'}: is sharded by FSDP already; load the model without it")
+    for name, param in model.named_parameters():
+        if is_dtensor(param):
+            if param.device_mesh.ndim != 1 or any(placement.is_partial() for placement in param.placements):
+                raise UnsupportedError(
+                    f"{name}: lies on a mesh as {param.placements}, and only divisions along one axis can be sharded "
+                    "along the other; load the model with tensor parallelism alone"
+                )
+            found.setdefault(param.device_mesh.get_group(), name)
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"{' and '.join(found.values())}: are divided among different ranks; load the model with tensor "
+            "parallelism, or with expert parallelism over the same ranks"
+        )
+    return next(iter(found), None)

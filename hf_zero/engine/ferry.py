@@ -1,0 +1,78 @@
+"""How values get from shards in the host's memory to the device, and gradients the other way, through few buffers."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Bus, Pending
+from hf_zero.shard.slots import Ring
+
+
+# Values that change their dtype on the way, or are added up on the host, go through page-locked buffers of so many
+# bytes. So many of them hold what a backward produces while the host is busy with an update.
+PIECE_NBYTES = 16 * 2**20
+NUM_PIECES = 8
+
+
+class Ferry:
+    """Moves shards between host and device. What the buffers hold on the way does not grow with the model.
+
+    Args:
+        bus (`Bus`): the copies.
+        piece_nbytes (`int`): size of a staging buffer.
+    """
+
+    def __init__(self, bus: Bus, piece_nbytes: int = PIECE_NBYTES):
+        self.bus = bus
+        self._piece_nbytes = piece_nbytes
+        self._going_down = Ring(lambda nbytes: bus.empty(nbytes, torch.uint8), NUM_PIECES)
+        self._going_up = Ring(lambda nbytes: bus.empty(nbytes, torch.uint8), NUM_PIECES)
+
+    def up(self, device: Tensor, host: Tensor) -> Pending:
+        """Copies a shard to the device, cast if need be. What is cast has been read when this returns; else the host's
+        values may be written again after a `Bus.land`, or when gradients that were made with them have landed.
+
+        Args:
+            device (`Tensor`): 1-D, overwritten; to be read after a `wait`.
+            host (`Tensor`): 1-D, of any dtype.
+        """
+        if host.dtype is device.dtype:
+            return self.bus.up(device, host)
+        transfer = Pending()
+        for part in self._parts(device):
+            staged = self._going_up.take(part.stop - part.start, device.dtype).copy_(host[part])
+            transfer = self.bus.up(device[part], staged)
+            self._going_up.hold(Pending(transfer.land))
+        return transfer  # of the last part: copies of one way are made in their order
+
+    def down(self, host: Tensor, device: Tensor, *, accumulate: bool) -> Pending:
+        """Copies or adds values to a shard on the host, which is complete after a `Bus.join`.
+
+        Args:
+            host (`Tensor`): 1-D, of any dtype.
+            device (`Tensor`): 1-D; to be overwritten after a `wait`.
+            accumulate (`bool`): adds to `host` instead of overwriting it.
+        """
+        if host.dtype is device.dtype and not accumulate:
+            transfer = self.bus.down(host, device)
+            self.bus.later(transfer.land)
+            return transfer
+        transfer = Pending()
+        for part in self._parts(device):
+            staged = self._going_down.take(part.stop - part.start, device.dtype)
+            transfer = self.bus.down(staged, device[part])
+            self._going_down.hold(self.bus.later(_landing(transfer, staged, host[part], accumulate)))
+        return transfer
+
+    def _parts(self, tensor: Tensor) -> list[slice]:
+        step = max(1, self._piece_nbytes // tensor.element_size())
+        return [slice(start, min(start + step, tensor.numel())) for start in range(0, tensor.numel(), step)]
+
+
+def _landing(transfer, staged: Tensor, host: Tensor, accumulate: bool) -> Callable[[], None]:
+    def land():
+        transfer.land()
+        host.add_(staged) if accumulate else host.copy_(staged)
+
+    return land

@@ -1,0 +1,92 @@
+"""What rests on disk: where it lies, and how a unit's values get from there to the device before they are gathered."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_zero.comm import Bus, Pending
+from hf_zero.config import Place
+from hf_zero.engine.flat import Flat
+from hf_zero.storage import NUM_BUFFERS, Disk, DiskTensor, Extent, windows
+
+
+if TYPE_CHECKING:
+    from hf_zero.engine.unit import Unit
+
+
+class Reader:
+    """Reads this rank's ranges of one unit's buffers.
+
+    Args:
+        disk (`Disk`): whose few buffers in memory all units share.
+        bus (`Bus`): the way to the device.
+        flats (`list[Flat]`): the unit's buffers; those that do not rest on disk are left alone.
+        in_windows (`bool`): a part after the other, where the unit may be too large to be in memory whole.
+    """
+
+    def __init__(self, disk: Disk, bus: Bus, flats: list[Flat], *, in_windows: bool):
+        self._disk = disk
+        self._bus = bus
+        sources = [(flat, flat.source_on_disk.extent) for flat in flats if flat.source_on_disk is not None]
+        whole = [(flat, 0, extent) for flat, extent in sources]
+        parts = [
+            [(flat, start, extent.window(start, stop))]
+            for flat, extent in sources
+            for start, stop in windows(extent.numel)
+        ]
+        self._records: list[list[tuple[Flat, int, Extent]]] = parts if in_windows else [whole]
+
+    def begin(self) -> None:
+        """Begins to read what `bring` is to bring next."""
+        if self._records:
+            self._disk.prefetch(_record(self._records[0]))
+
+    def bring(self) -> Pending:
+        """Starts to copy the values to where they are gathered from."""
+        transfer = Pending()
+        for position, parts in enumerate(self._records):
+            record = _record(parts)
+            tensors, uses = self._disk.bring(record), []
+            if position + 1 < len(self._records):
+                self._disk.prefetch(_record(self._records[position + 1]))
+            for (flat, start, extent), values in zip(parts, tensors):
+                first = flat.owned[0] + start
+                transfer = self._bus.up(flat.full[first : first + extent.numel], values)
+                uses.append(Pending(transfer.land))
+            self._disk.take_back(record, writes=False, uses=uses)
+        return transfer
+
+
+def _record(parts: list[tuple[Flat, int, Extent]]) -> tuple[Extent, ...]:
+    return tuple(extent for _, _, extent in parts)
+
+
+def rest_on_disk(flats: list[Flat], folder: str, bus: Bus) -> None:
+    """Takes room in files for the masters that rest there, and for compute copies that do."""
+    masters = [flat for flat in flats if flat.master_at is Place.DISK]
+    twins = [flat for flat in masters if flat.has_twin and flat.plan.compute_at is Place.DISK]
+    if masters:
+        comm = masters[0].comm
+        num_buffers = NUM_BUFFERS + bool(twins)  # one more, into which masters are cast
+        make = partial(bus.empty, dtype=torch.uint8)
+        disk = Disk.open(comm, folder, make, num_buffers=num_buffers)
+        parts = [(flat.held[1] - flat.held[0], flat.master_dtype) for flat in masters]
+        parts += [(flat.held[1] - flat.held[0], flat.dtype) for flat in twins]
+        extents = disk.extents(comm, parts)
+        for flat, extent in zip(masters, extents):
+            flat.on_disk = DiskTensor(disk, extent)
+        for flat, extent in zip(twins, extents[len(masters) :]):
+            flat.twin_on_disk = DiskTensor(disk, extent)
+        disk.measure(comm)
+
+
+def read_from_disk(units: list["Unit"], bus: Bus) -> None:
+    """Lets units whose values rest on disk be read from there: each block at once, the root, which may be much larger,
+    in windows."""
+    sources = [flat.source_on_disk for unit in units for flat in unit.flats if flat.source_on_disk is not None]
+    if sources:
+        disk = Disk(sources[0].disk.file, partial(bus.empty, dtype=torch.uint8))
+        for unit in units:
+            if any(flat.source_on_disk is not None for flat in unit.flats):
+                unit.reader = Reader(disk, bus, unit.flats, in_windows=unit is units[0])
