@@ -50,6 +50,8 @@ class Exchange:
 
     def __init__(self, comm: Comm, shares: list[Share], runs: list[Run]):
         self._comm = comm
+        # a backend of the device's own knows no memory of the host
+        self._host_comm = comm.aside("update") if any(share.unit.is_away for share in shares) else comm
         self._moves: dict[Unit, list[Move]] = {share.unit: [] for share in shares}
         for share in shares:
             self._moves[share.unit] += _moves(share)
@@ -83,7 +85,7 @@ class Exchange:
                 receives.append((visit.part(visit.grad, move.start, move.stop), move.holder))
                 if not _is_at_hand(flat):
                     receives.append((visit.part(visit.values, move.start, move.stop), move.holder))
-        self._comm.exchange(sends, receives, what=unit.name).wait()
+        self._exchange(unit, sends, receives)
         for visit in self._visits.values():
             param = visit.run.param
             param.data = visit.values.view(param.shape)
@@ -99,7 +101,7 @@ class Exchange:
                 sends.append((visit.part(visit.values, move.start, move.stop), move.holder))
             elif move.holder == self._comm.rank:
                 receives.append((_part(flat.master, flat.held, move), move.updater))
-        self._comm.exchange(sends, receives, what=unit.name).wait()
+        self._exchange(unit, sends, receives)
         for visit in self._visits.values():
             run, (low, high) = visit.run, _own_part(visit.run)
             if low < high:
@@ -108,6 +110,10 @@ class Exchange:
             run.param.data = run.param.new_empty(1).expand(run.param.shape)
             run.param.grad = None
         self._visits = {}
+
+    def _exchange(self, unit: Unit, sends: list, receives: list) -> None:
+        comm = self._host_comm if unit.is_away else self._comm
+        comm.exchange(sends, receives, what=unit.name).wait()
 
     def _used_moves(self, unit: Unit) -> Iterator[Move]:
         """Those of parameters that have a gradient, on which all ranks agree, and that concern this rank."""

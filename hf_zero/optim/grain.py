@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.engine.divided import is_divided
 from hf_zero.errors import UnsupportedError
 from hf_zero.optim.combined import CombinedOptimizer
 
@@ -91,6 +92,24 @@ def refuse_unknown(cls: type) -> None:
             f"cannot run on shards; use one of {', '.join(sorted(known))}, or set `elementwise = True` or "
             "`whole_parameters = True` on a class that does"
         )
+
+
+def refuse_divided(optimizer: torch.optim.Optimizer, grains: list[Grain]) -> None:
+    """Refuses to update whole parameters of which tensor-parallel ranks have a part each.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): with groups of the model's parameters.
+        grains (`list[Grain]`): of each group.
+
+    Raises:
+        `UnsupportedError`: naming the optimizer and those that work.
+    """
+    for group, grain in zip(optimizer.param_groups, grains):
+        if grain == PARAMETER and any(is_divided(param) for param in group["params"]):
+            raise UnsupportedError(
+                f"optimizer {type(optimizer).__name__}: updates whole parameters, of which tensor-parallel ranks have "
+                "a part each; use one that updates each element by itself, such as AdamW"
+            )
 
 
 def _has_overrides(optimizer: torch.optim.Optimizer) -> bool:

@@ -3,6 +3,7 @@
 import torch
 from torch.amp import GradScaler
 
+from hf_zero.errors import LifecycleError
 from hf_zero.optim.sharded import ShardedOptimizer
 
 
@@ -16,11 +17,18 @@ class ZeroGradScaler(GradScaler):
         if sharded is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         engine = sharded.engine
+        if sharded.has_applied_gradients:
+            raise LifecycleError(
+                "loss scale: the gradients were applied while they came (in_backward), scaled as they were; call "
+                "backward without in_backward where a loss is scaled"
+            )
         engine.finish_gradients()
         reduced = [gradient.reduced for gradient in engine.gradients() if gradient.is_reduced]
         overflowed = any(not bool(torch.isfinite(grad).all()) for grad in reduced)
         torch._foreach_mul_(reduced, float(inv_scale))
-        anywhere = engine.comm.all_gather_vector(torch.tensor([float(overflowed)], device=engine.comm.device)).max()
+        anywhere = torch.tensor([float(overflowed)])
+        for comm in filter(None, (engine.comm, engine.divided_over)):
+            anywhere = comm.all_gather_vector(anywhere.to(comm.device)).amax(dim=0)
         return {found_inf.device: found_inf.fill_(float(anywhere))}
 
     def step(self, optimizer, *args, **kwargs):

@@ -183,9 +183,9 @@ def make_runs(engine: ZeroEngine, optimizer, grains: list[Grain], shares: list[S
             groups = [group if group >= 0 and grains[group].is_element else -1 for group in groups]
             for low, high in Run(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):
                 indices = [piece.index for piece in flat.layout.pieces(low, high)]
-                if indices and groups[indices[0]] >= 0:
-                    param = nn.Parameter(flat.master.detach()[low - start : high - start])
-                    runs.append(Run(unit, gradient, low, high, groups[indices[0]], param))
+                for first, last in flat.cut(low, high) if indices and groups[indices[0]] >= 0 else ():
+                    param = nn.Parameter(flat.master.detach()[first - start : last - start])
+                    runs.append(Run(unit, gradient, first, last, groups[indices[0]], param))
             runs += own.get(gradient, [])
     return runs
 

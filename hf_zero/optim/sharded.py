@@ -1,25 +1,31 @@
 """Optimizers over this rank's shards: elementwise ones, those with state in blocks, and those of whole parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.access import unit_of
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.flat import NamedShard
-from hf_zero.errors import LifecycleError
+from hf_zero.engine.unit import Unit
+from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import state as run_state
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange
-from hf_zero.optim.grain import grain_of, inner_optimizers, refuse_unknown
+from hf_zero.optim.grain import grain_of, inner_optimizers, refuse_divided, refuse_unknown
+from hf_zero.optim.host import Gradients, HostSteps
 from hf_zero.optim.norm import global_norm
 from hf_zero.optim.overrides import carry_overrides
+from hf_zero.optim.partial import PartialStep
+from hf_zero.optim.records import StateRecords
 from hf_zero.optim.runs import Run, make_runs, make_shares, named_groups
+from hf_zero.optim.swap import Swap
+from hf_zero.shard.arena import trim
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(StateRecords):
     """Runs a `torch.optim` optimizer over shards instead of parameters (ZeRO stage 1, section 5.1).
 
     An elementwise optimizer sees flat stretches of the shard. One that looks at whole parameters, or keeps state in
@@ -53,6 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inners = inner_optimizers(optimizer)
         self._inner_of = [inner for inner in self._inners for _ in inner.param_groups]  # by index of the group
         grains = [grain_of(inner) for inner in self._inner_of]
+        if engine.divided_over is not None:
+            refuse_divided(optimizer, grains)
         self._make_state_early = [inner for inner in self._inners if _refuse_stepped(inner)]
         optimizer.state.clear()
         frozen = [flat for unit in engine.units for flat in unit.flats if not flat.trainable]
@@ -70,7 +78,57 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not grain.is_element:
                 own_shares = [share for share in shares if self._inner_of[share.group] is inner]
                 self._exchanges[inner] = Exchange(engine.comm, own_shares, runs)
+        self._swap = self._make_swap()
         self._make_early_state()
+        self.num_steps = 0
+        self._host = HostSteps(engine, self._swap)
+        self._refuse_late()
+        engine.updates.add(self._host)
+
+    def _make_swap(self) -> Swap | None:
+        """Where masters rest on disk, takes room for the state beside them, and brings both from there.
+
+        Raises:
+            `ConfigError`: for optimizers that look at all their masters at a time.
+            `StorageError`: on all ranks, when the disk has no room.
+        """
+        disk = self.engine.disk
+        if disk is None:
+            return None
+        for inner in self._inners:
+            if inner in self._exchanges or hasattr(inner, "eval"):
+                raise ConfigError(
+                    f"offload_dir: {type(inner).__name__} needs more than a part of the masters at a time; use an "
+                    "elementwise optimizer such as AdamW, or offload to the host's memory, without offload_dir"
+                )
+        try_state = cache(self._try_state)
+        return Swap(
+            disk,
+            self.engine.comm,
+            runs=[run for run in self.runs if run.flat.on_disk is not None],
+            state=self.state,
+            state_of=lambda run: try_state(run.group, run.param.dtype),
+        )
+
+    def _in_turn(self, *, writes: bool) -> Iterator[list[Run]]:
+        """The runs while their masters and state are in memory: all at once, or as they come from the disk.
+
+        Args:
+            writes (`bool`): what is written to masters and state lasts.
+        """
+        yield [run for run in self.runs if run.flat.on_disk is None]
+        if self._swap is not None:
+            on_disk = [run for run in self.runs if run.flat.on_disk is not None]
+            for turn in self._swap.walk(on_disk, writes=writes):
+                yield turn.runs
+
+    def _refuse_late(self) -> None:
+        if self.engine.config.delayed_update and self._exchanges:
+            names = ", ".join(type(inner).__name__ for inner in self._exchanges)
+            raise ConfigError(
+                f"delayed_update: {names} exchanges values among ranks in its update; use one that does not, such as "
+                "AdamW, or no delay"
+            )
 
     def _runs_of(self, inner: torch.optim.Optimizer) -> list[Run]:
         return [run for run in self.runs if self._inner_of[run.group] is inner]
@@ -106,28 +164,56 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.begin_update()
         scale = self.engine.take_grad_scale() if self._can_scale() else None
         self.engine.finish_gradients()
+        self.engine.settle()
         self._leave_out_unused()
-        self._lend_gradients()
+        if not self.num_steps:  # the state is made now
+            trim(self.engine.comm.device)
+        grads = self._gradients_of(self.engine.units)
         for inner in self._inners:
-            with _scaling(inner, scale):
-                self._step_by_unit(inner) if inner in self._exchanges else inner.step()
-        self._drop_runs_gradients()
-        self.engine.end_step()
+            if inner in self._exchanges:
+                self._step_by_unit(inner, grads, scale)
+        elementwise = [inner for inner in self._inners if inner not in self._exchanges]
+        away = {unit: own for unit, own in grads.items() if unit.is_away}
+        is_late = 0 < self.engine.config.delayed_update <= self.num_steps
+        on_host = self._host.begin(elementwise if self.engine.plan.is_offloaded else [], away, scale, is_late=is_late)
+        self._step_here(elementwise, {unit: own for unit, own in grads.items() if not unit.is_away}, scale)
+        self._host.end(on_host)
+        self.num_steps += 1
+        self.engine.end_step(is_late=is_late)
         return loss
 
-    def _step_by_unit(self, inner: torch.optim.Optimizer) -> None:
-        """Steps once for each unit, whose parameters are then here; what a group counts goes up once all the same."""
-        exchange = self._exchanges[inner]
-        before = [dict(group) for group in inner.param_groups]
+    def _step_here(self, inners: list[torch.optim.Optimizer], grads: Gradients, scale: Tensor | None) -> None:
+        with _lent(grads) as params:
+            for inner in inners:
+                step = PartialStep(inner)
+                step.step(params, scale)
+                step.finish()
+
+    def _step_by_unit(self, inner: torch.optim.Optimizer, grads: Gradients, scale: Tensor | None) -> None:
+        """Steps once for each unit, whose parameters are then here."""
+        exchange, step = self._exchanges[inner], PartialStep(inner)
         for unit in exchange.units:
-            exchange.bring(unit)
-            for group, kept in zip(inner.param_groups, before):
-                own = {id(param) for param in kept["params"]}
-                params = [run.param for run in self.runs if run.unit is unit and id(run.param) in own]
-                group.update(kept, params=params)
-            inner.step()
-            exchange.take_back(unit)
-        self._share_groups()
+            with _lent({unit: grads.get(unit, [])}):
+                exchange.bring(unit)
+                step.step([run.param for run in self.runs if run.unit is unit], scale)
+                exchange.take_back(unit)
+        step.finish()
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around the last backward before `step`, where masters rest on the host: each unit is updated as soon as its
+        gradients are there, beside the rest of the backward. The gradients can then not be clipped any more.
+
+        Where that is not possible, `step` does it all, with the same result: masters on the device, updates that are
+        delayed, optimizers that are not elementwise. An exception inside leaves some units updated and others not.
+        """
+        if not self.engine.plan.is_offloaded or self.engine.config.delayed_update or self._exchanges:
+            yield
+            return
+        self._refuse_unfrozen()
+        self.engine.begin_update()
+        with self._host.in_backward(self._inners, self._gradients_of):
+            yield
 
     def train(self) -> None:
         """Schedule-free optimizers: the parameters become those at which gradients are taken. All ranks call it."""
@@ -146,6 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             and any(group.get("train_mode") is not (mode == "train") for group in inner.param_groups)
         ]
         if switched:
+            self.engine.settle()
             self.engine.begin_update()
             for inner in switched:
                 getattr(inner, mode)()
@@ -158,12 +245,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this step."""
-        self._drop_runs_gradients()
         self.engine.clear_gradients()
-
-    def _drop_runs_gradients(self) -> None:
-        for run in self.runs:
-            run.param.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -176,32 +258,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns:
             `Tensor`: 0-d fp32, the norm before clipping, equal on every rank.
         """
+        if max_norm != float("inf"):
+            self._refuse_spent()
         self.engine.finish_gradients()
         gradients = [gradient for gradient in self.engine.gradients() if gradient.is_reduced]
-        norm = global_norm(gradients, self.engine.comm, norm_type)
+        norm = global_norm(gradients, self.engine.comm, norm_type, divided_over=self.engine.divided_over)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if scale < 1.0 or not torch.isfinite(scale):
+        if not self._host.is_spent and (scale < 1.0 or not torch.isfinite(scale)):
             self.engine.scale_gradients(scale)
         return norm
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bounds every element of the averaged gradients to [-clip_value, clip_value]."""
+        self._refuse_spent()
         self.engine.finish_gradients()
         for gradient in self.engine.gradients():
             if gradient.is_reduced:
                 gradient.reduced.clamp_(-clip_value, clip_value)
 
-    def _lend_gradients(self) -> None:
+    def _gradients_of(self, units: Iterable[Unit]) -> Gradients:
+        """Of some units the runs that this rank holds and that have a gradient, each with its own."""
+        wanted, grads = set(units), {}
         for run in self.runs:
-            gradient = run.gradient
-            used = gradient.is_reduced and any(gradient.used[index] for index in run.indices)
-            if not used or not run.is_held:
-                run.param.grad = None
-                continue
-            offset = 0 if gradient.reduced.numel() == run.flat.layout.full_numel else run.flat.owned[0]
-            grad = gradient.reduced[run.start - offset : run.stop - offset].view(run.param.shape)
-            run.param.grad = grad if grad.dtype is run.param.dtype else grad.to(run.param.dtype)
+            grad = _gradient_of(run) if run.unit in wanted else None
+            if grad is not None:
+                grads.setdefault(run.unit, []).append((run, grad))
+        return grads
+
+    @property
+    def has_applied_gradients(self) -> bool:
+        """Whether the gradients of this step were applied while they came, see `in_backward`."""
+        return self._host.is_spent
+
+    def _refuse_spent(self) -> None:
+        if self._host.is_spent:
+            raise LifecycleError(
+                "clipping: the gradients were applied while they came (in_backward); clip without in_backward"
+            )
 
     def _refuse_unfrozen(self) -> None:
         unfrozen = next((name for name, param in self._frozen if param.requires_grad), None)
@@ -250,141 +344,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.state[param] = {key: run_state.part_of(value, run.param, window) for key, value in state.items()}
         return parts
 
-    # Checkpoints
-
-    def named_state_shards(self, resident: bool = False) -> Iterator[tuple[str, NamedShard]]:
-        """The state tensors, as (state key, run of one parameter, or of a tensor that belongs to it).
-
-        Args:
-            resident (`bool`): `False` gives the ranges that this rank owns, `True` those that it holds.
-        """
-        for run in self.runs:
-            only = (run.start, run.stop) if resident else run.saved
-            yield from run_state.state_shards(run, self.state.get(run.param, {}), only)
-
-    def named_scalar_state(self) -> dict[str, dict[str, float]]:
-        """The state that is one number per parameter, such as Adam's step count, by parameter name."""
-        scalars: dict[str, dict[str, float]] = {}
-        for run in self.runs:
-            if self.state.get(run.param):
-                scalars.update(dict.fromkeys(run.names, run_state.numbers(run, self.state[run.param])))
-        return scalars
-
-    @torch.no_grad()
-    def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
-        """Makes the state anew, its numbers from `state`, its tensors empty: to be called before those are loaded.
-
-        Args:
-            state (`dict[str, dict[str, float]]`): for every parameter that has state, its numbers by key (there may
-                be none, as for SGD with momentum).
-        """
-        self.state.clear()
-        self.runs = [
-            part
-            for run in self.runs
-            for part in self._divided(run, lambda index, f=run.flat: state.get(f.infos[index].name))
-        ]
-        self._share_groups()
-        self._create_state()
-        for run in self.runs:
-            values = state.get(run.names[0]) if run.names else None
-            if values is None:
-                self.state.pop(run.param, None)
-            else:
-                run_state.set_numbers(run, self.state[run.param], values, type(self.inner).__name__)
-
-    def _make_early_state(self) -> None:
-        """The state of optimizers that make it when they are built (Adagrad), for the runs."""
-        for inner in self._make_state_early:
-            groups = [{**group, "params": list(group["params"])} for group in inner.param_groups if group["params"]]
-            self.state.update(type(inner)(groups, **inner.defaults).state if groups else {})
-
-    def _create_state(self) -> None:
-        """Lets the inner optimizers make their state, by a step with zero gradients on zeros; groups stay alike."""
-        self._make_early_state()
-        for run in self.runs:  # one at a time: what is set aside is one run
-            values = run.param.data
-            run.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
-            self._step_alone(run.param, run.group)
-            run.param.data = values
-
-    def _step_alone(self, param: nn.Parameter, group: int) -> None:
-        """A step of one parameter with zero gradients, as one of a group, which makes its state."""
-        inner, own = self._inner_of[group], self.param_groups[group]
-        before = [dict(each) for each in inner.param_groups]
-        for each in inner.param_groups:
-            each["params"] = [param] if each is own else []
-            if "train_mode" in each:
-                each["train_mode"] = True  # schedule-free optimizers step in training alone
-        param.grad = torch.zeros_like(param)
-        inner.step()
-        param.grad = None
-        for each, kept in zip(inner.param_groups, before):
-            each.clear()
-            each.update(kept)
-
-    def groups_state(self) -> list[dict]:
-        """The groups' hyperparameters that can be written as JSON, each with its parameters' names."""
-        return [
-            {**run_state.group_as_json(group), "param_names": names}
-            for group, names in zip(self.param_groups, self._group_names)
-        ]
-
-    def load_groups_state(self, groups: list[dict]) -> None:
-        """Takes over hyperparameters from `groups_state`.
-
-        Raises:
-            `CheckpointError`: when the groups are not the same in number or in parameters.
-        """
-        run_state.check_groups(groups, self._group_names)
-        for group, saved in zip(self.param_groups, groups):
-            run_state.set_group(group, {key: value for key, value in saved.items() if key != "param_names"})
-
-    def state_tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the state on this rank; of quantised ones, those that they are made of."""
-        for run in self.runs:
-            yield from (tensor for _, tensor in run_state.plain_tensors(self.state.get(run.param, {})))
-
-    def expected_state(self) -> Iterator[tuple[torch.dtype, int]]:
-        """Dtype and number of elements of every state tensor on this rank, single numbers left out; before the first
-        step without those of optimizers that are not elementwise."""
-        dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
-        for run in self.runs:
-            if run.param in self.state:
-                tensors = [tensor for _, tensor in run_state.plain_tensors(self.state[run.param])]
-                yield from ((tensor.dtype, tensor.numel()) for tensor in tensors if tensor.dim())
-            elif self._inner_of[run.group] not in self._exchanges:
-                key = (run.group, run.param.dtype)
-                if key not in dtypes:
-                    dtypes[key] = self._try_state(*key)
-                yield from ((dtype, run.param.numel()) for dtype in dtypes[key])
-
-    @property
-    def late_state(self) -> list[str]:
-        """The optimizers whose state is not among `expected_state` before the first step."""
-        return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
-
-    def _try_state(self, group: int, dtype: torch.dtype) -> list[torch.dtype]:
-        """The dtypes of the state of a few elements, which the optimizer makes and forgets again."""
-        param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
-        self._step_alone(param, group)
-        return [tensor.dtype for _, tensor in run_state.plain_tensors(self.state.pop(param, {})) if tensor.dim()]
-
-    def unsharded_state_nbytes(self) -> int:
-        """Bytes of the state over whole parameters, as far as it grows with them: what this rank has for each element,
-        times the elements. 0 before the first step."""
-        sizes = {info.name: info.shape.numel() for info in self.engine.param_infos()}
-        nbytes = 0
-        for inner in self._inners:
-            runs = [run for run in self._runs_of(inner) if self.state.get(run.param)]
-            tensors = [t for run in runs for _, t in run_state.plain_tensors(self.state[run.param]) if t.dim()]
-            held = sum(run.stop - run.start for run in runs)
-            if held:
-                found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                owned = [names for names, own in zip(self._group_names, self._inner_of) if own is inner]
-                nbytes += found * sum(sizes[name] for names in owned for name in names) // held
-        return nbytes
-
     def state_dict(self):
         raise LifecycleError("state_dict: the optimizer's state is sharded; save with hf_zero.save_state(...)")
 
@@ -392,18 +351,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise LifecycleError("load_state_dict: the optimizer's state is sharded; load with hf_zero.load_state(...)")
 
 
+def _gradient_of(run: Run) -> Tensor | None:
+    """The averaged gradient of a run that this rank holds, in its shape."""
+    gradient = run.gradient
+    if not (run.is_held and gradient.is_reduced and any(gradient.used[index] for index in run.indices)):
+        return None
+    start = 0 if gradient.reduced.numel() == run.flat.layout.full_numel else run.flat.owned[0]
+    return gradient.reduced[run.start - start : run.stop - start].view(run.param.shape)
+
+
 @contextmanager
-def _scaling(optimizer: torch.optim.Optimizer, scale: Tensor | None) -> Iterator[None]:
-    """Lets a fused optimizer multiply the gradients by `scale` on its way; its own attribute is a divisor."""
-    if scale is None:
-        yield
-        return
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), scale.device)
-    optimizer.grad_scale, optimizer.found_inf = scale.reciprocal().to(device), None
-    try:
-        yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf
+def _lent(grads: Gradients) -> Iterator[list[nn.Parameter]]:
+    """What the inner optimizers see of some runs, with their gradients as long as the context lasts."""
+    lent = [pair for own in grads.values() for pair in own]
+    for run, grad in lent:
+        run.param.grad = grad.to(run.param.dtype)
+    yield [run.param for run, _ in lent]
+    for run, _ in lent:
+        run.param.grad = None
 
 
 def _refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -49,7 +49,7 @@ def _agrees(kind: str) -> None:
 
 
 def _state_nbytes(optimizer: hf_zero.ShardedOptimizer) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state_tensors() if tensor.dim() > 0)
+    return sum(tensor.numel() * tensor.element_size() for tensor, _ in optimizer.state_tensors() if tensor.dim() > 0)
 
 
 def _check_memory(optimizer: hf_zero.ShardedOptimizer, whole: int) -> None:

@@ -1,0 +1,207 @@
+"""Updates of masters that rest on the host: unit by unit, on a thread (ZeRO-Offload, arXiv 2101.06840, section 4)."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Bus, Comm, Pending, Transfer
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.unit import Unit
+from hf_zero.errors import LifecycleError
+from hf_zero.optim.partial import PartialStep
+from hf_zero.optim.runs import Run
+from hf_zero.optim.swap import Swap
+
+
+Gradients = dict[Unit, list[tuple[Run, Tensor]]]
+
+
+class HostUpdate:
+    """One optimizer step in parts. While one unit is updated, the compute copy of the one before is on its way up.
+
+    Args:
+        bus (`Bus`): whose thread does it.
+        optimizers (iterable of `torch.optim.Optimizer`): those that step, with their hyperparameters as they are now.
+        refreshes (`bool`): the compute copies follow at once.
+        swap (`Swap`, *optional*): brings masters and state into memory, where they rest on disk.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        refreshes: bool,
+        swap: Swap | None,
+    ):
+        self._bus = bus
+        self._steps = [PartialStep(optimizer) for optimizer in optimizers]
+        self.refreshes = refreshes
+        self._swap = swap
+        self.done: set[Unit] = set()
+        self.is_over = False  # nothing more is to be updated
+
+    def post(self, unit: Unit, grads: list[tuple[Run, Tensor]], scale: Tensor | None) -> None:
+        """Has a unit updated in its turn; `Bus.join` waits for it.
+
+        Args:
+            unit (`Unit`): whose runs they are.
+            grads (`list[tuple[Run, Tensor]]`): this rank's runs that have gradients, each with its own.
+            scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
+        """
+        self._bus.later(lambda: self.update(unit, grads, scale), lane="update")
+
+    def update(self, unit: Unit, grads: list[tuple[Run, Tensor]], scale: Tensor | None = None) -> None:
+        """Updates a unit now, see `post`."""
+        for run, grad in grads:
+            run.param.grad = grad.to(run.param.dtype)
+        runs = [run for run, _ in grads]
+        if self._swap is not None:
+            self._update_in_turn(self._swap, runs, scale)
+        else:
+            self._step(runs, scale)
+            for flat in unit.flats if self.refreshes else ():
+                if flat.trainable:
+                    flat.begin_refresh()
+        self.done.add(unit)
+
+    def _update_in_turn(self, swap: Swap, runs: list[Run], scale: Tensor | None) -> None:
+        for turn in swap.walk(runs, writes=True):
+            self._step(turn.runs, scale)
+            if self.refreshes:
+                transfer = turn.flat.refreshing = turn.flat.send(turn.master, turn.covers)
+                if isinstance(transfer, Transfer):
+                    turn.uses.append(Pending(transfer.land))
+
+    def _step(self, runs: list[Run], scale: Tensor | None) -> None:
+        for optimizer in self._steps:
+            optimizer.step([run.param for run in runs], scale)
+        for run in runs:
+            run.param.grad = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether somebody has set other hyperparameters since it was made."""
+        return any(step.is_outdated for step in self._steps)
+
+    def finish(self) -> None:
+        """All units are updated: the optimizers' groups count it."""
+        for optimizer in self._steps:
+            optimizer.finish()
+
+
+class HostSteps:
+    """The steps of what rests on the host: within `step`, while a backward still runs, or beside the next one.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        swap (`Swap`, *optional*): see `HostUpdate`.
+    """
+
+    def __init__(self, engine: ZeroEngine, swap: Swap | None):
+        self._engine = engine
+        self._swap = swap
+        self._early: HostUpdate | None = None  # what the last backward has updated already
+        self._late: HostUpdate | None = None  # what is updated beside the next forward and backward
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the gradients there are were applied while they came."""
+        return self._early is not None
+
+    def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None, *, is_late: bool) -> HostUpdate:
+        """Has these units stepped, but for those that were updated in backward; `end` takes what it returns.
+
+        Args:
+            optimizers (`list[torch.optim.Optimizer]`): those that step.
+            grads (`Gradients`): by unit its runs, each with its gradient.
+            scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
+            is_late (`bool`): `end` does not wait for it, but the next `settle`.
+        """
+        if self._early is not None and self._early.is_outdated:
+            raise LifecycleError(
+                "optimizer: hyperparameters were set between a backward that updated (in_backward) and the step; set "
+                "them before that backward or after the step"
+            )
+        update, self._early = self._early or self._update(optimizers, refreshes=not is_late), None
+        for unit, own in grads.items():
+            if unit not in update.done:
+                update.post(unit, own, scale)
+        return update
+
+    def end(self, update: HostUpdate) -> None:
+        """Waits for what was begun, or leaves it to go on beside the next forward and backward."""
+        if update.refreshes:
+            self._engine.join()
+            update.finish()
+            return
+        self._late = update
+        for gradient in self._engine.gradients():
+            gradient.hand_over()
+
+    def settle(self) -> None:
+        """Waits for an update that was made beside a forward and backward, and lets the compute copies follow."""
+        if self._early is not None:
+            self._engine.join()
+        late, self._late = self._late, None
+        if late is not None:
+            self._engine.join()
+            late.finish()
+            self._engine.mark_updated(only_trained=True)
+            self._engine.bus.land()  # the masters may be written to from now on
+
+    def abandon(self) -> None:
+        """The gradients of this step are dropped: units that were updated while they came stay so."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.is_over = True
+            self._engine.join()
+            early.finish()
+            self._engine.mark_updated(only_trained=True)
+
+    @contextmanager
+    def in_backward(self, optimizers: list, gradients_of: Callable[[list[Unit]], Gradients]) -> Iterator[None]:
+        """See `ShardedOptimizer.in_backward`.
+
+        Args:
+            optimizers (`list[torch.optim.Optimizer]`): those that step.
+            gradients_of (`Callable`): gives some units' runs with their gradients.
+        """
+        self.abandon()
+        self._early = update = self._update(optimizers, refreshes=True)
+        comm = self._engine.comm.aside("update")
+        self._engine.on_reduced = partial(self._post, update, comm, gradients_of)
+        try:
+            yield
+        except BaseException:
+            update.is_over = True  # the next forward, or `zero_grad`, on all ranks, clears up
+            raise
+        finally:
+            self._engine.on_reduced = None
+
+    def _post(self, update: HostUpdate, comm: Comm, gradients_of: Callable, unit: Unit) -> None:
+        """A unit's averaged gradient is on its way to the host."""
+        bus = self._engine.bus
+        if not unit.is_away or update.is_over:
+            return  # `step` does it, or nobody
+        for gradient in unit.gradients:
+            gradient.is_spent = True
+
+        def start():
+            own = [used for gradient in unit.gradients for used in gradient.used]
+            own = torch.tensor([*own, not bus.has_failed, not update.is_over], dtype=torch.uint8)
+            rows = comm.all_gather_vector(own)  # also when something has failed here: the others ask
+            is_used = rows[:, :-2].amax(dim=0).all()  # else `step` does it, which cuts runs where need be
+            if is_used and rows[:, -2:].all():
+                for gradient in unit.gradients:
+                    gradient.used = [True] * len(gradient.used)
+                update.update(unit, gradients_of([unit]).get(unit, []))
+
+        # behind what has come down of this unit
+        bus.later(lambda: bus.later(start, lane="update", always=True), always=True)
+
+    def _update(self, optimizers: list, *, refreshes: bool) -> HostUpdate:
+        return HostUpdate(self._engine.bus, optimizers, refreshes=refreshes, swap=self._swap)

@@ -1,0 +1,178 @@
+"""What of an optimizer over shards is saved, loaded and counted: its state, by parameter name."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.config import Place
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.flat import NamedShard
+from hf_zero.optim import state as run_state
+from hf_zero.optim.exchange import Exchange
+from hf_zero.optim.runs import Run
+
+
+class StateRecords(torch.optim.Optimizer):
+    """The half of `ShardedOptimizer` that knows the state of its runs. The other half makes them, and steps."""
+
+    engine: ZeroEngine
+    inner: torch.optim.Optimizer
+    runs: list[Run]
+    num_steps: int  # so far, in this run and those that it goes on from
+    _exchanges: dict[torch.optim.Optimizer, Exchange]  # of those that are not elementwise
+    _group_names: list[list[str]]  # the parameters of each group
+    _inners: list[torch.optim.Optimizer]
+    _inner_of: list[torch.optim.Optimizer]  # by index of the group
+    _make_state_early: list[torch.optim.Optimizer]  # those that make their state when they are built
+    _no_param: nn.Parameter
+
+    def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
+        """The state tensors, as (state key, run of one parameter, or of a tensor that belongs to it).
+
+        Args:
+            resident (`bool`): `False` gives the ranges that this rank owns, `True` those that it holds, and what is
+                written to them lasts.
+            values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
+        """
+        self.engine.settle()
+        turns = self._in_turn(writes=resident) if values else [self.runs]
+        for run in (run for runs in turns for run in runs):
+            only = (run.start, run.stop) if resident else run.saved
+            yield from run_state.state_shards(run, self.state.get(run.param, {}), only)
+
+    def named_scalar_state(self) -> dict[str, dict[str, float]]:
+        """The state that is one number per parameter, such as Adam's step count, by parameter name."""
+        self.engine.settle()
+        scalars: dict[str, dict[str, float]] = {}
+        for run in self.runs:
+            if self.state.get(run.param):
+                scalars.update(dict.fromkeys(run.names, run_state.numbers(run, self.state[run.param])))
+        return scalars
+
+    @torch.no_grad()
+    def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
+        """Makes the state anew, its numbers from `state`, its tensors empty: to be called before those are loaded.
+
+        Args:
+            state (`dict[str, dict[str, float]]`): for every parameter that has state, its numbers by key (there may
+                be none, as for SGD with momentum).
+        """
+        self.engine.settle()
+        self.state.clear()
+        self.runs = [
+            part
+            for run in self.runs
+            for part in self._divided(run, lambda index, f=run.flat: state.get(f.infos[index].name))
+        ]
+        self._share_groups()
+        self._create_state()
+        for run in self.runs:
+            values = state.get(run.names[0]) if run.names else None
+            if values is None:
+                self.state.pop(run.param, None)
+            else:
+                run_state.set_numbers(run, self.state[run.param], values, type(self.inner).__name__)
+
+    def _make_early_state(self) -> None:
+        """The state of optimizers that make it when they are built (Adagrad), for the runs."""
+        for runs in self._in_turn(writes=True) if self._make_state_early else ():
+            chosen = {id(run.param) for run in runs}
+            for inner in self._make_state_early:
+                groups = [
+                    {**group, "params": [param for param in group["params"] if id(param) in chosen]}
+                    for group in inner.param_groups
+                ]
+                groups = [group for group in groups if group["params"]]
+                self.state.update(type(inner)(groups, **inner.defaults).state if groups else {})
+
+    def _create_state(self) -> None:
+        """Lets the inner optimizers make their state, by a step with zero gradients on zeros; groups stay alike."""
+        self._make_early_state()
+        for run in (run for runs in self._in_turn(writes=True) for run in runs):  # what is set aside is one run
+            values = run.param.data
+            run.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
+            self._step_alone(run.param, run.group)
+            run.param.data = values
+
+    def _step_alone(self, param: nn.Parameter, group: int) -> None:
+        """A step of one parameter with zero gradients, as one of a group, which makes its state."""
+        inner, own = self._inner_of[group], self.param_groups[group]
+        before = [dict(each) for each in inner.param_groups]
+        for each in inner.param_groups:
+            each["params"] = [param] if each is own else []
+            if "train_mode" in each:
+                each["train_mode"] = True  # schedule-free optimizers step in training alone
+        param.grad = torch.zeros_like(param)
+        inner.step()
+        param.grad = None
+        for each, kept in zip(inner.param_groups, before):
+            each.clear()
+            each.update(kept)
+
+    def groups_state(self) -> list[dict]:
+        """The groups' hyperparameters that can be written as JSON, each with its parameters' names."""
+        return [
+            {**run_state.group_as_json(group), "param_names": names, "num_steps": self.num_steps}
+            for group, names in zip(self.param_groups, self._group_names)
+        ]
+
+    def load_groups_state(self, groups: list[dict]) -> None:
+        """Takes over hyperparameters from `groups_state`.
+
+        Raises:
+            `CheckpointError`: when the groups are not the same in number or in parameters.
+        """
+        run_state.check_groups(groups, self._group_names)
+        for group, saved in zip(self.param_groups, groups):
+            self.num_steps = saved.get("num_steps", self.num_steps)
+            own = {key: value for key, value in saved.items() if key not in ("param_names", "num_steps")}
+            run_state.set_group(group, own)
+
+    def state_tensors(self) -> Iterator[tuple[Tensor, Place]]:
+        """Every tensor of the state on this rank, and where it rests; of quantised ones, those they are made of."""
+        for run in self.runs:
+            for _, tensor in run_state.plain_tensors(self.state.get(run.param, {})):
+                yield tensor, run.flat.master_at
+
+    def expected_state(self) -> Iterator[tuple[torch.dtype, int, Place]]:
+        """Dtype, number of elements and resting place of every state tensor on this rank, single numbers left out;
+        before the first step without those of optimizers that are not elementwise."""
+        dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
+        for run in self.runs:
+            if run.param in self.state:
+                tensors = [tensor for _, tensor in run_state.plain_tensors(self.state[run.param])]
+                yield from ((tensor.dtype, tensor.numel(), run.flat.master_at) for tensor in tensors if tensor.dim())
+            elif self._inner_of[run.group] not in self._exchanges:
+                key = (run.group, run.param.dtype)
+                if key not in dtypes:
+                    dtypes[key] = list(self._try_state(*key).values())
+                yield from ((dtype, run.param.numel(), run.flat.master_at) for dtype in dtypes[key])
+
+    @property
+    def late_state(self) -> list[str]:
+        """The optimizers whose state is not among `expected_state` before the first step."""
+        return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
+
+    def _try_state(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The dtypes by key of the state of a few elements, which the optimizer makes and forgets again."""
+        param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
+        self._step_alone(param, group)
+        found = run_state.plain_tensors(self.state.pop(param, {}))
+        return {key: tensor.dtype for key, tensor in found if tensor.dim()}
+
+    def unsharded_state_nbytes(self) -> int:
+        """Bytes of the state over whole parameters, as far as it grows with them: what this rank has for each element,
+        times the elements. 0 before the first step."""
+        infos = [info for gradient in self.engine.gradients() for info in gradient.flat.infos]
+        sizes = {info.name: info.shape.numel() for info in infos}
+        nbytes = 0
+        for inner in self._inners:
+            runs = [run for run in self._runs_of(inner) if self.state.get(run.param)]
+            tensors = [t for run in runs for _, t in run_state.plain_tensors(self.state[run.param]) if t.dim()]
+            held = sum(run.stop - run.start for run in runs)
+            if held:
+                found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                owned = [names for names, own in zip(self._group_names, self._inner_of) if own is inner]
+                nbytes += found * sum(sizes[name] for names in owned for name in names) // held
+        return nbytes

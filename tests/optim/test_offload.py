@@ -1,0 +1,440 @@
+"""Masters, state and gradients in the host's memory: the same bits as without, and the bytes of docs/memory.md."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_zero
+from hf_zero.comm import Bus, Counters
+from hf_zero.engine.ferry import NUM_PIECES, Ferry
+from hf_zero.errors import ConfigError, LifecycleError
+from hf_zero.optim import MuonWithAdamW
+from hf_zero.planner import measure
+from tests import models
+from tests.distributed import RemoteError, run_ranks
+from tests.training import Record, Sharded, adamw, assert_equal, loss_of, train, train_accumulating
+
+
+PLACES = [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "params")]
+fused = partial(adamw, fused=True)
+
+
+def feature(name: str):
+    return pytest.mark.support(name, area="Offload")
+
+
+def _both(name: str, stage: int, offload: str, run, make_optimizer=fused, **settings) -> tuple[Record, Record]:
+    """The same training without and with offload."""
+    plain = run(Sharded(models.build(name), make_optimizer, stage, **settings), name)
+    away = Sharded(models.build(name), make_optimizer, stage, offload=offload, **settings)
+    return plain, run(away, name)
+
+
+def _is_bit_equal(stage: int, offload: str, **settings) -> None:
+    for dtype in (None, torch.bfloat16):
+        for run in (partial(train, num_steps=3), partial(train_accumulating, num_steps=2, num_micro=2)):
+            plain, away = _both("llama", stage, offload, run, compute_dtype=dtype, **settings)
+            assert_equal(plain, away, f"{dtype}, {run.func.__name__}")
+
+
+@feature("Same bits as without offload: fp32, bf16, accumulation, clipping")
+@pytest.mark.parametrize("stage, offload", PLACES)
+def test_offload_changes_no_bit(stage, offload):
+    run_ranks(_is_bit_equal, 2, stage, offload)
+
+
+@feature("One process, one device")
+@pytest.mark.parametrize("stage, offload", [(0, "optimizer"), (3, "params")])
+def test_offload_changes_no_bit_in_one_process(stage, offload):
+    run_ranks(_is_bit_equal, 1, stage, offload)
+
+
+def _other_ways() -> None:
+    _is_bit_equal(0, "optimizer")
+    _is_bit_equal(3, "params", shared_memory=False)
+    _is_bit_equal(2, "optimizer", reduce_dtype=torch.bfloat16)
+
+
+@pytest.mark.rotating
+def test_offload_changes_no_bit_without_shared_memory_at_stage_0_and_with_sums_in_bf16():
+    run_ranks(_other_ways, 2)
+
+
+def _part_of_the_model() -> None:
+    plain = train(Sharded(models.build("llama"), fused, 3, compute_dtype=torch.bfloat16), "llama", num_steps=3)
+    for offload in ("optimizer", "params"):
+        settings = {"offload": offload, "offload_fraction": 0.3, "compute_dtype": torch.bfloat16}
+        subject = Sharded(models.build("llama"), fused, 3, **settings)
+        away = [unit.is_away for unit in subject.engine.units]
+        assert away[-1] and not away[0], "the last blocks, and not the embeddings"
+        assert_equal(train(subject, "llama", num_steps=3), plain, offload)
+
+
+@pytest.mark.support("A fraction of the model", area="Offload", stages=("optimizer", "params"))
+def test_a_fraction_can_be_offloaded():
+    run_ranks(_part_of_the_model, 2)
+
+
+def _train_early(subject: Sharded, name: str, num_steps: int = 3, early: bool = True, num_micro: int = 2) -> Record:
+    losses, optimizer = [], subject.optimizer
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, num_steps)
+    for step in range(num_steps):
+        for micro in range(num_micro):
+            loss = loss_of(subject(**models.batch(name, seed=100 * step + 10 * micro + dist.get_rank())))
+            with optimizer.in_backward() if early and micro == num_micro - 1 else nullcontext():
+                loss.backward()
+            losses.append(loss.detach().float())
+        if early:
+            subject.engine.bus.join()
+            assert all(unit in optimizer._host._early.done for unit in subject.engine.units if unit.is_trainable)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return Record(torch.stack(losses), torch.zeros(0), subject.weights())
+
+
+def _updates_in_backward(stage: int, offload: str) -> None:
+    for name, dtype in (("llama", None), ("llama", torch.bfloat16), ("albert", None)):
+        plain = _train_early(Sharded(models.build(name), fused, stage, compute_dtype=dtype), name, early=False)
+        subject = Sharded(models.build(name), fused, stage, compute_dtype=dtype, offload=offload)
+        assert_equal(_train_early(subject, name), plain, f"{name}, {dtype}")
+    loss_of(subject(**models.batch(name, seed=1))).backward()
+    with subject.optimizer.in_backward():
+        loss_of(subject(**models.batch(name, seed=1))).backward()
+    assert subject.optimizer.clip_grad_norm_(float("inf")) > 0, "it only measures"
+    with pytest.raises(LifecycleError, match="clip without in_backward"):
+        subject.optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(LifecycleError, match="applied while"):
+        loss_of(subject(**models.batch(name, seed=1))).backward()
+
+
+@feature("Update in backward")
+@pytest.mark.parametrize("stage, offload", PLACES[1:])
+def test_units_are_updated_while_backward_still_runs(stage, offload):
+    run_ranks(_updates_in_backward, 2, stage, offload)
+
+
+class Skipping(nn.Module):
+    """Leaves its second block out when told to; the ranks need not agree."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x, skips: bool):
+        for index, block in enumerate(self.blocks):
+            x = x if skips and index == 1 else block(x).tanh()
+        return x.square().mean()
+
+
+def _skips_blocks(stage: int, offload: str) -> None:
+    def run(**settings):
+        model = Skipping()
+        engine = hf_zero.shard(model, stage=stage, **settings)
+        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=0.1, weight_decay=0.5, fused=True)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for step in range(5):
+            loss = model(torch.randn(4, 16, generator=generator), skips=step in (1, 3) or dist.get_rank() == step)
+            with optimizer.in_backward():
+                loss.backward()
+            optimizer.step()
+        with hf_zero.gathered(model):
+            return [p.detach().clone() for p in model.parameters()]
+
+    for plain, away in zip(run(), run(offload=offload)):
+        assert torch.equal(plain, away)
+
+
+@feature("Blocks that some or all ranks skip")
+@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
+def test_what_no_rank_used_keeps_its_values(stage, offload):
+    run_ranks(_skips_blocks, 2, stage, offload)
+
+
+class Breaking(torch.autograd.Function):
+    """Hands its input through; its backward fails when told to."""
+
+    @staticmethod
+    def forward(ctx, x, breaks: bool):
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.breaks:
+            raise RuntimeError("broken")
+        return grad, None
+
+
+class Breakable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x, breaks: bool = False):
+        for index, block in enumerate(self.blocks):
+            x = block(Breaking.apply(x, breaks) if index == 1 else x).tanh()
+        return x.square().mean()
+
+
+def _is_consistent(engine) -> bool:
+    """Whether what is computed with is what the masters are, rounded."""
+    masters = {}
+    for shard in engine.named_shards(resident=True):
+        masters[shard.name, shard.start] = shard.tensor.bfloat16().clone()
+    with hf_zero.gathered(engine.model):
+        params = dict(engine.model.named_parameters())
+        return all(
+            torch.equal(params[name].view(-1)[start : start + values.numel()], values)
+            for (name, start), values in masters.items()
+        )
+
+
+def _leaves_steps_half_done(stage: int, offload: str) -> None:
+    model = Breakable()
+    engine = hf_zero.shard(model, stage=stage, offload=offload, compute_dtype=torch.bfloat16)
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.5)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+
+    def step(early: bool) -> None:
+        before = [shard.tensor.clone() for shard in engine.named_shards()]
+        with optimizer.in_backward() if early else nullcontext():
+            model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(not torch.equal(a, b.tensor) for a, b in zip(before, engine.named_shards())), "nothing was updated"
+        assert _is_consistent(engine)
+
+    for early in (False, True):
+        with optimizer.in_backward():
+            model(x).backward()
+        optimizer.zero_grad()  # instead of a step
+        assert _is_consistent(engine)
+        step(early)
+        with pytest.raises(RuntimeError, match="broken"), optimizer.in_backward():
+            model(x, breaks=True).backward()
+        step(early)
+    with optimizer.in_backward():
+        model(x).backward()
+    optimizer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(LifecycleError, match="hyperparameters were set"):
+        optimizer.step()
+
+
+@feature("A step that is left out, or fails, after an update in backward")
+@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
+def test_what_a_dropped_or_failed_step_leaves_is_cleared_up(stage, offload):
+    run_ranks(_leaves_steps_half_done, 2, stage, offload)
+
+
+def _looks_while_late(stage: int, offload: str) -> None:
+    subject = Sharded(
+        models.build("llama"), fused, stage, offload=offload, delayed_update=1, compute_dtype=torch.bfloat16
+    )
+    train(subject, "llama", num_steps=2)
+    loss_of(subject(**models.batch("llama", seed=9))).backward()
+    subject.optimizer.step()
+    with hf_zero.gathered(subject.model, writeback=True):
+        pass
+    assert _is_consistent(subject.engine), "an update under way was lost, or not seen"
+
+
+@feature("Delayed update: `gathered`")
+@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
+def test_whoever_looks_at_parameters_waits_for_a_late_update(stage, offload):
+    run_ranks(_looks_while_late, 2, stage, offload)
+
+
+def _one_step_late(offload: str, stage: int, start: int = 2, num_steps: int = 6) -> None:
+    def batch(step: int) -> dict:
+        return models.batch("llama", seed=step)
+
+    # by hand: what the forward sees follows the masters one step later
+    shown = models.build("llama")
+    masters = copy.deepcopy(shown)
+    optimizer = fused(masters)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, num_steps)
+    losses = []
+    for step in range(num_steps):
+        shown.zero_grad()
+        loss = loss_of(shown(**batch(step)))
+        loss.backward()
+        losses.append(loss.item())
+        if step >= start:
+            shown.load_state_dict(masters.state_dict())
+        for master, param in zip(masters.parameters(), shown.parameters()):
+            master.grad = param.grad.clone()
+        optimizer.step()
+        schedule.step()
+        if step < start:
+            shown.load_state_dict(masters.state_dict())
+
+    subject = Sharded(models.build("llama"), fused, stage, offload=offload, delayed_update=start)
+    schedule = torch.optim.lr_scheduler.LinearLR(subject.optimizer, 1.0, 0.1, num_steps)
+    for step in range(num_steps):
+        loss = loss_of(subject(**batch(step)))
+        loss.backward()
+        assert loss.item() == losses[step], f"step {step}"
+        subject.optimizer.step()
+        schedule.step()
+        subject.optimizer.zero_grad()
+    values = {info.name: torch.empty(info.shape) for info in subject.engine.param_infos()}
+    for shard in subject.engine.named_shards():  # waits for the update under way
+        values[shard.name].view(-1)[shard.start : shard.start + shard.tensor.numel()] = shard.tensor
+    for name, master in masters.named_parameters():
+        assert torch.equal(values[name], master), name
+
+
+@feature("Delayed update")
+@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
+def test_a_delayed_update_is_the_plain_one_seen_a_step_later(stage, offload):
+    run_ranks(_one_step_late, 1, offload, stage)
+
+
+def _late_over_ranks() -> None:
+    records = []
+    for stage, offload in PLACES:
+        subject = Sharded(models.build("llama"), fused, stage, offload=offload, delayed_update=1)
+        record = train(subject, "llama", num_steps=4)
+        records.append(record)
+    in_time = train(Sharded(models.build("llama"), fused, 3), "llama", num_steps=4)
+    for record in records[1:]:
+        assert_equal(record, records[0], "delayed")
+    assert not torch.equal(records[0].losses, in_time.losses), "it was to be late"
+
+
+@pytest.mark.rotating
+def test_a_delayed_update_is_the_same_at_all_stages():
+    run_ranks(_late_over_ranks, 2)
+
+
+def _whole_matrices() -> None:
+    for stage, offload in PLACES[2:]:
+        assert_equal(*_both("llama", stage, offload, partial(train, num_steps=2), MuonWithAdamW()), offload)
+    with pytest.raises(ConfigError, match="exchanges values among ranks"):
+        Sharded(models.build("llama"), MuonWithAdamW(), 2, offload="optimizer", delayed_update=1)
+
+
+@pytest.mark.support("Optimizers of whole matrices (Muon)", area="Offload", stages=("optimizer", "params"))
+def test_an_optimizer_of_whole_matrices_steps_on_the_host():
+    run_ranks(_whole_matrices, 2)
+
+
+def _write_and_leave(stage: int, offload: str) -> None:
+    run = partial(train, num_steps=1)
+    ends = []
+    for settings in ({}, {"offload": offload}):
+        subject = Sharded(models.build("llama"), fused, stage, compute_dtype=torch.bfloat16, **settings)
+        run(subject, "llama")
+        weight = subject.model.model.layers[1].mlp.up_proj.weight
+        with hf_zero.gathered(weight, writeback=True):
+            weight.data[0] = 0.5
+        run(subject, "llama")
+        model = subject.engine.unshard()
+        ends.append({name: p.detach() for name, p in model.named_parameters()})
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]) and value.dtype is ends[1][name].dtype, name
+
+
+@feature("Writing to parameters (gathered), and taking the model back (unshard)")
+@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
+def test_what_is_written_to_parameters_reaches_the_host(stage, offload):
+    run_ranks(_write_and_leave, 2, stage, offload)
+
+
+def _bytes(stage: int, offload: str, num_ranks: int) -> None:
+    model = models.llama(hidden=128, layers=4)
+    subject = Sharded(model, fused, stage, compute_dtype=torch.bfloat16, offload=offload)
+    numel = sum(p.numel() for p in model.parameters())
+    for step in range(2):
+        before = dict(subject.engine.comm.counters.sent_nbytes)
+        loss_of(subject(**models.batch("llama", seed=step))).backward()
+        resting = measure(subject.engine, subject.optimizer)
+        subject.optimizer.step()
+    moved = {way: n - before.get(way, 0) for way, n in subject.engine.comm.counters.sent_nbytes.items()}
+    memory = measure(subject.engine, subject.optimizer)
+    near = partial(pytest.approx, rel=0.02)  # padding, and the norms' weights
+    shard = numel / num_ranks
+    whole = stage < 3 if offload == "optimizer" else False
+    compute = 0 if offload == "params" else 2 * numel if whole else 2 * shard
+    assert memory.parameter_nbytes == near(compute) and memory.optimizer_nbytes == 0
+    assert resting.gradient_nbytes == near(2 * numel if stage == 1 else 0)
+    # masters, gradients and two moments in fp32; parameters in bf16; and what the staging buffers hold at most
+    expected = 16 * shard + (2 * shard if offload == "params" else 0)
+    largest = max(flat.layout.shard_numel for unit in subject.engine.units for flat in unit.flats)
+    staging = NUM_PIECES * (2 + 4) * largest  # as many pieces up and down, smaller than the constant they are cut at
+    assert expected <= memory.host_nbytes <= expected * 1.02 + staging
+    sum_nbytes = 2 if num_ranks == 1 else 4  # alone a gradient is sent as it is, else their sum
+    assert moved["down"] == near(sum_nbytes * shard)
+    if offload == "optimizer":
+        assert moved["up"] == near(2 * shard)
+    else:  # once for the forward and once for the backward, but for what is still there
+        assert 2 * shard <= moved["up"] <= 4 * shard * 1.02
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_the_device_and_the_bus_carry_what_the_page_says(num_ranks):
+    for stage, offload in PLACES[1:] if num_ranks > 1 else [(2, "optimizer"), (3, "params")]:
+        run_ranks(_bytes, num_ranks, stage, offload, num_ranks)
+
+
+def test_what_is_cast_or_added_goes_through_pieces_of_constant_size():
+    bus = Bus(torch.device("cpu"), Counters())
+    ferry = Ferry(bus, piece_nbytes=64)
+    for numel in (1, 32, 33, 1000):
+        host, device = torch.ones(numel), torch.arange(numel).bfloat16()
+        ferry.down(host, device, accumulate=True).wait()
+        bus.join()
+        assert torch.equal(host, 1 + device.float())
+        back = torch.empty(numel, dtype=torch.bfloat16)
+        ferry.up(back, host).wait()
+        assert torch.equal(back, host.bfloat16())
+    assert bus.host_nbytes == 2 * NUM_PIECES * 64
+
+
+class Failing(torch.optim.AdamW):
+    """Runs out of something in its second step."""
+
+    elementwise = True
+    calls = 0
+
+    def step(self, closure=None):
+        Failing.calls += 1
+        if Failing.calls > 4:
+            raise RuntimeError("no space left")
+        return super().step(closure)
+
+
+def _fails() -> None:
+    Failing.calls = 0 if dist.get_rank() == 0 else -1000
+    subject = Sharded(models.build("llama"), lambda m: Failing(m.parameters(), lr=1e-3), 2, offload="optimizer")
+    train(subject, "llama", num_steps=3)
+
+
+def test_what_fails_on_the_thread_fails_the_step():
+    with pytest.raises(RemoteError, match="no space left"):
+        run_ranks(_fails, 2, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"offload": "gpu"}, "'params'|'optimizer'"),
+        ({"offload": "params", "stage": 2}, "needs stage 3"),
+        ({"offload_dir": "/tmp"}, "offload is 'none'"),
+        ({"delayed_update": 3}, "offload is 'none'"),
+        ({"offload": "optimizer", "delayed_update": -1}, "negative"),
+        ({"offload": "optimizer", "offload_fraction": 0.0}, "no share"),
+        ({"offload": "optimizer", "offload_fraction": 0.5, "delayed_update": 1}, "of two steps"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        hf_zero.shard(nn.Linear(2, 2), **settings)
