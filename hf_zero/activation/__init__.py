@@ -1,0 +1,6 @@
+"""ZeRO-R: where the inputs of checkpointed blocks rest, divided over tensor-parallel ranks or in the host's memory."""
+
+from hf_zero.activation.build import checkpointing_of, shard, shard_with
+
+
+__all__ = ["checkpointing_of", "shard", "shard_with"]

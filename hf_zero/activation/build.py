@@ -1,0 +1,90 @@
+"""`hf_zero.shard`: the engine, and where its activations rest."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switch
+from hf_zero.activation.division import Division
+from hf_zero.activation.store import Store
+from hf_zero.config import ZeroConfig
+from hf_zero.engine import build
+from hf_zero.engine.divided import is_divided
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.errors import ConfigError
+
+
+def shard(
+    model: nn.Module,
+    *,
+    stage: int = 3,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **settings,
+) -> ZeroEngine:
+    """Partitions a model over the data-parallel ranks, in place (ZeRO, arXiv 1910.02054).
+
+    The model stays what it is: parameters keep identity, shape and device, and forward and backward are called as
+    before. Where the ranks' parameters differ, rank 0's are taken. A model that is sharded already is left as it is.
+
+    Args:
+        model (`nn.Module`): any module with its data in place, or one of `hf_zero.load_pretrained`, of whose files
+            every rank now reads its own ranges.
+        stage (`int`): 0, 1, 2 or 3.
+        compute_dtype (`torch.dtype`, *optional*): casts the parameters; trainable ones keep an fp32 master.
+        device (`torch.device`, *optional*): where to train; by default where the first parameter is, and the CPU for a
+            model whose values are all in files.
+        group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; by default the world.
+        settings: further fields of `ZeroConfig`.
+
+    Returns:
+        `ZeroEngine`
+
+    Raises:
+        `ConfigError`: for a setting that is not valid.
+        `UnsupportedError`: for parameters that are not dense tensors in memory.
+        `CheckpointError`: files of `load_pretrained` cannot be read any more, on any rank.
+    """
+    config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
+    return shard_with(model, config, device=device, group=group)
+
+
+def shard_with(
+    model: nn.Module,
+    config: ZeroConfig,
+    *,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> ZeroEngine:
+    """`shard`, for settings that are a `ZeroConfig` already."""
+    if not (config.partition_activations or config.offload_activations):
+        return build.shard_with(model, config, device=device, group=group)
+    refuse_without_switch(model)
+    if config.partition_activations and any(param.requires_grad for param in model.parameters()):
+        _refuse_undivided(model)
+    engine = build.shard_with(model, config, device=device, group=group)
+    if checkpointing_of(engine) is None:
+        engine.handles.append(Checkpointing(engine, _make_store(engine)))
+    return engine
+
+
+def checkpointing_of(engine: ZeroEngine) -> Checkpointing | None:
+    """What an engine does with the inputs of checkpointed blocks; `None` where torch keeps them."""
+    return next((handle for handle in engine.handles if isinstance(handle, Checkpointing)), None)
+
+
+def _make_store(engine: ZeroEngine) -> Store:
+    config, counters = engine.config, engine.comm.counters
+    bus = engine.bus if config.offload_activations else None
+    parts = engine.divided_over if config.partition_activations else None
+    return Store(bus, Division(parts, counters) if parts is not None else None)
+
+
+def _refuse_undivided(model: nn.Module) -> None:
+    if not any(is_divided(param) for param in model.parameters()):
+        raise ConfigError(
+            "partition_activations: divides what tensor-parallel ranks hold several times, and no parameter of "
+            f"{type(model).__name__} is divided over such ranks; use offload_activations, or load the model with "
+            "transformers' tensor parallelism"
+        )

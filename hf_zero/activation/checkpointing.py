@@ -1,0 +1,158 @@
+"""What gradient checkpointing keeps: the hooks that see the inputs of checkpointed blocks, and nothing else.
+
+transformers' models call blocks through `_gradient_checkpointing_func`, which `gradient_checkpointing_enable` puts
+onto each module, at any time. Both of torch's ways to checkpoint save a block's positional tensors through the hooks
+on saved tensors that are in force around the call; what is computed inside has hooks of its own, or no gradients.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.activation.store import Store
+from hf_zero.engine.engine import ZeroEngine, in_backward
+from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.unit import Uncopyable
+from hf_zero.errors import LifecycleError, UnsupportedError
+
+
+FLAG = "gradient_checkpointing"
+FUNCTION = "_gradient_checkpointing_func"
+
+
+def refuse_without_switch(model: nn.Module) -> None:
+    """Refuses a model that is to be trained and whose blocks transformers could not checkpoint.
+
+    Raises:
+        `UnsupportedError`: naming its class.
+    """
+    is_trained = any(param.requires_grad for param in model.parameters())
+    if is_trained and not any(hasattr(module, FLAG) for module in model.modules()):
+        raise UnsupportedError(
+            f"{type(model).__name__}: no module has a {FLAG!r} switch, so inputs of checkpointed blocks cannot be "
+            "told from other activations; leave offload_activations and partition_activations out"
+        )
+
+
+class Checkpointing(Uncopyable):
+    """Hands the inputs of a model's checkpointed blocks to a store, until it is removed.
+
+    Args:
+        engine (`ZeroEngine`): of the model.
+        store (`Store`): where they rest.
+    """
+
+    def __init__(self, engine: ZeroEngine, store: Store):
+        self.store = store
+        self._engine = engine
+        self._modules = [module for module in engine.model.modules() if hasattr(module, FLAG)]
+        self._is_open = False  # the function around a block is under way
+        self._has_seen = False  # and has saved something
+        # what a module's forward calls is made ready before it: the model may be entered anywhere
+        self._handles = [
+            module.register_forward_pre_hook(partial(self._prepare, [m for m in module.modules() if hasattr(m, FLAG)]))
+            for module in self._modules
+        ]
+        self._handles.append(engine.model.register_forward_pre_hook(self._refuse_unused))
+
+    def _prepare(self, modules: list[nn.Module], *_) -> None:
+        for module in modules:
+            function = module.__dict__.get(FUNCTION)
+            if function is not None and not isinstance(function, Around):
+                module.__dict__[FUNCTION] = Around(self, function)
+
+    def _refuse_unused(self, *_) -> None:
+        if not (self._engine.model.training and torch.is_grad_enabled()):
+            return
+        if self._engine.compiled_with is not None:
+            raise UnsupportedError(
+                "offload_activations and partition_activations: compiled blocks keep their inputs inside their "
+                "graphs; leave compilation out, or these settings"
+            )
+        if not any(getattr(module, FLAG) for module in self._modules):
+            raise LifecycleError(
+                "offload_activations and partition_activations act on the inputs of checkpointed blocks, and none is "
+                "checkpointed; call model.gradient_checkpointing_enable() before training, or leave them out"
+            )
+
+    def remove(self) -> None:
+        """Leaves the model as it was. What is in the store stays until its backward has come."""
+        while self._handles:
+            self._handles.pop().remove()
+        for module in self._modules:
+            function = module.__dict__.get(FUNCTION)
+            if isinstance(function, Around):
+                module.__dict__[FUNCTION] = function.function
+
+    @contextmanager
+    def saving(self, inputs: tuple) -> Iterator[None]:
+        """What autograd saves directly inside is the input of a checkpointed block.
+
+        Checkpoints within checkpoints, and those that are made anew in backward, belong to the outermost.
+
+        Args:
+            inputs (`tuple`): what the block is given by position.
+
+        Raises:
+            `UnsupportedError`: when it does not come by.
+        """
+        if self._is_open or in_backward() or not torch.is_grad_enabled():
+            yield
+            return
+        self._is_open, self._has_seen = True, False
+        try:
+            self.store.begin_call()
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            self._is_open = False
+        tensors = tensors_in(inputs)
+        if not tensors or (not self._has_seen and any(_is_kept(tensor) for tensor in tensors)):
+            raise UnsupportedError(
+                "offload_activations and partition_activations: a checkpointed block's inputs are "
+                + (
+                    "kept elsewhere already; leave out `offload` of activation_checkpointing_kwargs, or these settings"
+                    if tensors
+                    else "given by keyword, where they cannot be told from others; leave these settings out"
+                )
+            )
+
+    def _pack(self, tensor: Tensor):
+        self._has_seen = True
+        if _is_kept(tensor):
+            return tensor.shape, tensor.stride(), self.store, self.store.save(tensor)
+        return tensor.detach()
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    """Whether a saved tensor is one to keep elsewhere: masks, positions and rotary embeddings, which all blocks are
+    given, need no gradient."""
+    return tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+
+
+def _unpack(packed) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    shape, stride, store, ticket = packed
+    values = store.take(ticket)
+    return values if (values.shape, values.stride()) == (shape, stride) else values.as_strided(shape, stride)
+
+
+class Around(Uncopyable):
+    """A checkpoint function whose saved tensors are seen.
+
+    Args:
+        checkpointing (`Checkpointing`): who sees them.
+        function (`Callable`): such as `torch.utils.checkpoint.checkpoint`.
+    """
+
+    def __init__(self, checkpointing: Checkpointing, function: Callable):
+        self.function = function
+        self._checkpointing = checkpointing
+
+    def __call__(self, block: Callable, *args, **kwargs):
+        with self._checkpointing.saving(args):
+            return self.function(block, *args, **kwargs)

@@ -1,0 +1,206 @@
+"""Where the inputs of checkpointed blocks rest from forward to backward."""
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_zero.activation.division import Division
+from hf_zero.activation.pace import Pace
+from hf_zero.comm import Bus, Transfer
+from hf_zero.shard.arena import Arena
+
+
+# Memory on the host grows by so many bytes at a time.
+CHUNK_NBYTES = 64 * 2**20
+# So many copies to the host may be under way: before the next begins, the computation waits for the oldest, whose
+# memory is then free for what comes.
+MAX_FLIGHTS = 2
+
+
+class Ticket:
+    """What autograd holds instead of a tensor. When it lets go of it, the tensor is kept no longer."""
+
+    def __init__(self, saved: "Saved"):
+        self.saved = saved
+
+
+@dataclass(eq=False)
+class Saved:
+    """One checkpointed input: on the device, on the host, or on its way from one to the other.
+
+    Args:
+        call (`int`): the number of the call of a checkpointed block that it belongs to.
+        numel (`int`): of the whole.
+        dtype (`torch.dtype`): of its values.
+        is_divided (`bool`): whether this rank keeps only its part.
+    """
+
+    call: int
+    numel: int
+    dtype: torch.dtype
+    is_divided: bool = False
+    values: Tensor | None = None  # on the device: what stays there, has not landed yet, or is on its way back
+    piece: Tensor | None = None  # on the host
+    down: Transfer | None = None  # until `values` may be given up
+    up: Transfer | None = None  # until `values` may be read
+    is_taken: bool = False  # so nobody is going to ask for it, as a rule
+    is_released: bool = False
+
+
+class Store:
+    """A stack of checkpointed inputs: forward pushes, backward pops (ZeRO, arXiv 1910.02054, section 6.1).
+
+    Not sent to the host are the inputs of the last block of a forward, which backward needs at once; those whose
+    copies blocks cannot hide (see `Pace`); and what several blocks are given, which exists once anyway.
+
+    Args:
+        bus (`Bus`, *optional*): the way to the host; `None` keeps all on the device.
+        division (`Division`, *optional*): divides what is replicated over tensor-parallel ranks.
+        chunk_nbytes (`int`): by how much memory on the host grows.
+    """
+
+    def __init__(self, bus: Bus | None, division: Division | None, chunk_nbytes: int = CHUNK_NBYTES):
+        self._bus = bus
+        self._division = division
+        self.arena = Arena(
+            "activations",
+            torch.device("cpu"),
+            keeps=True,
+            make=lambda nbytes: bus.empty(nbytes, torch.uint8),
+            chunk_nbytes=chunk_nbytes,
+        )
+        is_timed = bus is not None and bus.device.type == "cuda"
+        self._pace = Pace((lambda: torch.cuda.Event(enable_timing=True)) if is_timed else None)
+        self._stack: list[Saved] = []
+        self._flights: deque[Saved] = deque()  # on their way to the host, the oldest first
+        self._num_calls = 0
+        self._base = 0  # height of the stack when the last call began
+        self._turn: int | None = None  # that height when the last backward began
+        self._is_forward = False  # whether the last thing that happened was a `save`
+        self._seen: dict[int, tuple[weakref.ref, int]] = {}  # what the calls so far were given, and at which height
+        self._shared: set[int] = set()  # heights of what several calls so far were given
+        self._was_shared: set[int] = set()  # the same of the last forward
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of checkpointed inputs on the device."""
+        return sum(
+            saved.values.numel() * saved.values.element_size() for saved in self._stack if saved.values is not None
+        )
+
+    def begin_call(self) -> None:
+        """A checkpointed block is called in forward."""
+        if not self._stack:
+            self._seen.clear()
+            self._was_shared, self._shared = self._shared, set()
+        self._num_calls += 1
+        self._base = len(self._stack)
+
+    def save(self, tensor: Tensor) -> Ticket:
+        """Takes an input of the block that was called last. Its values at this moment are kept."""
+        self._is_forward = True
+        saved = Saved(self._num_calls, tensor.numel(), tensor.dtype)
+        if self._is_shared(tensor) or type(tensor) is not Tensor or not _is_dense(tensor):
+            saved.values = tensor.detach()
+        else:
+            self._place(saved, tensor.detach().as_strided((tensor.numel(),), (1,)))
+        self._stack.append(saved)
+        ticket = Ticket(saved)
+        weakref.finalize(ticket, self._release, saved).atexit = False
+        return ticket
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        """Whether another call was, or in the last forward had been, given this very tensor."""
+        height = len(self._stack)
+        first, at = self._seen.setdefault(id(tensor), (weakref.ref(tensor), height))
+        if first() is not tensor:  # another, at the address of one that is gone
+            self._seen[id(tensor)] = weakref.ref(tensor), height
+        elif at != height:
+            self._shared |= {at, height}
+        return height in self._shared | self._was_shared
+
+    def _place(self, saved: Saved, values: Tensor) -> None:
+        if self._division is not None:
+            self._division.check(values, len(self._stack))
+            values, saved.is_divided = self._division.part_of(values), True
+        self._pace.mark()
+        if self._bus is None or self._base == self._turn or not self._pace.allows(len(self._stack)):
+            # the part alone: a view of the whole would keep all of its memory
+            saved.values = values.clone() if saved.is_divided else values
+            return
+        self._land(MAX_FLIGHTS - 1)
+        saved.piece = self.arena.take(values.numel(), values.dtype)
+        saved.values = values  # copies read it until they have landed
+        with self._bus.aside("down"):
+            self._pace.begin()
+        saved.down = self._bus.down(saved.piece, values)
+        with self._bus.aside("down"):
+            self._pace.end()
+        self._flights.append(saved)
+        self._land(MAX_FLIGHTS)
+
+    def _land(self, max_flights: int) -> None:
+        """Gives up the memory of what has landed, and waits until no more than so many copies are under way."""
+        while self._flights and (len(self._flights) > max_flights or self._flights[0].down.has_landed()):
+            self._give_up(self._flights.popleft())
+
+    def _give_up(self, saved: Saved) -> None:
+        saved.down.wait()  # what the device does from now on may write to that memory
+        saved.down = saved.values = None
+
+    def take(self, ticket: Ticket) -> Tensor:
+        """Gives the values back, 1-D, as they lay in memory. The inputs of the call before are then on their way."""
+        saved = ticket.saved
+        if self._is_forward:
+            self._is_forward = False
+            self._turn = self._base
+            self._pace.turn()
+        saved.is_taken = False
+        self._bring(saved.call)
+        saved.is_taken = True
+        values = saved.values
+        if saved.up is not None:
+            saved.up.wait()
+            saved.up = saved.values = None  # the caller's; taken once more, it is brought once more
+        return self._division.whole_of(values, saved.numel) if saved.is_divided else values
+
+    def _bring(self, call: int) -> None:
+        """Starts to bring up the inputs of a call, and of the one before it."""
+        before = None
+        for saved in reversed(self._stack):
+            if saved.is_released or saved.call > call:
+                continue
+            if saved.call < call and before is None:
+                before = saved.call
+            if saved.call not in (call, before):
+                return
+            if saved.values is None and not saved.is_taken:
+                host = saved.piece
+                saved.values = torch.empty(host.numel(), dtype=saved.dtype, device=self._bus.device)
+                saved.up = self._bus.up(saved.values, host)
+
+    def _release(self, saved: Saved) -> None:
+        if saved.down is not None:
+            self._flights.remove(saved)
+            self._give_up(saved)
+        if saved.up is not None:
+            saved.up.wait()
+        saved.values = saved.up = None
+        saved.is_released = True
+        if saved.piece is not None:
+            self.arena.give(saved.piece)
+        while self._stack and self._stack[-1].is_released:
+            self._stack.pop()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in whatever order of the dimensions."""
+    numel = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != numel:
+            return False
+        numel *= size
+    return numel > 0
