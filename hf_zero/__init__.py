@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from hf_zero.activation import shard
 from hf_zero.checkpoint import (
     Snapshots,
     load_foreign,
@@ -12,7 +13,7 @@ from hf_zero.checkpoint import (
     save_pretrained,
     save_state,
 )
-from hf_zero.engine import ZeroEngine, compile_blocks, engine_of, gathered, materialize, placeholders, shard
+from hf_zero.engine import ZeroEngine, compile_blocks, engine_of, gathered, materialize, placeholders
 from hf_zero.optim import CombinedOptimizer, MuonWithAdamW, ShardedOptimizer, ZeroGradScaler
 
 
@@ -33,6 +34,7 @@ __all__ = [
     "MuonWithAdamW",
     "ShardedOptimizer",
     "Snapshots",
+    "TensorParallel",
     "ZeroEngine",
     "ZeroGradScaler",
     "compile_blocks",
@@ -55,6 +57,8 @@ __all__ = [
 def __getattr__(name: str):
     if name in _TRAINER:
         return getattr(import_module("hf_zero.trainer"), name)
+    if name == "TensorParallel":
+        return import_module("hf_zero.checkpoint.parallel").TensorParallel
     if name == "trl":
         return import_module("hf_zero.trl")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

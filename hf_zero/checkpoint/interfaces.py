@@ -37,8 +37,9 @@ class Engine(Protocol):
     def param_infos(self) -> Sequence[Parameter]:
         """The same on all ranks, in model order, tied parameters once."""
 
-    def named_shards(self, resident: bool = False) -> Iterator[Shard]:
-        """Master values: the ranges this rank owns (all ranks' tile every parameter) or, `resident`, holds."""
+    def named_shards(self, resident: bool = False, values: bool = True) -> Iterator[Shard]:
+        """Master values: the ranges this rank owns (all ranks' tile every parameter) or, `resident`, holds, to be
+        written. A shard lasts until the next is asked for. Without `values` only shapes and dtypes count."""
 
     def begin_update(self) -> None:
         """Called before masters are written."""
@@ -50,8 +51,9 @@ class Engine(Protocol):
 class Optimizer(Protocol):
     """An optimizer whose state lies with the ranks that update."""
 
-    def named_state_shards(self, resident: bool = False) -> Iterator[tuple[str, Shard]]:
-        """(state key such as "exp_avg", shard): of the parameter's shape, or of one of its own (factors, scales)."""
+    def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, Shard]]:
+        """(state key such as "exp_avg", shard): of the parameter's shape, or of one of its own (factors, scales); see
+        `Engine.named_shards`."""
 
     def named_scalar_state(self) -> dict[str, dict[str, float]]:
         """{parameter: {"step": 12.0}} for the parameters of which this rank holds parts."""

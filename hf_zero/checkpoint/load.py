@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.agreement import together
 from hf_zero.checkpoint.conversion import Origin, Origins, is_pretrained, origins_by_name, origins_in
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import Checksums, saved_checksums
@@ -17,6 +16,7 @@ from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors, shortened
 from hf_zero.checkpoint.transfer import incoming
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
+from hf_zero.comm.agreement import together
 from hf_zero.errors import CheckpointError
 
 

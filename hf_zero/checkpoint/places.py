@@ -4,8 +4,8 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_zero.checkpoint.agreement import gathered, together
 from hf_zero.comm import Comm
+from hf_zero.comm.agreement import gathered, together
 
 
 @dataclass(frozen=True)

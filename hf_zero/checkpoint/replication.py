@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.agreement import gathered, reraise, together
 from hf_zero.checkpoint.checksum import Range
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
 from hf_zero.checkpoint.places import Places
 from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
+from hf_zero.comm.agreement import gathered, reraise, together
 from hf_zero.errors import CheckpointError
 
 

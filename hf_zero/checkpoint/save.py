@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.agreement import gathered
 from hf_zero.checkpoint.conversion import FileTensor, file_tensors
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import manifest_path
@@ -17,6 +16,7 @@ from hf_zero.checkpoint.staging import Part, Staged, connected, remove_replaced,
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
+from hf_zero.comm.agreement import gathered
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError
 
@@ -169,7 +169,7 @@ def _gathered(engine: Engine, names: Sequence[str], owner: int) -> dict[str, Ten
     """Whole parameters, 1-D and in the dtype in which they are saved, on one rank. All ranks call it."""
     dtype_of = {info.name: info.save_dtype for info in engine.param_infos() if info.name in names}
     runs = [
-        (shard.name, shard.start, shard.tensor.to(dtype_of[shard.name]).cpu())
+        (shard.name, shard.start, shard.tensor.to("cpu", dtype_of[shard.name], copy=True))  # it lasts for its turn
         for shard in engine.named_shards()
         if shard.name in dtype_of
     ]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hf_zero.checkpoint.agreement import gathered, together
 from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
 from hf_zero.checkpoint.manifest import Checksums
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
@@ -22,6 +21,7 @@ from hf_zero.checkpoint.replication import replicate_files, replicate_ranges
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
+from hf_zero.comm.agreement import gathered, together
 from hf_zero.errors import CheckpointError
 
 

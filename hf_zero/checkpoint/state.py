@@ -7,12 +7,12 @@ of parameters whose saved weights are of another dtype, `zero/manifest.json` the
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.agreement import gathered, together
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Checksums, Manifest, manifest_path
@@ -23,6 +23,7 @@ from hf_zero.checkpoint.staging import Part, Staged, connected, sync_path
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
+from hf_zero.comm.agreement import gathered, together
 from hf_zero.errors import CheckpointError
 
 
@@ -93,8 +94,8 @@ def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
         `CheckpointError`: the ranks hold different state, or a value that JSON does not know.
     """
     comm, subject = engine.comm, "saving the optimizer's state"
-    entries = _whole_tensors(comm, subject, lambda: _state_pieces(optimizer))
-    masters = _whole_tensors(comm, subject, lambda: _master_pieces(engine))
+    entries = _whole_tensors(comm, subject, lambda: _state_pieces(optimizer, values=False))
+    masters = _whole_tensors(comm, subject, lambda: _master_pieces(engine, values=False))
     layouts = {OPTIMIZER_NAME: FileLayout.build(entries)}
     if masters:
         layouts[MASTER_NAME] = FileLayout.build(masters)
@@ -103,7 +104,7 @@ def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
     together(comm, subject, manifest.text)
 
     def pieces() -> Iterator[tuple[str, int, Tensor]]:
-        for name, shard in (*_state_pieces(optimizer), *_master_pieces(engine)):
+        for name, shard in chain(_state_pieces(optimizer), _master_pieces(engine)):
             yield name, shard.start, shard.tensor
 
     return State(Part(WeightFiles.of(layouts), pieces, STATE_FOLDER), manifest)
@@ -184,15 +185,15 @@ def _manifest(engine: Engine, layouts: Mapping[str, FileLayout], **content) -> M
     )
 
 
-def _state_pieces(optimizer: Optimizer) -> Iterator[tuple[str, Shard]]:
-    for key, shard in optimizer.named_state_shards():
+def _state_pieces(optimizer: Optimizer, values: bool = True) -> Iterator[tuple[str, Shard]]:
+    for key, shard in optimizer.named_state_shards(values=values):
         yield f"{shard.name}.{key}", shard
 
 
-def _master_pieces(engine: Engine) -> Iterator[tuple[str, Shard]]:
+def _master_pieces(engine: Engine, values: bool = True) -> Iterator[tuple[str, Shard]]:
     """The masters that the saved weights cannot hold."""
     save_dtype_of = {info.name: info.save_dtype for info in engine.param_infos()}
-    for shard in engine.named_shards():
+    for shard in engine.named_shards(values=values):
         if torch.promote_types(shard.tensor.dtype, save_dtype_of[shard.name]) != save_dtype_of[shard.name]:
             yield shard.name, shard
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.config import Residency
+from hf_zero.config import Place, Residency
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient
@@ -21,12 +21,14 @@ class TensorClass:
         dtype (`torch.dtype`, *optional*): `None` for buffers that hold several.
         nbytes (`int`): on this rank.
         num_parts (`int`): over how many ranks the whole is divided; 1 when every rank holds it.
+        place (`Place`): where they rest.
     """
 
     name: str
     dtype: torch.dtype | None
     nbytes: int
     num_parts: int
+    place: Place = Place.DEVICE
 
 
 def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) -> list[TensorClass]:
@@ -40,23 +42,27 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
             optimizers that are not elementwise counts once it is there.
     """
     plan, num_ranks = engine.plan, engine.comm.num_ranks
-    numel: Counter[tuple[str, torch.dtype, Residency]] = Counter()
+    numel: Counter[tuple[str, torch.dtype, Residency, Place]] = Counter()
     for flat in (flat for unit in engine.units for flat in unit.flats):
         name = "parameters" if flat.trainable else "frozen parameters"
-        numel[name, flat.master_dtype if flat.is_sharded else flat.dtype, plan.compute] += _held(flat, plan.compute)
-        if flat.has_master:
-            numel["masters", flat.master_dtype, plan.master] += _held(flat, plan.master)
+        is_apart = flat.has_master or flat.has_twin
+        dtype = flat.master_dtype if flat.is_sharded and not is_apart else flat.dtype
+        numel[name, dtype, plan.compute, flat.plan.compute_at] += _held(flat, plan.compute)
+        if is_apart:
+            numel["masters", flat.master_dtype, plan.master, flat.master_at] += _held(flat, plan.master)
     for gradient in engine.gradients():
         _count_gradient(gradient, numel)
-    for dtype, count in optimizer.expected_state() if optimizer is not None else ():
-        numel["optimizer state", dtype, plan.master] += count
+    for dtype, count, place in optimizer.expected_state() if optimizer is not None else ():
+        numel["optimizer state", dtype, plan.master, place] += count
     classes = [
-        TensorClass(name, dtype, count * dtype.itemsize, num_ranks if residency is Residency.SHARDED else 1)
-        for (name, dtype, residency), count in numel.items()
+        TensorClass(name, dtype, count * dtype.itemsize, num_ranks if residency is Residency.SHARDED else 1, place)
+        for (name, dtype, residency, place), count in numel.items()
     ]
     gathering, collecting = _slots_nbytes(engine)
     classes += [TensorClass("buffers to gather in", None, gathering, 1)] if gathering else []
     classes += [TensorClass("buffers to collect gradients in", None, collecting, 1)] if collecting else []
+    exchanging = engine.comm.buffer_nbytes
+    classes += [TensorClass("buffers to exchange through", None, exchanging, 1)] if exchanging else []
     return classes
 
 
@@ -67,7 +73,9 @@ def render_classes(classes: list[TensorClass]) -> str:
     for each in classes:
         dtype = str(each.dtype).removeprefix("torch.") if each.dtype is not None else ""
         share = f"1/{each.num_parts} of all" if each.num_parts > 1 else "whole" if each.dtype is not None else ""
-        lines.append(f"  {each.name:<{width}}  {dtype:<8}  {each.nbytes / 2**20:>10.2f} MiB  {share}".rstrip())
+        place = "" if each.place is Place.DEVICE else f"on the {each.place.value}"
+        size = f"{each.nbytes / 2**20:>10.2f} MiB"
+        lines.append(f"  {each.name:<{width}}  {dtype:<8}  {size}  {share}  {place}".rstrip())
     return "\n".join(lines)
 
 
@@ -78,10 +86,11 @@ def _held(flat: Flat, residency: Residency) -> int:
 def _count_gradient(gradient: Gradient, numel: Counter) -> None:
     plan, flat = gradient.flat.plan, gradient.flat
     if gradient.is_persistent:
-        numel["gradients", flat.dtype, Residency.PARTIAL] += flat.layout.full_numel
-    if not gradient.rests_where_collected:
+        numel["gradients", flat.dtype, Residency.PARTIAL, Place.DEVICE] += flat.layout.full_numel
+    if flat.is_away or not gradient.rests_where_collected:
         at_rest = Residency.REPLICATED if plan.grad is Residency.REPLICATED else Residency.SHARDED
-        numel["reduced gradients", gradient.dtype, at_rest] += _held(flat, at_rest)
+        place = Place.HOST if flat.is_away else Place.DEVICE
+        numel["reduced gradients", gradient.dtype, at_rest, place] += _held(flat, at_rest) * (1 + plan.lags)
 
 
 def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:

@@ -6,37 +6,42 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hf_zero.config import Place
 from hf_zero.engine.engine import ZeroEngine
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on one rank by tensor class, each tensor counted once.
+    """Bytes on one rank by tensor class, each tensor counted once; of the device but where it says otherwise.
 
     Args:
         parameter_nbytes (`int`): the parameters as they rest: compute copies at stages 0 to 2, masters at stage 3.
         gradient_nbytes (`int`): gradients that rest between backward and step.
         optimizer_nbytes (`int`): masters that are tensors of their own, and optimizer state.
-        buffer_nbytes (`int`): reused slots for gathering and for collecting gradients.
+        buffer_nbytes (`int`): reused buffers, for gathering, for collecting gradients and for exchanging them.
+        host_nbytes (`int`): what is offloaded to the host's memory, and the buffers through which it goes there.
         ddp_parameter_nbytes (`int`): the same classes under DDP, in the dtypes that the model was loaded in.
         ddp_gradient_nbytes (`int`): likewise.
         ddp_optimizer_nbytes (`int`): likewise.
+        disk_nbytes (`int`): what is offloaded to files.
     """
 
     parameter_nbytes: int
     gradient_nbytes: int
     optimizer_nbytes: int
     buffer_nbytes: int
+    host_nbytes: int
     ddp_parameter_nbytes: int
     ddp_gradient_nbytes: int
     ddp_optimizer_nbytes: int
+    disk_nbytes: int = 0
 
 
 class Optimizer(Protocol):
     """What is asked of a sharded optimizer."""
 
-    def state_tensors(self) -> Iterable[Tensor]:
-        """Every tensor of its state on this rank."""
+    def state_tensors(self) -> Iterable[tuple[Tensor, Place]]:
+        """Every tensor of its state on this rank, and where it rests."""
 
     def unsharded_state_nbytes(self) -> int:
         """Bytes of its state over whole parameters."""
@@ -51,23 +56,30 @@ def measure(engine: ZeroEngine, optimizer: Optimizer | None = None) -> MemoryRep
     """
     flats = [flat for unit in engine.units for flat in unit.flats]
     gradients = list(engine.gradients())
-    parameters = [flat.master if flat.is_sharded else flat.full for flat in flats]
+    here = [flat for flat in flats if not flat.is_away]
+    parameters = [flat.master if flat.is_sharded else flat.full for flat in here]
+    parameters += [flat.twin if flat.is_sharded else flat.full for flat in flats if flat.is_away]
+    parameters = [each for each in parameters if each is not None and not engine.bus.holds(each)]
     state = list(optimizer.state_tensors()) if optimizer else []
-    resting = [g.reduced for g in gradients if g.reduced is not None] + [g.full for g in gradients if g.is_persistent]
-    masters = [flat.master for flat in flats if flat.has_master]
+    resting = [g.reduced for g in gradients if g.reduced is not None and not g.flat.is_away]
+    resting += [g.full for g in gradients if g.is_persistent]
+    masters = [flat.master for flat in here if flat.has_master]
     slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]
     slots += [slot.buffer for unit in engine.units if unit.gradient_slots for slot in unit.gradient_slots.slots]
+    exchanging = [bucket.memory for bucket in engine.comm.buckets if bucket.memory is not None]
     ddp_params = {info.name: info for flat in flats for info in flat.infos}.values()
     return MemoryReport(
         parameter_nbytes=_nbytes(parameters),
         gradient_nbytes=_nbytes(resting),
-        optimizer_nbytes=_nbytes(masters) + _nbytes(state),
-        buffer_nbytes=_nbytes(slots),
+        optimizer_nbytes=_nbytes(masters) + _nbytes(tensor for tensor, place in state if place is Place.DEVICE),
+        buffer_nbytes=_nbytes([*slots, *exchanging]),
+        host_nbytes=engine.bus.host_nbytes + _nbytes(tensor for tensor, place in state if place is Place.HOST),
         ddp_parameter_nbytes=sum(info.shape.numel() * info.save_dtype.itemsize for info in ddp_params),
         ddp_gradient_nbytes=sum(
             info.shape.numel() * info.save_dtype.itemsize for info in ddp_params if info.trainable
         ),
         ddp_optimizer_nbytes=optimizer.unsharded_state_nbytes() if optimizer else 0,
+        disk_nbytes=engine.disk.file.nbytes if engine.disk is not None else 0,
     )
 
 

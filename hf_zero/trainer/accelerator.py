@@ -1,6 +1,7 @@
 """The seam to accelerate: an `Accelerator` that shards a model where the stock one would wrap it in DDP."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +9,10 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 
+from hf_zero.activation import shard_with
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine, compile_blocks, engine_of, gathered
 from hf_zero.engine.access import unit_of
-from hf_zero.engine.build import shard_with
 from hf_zero.errors import ConfigError
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
 from hf_zero.trainer.compat import check_overrides
@@ -46,6 +47,7 @@ class ZeroAccelerator(Accelerator):
     zero_device: torch.device
     last_step: "LastStep"
     trains: Callable[[nn.Module], bool]
+    clips: bool = True  # whether gradients may be clipped between the last backward and the step
 
     @classmethod
     def adopt(
@@ -100,9 +102,13 @@ class ZeroAccelerator(Accelerator):
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def backward(self, loss, **kwargs) -> None:
-        """As ever; the loss is noted."""
+        """As ever; the loss is noted. The step's last backward updates what is offloaded as it goes, where nothing
+        stands between it and the step."""
         self.last_step.add(loss.detach(), ends=self.sync_gradients)
-        super().backward(loss, **kwargs)
+        optimizers = [sharded_of(optimizer) for optimizer in self._optimizers]
+        is_last = self.sync_gradients and not self.clips and self.scaler is None and len(optimizers) == 1
+        with optimizers[0].in_backward() if is_last and optimizers[0] else nullcontext():
+            super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2) -> Tensor:
         """Clips by the exact norm over all shards; `parameters` are those of the prepared model."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from hf_zero.config import REDUCE_DTYPES, STAGES, ZeroConfig, choose
+from hf_zero.config import OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
 from hf_zero.trainer.compat import check_overrides
 
@@ -46,13 +46,22 @@ class ZeroArgumentsMixin:
         zero_stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
             3 also the parameters.
         zero_reduce_dtype (`str`): "fp32" or "bf16", in which gradients are summed over the ranks.
-        zero_bucket_mb (`int`): size in MiB of the buffer through which gradients are exchanged.
+        zero_bucket_mb (`str`): size in MiB of each buffer through which ranks that send messages exchange values, or
+            "auto", by bandwidth.
         zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3.
         zero_keep_gathered (`str`): how many further blocks stay gathered from forward to backward, or "auto".
         zero_shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
+        zero_offload (`str`): what rests in the host's memory instead of the device's: "none"; "optimizer": masters,
+            optimizer state and gradients, updated by the CPU; "params": at stage 3 the parameters too.
+        zero_offload_fraction (`float`): of how much of the model that holds, in whole blocks.
+        zero_offload_dir (`str`, *optional*): a folder, best on an NVMe disk, in whose files what is offloaded rests.
+        zero_delayed_update (`int`): from this optimizer step on, the CPU's update runs beside the next step's forward
+            and backward, and counts one step later; 0: never.
         zero_autocast (`bool`): with `bf16` or `fp16`, keeps the parameters in the dtype that they were loaded in and
             casts them at each use, as `Trainer` does under DDP; autograd keeps the casts, a whole model in half
             precision. By default parameters compute as half-precision copies of fp32 masters.
+        zero_offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory.
+        zero_partition_activations (`bool`): inputs of checkpointed blocks are divided over tensor-parallel ranks.
         zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone.
     """
 
@@ -66,8 +75,12 @@ class ZeroArgumentsMixin:
     zero_reduce_dtype: str = field(
         default="fp32", metadata={"help": "The dtype in which gradients are summed over the ranks: fp32 or bf16."}
     )
-    zero_bucket_mb: int = field(
-        default=8, metadata={"help": "Size in MiB of the buffer through which gradients are exchanged."}
+    zero_bucket_mb: str = field(
+        default="auto",
+        metadata={
+            "help": "Size in MiB of each buffer through which ranks that send messages exchange values, in pieces; "
+            "auto: so large that the latency of a piece counts for little, measured or known."
+        },
     )
     zero_prefetch_units: int = field(
         default=1,
@@ -84,11 +97,42 @@ class ZeroArgumentsMixin:
         default=True,
         metadata={"help": "Lets CPU ranks that are all on one host share memory instead of sending messages."},
     )
+    zero_offload: str = field(
+        default="none",
+        metadata={
+            "help": "What rests in the host's memory instead of the device's: none; optimizer: masters, optimizer "
+            "state and gradients, updated by the CPU; params: at stage 3 the parameters too."
+        },
+    )
+    zero_offload_fraction: float = field(
+        default=1.0, metadata={"help": "Of how much of the model --zero_offload holds, in whole blocks."}
+    )
+    zero_offload_dir: str | None = field(
+        default=None,
+        metadata={"help": "A folder, best on an NVMe disk, in whose files what --zero_offload names rests."},
+    )
+    zero_delayed_update: int = field(
+        default=0,
+        metadata={
+            "help": "From this optimizer step on, the CPU's update runs beside the next step's forward and backward, "
+            "and counts one step later; 0: never."
+        },
+    )
     zero_autocast: bool = field(
         default=False,
         metadata={
             "help": "With --bf16 or --fp16, keeps the parameters in the dtype that they were loaded in and casts them "
             "at each use, as Trainer does, instead of computing with half-precision copies of fp32 masters."
+        },
+    )
+    zero_offload_activations: bool = field(
+        default=False,
+        metadata={"help": "Inputs of checkpointed blocks rest in the host's memory from forward to backward."},
+    )
+    zero_partition_activations: bool = field(
+        default=False,
+        metadata={
+            "help": "Inputs of checkpointed blocks are divided over the ranks of the model's tensor parallelism."
         },
     )
     zero_async_save: bool = field(
@@ -136,23 +180,31 @@ class ZeroArgumentsMixin:
         choose("zero_stage", self.zero_stage, STAGES)
         self.zero_stage = int(self.zero_stage)
         dtype = choose("zero_reduce_dtype", self.zero_reduce_dtype, REDUCE_DTYPES)
-        if self.zero_bucket_mb < 1:
-            raise ConfigError(f"zero_bucket_mb: {self.zero_bucket_mb} is not a size; give 1 or more (MiB)")
+        bucket = str(self.zero_bucket_mb)
+        if bucket != "auto" and (not bucket.isdecimal() or int(bucket) < 1):
+            raise ConfigError(f"zero_bucket_mb: {bucket} is not a size; give 1 or more (MiB), or auto")
         if self.zero_prefetch_units < 0:
             raise ConfigError(f"zero_prefetch_units: {self.zero_prefetch_units} is negative; give 0 or more")
         kept = str(self.zero_keep_gathered)
         if kept != "auto" and not kept.isdecimal():
             raise ConfigError(f"zero_keep_gathered: {kept!r} is no number of blocks; give 0 or more, or auto")
+        choose("zero_offload", self.zero_offload, OFFLOADS)
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
         return ZeroConfig(
             stage=self.zero_stage,
             compute_dtype=None if self.zero_autocast else half,
             reduce_dtype=dtype,
-            bucket_nbytes=self.zero_bucket_mb * 2**20,
+            bucket_nbytes="auto" if bucket == "auto" else int(bucket) * 2**20,
             prefetch_units=self.zero_prefetch_units,
             keep_gathered="auto" if kept == "auto" else int(kept),
             shared_memory=self.zero_shared_memory,
+            offload=self.zero_offload,
+            offload_fraction=self.zero_offload_fraction,
+            offload_dir=self.zero_offload_dir,
+            delayed_update=self.zero_delayed_update,
             timeout_seconds=float(self.ddp_timeout),
+            offload_activations=self.zero_offload_activations,
+            partition_activations=self.zero_partition_activations,
         )
 
     def _take_launchers_precision(self) -> None:
@@ -172,6 +224,18 @@ class ZeroArgumentsMixin:
             )
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size: ranks would disagree on the batch size; set the batch size")
+        # the newer name, and the older one
+        is_checkpointed = any(getattr(self, f"{name}_checkpointing", False) for name in ("activation", "gradient"))
+        for name in ("zero_offload_activations", "zero_partition_activations"):
+            if getattr(self, name) and not is_checkpointed:
+                raise ConfigError(
+                    f"{name}: says where inputs of checkpointed blocks rest, and nothing is checkpointed; add "
+                    "--gradient_checkpointing"
+                )
+            if getattr(self, name) and self.torch_compile:
+                raise ConfigError(
+                    f"{name}: compiled blocks keep their inputs inside their graphs; leave --torch_compile out"
+                )
         if self.zero_autocast and not (self.bf16 or self.fp16):
             raise ConfigError("zero_autocast: says how --bf16 or --fp16 is done, and neither is set; add --bf16")
 

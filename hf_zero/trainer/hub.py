@@ -19,8 +19,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import get_session
 from transformers import Trainer
 
-from hf_zero.checkpoint.agreement import gathered, together
 from hf_zero.comm import Comm, DistributedComm
+from hf_zero.comm.agreement import gathered, together
 from hf_zero.engine import engine_of
 from hf_zero.errors import HfZeroError, HubError
 from hf_zero.trainer.card import card_text, facts_of

@@ -24,11 +24,11 @@ from hf_zero.checkpoint import (
     save_pretrained,
     save_state,
 )
-from hf_zero.checkpoint.agreement import on_first, reraise, together
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.quantized import refuse_quantized_model
 from hf_zero.checkpoint.staging import restore_replaced
+from hf_zero.comm.agreement import on_first, reraise, together
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, ConfigError
@@ -40,6 +40,7 @@ from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub import PushMixin
 from hf_zero.trainer.memory import TellMemory
+from hf_zero.trainer.parallel import apart, arrange, refuse_divided
 from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks, rotation
@@ -93,6 +94,7 @@ class ZeroTrainerMixin(PushMixin):
                 _refuse_model(name, given[name], settings)
         _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
         super().__init__(**given)
+        self.is_distributed_loading_by_transformers = False  # whose own ways to train it are not ours
         if is_adapter_model(self.model):
             refuse_adapters(self.model)
 
@@ -114,13 +116,16 @@ class ZeroTrainerMixin(PushMixin):
         return load_pretrained(pretrained_class(name, **settings), name, **settings)
 
     def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
+        with apart(self.model):
+            super().create_accelerator_and_postprocess()
+        arrange(self.accelerator, self.model)
         ZeroAccelerator.adopt(
             self.accelerator,
             self.args.zero_config(),
             self.args.device,
             trains=lambda model: model is self.model,  # `evaluate` prepares it too
         )
+        self.accelerator.clips = bool(self.args.max_grad_norm)
         self._saver = Saver(in_background=self.args.zero_async_save)
         self.resumed = Resumed()
         self._start = Position(0, 0, 0)  # where this run's data begins
@@ -172,6 +177,7 @@ class ZeroTrainerMixin(PushMixin):
         `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and trains on as it was."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine, shown = self.accelerator.shard(self.model), nullcontext()
+        engine.settle()  # what is measured is what a checkpoint of now would hold
         if dtype is not None and not self.is_in_train:
             if self._zero_optimizer is not None:
                 self._zero_optimizer.eval()  # schedule-free ones: Trainer does it when the model is shown already
@@ -405,6 +411,7 @@ def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin) -> None
     if args.zero_stage == 3:
         refuse_quantized_model(model)
     if engine_of(model) is None:
+        refuse_divided(name, model, args)
         refuse_what_cannot_be_sharded(model, args.device)
 
 

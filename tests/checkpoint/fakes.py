@@ -71,7 +71,7 @@ class FakeEngine:
     def ranges(self, numel: int, resident: bool) -> list[tuple[int, int]]:
         return [(0, numel)] if resident and self.stage == 0 else owned_ranges(numel, self.comm)
 
-    def named_shards(self, resident=False):
+    def named_shards(self, resident=False, values=True):
         for info in self._infos:
             for start, stop in self.ranges(info.shape.numel(), resident):
                 yield FakeShard(info.name, info.shape, start, self.masters[info.name][start:stop])
@@ -100,7 +100,7 @@ class FakeOptimizer:
                 for key in self.keys:
                     self.state[info.name][key].copy_(expected_moment(info, key))
 
-    def named_state_shards(self, resident=False):
+    def named_state_shards(self, resident=False, values=True):
         for info in self.engine.param_infos():
             for key, tensor in self.state.get(info.name, {}).items():
                 for start, stop in self.engine.ranges(info.shape.numel(), resident):

@@ -88,12 +88,14 @@ def test_two_processes_learn_and_the_last_line_is_a_command_that_works(flags, tm
     assert re.search(r"'label': '(food|film)'", command.stdout), command.stderr
 
 
+@pytest.mark.rotating
 def test_torchrun_starts_the_same_run(flags, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     launcher += ["--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1"]
     check_run(run_command([*launcher, *RUN, *flags, "--zero_stage", "2"], tmp_path), tmp_path)
 
 
+@pytest.mark.rotating
 def test_one_process_needs_no_launcher(flags, tmp_path):
     check_run(run_command([*RUN, *flags, "--zero_stage", "3"], tmp_path), tmp_path)
 

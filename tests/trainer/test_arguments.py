@@ -25,7 +25,8 @@ REFUSED = {
     "a stage too high": ({"zero_stage": 7}, "zero_stage: 7 .*nearest is '3'"),
     "a negative stage": ({"zero_stage": -1}, "zero_stage: -1 .*nearest is '0'"),
     "an unknown dtype": ({"zero_reduce_dtype": "bfloat16"}, "zero_reduce_dtype: 'bfloat16' .*nearest is 'bf16'"),
-    "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*give 1 or more"),
+    "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*give 1 or more .*or auto"),
+    "a bucket that is no number": ({"zero_bucket_mb": "large"}, "zero_bucket_mb: large is not a size; .*or auto"),
     "blocks that are no number": (
         {"zero_keep_gathered": "some"},
         "zero_keep_gathered: 'some' .*give 0 or more, or auto",
@@ -152,3 +153,13 @@ def test_an_output_dir_that_cannot_be_written_is_refused_before_a_model_is_loade
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="output_dir .*: .*file is not a folder; give a folder that can be written"):
         ZeroTrainingArguments(output_dir=str(tmp_path / "file" / "out"), use_cpu=True)
+
+
+@pytest.mark.parametrize("name", ["offload_activations", "partition_activations"])
+def test_settings_of_checkpointed_inputs_need_checkpointing(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"zero_{name}: .* nothing is checkpointed; add --gradient_checkpointing"):
+        _arguments(tmp_path, **{f"zero_{name}": True})
+    config = _arguments(tmp_path, gradient_checkpointing=True, **{f"zero_{name}": True}).zero_config()
+    assert getattr(config, name) is True
+    with pytest.raises(ConfigError, match=f"zero_{name}: compiled blocks .*; leave --torch_compile out"):
+        _arguments(tmp_path, gradient_checkpointing=True, torch_compile=True, **{f"zero_{name}": True})

@@ -21,7 +21,10 @@ FACTS = RunFacts(
     precision="bf16 with fp32 masters",
     train_seconds=61.25,
     num_steps=40,
-    memory=(MemoryReport(2**20, 0, 2**21, 2**19, 2**21, 2**21, 2**22), MemoryReport(2**20, 0, 2**21, 0, 1, 1, 1)),
+    memory=(
+        MemoryReport(2**20, 0, 2**21, 2**19, 0, 2**21, 2**21, 2**22),
+        MemoryReport(2**20, 0, 2**21, 0, 0, 1, 1, 1),
+    ),
     metrics={"eval_accuracy": 0.85342},
     hyperparameters={"learning_rate": 2e-5, "optimizer": "adamw | betas\n(0.9, 0.999)"},
     versions={"hf_zero": "0.1.0"},

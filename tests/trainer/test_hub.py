@@ -130,6 +130,7 @@ def test_a_wrong_token_ends_both_ranks_with_one_line(server, tmp_path):
     assert out.count("\n") == other_out.count("\n") == 1
 
 
+@pytest.mark.rotating
 def test_uploads_that_fail_on_the_way_are_told_and_the_last_one_counts(server, tmp_path, assert_same):
     server.clear()
     server.drops["commit"] = 2  # the client does not try a commit again; Trainer does not look

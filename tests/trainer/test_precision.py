@@ -241,6 +241,9 @@ def _tells(folder, stage, settings):
     counts = 4 * len(trainer._zero_optimizer.runs)
     assert masters + told["optimizer state"].nbytes + counts == report.optimizer_nbytes
     assert told["parameters"].nbytes == report.parameter_nbytes
+    kept = sum(told[name].nbytes for name in ("buffers to gather in", "buffers to exchange through") if name in told)
+    if not trainer.zero_engine.comm.shares_memory:  # where they do, what gradients are collected in is kept as well
+        assert kept == report.buffer_nbytes
     return [" ".join(line.split()) for line in lines]
 
 
@@ -256,6 +259,7 @@ def test_the_start_says_what_each_rank_holds_and_it_is_what_is_measured(tmp_path
         "gradients bfloat16",
         "reduced gradients float32",
         "optimizer state float32",
+        "buffers to exchange through",
     ], lines
     assert lines[1].endswith("1/2 of all") and lines[0].endswith("whole")
     assert any(

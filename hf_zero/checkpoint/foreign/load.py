@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.agreement import together
 from hf_zero.checkpoint.foreign.detect import Kind, detect
 from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState
 from hf_zero.checkpoint.interfaces import Engine, Optimizer
 from hf_zero.checkpoint.load import ignored_pattern, load_weights
 from hf_zero.checkpoint.tensor_names import saved_tensors, shortened
+from hf_zero.comm.agreement import together
 from hf_zero.errors import CheckpointError
 
 
@@ -185,7 +185,7 @@ def _check_keys(folder: str | os.PathLike, state: ForeignState, optimizer: Optim
     """Refuses state of another optimizer, whose tensors would have no place or leave places empty, and of another
     shape."""
     held: dict[str, set[str]] = {}
-    for key, shard in optimizer.named_state_shards(resident=True):
+    for key, shard in optimizer.named_state_shards(resident=True, values=False):
         held.setdefault(shard.name, set()).add(key)
         tensor = state.tensors.get(shard.name, {}).get(key)
         if tensor is not None:

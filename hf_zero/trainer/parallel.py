@@ -1,0 +1,77 @@
+"""Models that transformers has divided over tensor-parallel ranks: in a trainer, ranks of a group see one batch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hf_zero.engine.divided import dividing_group
+from hf_zero.errors import ConfigError
+
+
+def refuse_divided(name: str, model: nn.Module, args) -> None:
+    """Refuses what does not go with a model that tensor-parallel ranks divide, before anything is done with it.
+
+    Args:
+        name (`str`): of the trainer's argument.
+        model (`nn.Module`): not yet sharded.
+        args (`TrainingArguments`): of the trainer.
+
+    Raises:
+        `ConfigError`: naming the setting.
+    """
+    group = dividing_group(model)
+    if group is None:
+        if args.zero_partition_activations and name == "model":
+            raise ConfigError(
+                "zero_partition_activations: divides what tensor-parallel ranks hold several times, and the model is "
+                "not divided over such ranks; use zero_offload_activations, or load the model with "
+                "distributed_config=hf_zero.TensorParallel(...)"
+            )
+        return
+    if getattr(model, "tp_size", None) != dist.get_world_size(group):
+        raise ConfigError(
+            f"{name}: is divided over tensor-parallel ranks by hand, so the trainer cannot know which ranks see the "
+            "same data; load it with from_pretrained(..., distributed_config=hf_zero.TensorParallel(...))"
+        )
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
+        raise ConfigError(
+            "save_strategy: checkpoints of a model that is divided over tensor-parallel ranks are not written; use "
+            "save_strategy='no', and save at the end: with hf_zero.gathered(model): model.save_pretrained(folder)"
+        )
+
+
+@contextmanager
+def apart(model: nn.Module | None) -> Iterator[None]:
+    """Keeps from accelerate that a model is divided already: it would look for FSDP along the other axis.
+
+    Args:
+        model (`nn.Module`, *optional*): any.
+    """
+    tp_size = getattr(model, "_tp_size", None)
+    if tp_size is None:
+        yield
+        return
+    model._tp_size = None
+    try:
+        yield
+    finally:
+        model._tp_size = tp_size
+
+
+def arrange(accelerator: Accelerator, model: nn.Module | None) -> None:
+    """Tells an accelerator which ranks see the same data.
+
+    Args:
+        accelerator (`Accelerator`): whose loaders deal it out.
+        model (`nn.Module`, *optional*): any.
+    """
+    tp_size = getattr(model, "_tp_size", None) or 1
+    if tp_size > 1:
+        shape = (accelerator.num_processes // tp_size, tp_size)
+        accelerator.state.device_mesh = init_device_mesh(
+            accelerator.device.type, shape, mesh_dim_names=("dp_shard", "tp")
+        )

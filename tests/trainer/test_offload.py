@@ -1,0 +1,132 @@
+"""Offload under `ZeroTrainer`: the same bits as without, and checkpoints that go on either way."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_zero.optim import sharded_of
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import Rows, assert_equal, assert_learned, make, record, seed_everything, train
+from tests.trainer.test_precision import Scaled
+
+
+LIMIT = 300.0
+PLACES = [(2, "optimizer"), (3, "params")]
+each_place = pytest.mark.parametrize("stage, offload", PLACES)
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, "gradient_accumulation_steps": 2}
+
+
+def feature(name: str):
+    return pytest.mark.support(name, area="Offload")
+
+
+def _trains(folder: str, stage: int, offload: str) -> None:
+    for settings in ({"gradient_accumulation_steps": 2}, {"bf16": True, "max_grad_norm": 0.0}):
+        plain = train(stage, folder, "llama", **settings)
+        trainer = make(stage, folder, _built(), Rows("llama"), zero_offload=offload, **settings)
+        stepped_early = _watch(trainer)
+        trainer.train()
+        assert_equal(record(trainer), plain, f"{settings}")
+        assert bool(stepped_early) is (settings.get("max_grad_norm") == 0.0), "without clipping, in backward"
+
+
+def _built(name: str = "llama"):
+    seed_everything()
+    return models.build(name)
+
+
+def _watch(trainer) -> list:
+    """The units that were updated while backward still ran."""
+    updated, prepare = [], trainer.accelerator.prepare_optimizer
+
+    def watched(*args, **kwargs):
+        prepared = prepare(*args, **kwargs)
+        host = sharded_of(prepared)._host
+        post = host._post
+        host._post = lambda *given: (updated.append(given[-1]), post(*given))
+        return prepared
+
+    trainer.accelerator.prepare_optimizer = watched
+    return updated
+
+
+@feature("ZeroTrainer: accumulation and clipping; bf16 without clipping, updated in backward")
+@each_place
+def test_a_trainer_that_offloads_gives_the_same_bits(tmp_path, stage, offload):
+    run_ranks(_trains, 2, str(tmp_path), stage, offload, timeout=LIMIT)
+
+
+def _adapters(folder: str, stage: int, offload: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        seed_everything()
+        return get_peft_model(
+            models.build("llama"), LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+        )
+
+    settings = {"learning_rate": 1e-2, "bf16": True, "gradient_checkpointing": True}
+    plain = train(stage, folder, "llama", model=adapted(), **settings)
+    assert_learned(plain)
+    away = train(stage, folder, "llama", model=adapted(), zero_offload=offload, **settings)
+    assert_equal(away, plain, "LoRA over a frozen base")
+
+
+@pytest.mark.rotating
+@feature("PEFT: LoRA over a frozen base, gradient checkpointing")
+@each_place
+def test_adapters_train_with_offload(tmp_path, stage, offload):
+    pytest.importorskip("peft")
+    run_ranks(_adapters, 2, str(tmp_path), stage, offload, timeout=LIMIT)
+
+
+def _fp16(folder: str, stage: int, offload: str) -> None:
+    runs = []
+    for settings in ({}, {"zero_offload": offload}):
+        mixin_on = type("Scaled", (Scaled,), {"autocasts": True})
+        trainer = make(stage, folder, _built("bert"), Rows("bert"), mixin_on=mixin_on, **settings)
+        trainer.accelerator.zero_config = replace(trainer.accelerator.zero_config, compute_dtype=torch.float16)
+        trainer.train()
+        runs.append(record(trainer))
+        assert runs[-1].norms.pop(2) != runs[-1].norms[1], "the overflow"
+    assert_equal(*runs, "fp16 with a loss scale, an overflow on one rank")
+
+
+@pytest.mark.rotating
+@feature("fp16 with a loss scale")
+@each_place
+def test_an_overflow_skips_the_step_on_the_host_too(tmp_path, stage, offload):
+    run_ranks(_fp16, 2, str(tmp_path), stage, offload, timeout=LIMIT)
+
+
+def _resumes(folder: str, stage: int, offload: str) -> None:
+    away = {"zero_offload": offload, "bf16": True}
+    plain = train(1, f"{folder}/plain", "llama-tied", bf16=True, **SAVING)
+    saved = train(stage, f"{folder}/away", "llama-tied", zero_async_save=True, **away, **SAVING)
+    assert_equal(saved, plain, "saved in the background, offloaded, and not")
+    back = train(1, folder, "llama-tied", resume=f"{folder}/away/checkpoint-3", bf16=True, **SAVING)
+    assert_equal(back, plain, "saved offloaded, resumed on the device")
+    there = train(stage, folder, "llama-tied", resume=f"{folder}/plain/checkpoint-3", **away, **SAVING)
+    assert_equal(there, plain, "saved from the device, resumed offloaded")
+
+
+@feature("Resuming with and without it, saves in the background")
+@each_place
+def test_a_checkpoint_goes_on_with_and_without_offload(tmp_path, stage, offload):
+    run_ranks(_resumes, 2, str(tmp_path), stage, offload, timeout=LIMIT)
+
+
+def _resumes_late(folder: str, stage: int, offload: str) -> None:
+    settings = {**SAVING, "zero_offload": offload, "zero_delayed_update": 1}
+    whole = train(stage, folder, "llama", **settings)
+    resumed = train(stage, folder, "llama", resume=f"{folder}/checkpoint-3", **settings)
+    assert_equal(resumed, whole, "what is saved has no update under way")
+
+
+@pytest.mark.rotating
+@feature("Delayed update: resuming")
+@each_place
+def test_a_delayed_run_resumes_where_it_saved(tmp_path, stage, offload):
+    run_ranks(_resumes_late, 2, str(tmp_path), stage, offload, timeout=LIMIT)

@@ -1,0 +1,56 @@
+"""Tensor-parallel models in a trainer: the numbers are those of plain `Trainer` over the data-parallel ranks alone."""
+
+import pytest
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.errors import ConfigError
+from tests import models
+from tests.activation.parallel import loaded, saved, whole
+from tests.distributed import run_ranks
+from tests.trainer.harness import PLAIN, Rows, assert_close, make, record, seed_everything, train
+
+
+SETTINGS = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "max_steps": 3}
+
+
+def _plain(folder: str, pretrained: str):
+    return train(PLAIN, folder, "llama", model=loaded(pretrained), **SETTINGS)
+
+
+def _divided(folder: str, pretrained: str, stage: int, flags: dict):
+    seed_everything()
+    trainer = make(stage, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, **flags)
+    trainer.train()
+    assert trainer.zero_engine.comm.num_ranks == dist.get_world_size() // 2
+    with hf_zero.gathered(trainer.model):
+        weights = {name: whole(p).float().cpu() for name, p in trainer.model.named_parameters()}
+    run = record(trainer)
+    run.weights = weights
+    return run
+
+
+@pytest.mark.support("Tensor parallelism in ZeroTrainer", area="ZeRO-R")
+@pytest.mark.rotating
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_tensor_parallel_model_trains_as_the_whole_one_under_ddp(tmp_path, stage):
+    pretrained = saved("llama", tmp_path)
+    plain = run_ranks(_plain, 2, str(tmp_path / "plain"), pretrained, timeout=240)
+    flags = {"zero_partition_activations": True, "zero_offload_activations": True}
+    own = run_ranks(_divided, 4, str(tmp_path / "own"), pretrained, stage, flags, timeout=240)
+    for rank, run in enumerate(own):
+        assert_close(run, plain[rank // 2], f"stage {stage}, rank {rank}")
+
+
+def _refused(folder: str, pretrained: str) -> None:
+    with pytest.raises(
+        ConfigError, match="save_strategy: checkpoints of a model that is divided .* save_strategy='no'"
+    ):
+        make(3, folder, loaded(pretrained, 2), Rows("llama"), **{**SETTINGS, "save_strategy": "steps"})
+    with pytest.raises(ConfigError, match="zero_partition_activations: .*; use zero_offload_activations, or load"):
+        make(3, folder, models.build("llama"), Rows("llama"), **SETTINGS, zero_partition_activations=True)
+
+
+@pytest.mark.support("Tensor parallelism: checkpoints in ZeroTrainer", area="ZeRO-R", refused=True, stages=(1, 2, 3))
+def test_what_does_not_go_with_a_tensor_parallel_model_is_refused(tmp_path):
+    run_ranks(_refused, 2, str(tmp_path / "out"), saved("llama", tmp_path), timeout=240)
