@@ -12,10 +12,9 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.launch import GroupError, remove_shared_memory, run_group, shared_memory_files
+from benchmarks.launch import BACKENDS, GroupError, remove_shared_memory, run_group, shared_memory_files
 from benchmarks.machine import describe_machine, one_line
 from benchmarks.names import ALL_MODES, missing_package, parse_mode
 from benchmarks.report import bytes_table, ratios_table, summarize, time_table
@@ -28,16 +27,14 @@ _LEFT_BY_PEERS = ("deepspeed",)  # names in /dev/shm that a peer does not remove
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
-    # Set before the server process starts: ranks inherit it.
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    set_environment(options)
     report = {"machine": describe_machine(), "settings": vars(options) | {"json": None}, "results": {}}
     print(one_line(report["machine"]))
-    modes = _present_modes(options.modes)
+    modes = present_modes(options.modes)
     failed = False
-    for dtype in ("fp32", "bf16") if options.dtype == "both" else (options.dtype,):
-        raw = measure(modes, replace(_workload(options), dtype=dtype), options)
+    for workload in workloads(options):
+        dtype = workload.dtype
+        raw = measure(modes, workload, options)
         summary = summarize(raw, options.compare)
         report["results"][dtype] = {"raw": raw, "summary": summary}
         _print_tables(dtype, raw, summary, options)
@@ -48,14 +45,25 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def set_environment(options: argparse.Namespace) -> None:
+    """Before the server process starts: ranks inherit it."""
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ.setdefault("DS_ACCELERATOR", options.device)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare",
-        description=__doc__.splitlines()[0],
-        epilog=f"Modes: {', '.join(ALL_MODES)}",
-    )
-    parser.add_argument("--modes", default=DEFAULT_MODES, help="comma-separated; default: %(default)s")
-    parser.add_argument("--compare", default="fsdp2,ddp", help="modes to give ratios against (default: %(default)s)")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__.splitlines()[0])
+    add_arguments(parser, modes=DEFAULT_MODES, references="fsdp2,ddp")
+    return checked(parser, parser.parse_args(argv))
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, modes: str, references: str) -> None:
+    """What every comparison of modes in one run can be told."""
+    parser.epilog = f"Modes: {', '.join(ALL_MODES)}"
+    parser.add_argument("--modes", default=modes, help="comma-separated; default: %(default)s")
+    parser.add_argument("--compare", default=references, help="modes to give ratios against (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "both"), default="fp32")
     parser.add_argument("--num_processes", type=int, default=2, help="ranks (default: %(default)s)")
@@ -70,7 +78,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write raw numbers, medians and ratios here")
     parser.add_argument("--smoke", action="store_true", help="a model of 0.1 M, one round of two steps: does it run?")
-    options = parser.parse_args(argv)
+
+
+def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
     options.modes = _names(parser, options.modes)
     options.compare = _names(parser, options.compare)
     if options.smoke:
@@ -90,13 +100,13 @@ def _names(parser: argparse.ArgumentParser, text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _workload(options: argparse.Namespace) -> Workload:
-    return Workload(
-        size=options.size, seq=options.seq, batch=options.batch, accumulate=options.accumulate, seed=options.seed
-    )
+def workloads(options: argparse.Namespace) -> list[Workload]:
+    """One of each dtype that is asked for."""
+    shape = {name: getattr(options, name) for name in ("size", "seq", "batch", "accumulate", "seed")}
+    return [Workload(dtype=dtype, **shape) for dtype in ("fp32", "bf16") if options.dtype in (dtype, "both")]
 
 
-def _present_modes(names: list[str]) -> list[str]:
+def present_modes(names: list[str]) -> list[str]:
     """The modes whose package is installed; says which are left out."""
     present = []
     for name in names:
@@ -132,11 +142,16 @@ def _attempt(raw: dict, name: str, task: str, workload: Workload, options: argpa
     if entry["error"]:
         return
     spec = {"mode": name, "workload": workload.to_dict(), "wire_steps": 2}
-    spec |= {"steps": options.steps, "warmup": options.warmup}
+    spec |= {"steps": options.steps, "warmup": options.warmup, "device": options.device, "threads": options.threads}
     before, start = shared_memory_files(), time.monotonic()
     try:
         ranks = run_group(
-            f"benchmarks.worker:{task}", spec, num_processes=options.num_processes, timeout=options.timeout
+            f"benchmarks.worker:{task}",
+            spec,
+            num_processes=options.num_processes,
+            timeout=options.timeout,
+            backend=BACKENDS[options.device],
+            start="spawn" if options.device == "cuda" else "forkserver",
         )
     except GroupError as error:
         entry["error"] = str(error)

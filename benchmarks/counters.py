@@ -53,6 +53,9 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+BUS_WAYS = ("up", "down")  # verbs of copies between host and device, which reach no other rank
+
+
 def engine_counters(engine) -> dict[str, float]:
     """Bytes that an hf_zero engine says it sent, by verb (`engine.comm.counters`); {} where it does not say."""
     counters = getattr(getattr(engine, "comm", None), "counters", None)

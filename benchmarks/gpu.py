@@ -1,6 +1,7 @@
 """hf_zero on one NVIDIA GPU: speed and memory in one process, and correctness of two ranks that share the device.
 
     python -m benchmarks.gpu --json out.json
+    python -m benchmarks.gpu --offload --help            # another program: what does not fit the device
 
 Needs torch and transformers alone. `--device cpu --size tiny` tries the program where there is no GPU.
 """
@@ -32,6 +33,11 @@ _CORRECTNESS_STEPS = 6
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if "--offload" in argv:
+        from benchmarks import gpu_offload
+
+        return gpu_offload.main([word for word in argv if word != "--offload"])
     options = parse_arguments(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     report = {"machine": describe_machine() | {"gpu": describe_gpu(options.device)}, "settings": vars(options).copy()}
@@ -48,6 +54,9 @@ def main(argv: list[str] | None = None) -> int:
         report["ranks"] = check_ranks(options)
         _print_ranks(options, report["ranks"])
         failed = failed or any(entry["error"] or not entry["agrees"] for entry in report["ranks"].values())
+    if "fragmentation" in options.parts:
+        report["fragmentation"] = measure_fragmentation(options)
+        failed = failed or any(e["error"] for part in report["fragmentation"].values() for e in part.values())
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if failed else 0
@@ -55,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--offload", action="store_true", help="another program: see --offload --help")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--modes", default="plain,plain-bf16,fsdp2,deepspeed-3,hf_zero-3", help="default: %(default)s")
     parser.add_argument("--size", choices=SIZES, default="1b", help="default: %(default)s")
@@ -64,7 +74,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps per mode and round (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--peak_tflops", type=float, help="for MFU, where the device is not known")
-    parser.add_argument("--parts", default="speed,ranks", help="speed, ranks or both (default: %(default)s)")
+    parser.add_argument("--parts", default="speed,ranks", help="of speed, ranks, fragmentation (default: %(default)s)")
+    parser.add_argument("--lengths", type=int, default=200, help="steps of varying length (default: %(default)s)")
     parser.add_argument("--ranks_size", choices=SIZES, help="model of the two ranks (default: tiny, on a CPU smoke)")
     parser.add_argument("--stages", default="0,1,2,3", help="stages of the two ranks (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one process group")
@@ -273,6 +284,26 @@ def _print_ranks(options: argparse.Namespace, checks: dict[str, dict]) -> None:
             rows,
         )
     )
+
+
+def measure_fragmentation(options: argparse.Namespace) -> dict[str, dict]:
+    """All modes in one process, then the stages on two ranks that share the device, where ZeRO's own slots are."""
+    from benchmarks import fragmentation
+
+    group = {"device": options.device, "timeout": options.timeout, "start": _start(options)}
+    alone = Workload(size=options.size, dtype="bf16", seq=options.seq, batch=options.batch)
+    shared = replace(alone, size=options.ranks_size)
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    jobs = {
+        1: (options.modes, alone, {**group, "backend": backend}),
+        2: ([f"hf_zero-{stage}" for stage in options.stages], shared, group),
+    }
+    found = {}
+    for num_ranks, (modes, workload, settings) in jobs.items():
+        key = f"{num_ranks} rank(s)"
+        found[key] = fragmentation.measure(modes, workload, steps=options.lengths, num_ranks=num_ranks, group=settings)
+        fragmentation.print_table(found[key], workload, steps=options.lengths, num_ranks=num_ranks)
+    return found
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 
+# FSDP2's host tensors and the norms of them are reduced by gloo, those of a GPU by nccl
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
 class GroupError(RuntimeError):
     """A rank raised, died, or did not answer in time; the whole group has been ended."""
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import placement
 from benchmarks.counters import engine_counters
 from benchmarks.names import parse_mode
 from benchmarks.workload import Workload
@@ -54,6 +55,10 @@ class Plain:
     def counters(self) -> dict[str, float]:
         """Numbers the mode keeps about its own communication."""
         return {}
+
+    def host_nbytes(self) -> int:
+        """Bytes of what the mode offloads to the host, see `benchmarks.placement`."""
+        return 0
 
 
 class PlainBF16(Plain):
@@ -102,13 +107,16 @@ class FSDP2(Plain):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        settings = {"mesh": init_device_mesh(self.device, (dist.get_world_size(),))}
+        settings = {"mesh": init_device_mesh(self.device, (dist.get_world_size(),)), **self.settings()}
         if self.workload.dtype == "bf16":
             settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.model.layers:
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **settings)
         # The root is needed again at once in backward: FSDP2's default keeps it, and so do we.
         return fully_shard(model, **settings)
+
+    def settings(self) -> dict:
+        return {}
 
     @contextlib.contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -124,6 +132,18 @@ class FSDP2NoReshard(FSDP2):
     """FSDP2 that keeps the gathered weights from forward to backward: closer to stage 2."""
 
     reshard_after_forward = False
+
+
+class FSDP2Offload(FSDP2):
+    """FSDP2 whose shards of parameters, gradients and state rest on the host, where AdamW updates them."""
+
+    def settings(self) -> dict:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return {"offload_policy": CPUOffloadPolicy(pin_memory=self.device != "cpu")}
+
+    def host_nbytes(self) -> int:
+        return placement.fsdp2_host_nbytes(self.model, self.optimizer)
 
 
 class DeepSpeed(Plain):
@@ -151,7 +171,7 @@ class DeepSpeed(Plain):
         return self.optimizer
 
     def config(self) -> dict:
-        zero = {"stage": self.stage, "reduce_bucket_size": self.bucket_numel}
+        zero = {"stage": self.stage, "reduce_bucket_size": self.bucket_numel, **self.offloaded()}
         if self.stage == 3:
             zero |= {"stage3_prefetch_bucket_size": self.bucket_numel}
         else:
@@ -162,9 +182,13 @@ class DeepSpeed(Plain):
             "gradient_clipping": self.workload.max_grad_norm,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": self.workload.dtype == "bf16"},
             "steps_per_print": 10**9,
         }
+
+    def offloaded(self) -> dict:
+        return {}
 
     def forward(self, batch: dict) -> torch.Tensor:
         return self.model(**batch).loss
@@ -182,11 +206,28 @@ class DeepSpeed(Plain):
         self.model.step()  # clips, steps and clears
 
 
+class DeepSpeedOffload(DeepSpeed):
+    """ZeRO-Offload: optimizer and gradients on the host, at stage 3 the parameters too.
+
+    The update is torch's fused AdamW, as everywhere here; DeepSpeed's own CPU optimizer is an extension that has to be
+    compiled.
+    """
+
+    def offloaded(self) -> dict:
+        host = {"device": "cpu", "pin_memory": self.device != "cpu"}
+        return {"offload_optimizer": host} | ({"offload_param": host} if self.stage == 3 else {})
+
+    def host_nbytes(self) -> int:
+        return placement.deepspeed_host_nbytes(self.model, self.optimizer)
+
+
 class HFZero(Plain):
-    """hf_zero at one stage; `options` go to `hf_zero.shard` as they are."""
+    """hf_zero at one stage; `options` go to `hf_zero.shard` as they are, but for `in_backward`: no clipping, and the
+    update is made while backward runs, where the engine can."""
 
     def __init__(self, model: nn.Module, workload: Workload, *, stage: int, options: dict | None = None) -> None:
-        self.stage, self.options = stage, options or {}
+        self.stage, self.options = stage, dict(options or {})
+        self.in_backward = self.options.pop("in_backward", False)
         super().__init__(model, workload)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -201,16 +242,25 @@ class HFZero(Plain):
 
         return hf_zero.ShardedOptimizer(self.engine, torch.optim.AdamW, lr=self.workload.learning_rate, fused=True)
 
+    @contextlib.contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        with self.optimizer.in_backward() if last and self.in_backward else contextlib.nullcontext():
+            yield
+
     def forward(self, batch: dict) -> torch.Tensor:
         return self.model(**batch).loss
 
     def update(self) -> None:
-        self.optimizer.clip_grad_norm_(self.workload.max_grad_norm)
+        if not self.in_backward:
+            self.optimizer.clip_grad_norm_(self.workload.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def counters(self) -> dict[str, float]:
         return engine_counters(self.engine)
+
+    def host_nbytes(self) -> int:
+        return placement.hf_zero_host_nbytes(self.engine, self.optimizer)
 
 
 _SIMPLE = {
@@ -220,7 +270,11 @@ _SIMPLE = {
     "zero_redundancy": ZeroRedundancy,
     "fsdp2": FSDP2,
     "fsdp2-noreshard": FSDP2NoReshard,
+    "fsdp2-offload": FSDP2Offload,
 }
+
+
+_DEEPSPEED = {"deepspeed": DeepSpeed, "deepspeed-offload": DeepSpeedOffload}
 
 
 def build_mode(name: str, model: nn.Module, workload: Workload) -> Plain:
@@ -228,6 +282,6 @@ def build_mode(name: str, model: nn.Module, workload: Workload) -> Plain:
     mode = parse_mode(name)
     if mode.family == "hf_zero":
         return HFZero(model, workload, stage=mode.stage, options=mode.options)
-    if mode.family == "deepspeed":
-        return DeepSpeed(model, workload, stage=mode.stage)
+    if mode.family in _DEEPSPEED:
+        return _DEEPSPEED[mode.family](model, workload, stage=mode.stage)
     return _SIMPLE[mode.family](model, workload)

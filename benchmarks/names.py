@@ -6,8 +6,8 @@ import importlib.util
 from dataclasses import dataclass, field
 
 
-SIMPLE_MODES = ("plain", "plain-bf16", "ddp", "zero_redundancy", "fsdp2", "fsdp2-noreshard")
-STAGED_MODES = {"deepspeed": (1, 2, 3), "hf_zero": (0, 1, 2, 3)}
+SIMPLE_MODES = ("plain", "plain-bf16", "ddp", "zero_redundancy", "fsdp2", "fsdp2-noreshard", "fsdp2-offload")
+STAGED_MODES = {"deepspeed": (1, 2, 3), "deepspeed-offload": (2, 3), "hf_zero": (0, 1, 2, 3)}
 ALL_MODES = SIMPLE_MODES + tuple(f"{family}-{stage}" for family, stages in STAGED_MODES.items() for stage in stages)
 
 
@@ -20,6 +20,9 @@ class ModeName:
 
 def parse_mode(name: str) -> ModeName:
     """Reads a mode's name: one of `ALL_MODES`, for hf_zero with options of `hf_zero.shard` as `@name=value`.
+
+    One further option, `@in_backward=True`, is about the training step: gradients are not clipped, and the update is
+    made inside `optimizer.in_backward()`.
 
     Raises:
         ValueError: for any other name, listing the modes.
@@ -37,12 +40,18 @@ def parse_mode(name: str) -> ModeName:
 def missing_package(name: str) -> str | None:
     """The package that a mode needs and that is not installed."""
     family = parse_mode(name).family
-    if family in STAGED_MODES and importlib.util.find_spec(family) is None:
-        return family
+    package = family.partition("-")[0]
+    if family in STAGED_MODES and importlib.util.find_spec(package) is None:
+        return package
     return None
 
 
-def _value(text: str) -> bool | int | str:
+def _value(text: str) -> bool | int | float | str:
     if text in ("True", "False"):
         return text == "True"
-    return int(text) if text.lstrip("-").isdigit() else text
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

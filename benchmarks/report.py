@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
+
+from benchmarks.counters import BUS_WAYS
+from benchmarks.placement import device_peak_nbytes
 
 
 MIB = 2**20
@@ -12,8 +15,16 @@ PHASES = ("forward", "backward", "optimizer")
 Raw = dict  # of one mode: {"rounds": [[rank, ...], ...], "bytes": [rank, ...], "error": None | str}
 
 
-def summarize(modes: dict[str, Raw], references: list[str]) -> dict[str, dict]:
-    """A summary per mode that has results; ratios against the references that have some too."""
+def summarize(
+    modes: dict[str, Raw], references: list[str], losses_of: Callable[[str], str] = lambda name: "ddp"
+) -> dict[str, dict]:
+    """A summary per mode that has results; ratios against the references that have some too.
+
+    Args:
+        modes: the raw numbers.
+        references: modes to give ratios against.
+        losses_of: with which mode's losses a mode's are compared.
+    """
     summaries = {name: _summarize_mode(raw) for name, raw in modes.items() if not raw["error"]}
     for name, summary in summaries.items():
         summary["ratios"] = {
@@ -21,7 +32,7 @@ def summarize(modes: dict[str, Raw], references: list[str]) -> dict[str, dict]:
             for reference in references
             if reference in summaries and reference != name
         }
-    _compare_losses(modes, summaries)
+    _compare_losses(modes, summaries, losses_of)
     return summaries
 
 
@@ -31,7 +42,8 @@ def _summarize_mode(raw: Raw) -> dict:
     everyone = [rank for ranks in raw["rounds"] for rank in ranks]
     tensors = [rank["tensors"] for rank in raw["bytes"]]
     known = all(tensors)
-    counted = [sum(rank["engine_counters"].values()) if rank["engine_counters"] else None for rank in raw["bytes"]]
+    counters = [rank["engine_counters"] for rank in raw["bytes"]]
+    counted = [sum(value for name, value in own.items() if name not in BUS_WAYS) if own else None for own in counters]
     return {
         "step_seconds": median(rounds),
         "step_seconds_min": min(rounds),
@@ -48,6 +60,10 @@ def _summarize_mode(raw: Raw) -> dict:
         "wire_nbytes": max(rank["written_nbytes"] for rank in raw["bytes"]),
         "loopback_nbytes": raw["bytes"][0]["loopback_nbytes_all_ranks"] / len(raw["bytes"]),
         "counted_nbytes": max(counted) if None not in counted else None,
+        "host_nbytes": max(rank["host_nbytes"] for rank in raw["bytes"]),
+        "device_peak_nbytes": device_peak_nbytes(raw["bytes"]),
+        # of all ranks, since each moves its own shards
+        "bus_nbytes": {way: sum(own.get(way, 0) for own in counters) for way in BUS_WAYS} if any(counters) else None,
     }
 
 
@@ -74,11 +90,11 @@ def _held(summary: dict, name: str) -> float | None:
     return value
 
 
-def _compare_losses(modes: dict[str, Raw], summaries: dict[str, dict]) -> None:
-    """Largest difference of any rank's loss at any step of the first round, against DDP."""
-    reference = modes["ddp"]["rounds"][0] if "ddp" in summaries else None
+def _compare_losses(modes: dict[str, Raw], summaries: dict[str, dict], losses_of: Callable[[str], str]) -> None:
+    """Largest difference of any rank's loss at any step of the first round, against another mode's."""
     for name, summary in summaries.items():
         ranks = modes[name]["rounds"][0]
+        reference = modes[losses_of(name)]["rounds"][0] if losses_of(name) in summaries else None
         summary["first_loss"], summary["last_loss"] = ranks[0]["losses"][0], ranks[0]["losses"][-1]
         summary["loss_difference"] = _loss_difference(ranks, reference) if reference else None
         summary["losses_repeat"] = all(
@@ -99,8 +115,8 @@ def worst(differences: Iterable[float]) -> float:
     return max(differences, key=lambda value: math.inf if math.isnan(value) else value)
 
 
-def time_table(summaries: dict[str, dict]) -> str:
-    header = ["mode", "step ms", "min-max", "forward", "backward", "optimizer", "CPU ms", "last loss", "loss - ddp"]
+def time_table(summaries: dict[str, dict], losses: str = "loss - ddp") -> str:
+    header = ["mode", "step ms", "min-max", "forward", "backward", "optimizer", "CPU ms", "last loss", losses]
     rows = []
     for name, summary in summaries.items():
         least, most = _ms(summary["step_seconds_min"]), _ms(summary["step_seconds_max"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
+import torch
 import torch.distributed as dist
 
 from benchmarks import counters
@@ -16,18 +17,28 @@ from benchmarks.workload import Workload
 class Stepper:
     """Runs the steps of one mode and keeps losses and the seconds of each phase."""
 
-    def __init__(self, mode: Plain, rank: int, *, first_step: int = 0) -> None:
-        self.mode, self.workload, self.rank = mode, mode.workload, rank
+    def __init__(self, mode: Plain, rank: int, *, first_step: int = 0, device: str = "cpu") -> None:
+        self.mode, self.workload, self.rank, self.device = mode, mode.workload, rank, device
         self.first_step = first_step  # of the job: which data come first
         self.losses: list[float] = []
         self.phases: list[dict[str, float]] = []
+        self.host_nbytes: int | None = None  # of the last step, when they were asked for
 
     @classmethod
-    def build(cls, name: str, workload: Workload, rank: int) -> Stepper:
-        return cls(build_mode(name, workload.build_model(), workload), rank)
+    def build(cls, name: str, workload: Workload, rank: int, device: str = "cpu") -> Stepper:
+        if device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        return cls(build_mode(name, workload.build_model(device), workload), rank, device=device)
+
+    @classmethod
+    def of(cls, spec: dict, rank: int) -> Stepper:
+        """What the starting process asks for; with as many threads, which its environment said too early."""
+        torch.set_num_threads(spec.get("threads", torch.get_num_threads()))
+        return cls.build(spec["mode"], Workload(**spec["workload"]), rank, spec.get("device", "cpu"))
 
     def run(self, steps: int) -> list[float]:
         """Seconds of each step, from the end of the one before: work that a mode leaves to the next step is in it."""
+        settle(self.device)
         seconds, before = [], time.perf_counter()
         for _ in range(steps):
             self.step()
@@ -36,21 +47,30 @@ class Stepper:
             before = now
         return seconds
 
-    def step(self) -> None:
-        batches = self.workload.micro_batches(self.rank, self.first_step + len(self.losses))
+    def step(self, *, look: bool = False) -> None:
+        """One step.
+
+        Args:
+            look: also notes the host's bytes, between backward and update.
+        """
+        batches = self.workload.micro_batches(self.rank, self.first_step + len(self.losses), self.device)
         phase = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         total = 0.0
         for index, batch in enumerate(batches):
             with self.mode.micro_batch(last=index == len(batches) - 1):
                 start = time.perf_counter()
                 loss = self.mode.forward(batch)
+                settle(self.device)
                 middle = time.perf_counter()
                 self.mode.backward(loss)
+                settle(self.device)
                 end = time.perf_counter()
             total += loss.item() / len(batches)
             del loss
             phase["forward"] += middle - start
             phase["backward"] += end - middle
+        if look:
+            self.host_nbytes = self.mode.host_nbytes()
         start = time.perf_counter()
         self.mode.update()
         phase["optimizer"] = time.perf_counter() - start
@@ -58,10 +78,16 @@ class Stepper:
         self.phases.append(phase)
 
 
+def settle(device: str) -> None:
+    """Returns when the device has done what it was given: each phase has its own work. Does nothing on a CPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def time_steps(spec: dict, rank: int) -> dict:
     """The timed pass: warm-up, then the steps that count, with nothing else switched on."""
     begin = time.perf_counter()
-    stepper = Stepper.build(spec["mode"], Workload(**spec["workload"]), rank)
+    stepper = Stepper.of(spec, rank)
     build_seconds = time.perf_counter() - begin
     stepper.run(spec["warmup"])
     build_peak = counters.resident_peak_nbytes()
@@ -91,21 +117,34 @@ def count_bytes(spec: dict, rank: int) -> dict:
     with contextlib.ExitStack() as stack:
         if meter:
             stack.callback(meter.stop)
-        stepper = Stepper.build(spec["mode"], Workload(**spec["workload"]), rank)
+        stepper = Stepper.of(spec, rank)
         stepper.run(spec["warmup"])
-        if meter:
-            _metered_step(stepper, meter)
+        device_peak = _metered_step(stepper, meter)
     span = meter.span("begin", "end").to_dict() if meter else None
     wire = _wire(stepper, spec["wire_steps"])
-    return {"tensors": span, "meter_unavailable": reason, "shared_nbytes": counters.shared_nbytes(), **wire}
+    return {
+        "tensors": span,
+        "meter_unavailable": reason,
+        "shared_nbytes": counters.shared_nbytes(),
+        "host_nbytes": stepper.host_nbytes,
+        "device_peak_nbytes": device_peak,
+        **wire,
+    }
 
 
-def _metered_step(stepper: Stepper, meter: TensorMeter) -> None:
+def _metered_step(stepper: Stepper, meter: TensorMeter | None) -> int | None:
+    """Returns what the device's own allocator held at the peak, where there is one."""
+    on_gpu = stepper.device == "cuda"
     dist.barrier()
-    meter.mark("begin")
-    stepper.step()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    if meter:
+        meter.mark("begin")
+    stepper.step(look=True)
     dist.barrier()
-    meter.mark("end")
+    if meter:
+        meter.mark("end")
+    return torch.cuda.max_memory_allocated() if on_gpu else None
 
 
 def _wire(stepper: Stepper, steps: int) -> dict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,15 @@ class Size:
     kv_heads: int | None = None  # None: as many as heads
 
     @property
-    def num_parameters(self) -> int:
+    def num_block_parameters(self) -> int:
         head = self.hidden // self.heads
         kv = head * (self.kv_heads or self.heads)
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * kv
-        block = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.vocab * self.hidden + self.layers * block + self.hidden
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        return self.vocab * self.hidden + self.layers * self.num_block_parameters + self.hidden
 
     def flops_per_token(self, seq: int) -> float:
         """Forward and backward, counted as in PaLM (arXiv 2204.02311, appendix B)."""
@@ -35,16 +38,20 @@ SIZES = {
     # 32 blocks too small to compute anything: what is left of the step is host time.
     "blocks": Size(hidden=32, layers=32, heads=2, intermediate=64, vocab=256),
     "tiny": Size(hidden=256, layers=8, heads=4, intermediate=704, vocab=8192),
+    "mini": Size(hidden=512, layers=8, heads=8, intermediate=1408, vocab=16000),
     "small": Size(hidden=768, layers=12, heads=12, intermediate=2048, vocab=32000),
     "medium": Size(hidden=1024, layers=24, heads=16, intermediate=2944, vocab=32000),
     # The shape of Llama 3.2 1B: for a GPU.
     "1b": Size(hidden=2048, layers=16, heads=32, intermediate=8192, vocab=128256, kv_heads=8),
+    # Blocks of the shape of Llama 3 8B under a small vocabulary: for a GPU, with as many layers as it can train.
+    "8b": Size(hidden=4096, layers=32, heads=32, intermediate=14336, vocab=32000, kv_heads=8),
 }
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One training job; equal in every mode. `dtype` is fp32 or bf16 (fp32 weights and state, bf16 compute)."""
+    """One training job; equal in every mode. `dtype` is fp32 or bf16 (fp32 weights and state, bf16 compute); `layers`
+    is for another number of them than the size has; `recompute` is for gradient checkpointing of every block."""
 
     size: str = "small"
     dtype: str = "fp32"
@@ -54,6 +61,13 @@ class Workload:
     learning_rate: float = 1e-4
     max_grad_norm: float = 1.0
     seed: int = 0
+    layers: int | None = None
+    recompute: bool = False
+
+    @property
+    def shape(self) -> Size:
+        size = SIZES[self.size]
+        return size if self.layers is None else replace(size, layers=self.layers)
 
     @property
     def tokens_per_step(self) -> int:
@@ -68,7 +82,7 @@ class Workload:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        size = SIZES[self.size]
+        size = self.shape
         config = LlamaConfig(
             hidden_size=size.hidden,
             num_hidden_layers=size.layers,
@@ -83,7 +97,12 @@ class Workload:
         )
         torch.manual_seed(self.seed)
         with torch.device(device):
-            return LlamaForCausalLM(config).float().train()
+            model = LlamaForCausalLM(config).float().train()
+        if self.recompute:
+            # by its newer name where there is one
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
+        return model
 
     def micro_batches(self, rank: int, step: int, device: str = "cpu") -> list[dict]:
         """The micro-batches of one step, drawn from (seed, rank, step) alone."""

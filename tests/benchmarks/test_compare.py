@@ -63,9 +63,15 @@ def test_compare_refuses_a_mode_that_it_does_not_know():
 @pytest.mark.skipif(not has_hf_zero(), reason="needs the package")
 def test_gpu_program_runs_on_a_cpu(tmp_path):
     path = tmp_path / "gpu.json"
-    arguments = "--device cpu --size smoke --modes plain,hf_zero-3 --rounds 1 --steps 2 --warmup 1 --stages 3 --json"
+    arguments = "--device cpu --size smoke --modes plain,hf_zero-3 --rounds 1 --steps 2 --warmup 1 --stages 3 "
+    arguments += "--parts speed,ranks,fragmentation --lengths 3 --json"
     done = run_module("benchmarks.gpu", *arguments.split(), str(path), timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert list(report["speed_summary"]) == ["plain", "hf_zero-3"]
     assert all(check["agrees"] for check in report["ranks"].values())
+    alone, shared = report["fragmentation"].values()
+    assert list(alone) == ["plain", "hf_zero-3"] and list(shared) == ["hf_zero-3"]
+    assert [rank["arenas_grew"] for rank in shared["hf_zero-3"]["ranks"]] == [False, False]
+    assert shared["hf_zero-3"]["ranks"][0]["arenas"].keys() == {"gathered", "collected", "reduced"}
+    assert "3 steps of 8 to 64 tokens" in done.stdout

@@ -18,7 +18,7 @@ def rank(seconds: list[float], losses: list[float]) -> dict:
 def counted(nbytes: int) -> dict:
     span = dict.fromkeys(("start_nbytes", "end_nbytes", "num_allocations", "num_large_allocations"), nbytes)
     wire = {"written_nbytes": nbytes, "loopback_nbytes_all_ranks": 2 * nbytes, "engine_counters": {}}
-    return {"tensors": span | {"peak_nbytes": 2 * nbytes}, "shared_nbytes": 0, **wire}
+    return {"tensors": span | {"peak_nbytes": 2 * nbytes}, "shared_nbytes": 0, "host_nbytes": 0, **wire}
 
 
 def raw(rounds: list[list[float]], losses: list[float], nbytes: int) -> dict:
@@ -51,7 +51,9 @@ def test_mode_names():
     assert parse_mode("hf_zero-3@prefetch_units=2@fused=True") == ModeName(
         "hf_zero", 3, {"prefetch_units": 2, "fused": True}
     )
+    assert parse_mode("hf_zero-2@offload_fraction=0.5@offload=optimizer").options["offload_fraction"] == 0.5
     assert parse_mode("fsdp2-noreshard") == ModeName("fsdp2-noreshard")
+    assert parse_mode("deepspeed-offload-3") == ModeName("deepspeed-offload", 3)
     for wrong in ("hf_zero-4", "deepspeed", "ddp@x=1", ""):
         with pytest.raises(ValueError, match="unknown mode"):
             parse_mode(wrong)
