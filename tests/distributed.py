@@ -1,10 +1,14 @@
 """Runs a test's function on several real gloo ranks of this machine.
 
-Workers are kept from test to test, since importing torch and transformers takes longer than most tests. A worker that
-fails or hangs is killed with its whole group, and the next test gets new ones.
+Importing torch and transformers takes longer than most tests. So one process, the template, imports them and runs
+nothing; ranks are forked from it, and kept from test to test. Ranks that fail or hang are killed, all of a group, and
+so are those that have collected threads: each of gloo's groups has some that wake a hundred times a second, and what
+refers to a group may lie in a cycle. The next test gets new ones.
 """
 
 import atexit
+import gc
+import importlib
 import os
 import pickle
 import signal
@@ -13,12 +17,16 @@ import subprocess
 import sys
 import traceback
 from datetime import timedelta
-from multiprocessing.connection import Client, Listener
+from functools import cache
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import NoReturn
 
 
 _POOLS: dict[int, "_Pool"] = {}
 _KEY = b"hf-zero-tests"
+# With more threads than this in a rank, the group is not used again.
+_MAX_THREADS = 64
 
 
 def run_ranks(fn, num_ranks: int, *args, timeout: float = 120.0) -> list:
@@ -34,14 +42,17 @@ def run_ranks(fn, num_ranks: int, *args, timeout: float = 120.0) -> list:
         `RemoteError`: with the traceback of the first rank that failed.
     """
     pool = _POOLS.get(num_ranks)
-    if pool is None or not pool.is_alive():
+    if pool is None:
         pool = _POOLS[num_ranks] = _Pool(num_ranks)
     try:
         return pool.call(fn, args, timeout)
     except BaseException:
-        pool.kill()
-        del _POOLS[num_ranks]
+        pool.is_worn = True
         raise
+    finally:
+        if pool.is_worn:
+            pool.kill()
+            del _POOLS[num_ranks]
 
 
 class RemoteError(AssertionError):
@@ -60,10 +71,12 @@ def free_port() -> int:
 
 
 class _Pool:
+    """Ranks of one process group. `is_worn` once they should not be used again."""
+
     def __init__(self, num_ranks: int):
-        listener = Listener(("127.0.0.1", 0), authkey=_KEY)
         port = free_port()
-        self.processes, self.connections = [], [None] * num_ranks
+        self.is_worn = False
+        self.pids, self.connections = [], []
         for rank in range(num_ranks):
             env = {
                 **os.environ,
@@ -73,18 +86,10 @@ class _Pool:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
-                "HF_ZERO_TEST_PORT": str(listener.address[1]),
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
             }
-            command = [sys.executable, "-m", "tests.distributed"]
-            self.processes.append(subprocess.Popen(command, env=env, start_new_session=True))
-        for _ in range(num_ranks):
-            connection = listener.accept()
-            self.connections[connection.recv()] = connection
-        listener.close()
-
-    def is_alive(self) -> bool:
-        return all(process.poll() is None for process in self.processes)
+            pid, connection = _template().fork(env)
+            self.pids.append(pid)
+            self.connections.append(connection)
 
     def call(self, fn, args, timeout: float) -> list:
         job = pickle.dumps((fn.__module__, fn.__qualname__, args))
@@ -107,38 +112,116 @@ class _Pool:
                 failures.append((rank, *answer[1:]))
             else:
                 results.append(answer[1])
+                self.is_worn |= answer[2] > _MAX_THREADS
         if failures:
             failures.sort(key=lambda failure: failure[1] in ("Timeout", "CommError"))
             raise RemoteError(*failures[0])
         return results
 
     def kill(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for pid, connection in zip(self.pids, self.connections, strict=True):
+            connection.close()
+            _template().kill(pid)
 
 
-@atexit.register
-def _kill_all() -> None:
-    for pool in _POOLS.values():
-        pool.kill()
+class _Template:
+    """The process that ranks are forked from."""
+
+    def __init__(self):
+        self._listener = Listener(("127.0.0.1", 0), authkey=_KEY)
+        root = str(Path(__file__).parents[1])
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        }
+        command = [sys.executable, "-m", "tests.distributed", str(self._listener.address[1])]
+        self._process = subprocess.Popen(command, env=env, start_new_session=True)
+        self._connection = self._listener.accept()
+
+    def fork(self, env: dict[str, str]) -> tuple[int, Connection]:
+        """A new rank with these environment variables: its process id, and the connection to it."""
+        self._connection.send(("fork", env))
+        pid = self._connection.recv()
+        return pid, self._listener.accept()
+
+    def kill(self, pid: int) -> None:
+        """Kills a rank with all that it started, and waits for its end."""
+        self._connection.send(("kill", pid))
+        self._connection.recv()
+
+    def end(self) -> None:
+        self._connection.close()
+        self._process.wait()
 
 
-def _serve() -> None:
-    import importlib
+@cache
+def _template() -> _Template:
+    template = _Template()
+    atexit.register(template.end)
+    return template
 
+
+def _be_template(port: int) -> None:
+    """Imports what most tests need, then forks and ends ranks as it is told, until nobody is there to tell it."""
     import torch
-    import torch.distributed as dist
+    import torch._dynamo
+    import transformers.trainer  # noqa: F401
 
     from hf_zero.engine import direct
 
     torch.set_num_threads(1)
     direct.MIN_NUMEL = 0  # the models of the tests are small
+    gc.collect()
+    gc.freeze()
+    connection = Client(("127.0.0.1", port), authkey=_KEY)
+    pids: set[int] = set()
+    while True:
+        try:
+            order, what = connection.recv()
+        except EOFError:
+            break
+        if order == "kill":
+            pids.remove(what)
+            _kill(what)
+            connection.send(what)
+        elif pid := os.fork():
+            pids.add(pid)
+            connection.send(pid)
+        else:
+            connection.close()
+            _be_rank(port, what)
+    for pid in pids:
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _be_rank(port: int, env: dict[str, str]) -> NoReturn:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    try:
+        _serve(port)
+    except BaseException:  # noqa: B902 - nothing of the template's may run in the rank
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _serve(port: int) -> None:
+    """Runs what it is told, and answers with the result or the error, and with the number of its threads."""
+    import psutil
+    import torch
+    import torch.distributed as dist
+
+    connection = Client(("127.0.0.1", port), authkey=_KEY)
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    connection = Client(("127.0.0.1", int(os.environ["HF_ZERO_TEST_PORT"])), authkey=_KEY)
-    connection.send(rank)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+    this = psutil.Process()
     while True:
         try:
             module, name, args = pickle.loads(connection.recv_bytes())
@@ -147,11 +230,11 @@ def _serve() -> None:
         try:
             torch.manual_seed(1234)
             fn = getattr(importlib.import_module(module), name)
-            answer = ("done", fn(*args))
+            answer = ("done", fn(*args), this.num_threads())
         except BaseException as error:  # noqa: B902 - everything goes to the test, which decides
             answer = ("failed", type(error).__name__, "".join(traceback.format_exception(error)))
         connection.send_bytes(pickle.dumps(answer))
 
 
 if __name__ == "__main__":
-    _serve()
+    _be_template(int(sys.argv[1]))
