@@ -5,7 +5,9 @@
     def test_lora_trains_as_in_ddp(stage): ...
 
 A test's stage is its parameter of that name; a test that goes through several itself names them (`stages=(1, 2, 3)`).
-A test that something is refused says `refused=True`. Each cell is what all tests of that feature and stage said.
+Of one with a parameter `offload` the column is what is offloaded ("optimizer", "params"), which may stand among the
+named stages too. A test that something is refused says `refused=True`. Each cell is what all tests of that feature and
+column said.
 """
 
 from collections.abc import Iterable
@@ -16,7 +18,8 @@ import pytest
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
-STAGES = (0, 1, 2, 3)
+COLUMNS = {0: "stage 0", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
+COLUMNS |= {"optimizer": "optimizer on CPU", "params": "params on CPU"}
 YES, REFUSED, FAILED, UNTESTED = "yes", "refused", "**fails**", ""
 HEADER = """# What works at which stage
 
@@ -24,17 +27,18 @@ Every cell is the result of tests on two ranks (gloo), most of them against plai
 written by `make test-all` and never by hand. *refused*: with one clear line, whose text the test checks. Empty: no
 test says anything about it. Architectures have [a page of their own](models.md).
 
-States on the CPU or on NVMe (offload) do not exist yet, so there is no column for them.
+The last columns are of runs that keep masters, optimizer state and gradients in the host's memory
+(`--zero_offload optimizer`), or the parameters too (`params`, at stage 3): see [memory](memory.md).
 """
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one test says: that a feature works at some stages, or is refused there."""
+    """What one test says: that a feature works in some columns (stages, or what is offloaded), or is refused there."""
 
     area: str
     feature: str
-    stages: tuple[int, ...]
+    stages: tuple[int | str, ...]
     says: str
 
 
@@ -42,7 +46,7 @@ class Claim:
 class Cell:
     area: str
     feature: str
-    stage: int
+    stage: int | str
 
 
 def claim_of(item: pytest.Item) -> Claim | None:
@@ -55,7 +59,8 @@ def claim_of(item: pytest.Item) -> Claim | None:
     if mark is None:
         return None
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    stages = mark.kwargs.get("stages", (params["stage"],) if "stage" in params else None)
+    column = params.get("offload", params.get("stage"))
+    stages = mark.kwargs.get("stages", (column,) if column is not None else None)
     if stages is None:
         raise pytest.UsageError(f"{item.nodeid}: the mark `support` needs a parameter `stage`, or `stages=(1, 2, 3)`")
     says = REFUSED if mark.kwargs.get("refused") else YES
@@ -81,10 +86,10 @@ def render(table: dict[Cell, str]) -> str:
     """The page, with one table for each area, rows in alphabetical order."""
     lines = [HEADER]
     for area in sorted({cell.area for cell in table}):
-        lines += [f"## {area}", "", "| | " + " | ".join(f"stage {stage}" for stage in STAGES) + " |"]
-        lines.append("|---|" + "---|" * len(STAGES))
+        lines += [f"## {area}", "", "| | " + " | ".join(COLUMNS.values()) + " |"]
+        lines.append("|---|" + "---|" * len(COLUMNS))
         for feature in sorted({cell.feature for cell in table if cell.area == area}, key=str.lower):
-            row = [table.get(Cell(area, feature, stage), UNTESTED) for stage in STAGES]
+            row = [table.get(Cell(area, feature, stage), UNTESTED) for stage in COLUMNS]
             lines.append(f"| {feature} | " + " | ".join(row) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -98,7 +103,7 @@ def parse(page: str) -> dict[Cell, str]:
             area = line[3:]
         elif area and line.startswith("| ") and not line.startswith("| |"):
             feature, *row = [part.strip() for part in line.strip("|").split("|")]
-            table.update({Cell(area, feature, stage): says for stage, says in zip(STAGES, row) if says})
+            table.update({Cell(area, feature, stage): says for stage, says in zip(COLUMNS, row) if says})
     return table
 
 

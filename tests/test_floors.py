@@ -13,6 +13,7 @@ FLOORS = {
     "config": 0,
     "comm": 1,
     "shard": 2,
+    "storage": 2,
     "engine": 3,
     "optim": 4,
     "checkpoint": 4,

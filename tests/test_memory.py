@@ -18,7 +18,7 @@ Constant buffers, which do not grow with the number of layers:
 
     stage 3         prefetch_units + 1 slots of the largest block, and one of the root's size, in the compute dtype
     stages 2, 3     in backward: two slots of the largest block and one of the root's size, to collect gradients
-    always          the staging bucket of the exchange, and its scratch of SUM_NUMEL elements per dtype of a sum
+    always          the staging bucket of the exchange, and its scratch of SUM_NBYTES
 
 Ranks of one host that share memory have no staging bucket; they keep the slots of gradients; and at stage 3 they need
 no slots for parameters in the dtype of their masters. Shared memory does not come from the allocator: what is mapped,
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.memory import TensorMeter
-from hf_zero.comm.pairwise import SUM_NUMEL
+from hf_zero.comm.pairwise import SUM_NBYTES
 from hf_zero.engine import ZeroEngine
 from tests import models
 from tests.distributed import run_ranks
@@ -155,7 +155,7 @@ def _buffers(engine: ZeroEngine, stage: int) -> int:
     """Bytes of the constant buffers, see the note above."""
     root, *blocks = _numels(engine)
     size = engine.units[0].flats[0].dtype.itemsize
-    nbytes = SUM_NUMEL * engine.config.reduce_dtype.itemsize
+    nbytes = SUM_NBYTES
     if engine.comm.shares_memory:
         nbytes += _buffers_of_backward(engine) if stage > 1 else 0
     else:
