@@ -15,7 +15,7 @@ import torch
 from hf_zero.comm import Comm
 from hf_zero.errors import StorageError
 from hf_zero.storage import Speed, SwapFile, in_pages, swap_file
-from tests.distributed import run_ranks
+from tests.distributed import RemoteError, run_ranks
 
 
 PAGE = 4096
@@ -205,14 +205,18 @@ def test_what_one_rank_is_refused_all_ranks_raise(tmp_path):
     assert "are free" in second and "rank 1 failed" not in second
 
 
+def write_and_die(folder: str) -> None:
+    file = SwapFile.open(world_of_one(), folder)
+    file.write(file.reserve(world_of_one(), 64 * PAGE), memory(64).fill_(7))
+    Path(folder, "written").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_killed_process_leaves_nothing_in_the_folder(tmp_path):
-    child = os.fork()
-    if not child:
-        file = SwapFile.open(world_of_one(), tmp_path)
-        file.write(file.reserve(world_of_one(), 64 * PAGE), memory(64).fill_(7))
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(RemoteError) as caught:
+        run_ranks(write_and_die, 1, str(tmp_path))
+    assert caught.value.kind == "Died"
+    assert [path.name for path in tmp_path.iterdir()] == ["written"]
 
 
 def test_a_file_that_nobody_has_any_more_gives_its_space_back(tmp_path):
