@@ -1,6 +1,7 @@
 """Checkpointed models with their inputs in several places, trained alike."""
 
 import gc
+import time
 from statistics import median
 
 import pytest
@@ -18,6 +19,7 @@ from tests.training import Sharded, adamw, loss_of
 
 # Messages and scalars of the exchanges come and go: less than a hundred bytes were seen, and a block's input has 1920.
 NOISE_NBYTES = 256
+QUIET_SECONDS = 0.03
 
 
 def rotating(*values) -> list:
@@ -55,7 +57,7 @@ def input_nbytes(engine: ZeroEngine, batch: dict) -> int:
 def held_between(model: nn.Module, batch: dict, num_steps: int = 5) -> int:
     """Bytes that a forward leaves for its backward, once what is learned from a forward before it is known.
 
-    The median: gloo's threads give up the buffers of a collective some time after it is done.
+    The median, and of quiet moments: gloo's threads give up the buffers of a collective some time after it is done.
     """
     loss_of(model(**batch)).backward()
     while gc.collect():
@@ -63,8 +65,10 @@ def held_between(model: nn.Module, batch: dict, num_steps: int = 5) -> int:
     with TensorMeter() as meter:
         meter.mark("start")
         for step in range(num_steps):
+            time.sleep(QUIET_SECONDS)
             meter.mark(f"before-{step}")
             loss = loss_of(model(**batch))
+            time.sleep(QUIET_SECONDS)
             meter.mark(f"between-{step}")
             loss.backward()
             del loss
