@@ -87,8 +87,7 @@ def arguments_of(command: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _short_and_offline(monkeypatch, tmp_path_factory):
-    monkeypatch.setattr("tests.recipes.test_run.TIMEOUT", 120)
+def _own_cache(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "hf_home"))  # where data sets are cached
 
 
