@@ -18,10 +18,10 @@ FLOORS = {
     "optim": 4,
     "checkpoint": 4,
     "activation": 4,
-    "planner": 4,
-    "trainer": 5,
-    "trl": 6,
-    "recipes": 7,
+    "planner": 5,
+    "trainer": 6,
+    "trl": 7,
+    "recipes": 8,
 }
 # Rooms of one floor do not know one another, but for what floor 0 says in its own errors.
 NEIGHBOURS = {("config", "errors")}

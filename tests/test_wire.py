@@ -86,9 +86,12 @@ def _sends_what_the_table_says(stage: int, prefetch_units: int, dtype: torch.dty
     exact = _elements(*_padded(engine), stage, num_ranks, prefetch_units)
     num_params = len(engine.param_infos())
     for number in range(3):
-        before = dict(engine.comm.counters.sent_nbytes)
+        before, units_before = dict(engine.comm.counters.sent_nbytes), dict(engine.comm.counters.unit_nbytes)
         _step(subject)
         sent = {verb: nbytes - before.get(verb, 0) for verb, nbytes in engine.comm.counters.sent_nbytes.items()}
+        by_unit = {name: n - units_before.get(name, 0) for name, n in engine.comm.counters.unit_nbytes.items()}
+        assert set(by_unit) == {unit.name for unit in engine.units}
+        assert sum(by_unit.values()) == sent["reduce"] + sent["gather"]
         # stage 0 gathers averaged gradients, which rest in the dtype of their sum; the others gather compute copies
         sizes = {"reduce": itemsize, "gather": 4 if stage == 0 else itemsize}
         for verb, size in sizes.items():

@@ -64,9 +64,14 @@ def shard_with(
     if config.partition_activations and any(param.requires_grad for param in model.parameters()):
         _refuse_undivided(model)
     engine = build.shard_with(model, config, device=device, group=group)
+    place_activations(engine)
+    return engine
+
+
+def place_activations(engine: ZeroEngine) -> None:
+    """Lets the inputs of checkpointed blocks rest where the engine's settings say, unless they do already."""
     if checkpointing_of(engine) is None:
         engine.handles.append(Checkpointing(engine, _make_store(engine)))
-    return engine
 
 
 def checkpointing_of(engine: ZeroEngine) -> Checkpointing | None:

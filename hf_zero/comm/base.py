@@ -14,14 +14,24 @@ from hf_zero.comm.bucket import Bucket
 
 @dataclass
 class Counters:
-    """Bytes that this rank sent, by verb, since the start."""
+    """Bytes that this rank sent since the start, by verb, and what was of a unit also by its name."""
 
     sent_nbytes: dict[str, int] = field(default_factory=dict)
+    unit_nbytes: dict[str, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def add(self, verb: str, nbytes: int) -> None:
+    def add(self, verb: str, nbytes: int, what: str | None = None) -> None:
+        """Counts bytes.
+
+        Args:
+            verb (`str`): what was done with them.
+            nbytes (`int`): how many.
+            what (`str`, *optional*): the unit that they belong to.
+        """
         with self._lock:  # the threads of a bus count too
             self.sent_nbytes[verb] = self.sent_nbytes.get(verb, 0) + nbytes
+            if what is not None:
+                self.unit_nbytes[what] = self.unit_nbytes.get(what, 0) + nbytes
 
     @property
     def total_sent_nbytes(self) -> int:
@@ -64,6 +74,11 @@ class Comm:
         self.counters = Counters()
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Whether the tensors live in the host's memory."""
+        return self.device.type == "cpu"
+
+    @property
     def buckets(self) -> list[Bucket]:
         """All memory of its own through which collectives go: of constant size, whatever the model, and not there
         before it is needed."""
@@ -87,8 +102,8 @@ class Comm:
         """
         raise NotImplementedError("these ranks do not share memory")
 
-    def read_common(self, full: Tensor, common: Tensor) -> None:
-        """Copies `common` memory into `full`, casting if need be."""
+    def read_common(self, full: Tensor, common: Tensor, *, what: str) -> None:
+        """Copies `common` memory into `full`, casting if need be; `what` is the unit's name."""
         raise NotImplementedError("these ranks do not share memory")
 
     def fence(self) -> None:
@@ -192,7 +207,7 @@ class DistributedComm(Comm):
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
         ops = [dist.P2POp(dist.irecv, tensor, self._global(rank), self.group) for tensor, rank in receives]
         ops += [dist.P2POp(dist.isend, tensor, self._global(rank), self.group) for tensor, rank in sends]
-        self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends))
+        self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
         works = dist.batch_isend_irecv(ops) if ops else []
 
         def finish():

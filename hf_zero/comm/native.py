@@ -54,8 +54,8 @@ class NativeComm(DistributedComm):
         return super().all_gather_vector(vector.to(self.device))  # what rests on the host is counted there
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        work = _all_gather(full, shard, group=self._gather_group, async_op=True)
-        self.counters.add("gather", shard.numel() * shard.element_size() * (self.num_ranks - 1))
+        work = self._collect(full, shard)
+        self.counters.add("gather", shard.numel() * shard.element_size() * (self.num_ranks - 1), what)
         return Pending(work.wait)
 
     def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
@@ -67,7 +67,7 @@ class NativeComm(DistributedComm):
                 self._reduce_in_pieces(full.view(self.num_ranks, -1), out, dtype, accumulate)
             done = self._backend.Event()
             done.record(self._stream)
-        self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1))
+        self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
         return Pending(done.wait)
 
     def _reduce_in_place(self, full: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -97,6 +97,9 @@ class NativeComm(DistributedComm):
             under_way.append((self._sum(bucket.view(-1), total), total, out[start:stop]))
         while under_way:
             finish_one()
+
+    def _collect(self, full: Tensor, shard: Tensor):
+        return _all_gather(full, shard, group=self._gather_group, async_op=True)
 
     def _sum(self, full: Tensor, out: Tensor):
         return _reduce_scatter(out, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)

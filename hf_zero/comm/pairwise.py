@@ -50,7 +50,7 @@ class PairwiseComm(DistributedComm):
             works.append((source, self._receive(full[source * numel : (source + 1) * numel], source, tag)))
         for distance in range(1, self.num_ranks):
             target = (self.rank + distance) % self.num_ranks
-            works.append((target, self._send(shard, target, tag, "gather")))
+            works.append((target, self._send(shard, target, tag, "gather", what)))
         own = full[self.rank * numel : (self.rank + 1) * numel]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -60,12 +60,11 @@ class PairwiseComm(DistributedComm):
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
         # The first piece travels while the caller computes; the others follow when it is waited for.
         pieces = self._staging.pieces(out.numel(), self.num_ranks - 1, full.dtype)
-        tag = tag_of("reduce", what)
-        works = self._exchange(full, pieces[0], tag) if pieces else []
+        works = self._exchange(full, pieces[0], what) if pieces else []
 
         def finish():
             for index, piece in enumerate(pieces):
-                self._wait(works if index == 0 else self._exchange(full, piece, tag), f"reduction of unit {what!r}")
+                self._wait(works if index == 0 else self._exchange(full, piece, what), f"reduction of unit {what!r}")
                 start, stop = piece
                 summands = [self._summand(full, peer, piece) for peer in range(self.num_ranks)]
                 average(summands, out[start:stop], self._scratch_of(dtype), accumulate)
@@ -76,15 +75,15 @@ class PairwiseComm(DistributedComm):
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
         tag = tag_of("exchange", what)
         works = [(source, self._receive(tensor, source, tag)) for tensor, source in receives]
-        works += [(target, self._send(tensor, target, tag, "exchange")) for tensor, target in sends]
+        works += [(target, self._send(tensor, target, tag, "exchange", what)) for tensor, target in sends]
         return Pending(lambda: self._wait(works, f"exchange of unit {what!r}"))
 
     def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
         """The part of the staging buffer that receives `peer`'s summand of a piece."""
         return self._staging.rows(self.num_ranks - 1, numel, dtype)[peer if peer < self.rank else peer - 1]
 
-    def _exchange(self, full: Tensor, piece: tuple[int, int], tag: int) -> list:
-        start, stop = piece
+    def _exchange(self, full: Tensor, piece: tuple[int, int], what: str) -> list:
+        (start, stop), tag = piece, tag_of("reduce", what)
         numel = full.numel() // self.num_ranks
         works = []
         for distance in range(1, self.num_ranks):
@@ -93,7 +92,7 @@ class PairwiseComm(DistributedComm):
         for distance in range(1, self.num_ranks):
             target = (self.rank + distance) % self.num_ranks
             range_ = full[target * numel + start : target * numel + stop]
-            works.append((target, self._send(range_, target, tag, "reduce")))
+            works.append((target, self._send(range_, target, tag, "reduce", what)))
         return works
 
     def _summand(self, full: Tensor, peer: int, piece: tuple[int, int]) -> Tensor:
@@ -107,8 +106,8 @@ class PairwiseComm(DistributedComm):
     def _scratch_of(self, dtype: torch.dtype) -> Tensor:
         return self._scratch.rows(1, SUM_NBYTES // dtype.itemsize, dtype)[0]
 
-    def _send(self, tensor: Tensor, target: int, tag: int, verb: str):
-        self.counters.add(verb, tensor.numel() * tensor.element_size())
+    def _send(self, tensor: Tensor, target: int, tag: int, verb: str, what: str):
+        self.counters.add(verb, tensor.numel() * tensor.element_size(), what)
         return dist.isend(tensor, self._peers[target], group=self.group, tag=tag)
 
     def _receive(self, tensor: Tensor, source: int, tag: int):

@@ -76,10 +76,10 @@ class SharedComm(PairwiseComm):
         for peer in self._others:
             self._hear_until(peer, lambda peer=peer: peer.counts[Kind.FENCE] >= self._num_fences, "a fence")
 
-    def read_common(self, full: Tensor, common: Tensor) -> None:
+    def read_common(self, full: Tensor, common: Tensor, *, what: str) -> None:
         full.copy_(common)
         others = common.numel() * (self.num_ranks - 1) // self.num_ranks
-        self.counters.add("gather", others * common.element_size())
+        self.counters.add("gather", others * common.element_size(), what)
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         if not self._is_shared(shard):
@@ -145,7 +145,7 @@ class SharedComm(PairwiseComm):
         self._num_begun += 1
         exchange = _Exchange(self._num_begun, tag, f"{verb} of unit {what!r}", own, take)
         self._under_way.append(exchange)
-        self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1))
+        self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1), what)
         self.progress()
         return Pending(partial(self._finish, exchange))
 

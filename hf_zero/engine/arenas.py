@@ -29,5 +29,6 @@ class Arenas(NamedTuple):
             make = partial(comm.empty, dtype=torch.uint8)
             collected = Arena("collected", comm.device, keeps=True, make=make)
         else:
-            collected = Arena("collected", comm.device)
-        return cls(Arena("gathered", comm.device), collected, Arena("reduced", comm.device))
+            collected = Arena("collected", comm.device, keeps=not comm.is_on_cpu)
+        gathered, reduced = (Arena(name, comm.device, keeps=not comm.is_on_cpu) for name in ("gathered", "reduced"))
+        return cls(gathered, collected, reduced)

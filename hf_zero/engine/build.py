@@ -79,7 +79,14 @@ def engine_of(model: nn.Module) -> ZeroEngine | None:
     return model.__dict__.get(ENGINE_ATTRIBUTE)
 
 
-def build(model: nn.Module, config: ZeroConfig, comm: Comm, divided_over: Comm | None = None) -> ZeroEngine:
+def build(
+    model: nn.Module,
+    config: ZeroConfig,
+    comm: Comm,
+    divided_over: Comm | None = None,
+    *,
+    bus: Bus | None = None,
+) -> ZeroEngine:
     """Makes the engine of a model, unit by unit, freeing each unit's former memory before the next is taken.
 
     Args:
@@ -87,6 +94,7 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm, divided_over: Comm |
         config (`ZeroConfig`): the settings.
         comm (`Comm`): the data-parallel ranks.
         divided_over (`Comm`, *optional*): the tensor-parallel ranks.
+        bus (`Bus`, *optional*): the way to the host's memory, instead of one for the ranks' device.
     """
     patches = unpack_layers(model)
     parts = partition(model)
@@ -94,7 +102,7 @@ def build(model: nn.Module, config: ZeroConfig, comm: Comm, divided_over: Comm |
     pattern = _keep_in_fp32(model)
     groups = [_grouped(spec, config.compute_dtype, pattern) for spec in specs]
     placeholders = Placeholders(comm.device)
-    bus = Bus(comm.device, comm.counters)
+    bus = bus or Bus(comm.device, comm.counters)
     lay_out = partial(_lay_out, config=config, comm=comm, placeholders=placeholders, ferry=Ferry(bus))
     plans = _plans(specs, config, comm)
     flats = [[lay_out(group, plan) for group in groups_of] for groups_of, plan in zip(groups, plans)]

@@ -89,7 +89,8 @@ def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
         sink = sinks.get(id(module.weight))
         if sink is None or module.weight.numel() < MIN_NUMEL:
             continue
-        if forward is not _embedding or _is_plain(module):
+        # CUDA adds rows in no fixed order; its stock backward sorts them first
+        if forward is not _embedding or (engine.comm.is_on_cpu and _is_plain(module)):
             engine.handles.append(Patch(module, "forward", partial(forward, module, sink)))
 
 
@@ -102,18 +103,23 @@ def uninstall(module: nn.Module) -> None:
 
 
 def _is_plain(module: nn.Embedding) -> bool:
-    # CUDA adds rows in no fixed order; its stock backward sorts them first
-    on_cpu = module.weight.device.type == "cpu"
-    return on_cpu and module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
 
 
 def _operand(sink: Sink, weight: nn.Parameter, input: Tensor) -> Tensor | None:
     """The input as the functions below take it, or `None` when the stock module has to be called."""
-    if torch.is_autocast_enabled(input.device.type):
-        if weight.dtype is not torch.get_autocast_dtype(input.device.type):
+    dtype = _autocast_dtype(input.device.type)
+    if dtype is not None:
+        if weight.dtype is not dtype:
             return None
         input = input.to(weight.dtype)
     return input if sink.serves(weight, input) and input.dtype is weight.dtype else None
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """In which autocast has products computed; `None` outside of it, and on devices that do not know it."""
+    is_known = torch.amp.is_autocast_available(device_type)
+    return torch.get_autocast_dtype(device_type) if is_known and torch.is_autocast_enabled(device_type) else None
 
 
 def _linear(module: nn.Linear, sink: Sink, input: Tensor) -> Tensor:

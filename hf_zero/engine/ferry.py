@@ -29,6 +29,11 @@ class Ferry:
         self._going_down = Ring(lambda nbytes: bus.empty(nbytes, torch.uint8), NUM_PIECES)
         self._going_up = Ring(lambda nbytes: bus.empty(nbytes, torch.uint8), NUM_PIECES)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers that there are so far, on the host."""
+        return self._going_down.nbytes + self._going_up.nbytes
+
     def up(self, device: Tensor, host: Tensor) -> Pending:
         """Copies a shard to the device, cast if need be. What is cast has been read when this returns; else the host's
         values may be written again after a `Bus.land`, or when gradients that were made with them have landed.

@@ -300,7 +300,7 @@ class Flat:
         """
         if self.common is not None:
             if self.full is not self.common:
-                self.comm.read_common(self.full, self.common)
+                self.comm.read_common(self.full, self.common, what=what)
             return Pending()
         own = self.full[slice(*self.owned)]
         source = self.master if self.twin is None else self.twin

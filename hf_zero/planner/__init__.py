@@ -1,7 +1,20 @@
-"""What a run holds in memory."""
+"""What a run holds in memory, measured and predicted."""
 
+from hf_zero.planner.advice import Advice, advise
 from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
+from hf_zero.planner.prediction import Prediction, predict, predict_with
 from hf_zero.planner.report import MemoryReport, measure
 
 
-__all__ = ["MemoryReport", "TensorClass", "measure", "render_classes", "tensor_classes"]
+__all__ = [
+    "Advice",
+    "MemoryReport",
+    "Prediction",
+    "TensorClass",
+    "advise",
+    "measure",
+    "predict",
+    "predict_with",
+    "render_classes",
+    "tensor_classes",
+]

@@ -6,6 +6,7 @@ Where the two come from one place, what stays lies between holes that later acti
 from bisect import insort
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -125,7 +126,7 @@ class Arena:
         return _storage(memory)
 
     def _allocate(self, nbytes: int) -> Tensor:
-        backend = torch.get_device_module(self.device)
+        backend = _backend_of(self.device)
         if self._pool is None and hasattr(backend, "MemPool"):
             self._pool = backend.MemPool()
         with nullcontext() if self._pool is None else backend.use_mem_pool(self._pool, self.device.index):
@@ -135,9 +136,14 @@ class Arena:
 def trim(device: torch.device) -> None:
     """Gives what the device's allocator keeps of freed memory back to the device: what is made next, and stays, does
     not come to lie in blocks that activations had and want again."""
-    backend = torch.get_device_module(device)
+    backend = _backend_of(device)
     if hasattr(backend, "empty_cache"):
         backend.empty_cache()
+
+
+def _backend_of(device: torch.device) -> ModuleType | None:
+    """The device's module; the meta device, whose tensors take no memory, has none."""
+    return None if device.type == "meta" else torch.get_device_module(device)
 
 
 class _Stretch:

@@ -142,7 +142,7 @@ def _has_common_memory(rounds: int) -> None:
         assert numbers.view(comm.num_ranks, 4)[:, 0].tolist() == [10.0 * number + r for r in range(comm.num_ranks)]
         comm.fence()
     half = torch.empty(numbers.numel(), dtype=torch.bfloat16)
-    comm.read_common(half, numbers)
+    comm.read_common(half, numbers, what="u")
     assert torch.equal(half, numbers.bfloat16())
     assert comm.counters.sent_nbytes == {"gather": 16 * (comm.num_ranks - 1)}
     assert comm.common(0, torch.float32).numel() == 0

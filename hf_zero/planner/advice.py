@@ -1,0 +1,99 @@
+"""Which settings fit a device: all ways to shard, to offload and to checkpoint, the cheapest first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hf_zero.config import ZeroConfig
+from hf_zero.planner.prediction import Prediction
+
+
+# Of a device's memory, what tensors may take: the rest is for libraries, and for what allocators cannot use.
+USABLE_SHARE = 0.9
+GIB = 2**30
+# Each sends, copies or computes more than the one before it: (stage, offload).
+WAYS = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "params"))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Ways to train a model, and which one to take.
+
+    Args:
+        predictions (`list[Prediction]`): the ways, the cheapest first.
+        memory_nbytes (`int`): what one device has.
+    """
+
+    predictions: list[Prediction]
+    memory_nbytes: int
+
+    @property
+    def best(self) -> Prediction | None:
+        """The cheapest that fits; `None` when none does."""
+        return next((each for each in self.predictions if self.fits(each)), None)
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Whether the tensors of a step take no more than may be taken."""
+        peak = prediction.peak_nbytes
+        return (prediction.resting_nbytes if peak is None else peak) <= USABLE_SHARE * self.memory_nbytes
+
+    def render(self) -> str:
+        """A table of the ways, and the advice with its reason."""
+        head = f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'at rest':>9}  {'peak':>9}  {'host':>9}  fits"
+        unit = f"GiB of each device; tensors may take {USABLE_SHARE:.0%} of {self.memory_nbytes / GIB:.1f}"
+        return "\n".join([unit, head, *map(self._row, self.predictions), self._verdict()])
+
+    def _row(self, prediction: Prediction) -> str:
+        peak = "" if prediction.peak_nbytes is None else f"{prediction.peak_nbytes / GIB:.2f}"
+        checkpointing = "yes" if prediction.gradient_checkpointing else "no"
+        mark = ("yes  <-" if prediction is self.best else "yes") if self.fits(prediction) else "no"
+        return (
+            f"  {prediction.config.stage:<5}  {prediction.config.offload:9}  {checkpointing:13}  "
+            f"{prediction.resting_nbytes / GIB:>9.2f}  {peak:>9}  {prediction.host_nbytes / GIB:>9.2f}  {mark}"
+        )
+
+    def _verdict(self) -> str:
+        best = self.best
+        if best is None:
+            least = min(each.peak_nbytes or each.resting_nbytes for each in self.predictions)
+            return (
+                f"nothing fits: the least needs {least / GIB:.2f} GiB; use more ranks, shorter sequences, a smaller "
+                "micro-batch, or LoRA"
+            )
+        before = self.predictions[: self.predictions.index(best)]
+        reason = "nothing needs to be sharded"
+        if before:
+            nearest = min(each.peak_nbytes or each.resting_nbytes for each in before)
+            reason = f"the least sharding that fits; what is cheaper needs {nearest / GIB:.2f} GiB or more"
+        return f"recommended: {flags_of(best)} ({reason})"
+
+
+def flags_of(prediction: Prediction) -> str:
+    """The flags by which a run is what was predicted."""
+    flags = [f"--zero_stage {prediction.config.stage}"]
+    if prediction.config.offload != "none":
+        flags.append(f"--zero_offload {prediction.config.offload}")
+    return " ".join([*flags, *(["--gradient_checkpointing"] if prediction.gradient_checkpointing else [])])
+
+
+def advise(
+    predict: Callable[[ZeroConfig, bool], Prediction],
+    config: ZeroConfig,
+    memory_nbytes: int,
+    *,
+    gradient_checkpointing: bool = False,
+) -> Advice:
+    """Predicts all ways to shard and to offload, without checkpointing and with it.
+
+    Args:
+        predict (`Callable`): predicts one way, given its settings and whether blocks are checkpointed.
+        config (`ZeroConfig`): of whose stage and offload others are tried; the rest is kept.
+        memory_nbytes (`int`): what one device has.
+        gradient_checkpointing (`bool`): blocks are checkpointed in any case.
+    """
+    plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0)
+    kept = {"offload_dir": config.offload_dir}
+    configs = [
+        replace(plain, stage=stage, offload=offload, **(kept if offload != "none" else {})) for stage, offload in WAYS
+    ]
+    switches = (True,) if gradient_checkpointing or config.offload_activations else (False, True)
+    return Advice([predict(each, switch) for switch in switches for each in configs], memory_nbytes)

@@ -1,0 +1,117 @@
+"""Counts the bytes that tensors without data would take, were they made: a step is run on the meta device."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_zero.config import Place
+
+
+_aten = torch.ops.aten
+_HOST = torch.device("cpu")
+
+
+def _yes(*_, **__) -> bool:
+    """Masks hide nothing, and sequences are of one piece."""
+    return True
+
+
+def _ones(tensor: Tensor, *, dtype: torch.dtype | None = None, **_) -> Tensor:
+    return torch.ones(tensor.shape, dtype=dtype or tensor.dtype)
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.long, device=tensor.device)
+
+
+def _index(func: Callable, tensor: Tensor, indices: list[Tensor | None], *rest, **kwargs) -> Tensor:
+    """What a mask selects is everything."""
+    chosen: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype is torch.bool
+        chosen += _nonzero(index).unbind(1) if is_mask else [index]
+    return func(tensor, chosen, *rest, **kwargs)
+
+
+def _grouped_mm(func: Callable, left: Tensor, right: Tensor, *rest, **kwargs) -> Tensor:
+    """On the meta device torch knows products of bf16 alone."""
+    dtype, half = left.dtype, torch.bfloat16
+    return func(left.to(half), right.to(half), *rest, **kwargs).to(dtype)
+
+
+# What depends on values that are not there, and what stands for it.
+_ASSUMED = {
+    _aten._local_scalar_dense.default: _yes,
+    _aten.is_nonzero.default: _yes,
+    _aten.equal.default: _yes,
+    _aten.nonzero.default: _nonzero,
+    _aten.index.Tensor: partial(_index, _aten.index.Tensor),
+    _aten.index_put.default: partial(_index, _aten.index_put.default),
+    _aten.index_put_.default: partial(_index, _aten.index_put_.default),
+    _aten._grouped_mm.default: partial(_grouped_mm, _aten._grouped_mm.default),
+}
+
+
+class Meter(TorchDispatchMode):
+    """While it is entered, every storage on the meta device that an operation makes is counted until it is freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.held: Counter[Place] = Counter()  # bytes at this moment
+        self.peak: Counter[Place] = Counter()  # most since the last `reset_peak`
+        self._place = Place.DEVICE
+        self._share = 1
+        self._storages: dict[int, weakref.ref] = {}
+
+    def reset_peak(self) -> None:
+        """What is held now becomes the peak so far."""
+        self.peak = Counter(self.held)
+
+    @contextmanager
+    def at(self, place: Place, share: int = 1) -> Iterator[None]:
+        """What is made inside rests on `place`; of what so many ranks share, each counts its part."""
+        before = self._place, self._share
+        self._place, self._share = place, share
+        try:
+            yield
+        finally:
+            self._place, self._share = before
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assumed = _ASSUMED.get(func)
+        if func is _aten._to_copy.default and kwargs.get("device") == _HOST:
+            assumed = _ones
+        if assumed is not None and args[0].is_meta:
+            func = assumed
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            self._note(result)
+        elif isinstance(result, (tuple, list)):
+            for each in result:
+                if isinstance(each, Tensor):
+                    self._note(each)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        if not tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        place, nbytes = self._place, storage.nbytes() // self._share
+
+        def freed(_):
+            self._storages.pop(key, None)
+            self.held[place] -= nbytes
+
+        self._storages[key] = weakref.ref(storage, freed)
+        self.held[place] += nbytes
+        self.peak[place] = max(self.peak[place], self.held[place])

@@ -1,0 +1,241 @@
+"""What a run will take, told from its model's shapes: memory by tensor class, traffic, disk."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.config import Place, ZeroConfig
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.errors import HfZeroError
+from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
+from hf_zero.planner.depth import MAX_WHOLE, PERIOD, alike_blocks, extended
+from hf_zero.planner.rehearsal import Rehearsal, Step
+from hf_zero.planner.stand_in import MakeOptimizer
+from hf_zero.storage import NUM_BUFFERS
+from hf_zero.storage.disk import WINDOW_NUMEL
+
+
+# What `Trainer` uses unless told otherwise.
+FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
+WITHOUT_BATCH = "activations and traffic: no batch was given"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one rank of a run takes; all ranks take the same.
+
+    Args:
+        config (`ZeroConfig`): the settings.
+        num_ranks (`int`): how many ranks.
+        gradient_checkpointing (`bool`): whether blocks keep their inputs alone.
+        num_parameters (`int`): of the model, tied ones once.
+        num_trained (`int`): of them, those that get gradients.
+        classes (`list[TensorClass]`): what rests between uses, or is used again and again.
+        checkpoint_nbytes (`int`): of one checkpoint on disk, the optimizer's state included, all ranks together.
+        step (`Step`, *optional*): what a step takes; `None` where that is not known.
+        note (`str`): what is not known, and why.
+    """
+
+    config: ZeroConfig
+    num_ranks: int
+    gradient_checkpointing: bool
+    num_parameters: int
+    num_trained: int
+    classes: list[TensorClass]
+    checkpoint_nbytes: int
+    step: Step | None = None
+    note: str = ""
+
+    @property
+    def resting_nbytes(self) -> int:
+        """Bytes on the device between backward and optimizer step."""
+        return self._on(Place.DEVICE) if self.step is None else self.step.resting_nbytes
+
+    @property
+    def peak_nbytes(self) -> int | None:
+        """The most bytes that tensors take on the device in a step."""
+        return None if self.step is None else self.step.peak_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the host's memory; staging buffers take 256 MiB more at most."""
+        if self.step is None or self.config.offload_dir:
+            return self._on(Place.HOST)
+        return self.step.host_nbytes
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes in files of `offload_dir`."""
+        return self._on(Place.DISK)
+
+    @property
+    def sent_nbytes(self) -> int | None:
+        """Bytes that the rank sends to others in a step of one micro-batch."""
+        return None if self.step is None else self.step.sent_nbytes
+
+    def _on(self, place: Place) -> int:
+        return sum(each.nbytes for each in self.classes if each.place is place)
+
+    def render(self) -> str:
+        """What it takes: one line for each class and each sum."""
+        lines = [render_classes(self.classes)]
+        lines += [f"  {name:<32}  {nbytes / 2**20:>12.2f} MiB" for name, nbytes in self._sums()]
+        return "\n".join([*lines, *([f"  not known: {self.note}"] if self.note else [])])
+
+    def _sums(self) -> Iterator[tuple[str, int]]:
+        yield "at rest on the device", self.resting_nbytes
+        if self.step is not None:
+            yield "activations", self.step.activation_nbytes
+            yield "logits and loss", self.step.head_nbytes
+            yield "at the peak on the device", self.step.peak_nbytes
+        if self.host_nbytes:
+            yield "in the host's memory", self.host_nbytes
+        if self.disk_nbytes:
+            yield "in files of the offload folder", self.disk_nbytes
+        if self.step is not None:
+            yield "sent per step", self.step.sent_nbytes
+            if self.step.copied_nbytes:
+                yield "over the bus per step", self.step.copied_nbytes
+        yield "a checkpoint, of all ranks", self.checkpoint_nbytes
+
+
+def predict(
+    model: nn.Module,
+    *,
+    num_ranks: int,
+    stage: int = 3,
+    compute_dtype: torch.dtype | None = None,
+    batch: dict[str, Tensor] | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+    gradient_checkpointing: bool = False,
+    on_cpu: bool = False,
+    **settings,
+) -> Prediction:
+    """Predicts what each rank of a run takes, without memory and without other ranks.
+
+    The engine itself shards a twin of the model that has no data, as one of so many ranks, and runs a step.
+
+    Args:
+        model (`nn.Module`): not sharded; on any device, the meta device included, its weights read or not. It is left
+            as it is.
+        num_ranks (`int`): how many ranks.
+        stage (`int`): as for `hf_zero.shard`, like `compute_dtype` and `settings`, further fields of `ZeroConfig`.
+        batch (`dict[str, Tensor]`, *optional*): what one rank's forward is given, with labels; on any device, of which
+            only shapes and dtypes count. Without it nothing is known of activations and traffic.
+        make_optimizer (`Callable`, *optional*): makes the optimizer of some parameters; by default fused AdamW.
+        gradient_checkpointing (`bool`): blocks keep their inputs alone.
+        on_cpu (`bool`): the ranks train on CPUs, not on an accelerator each.
+
+    Raises:
+        `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
+        `UnsupportedError`: for a model that cannot be sharded or checkpointed.
+    """
+    return predict_with(
+        model,
+        ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings),
+        num_ranks=num_ranks,
+        batch=batch,
+        make_optimizer=make_optimizer,
+        gradient_checkpointing=gradient_checkpointing,
+        on_cpu=on_cpu,
+    )
+
+
+def predict_with(
+    model: nn.Module,
+    config: ZeroConfig,
+    *,
+    num_ranks: int,
+    batch: dict[str, Tensor] | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+    gradient_checkpointing: bool = False,
+    on_cpu: bool = False,
+) -> Prediction:
+    """`predict`, for settings that are a `ZeroConfig` already, such as `training_arguments.zero_config()`."""
+    settings = {
+        "num_ranks": num_ranks,
+        "batch": batch,
+        "make_optimizer": make_optimizer or FUSED_ADAMW,
+        "gradient_checkpointing": gradient_checkpointing,
+        "on_cpu": on_cpu,
+    }
+    path = alike_blocks(model) if config.offload_fraction == 1 else None
+    num_blocks = len(model.get_submodule(path)) if path is not None else 0
+    kept = 1 if config.keep_gathered == "auto" else config.keep_gathered
+    # enough that all buffers take their turns, and that what is extended is of the same turn
+    few = config.prefetch_units + kept + 4
+    few += (num_blocks - few) % PERIOD
+    if num_blocks <= max(MAX_WHOLE, few + PERIOD):
+        return _predict(model, config, **settings)
+    fewer, more = (_predict(model, config, blocks=(path, count), **settings) for count in (few, few + PERIOD))
+    return extended(fewer, more, (num_blocks - few) // PERIOD)
+
+
+def _predict(
+    model: nn.Module,
+    config: ZeroConfig,
+    *,
+    num_ranks: int,
+    batch: dict[str, Tensor] | None,
+    gradient_checkpointing: bool,
+    **settings,
+) -> Prediction:
+    rehearsal = Rehearsal(
+        model,
+        replace(config, offload_dir=None),  # what rests in files is told apart below
+        num_ranks=num_ranks,
+        gradient_checkpointing=gradient_checkpointing,
+        **settings,
+    )
+    classes = tensor_classes(rehearsal.engine, rehearsal.optimizer)
+    step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(rehearsal, batch)
+    infos = rehearsal.engine.param_infos()
+    return Prediction(
+        config,
+        num_ranks,
+        gradient_checkpointing,
+        num_parameters=sum(info.shape.numel() for info in infos),
+        num_trained=sum(info.shape.numel() for info in infos if info.trainable),
+        classes=_in_files(classes) if config.offload_dir else classes,
+        checkpoint_nbytes=_checkpoint_nbytes(rehearsal.engine, classes),
+        step=step,
+        note=note,
+    )
+
+
+def _try_step(rehearsal: Rehearsal, batch: dict[str, Tensor]) -> tuple[Step | None, str]:
+    """A model may do with values what cannot be done without them."""
+    try:
+        return rehearsal.step(batch), ""
+    except HfZeroError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        return None, f"activations and traffic: the model does not run without data ({type(error).__name__}: {reason})"
+
+
+def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
+    """Where what is offloaded rests in files: gradients never do, and all else goes through a few buffers."""
+    found = [
+        replace(each, place=Place.DISK) if each.place is Place.HOST and "gradients" not in each.name else each
+        for each in classes
+    ]
+    in_files = [each for each in found if each.place is Place.DISK and each.dtype is not None]
+    widths = sum(each.dtype.itemsize for each in in_files if each.name == "masters") or 4
+    longest = max((each.nbytes // each.dtype.itemsize for each in in_files), default=0)
+    record = min(longest, WINDOW_NUMEL) * (widths + 8)
+    return [*found, TensorClass("buffers to read and write", None, NUM_BUFFERS * record, 1, Place.HOST)]
+
+
+def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
+    """The model in the dtypes that it came in, the state, and masters that these dtypes cannot hold."""
+    nbytes = sum(each.nbytes * each.num_parts for each in classes if each.name == "optimizer state")
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        for info in flat.infos:
+            is_wider = torch.promote_types(flat.master_dtype, info.save_dtype) != info.save_dtype
+            width = info.save_dtype.itemsize + (flat.master_dtype.itemsize if is_wider else 0)
+            nbytes += info.shape.numel() * width
+    return nbytes

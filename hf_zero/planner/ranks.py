@@ -1,0 +1,184 @@
+"""One rank of any number, alone in its process: collectives and copies that send nothing, and take memory and count
+bytes as the real ones do. They are the package's own, down to where values would leave the process.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Bus, Comm, Pending
+from hf_zero.comm.bandwidth import ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES
+from hf_zero.comm.base import DONE, Counters
+from hf_zero.comm.bucket import Bucket
+from hf_zero.comm.native import NativeComm
+from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
+from hf_zero.comm.shared import SharedComm
+from hf_zero.comm.world import SHARED_BUCKET_NBYTES
+from hf_zero.config import Place
+from hf_zero.planner.meter import Meter
+
+
+META = torch.device("meta")
+RANKS_PER_HOST = 8
+# What a loopback link asks for; a real link is measured when training starts.
+LINK_BUCKET_NBYTES = 4 * 2**20
+
+
+class _Alone(Comm):
+    """What needs the other ranks: they are taken to be in the same state as this one."""
+
+    is_on_cpu = False
+
+    def __init__(self, num_ranks: int):
+        Comm.__init__(self, META, timeout_seconds=1.0)  # and not those that connect
+        self.num_ranks = num_ranks
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for bucket in super().buckets if bucket.memory is not None]  # those that are needed
+
+    def all_gather_vector(self, vector: Tensor) -> Tensor:
+        nbytes = vector.numel() * vector.element_size()
+        self.counters.add("scalar", nbytes * (self.num_ranks - 1))
+        return torch.ones(self.num_ranks, vector.numel(), dtype=vector.dtype)
+
+    def all_gather_object(self, obj) -> list:
+        return [obj] * self.num_ranks
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        pass
+
+    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
+        self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+        return DONE
+
+    def aside(self, purpose: str) -> Comm:
+        return self
+
+
+class _One(_Alone):
+    """The world of one rank."""
+
+
+class _OneOnCpu(_Alone):
+    is_on_cpu = True
+
+
+class _Native(_Alone, NativeComm):
+    """Ranks with an accelerator each."""
+
+    def __init__(self, num_ranks: int, bucket_nbytes: int):
+        super().__init__(num_ranks)
+        self._backend = torch.cpu  # its streams and events do nothing
+        self._stream = torch.cpu.Stream()
+        self._buckets = [Bucket(bucket_nbytes, META) for _ in range(2)]
+
+    def _collect(self, full: Tensor, shard: Tensor) -> Pending:
+        return DONE
+
+    def _sum(self, full: Tensor, out: Tensor) -> Pending:
+        return DONE
+
+
+class _Pairwise(_Alone, PairwiseComm):
+    """Ranks on CPUs that send messages."""
+
+    is_on_cpu = True
+
+    def __init__(self, num_ranks: int, bucket_nbytes: int):
+        super().__init__(num_ranks)
+        self._staging = Bucket(bucket_nbytes, META)
+        self._scratch = Bucket(SUM_NBYTES, META)
+        self._reducing = Pending()
+
+    def _send(self, tensor: Tensor, target: int, tag: int, verb: str, what: str) -> Pending:
+        self.counters.add(verb, tensor.numel() * tensor.element_size(), what)
+        return DONE
+
+    def _receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        return DONE
+
+    def _wait(self, works: list, what: str) -> None:
+        pass
+
+
+class _Shared(_Pairwise, SharedComm):
+    """Ranks on the CPUs of one host, in whose memory each has its part of what is common to all.
+
+    Args:
+        meter (`Meter`): counts.
+    """
+
+    shares_memory = True
+
+    def __init__(self, num_ranks: int, bucket_nbytes: int, meter: Meter):
+        super().__init__(num_ranks, bucket_nbytes)
+        self._meter = meter
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=META)
+
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with self._meter.at(Place.DEVICE, share=self.num_ranks):
+            return self.empty(numel, dtype)
+
+    def fence(self) -> None:
+        pass
+
+    def progress(self) -> None:
+        pass
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        return True
+
+    def _begin(self, verb: str, what: str, own: Tensor, numel: int, take: Callable) -> Pending:
+        self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1), what)
+        take([own] * self.num_ranks)
+        return DONE
+
+
+def lone_rank(
+    meter: Meter, num_ranks: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str = "auto"
+) -> Comm:
+    """One of some ranks, without the others.
+
+    Args:
+        meter (`Meter`): counts what it takes.
+        num_ranks (`int`): how many there are, 8 of them on each host.
+        on_cpu (`bool`): whether they train on CPUs, or have an accelerator each.
+        shared_memory (`bool`): whether those on CPUs are on one host, and share its memory.
+        bucket_nbytes (`int` or `str`): as in `ZeroConfig`.
+    """
+    is_auto = bucket_nbytes == "auto"
+    if num_ranks == 1:
+        return (_OneOnCpu if on_cpu else _One)(1)
+    if not on_cpu:
+        chosen = ONE_HOST_NBYTES if num_ranks <= RANKS_PER_HOST else SEVERAL_HOSTS_NBYTES
+        return _Native(num_ranks, chosen if is_auto else bucket_nbytes)
+    if shared_memory:
+        return _Shared(num_ranks, SHARED_BUCKET_NBYTES if is_auto else bucket_nbytes, meter)
+    return _Pairwise(num_ranks, LINK_BUCKET_NBYTES if is_auto else bucket_nbytes)
+
+
+class LoneBus(Bus):
+    """The way to a host whose memory has no data either. Work is done when it is given.
+
+    Args:
+        counters (`Counters`): as for `Bus`.
+        meter (`Meter`): counts what rests on the host.
+    """
+
+    def __init__(self, counters: Counters, meter: Meter):
+        super().__init__(torch.device("cpu"), counters)  # whose streams do nothing
+        self.device = self.host = META
+        self._meter = meter
+
+    def empty(self, numel: int, dtype: torch.dtype, *, locked: bool = True) -> Tensor:
+        with self._meter.at(Place.HOST):
+            return torch.zeros(numel, dtype=dtype, device=META)
+
+    def later(self, work: Callable[[], None], lane: str = "land", *, always: bool = False) -> Pending:
+        with self._meter.at(Place.HOST), torch.no_grad():
+            work()
+        return DONE

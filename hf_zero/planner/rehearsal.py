@@ -1,0 +1,232 @@
+"""A run without data: the engine shards a twin of the model as one rank of many, and takes steps.
+
+[Note: what is not seen] What kernels take inside of one operation, and what a device's libraries take for themselves.
+Of values that are not there it is assumed that masks hide nothing and that every branch on them is taken; experts that
+are not computed by grouped products then count wrong. Layers compute in the dtype of their parameters: what autocast
+casts beside that, such as the outputs of layer norms on GPUs, is left out.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.activation.build import place_activations
+from hf_zero.config import Place, ZeroConfig
+from hf_zero.engine.build import build
+from hf_zero.engine.engine import ZeroEngine, in_backward
+from hf_zero.engine.hooks import tensors_in
+from hf_zero.errors import UnsupportedError
+from hf_zero.optim import ShardedOptimizer
+from hf_zero.planner.attention import device_attention
+from hf_zero.planner.meter import Meter
+from hf_zero.planner.ranks import META, LoneBus, lone_rank
+from hf_zero.planner.replica import replica_of
+from hf_zero.planner.stand_in import MakeOptimizer, StandIn
+
+
+# As many blocks at either end of a pass are looked at apart: buffers that take turns are two.
+NUM_EDGE = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bytes of one step in the steady state, on the device where nothing else is said.
+
+    Args:
+        resting_nbytes (`int`): held between backward and optimizer step.
+        host_nbytes (`int`): held on the host then, but for staging buffers, of which there are more or less.
+        moments (`dict[str, int]`): the most between some moments of the step, by what they end.
+        activation_nbytes (`int`): what forward has added when its last block ends.
+        head_nbytes (`int`): the most that is added to that until backward comes to that block.
+        sent_nbytes (`int`): sent to other ranks.
+        copied_nbytes (`int`): copied between device and host.
+    """
+
+    resting_nbytes: int
+    host_nbytes: int
+    moments: dict[str, int]
+    activation_nbytes: int
+    head_nbytes: int
+    sent_nbytes: int
+    copied_nbytes: int
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most at any moment."""
+        return max(self.moments.values())
+
+
+class Rehearsal:
+    """One rank's engine and optimizer, and the meter that counts what they take.
+
+    Args:
+        model (`nn.Module`): not sharded; left as it is.
+        config (`ZeroConfig`): the settings.
+        num_ranks (`int`): how many ranks.
+        make_optimizer (`Callable`): makes the optimizer of some parameters.
+        gradient_checkpointing (`bool`): whether blocks keep their inputs alone.
+        on_cpu (`bool`): whether ranks train on CPUs.
+        blocks (`tuple[str, int]`, *optional*): the path of the list of blocks, of which only the first so many are
+            taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        *,
+        num_ranks: int,
+        make_optimizer: MakeOptimizer,
+        gradient_checkpointing: bool,
+        on_cpu: bool,
+        blocks: tuple[str, int] | None = None,
+    ):
+        self.meter = Meter()
+        self._on_cpu = on_cpu
+        with self.meter:
+            replica = replica_of(model)
+            if blocks is not None:
+                path, num_blocks = blocks
+                del replica.get_submodule(path)[num_blocks:]
+            if gradient_checkpointing:
+                _checkpoint_blocks(replica)
+            comm = lone_rank(
+                self.meter,
+                num_ranks,
+                on_cpu=on_cpu,
+                shared_memory=config.shared_memory,
+                bucket_nbytes=config.bucket_nbytes,
+            )
+            self.engine: ZeroEngine = build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
+            if config.offload_activations:
+                place_activations(self.engine)
+            trained = [param for param in self.engine.model.parameters() if param.requires_grad]
+            self.optimizer = ShardedOptimizer(self.engine, StandIn(trained, make_optimizer))
+            # a step without a backward: everything that comes with the first one, and stays, is there then
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def _staging_nbytes(self) -> int:
+        return next((flat.ferry.nbytes for unit in self.engine.units for flat in unit.flats), 0)
+
+    def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> Step:
+        """One step of one micro-batch, with clipping.
+
+        Args:
+            batch (`dict[str, Tensor]`): what the model's forward is given, with labels.
+            max_norm (`float`): of the gradients.
+        """
+        before = dict(self.engine.comm.counters.sent_nbytes)
+        watch = _Watch(self.meter)
+        for module in self.engine.modules.values():
+            watch.follow(module)
+        with self.meter, device_attention(self._on_cpu):
+            inputs = {
+                key: torch.empty_like(value, device=META) if isinstance(value, Tensor) else value
+                for key, value in batch.items()
+            }
+            loss = _loss_of(self.engine.model(**inputs))
+            loss.backward()
+            del loss, inputs
+            self.optimizer.clip_grad_norm_(max_norm)
+            watch.lap("backward")
+            resting, on_host = self.meter.held[Place.DEVICE], self.meter.held[Place.HOST] - self._staging_nbytes
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            watch.end()
+        after = self.engine.comm.counters.sent_nbytes
+        moved = {verb: nbytes - before.get(verb, 0) for verb, nbytes in after.items()}
+        copied = sum(moved.pop(verb, 0) for verb in ("up", "down"))
+        return Step(
+            resting,
+            on_host,
+            watch.moments(),
+            activation_nbytes=watch.activations,
+            head_nbytes=watch.head,
+            sent_nbytes=sum(moved.values()),
+            copied_nbytes=copied,
+        )
+
+
+def _checkpoint_blocks(model: nn.Module) -> None:
+    """Switches on what transformers' models have; the newer name, or the older one.
+
+    Raises:
+        `UnsupportedError`: for a model without a switch.
+    """
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if enable is None:
+        raise UnsupportedError(f"{type(model).__name__}: has no gradient_checkpointing_enable; plan without it")
+    enable()
+
+
+class _Watch:
+    """Notes what is held when the last block's forward ends, and the most between the moments of a step.
+
+    Args:
+        meter (`Meter`): counts.
+    """
+
+    def __init__(self, meter: Meter):
+        self._meter = meter
+        self._handles: list = []
+        self._begin = self._at_end_of_blocks = meter.held[Place.DEVICE]
+        self._laps: list[tuple[str, int]] = []
+        self._last: nn.Module | None = None  # whose backward was come to last
+        meter.reset_peak()
+
+    @property
+    def activations(self) -> int:
+        return self._at_end_of_blocks - self._begin
+
+    @property
+    def head(self) -> int:
+        """The most that is added to them until backward comes to the last block."""
+        return max((nbytes for name, nbytes in self._laps if name == "head"), default=0) - self._at_end_of_blocks
+
+    def moments(self) -> dict[str, int]:
+        """The laps by name. Of those that each block has, the first and the last few: what is between lies between."""
+        found: dict[str, int] = {}
+        for kind in dict.fromkeys(name for name, _ in self._laps):
+            own = [nbytes for name, nbytes in self._laps if name == kind]
+            found.update({f"{kind} {index}": nbytes for index, nbytes in enumerate(own[:NUM_EDGE])})
+            found.update({f"{kind} -{index}": nbytes for index, nbytes in enumerate(own[: -NUM_EDGE - 1 : -1])})
+        return found
+
+    def follow(self, block: nn.Module) -> None:
+        self._handles.append(block.register_forward_hook(self._after_block))
+
+    def lap(self, name: str) -> None:
+        """Notes the peak since the last lap."""
+        self._laps.append((name, self._meter.peak[Place.DEVICE]))
+        self._meter.peak[Place.DEVICE] = self._meter.held[Place.DEVICE]
+
+    def _after_block(self, module, _args, output) -> None:
+        if in_backward():
+            return
+        self.lap("block")
+        self._at_end_of_blocks = self._meter.held[Place.DEVICE]
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._before_backward(module))
+
+    def _before_backward(self, module: nn.Module) -> None:
+        if module is not self._last:
+            self.lap("head" if self._last is None else "block's backward")
+            self._last = module
+
+    def end(self) -> None:
+        self.lap("update")
+        for handle in self._handles:
+            handle.remove()
+
+
+def _loss_of(output) -> Tensor:
+    """What is differentiated: the loss, or where a model returns none the sum of what it returns."""
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = sum(tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
+    return loss

@@ -1,0 +1,60 @@
+"""Deep models are predicted from a few of their blocks, to the byte."""
+
+import pytest
+import torch
+
+from hf_zero.planner import depth, predict, prediction
+from tests.planner import subjects
+
+
+NUM_BLOCKS = 13
+
+
+def _deep(name: str):
+    subject = {"llama": subjects.llama, "t5": subjects.t5}[name]
+    with torch.device("meta"):
+        model = subject().train()
+        model.config.use_cache = False
+        if name == "llama":
+            model.model.layers.extend(subjects.llama().model.layers[0] for _ in range(NUM_BLOCKS - subjects.LAYERS))
+            model.config.num_hidden_layers = NUM_BLOCKS
+    return model
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 0},
+        {"stage": 3, "gradient_checkpointing": True, "prefetch_units": 2},
+        {"stage": 2, "offload": "optimizer", "compute_dtype": torch.bfloat16},
+    ],
+    ids=["stage-0", "stage-3", "offload"],
+)
+def test_what_is_extended_is_what_the_whole_model_takes(settings, monkeypatch):
+    model = _deep("llama")
+
+    def predicted():
+        return predict(model, num_ranks=8, batch=subjects.batch("llama"), **settings)
+
+    extended = predicted()
+    monkeypatch.setattr(prediction, "MAX_WHOLE", 1000)
+    whole = predicted()
+    assert extended.num_parameters == whole.num_parameters
+    assert extended.classes == whole.classes
+    assert extended.step == whole.step
+
+
+def test_only_blocks_that_are_alike_are_left_out():
+    assert depth.alike_blocks(_deep("llama")) == "model.layers"
+    assert depth.alike_blocks(_deep("t5")) is None  # two stacks
+    model = _deep("llama")
+    model.model.layers[3].mlp.up_proj.weight.requires_grad_(False)
+    assert depth.alike_blocks(model) is None
+
+
+def test_numbers_are_extended_wherever_they_stand():
+    assert depth.extended({"a": 1, "b": [2, 3], "c": None}, {"a": 2, "b": [2, 5], "c": None}, 3) == {
+        "a": 4,
+        "b": [2, 9],
+        "c": None,
+    }

@@ -1,0 +1,161 @@
+"""Predictions against real runs on two ranks, by the bytes that torch's allocator hands out and the bytes sent.
+
+[Note: the bounds] What rests is the engine's own arithmetic: only a few numbers, such as step counts, are not counted.
+The peak is that of the same operations in the same order; what kernels take for a moment inside of one is not seen.
+The aim is 1 % and 10 %; the tests ask for 0.5 % and 2 %.
+"""
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero
+from benchmarks.memory import TensorMeter
+from hf_zero.engine import has_sources
+from hf_zero.planner import measure, predict
+from tests.distributed import run_ranks
+from tests.planner import subjects
+
+
+BUCKET_NBYTES = 2**16
+REST, PEAK = 0.005, 0.02
+AdamW = partial(torch.optim.AdamW, fused=True)
+
+
+def _collect() -> None:
+    while gc.collect():
+        pass
+
+
+def _train(name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str, int]:
+    """A third step, measured: bytes at rest, at the peak, sent, and of the host and of state there."""
+    _collect()
+    with TensorMeter() as meter:
+        meter.mark("begin")
+        model = subjects.build(name)
+        if checkpointing:
+            model.activation_checkpointing_enable() if hasattr(
+                model, "activation_checkpointing_enable"
+            ) else model.gradient_checkpointing_enable()
+        engine = hf_zero.shard(model, bucket_nbytes=BUCKET_NBYTES, shared_memory=False, **settings)
+        optimizer = hf_zero.ShardedOptimizer(engine, AdamW(model.parameters()))
+        for step in range(3):
+            _collect()
+            meter.mark(f"step-{step}")
+            before = engine.comm.counters.total_sent_nbytes
+            model(**subjects.batch(name)).loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            _collect()
+            meter.mark(f"rest-{step}")
+            host = measure(engine, optimizer).host_nbytes
+            mapped = engine.bus.host_nbytes  # not among what the allocator hands out
+            staging = engine.root.flats[0].ferry.nbytes
+            optimizer.step()
+            optimizer.zero_grad()
+        sent = engine.comm.counters.total_sent_nbytes - before
+        _collect()
+        meter.mark("end")
+    return {
+        "rest": meter.span("begin", "rest-2").end_nbytes,
+        "peak": meter.span("step-2", "end").peak_nbytes,
+        "sent": sent,
+        "host": host,
+        "mapped": mapped,
+        "staging": staging,
+    }
+
+
+def _predicted(name: str, checkpointing: bool, settings: dict[str, Any]):
+    with torch.device("meta"):
+        model = subjects.build(name)
+    return predict(
+        model,
+        num_ranks=2,
+        batch=subjects.batch(name),
+        make_optimizer=AdamW,
+        gradient_checkpointing=checkpointing,
+        on_cpu=True,
+        bucket_nbytes=BUCKET_NBYTES,
+        shared_memory=False,
+        **settings,
+    )
+
+
+def _check(name: str, checkpointing: bool = False, **settings) -> None:
+    predicted = _predicted(name, checkpointing, settings)
+    for found in run_ranks(_train, 2, name, checkpointing, settings):
+        assert predicted.resting_nbytes == pytest.approx(found["rest"], rel=REST)
+        assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=PEAK)
+        assert predicted.sent_nbytes == found["sent"]
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "dtype, checkpointing", [(None, False), (torch.bfloat16, True)], ids=["fp32", "bf16-checkpointed"]
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", list(subjects.BUILDERS))
+def test_rest_peak_and_traffic_are_those_of_a_real_step(name, stage, dtype, checkpointing):
+    _check(name, checkpointing, stage=stage, compute_dtype=dtype)
+
+
+@pytest.mark.parametrize("name, stage", [("llama", 3), ("bert", 2)])
+def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):
+    _check(name, True, stage=stage, compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
+def test_offloaded_bytes_are_those_of_a_real_step(stage, offload):
+    """On CPUs both memories are one: the allocator hands out what the device would hold and the state, and what else
+    rests on the host is mapped."""
+    settings = {"stage": stage, "offload": offload, "compute_dtype": torch.bfloat16}
+    predicted = _predicted("llama", False, settings)
+    for found in run_ranks(_train, 2, "llama", False, settings):
+        state = found["host"] - found["mapped"]
+        assert predicted.host_nbytes == pytest.approx(found["host"] - found["staging"], rel=REST)
+        assert predicted.resting_nbytes + state == pytest.approx(found["rest"], rel=REST)
+        assert predicted.sent_nbytes + predicted.step.copied_nbytes == found["sent"]
+
+
+def test_a_model_is_left_as_it_is():
+    model = subjects.build("llama")
+    before = {name: (param, param.data_ptr()) for name, param in model.named_parameters()}
+    predict(model, num_ranks=64, stage=3, batch=subjects.batch("llama"), gradient_checkpointing=True)
+    assert all(
+        param is before[name][0] and param.data_ptr() == before[name][1] for name, param in model.named_parameters()
+    )
+    model(**subjects.batch("llama")).loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_weights_may_still_be_in_files(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    subjects.build("llama").save_pretrained(tmp_path)
+    model = hf_zero.load_pretrained(LlamaForCausalLM, tmp_path).train()
+    assert has_sources(model)
+    unread = predict(model, num_ranks=4, stage=3)
+    assert has_sources(model)
+    assert unread.classes == predict(subjects.build("llama"), num_ranks=4, stage=3).classes
+    assert unread.peak_nbytes is None and "no batch" in unread.note
+
+
+def test_bytes_at_rest_fall_with_stage_and_ranks():
+    model = subjects.build("llama")
+    by_stage = [predict(model, num_ranks=8, stage=stage).resting_nbytes for stage in range(4)]
+    assert by_stage == sorted(by_stage, reverse=True) and len(set(by_stage)) == 4
+    by_ranks = [predict(model, num_ranks=num_ranks, stage=3).resting_nbytes for num_ranks in (2, 8, 64)]
+    assert by_ranks == sorted(by_ranks, reverse=True)
+
+
+def test_a_model_that_does_not_run_without_data_is_predicted_at_rest():
+    class Choosy(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * x.numpy().sum()
+
+    prediction = predict(Choosy(64, 64), num_ranks=2, stage=3, batch={"x": torch.zeros(2, 64)})
+    assert prediction.resting_nbytes > 0 and prediction.peak_nbytes is None
+    assert "does not run without data" in prediction.note and prediction.note in prediction.render()
