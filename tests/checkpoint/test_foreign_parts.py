@@ -1,13 +1,44 @@
 """How a foreign checkpoint's tensors are put together from their pieces."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from hf_zero.checkpoint.foreign.dcp import _runs, read_weights
 from hf_zero.checkpoint.foreign.detect import Carried, carried, detect
 from hf_zero.checkpoint.foreign.parts import FileTensor, Piece, pieces_of, window_of
+from hf_zero.checkpoint.foreign.trusted import load_index
 from hf_zero.errors import CheckpointError
+
+
+class Got:
+    """Pickled as what `getattr` gives, which is how Python before 3.11.4 pickles a member of an enumeration."""
+
+    def __init__(self, *args):
+        self.args = args
+
+    def __reduce__(self):
+        return getattr, self.args
+
+
+def index_with(tmp_path, what):
+    index = Metadata(state_dict_metadata={}, planner_data=what)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    return load_index(tmp_path / ".metadata")
+
+
+def test_a_member_of_an_enumeration_is_read_however_it_was_pickled(tmp_path):
+    index = index_with(tmp_path, Got(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"))
+    assert index.planner_data.args == ("TORCH_CHANNELS_LAST",)
+
+
+@pytest.mark.parametrize("owner, name", [(torch.Size, "mro"), (torch.float32, "itemsize"), (dict, "update")])
+def test_no_other_attribute_is_given_to_an_index(tmp_path, owner, name):
+    with pytest.raises(CheckpointError, match="names .*, which may run code"):
+        index_with(tmp_path, Got(owner, name))
 
 
 def test_any_range_is_read_across_pieces_and_converted():

@@ -129,9 +129,18 @@ class _IndexUnpickler(pickle.Unpickler):
             return _LAYOUTS.get
         if (module, name) == ("collections", "OrderedDict"):
             return dict
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(f"{module}.{name}")
+
+
+def _member(record: type, name: str) -> Any:
+    """A member of an enumeration, as Python before 3.11.4 pickles it; of nothing else is an attribute given."""
+    if not (isinstance(record, type) and issubclass(record, StandIn) and isinstance(name, str)):
+        raise CheckpointError("builtins.getattr")
+    return record(name)
 
 
 def _readable(path: Path | str, error: Exception) -> CheckpointError:
