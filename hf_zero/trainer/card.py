@@ -53,6 +53,7 @@ class RunFacts:
         metadata (`Mapping[str, Any]`): further entries for the card's head: language, license, pipeline_tag.
         tags (`tuple[str, ...]`): beyond our own.
         library (`str`): which library loads the model.
+        sections (`Mapping[str, str]`): further Markdown, by title.
     """
 
     model_name: str
@@ -72,6 +73,7 @@ class RunFacts:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     library: str = "transformers"
+    sections: Mapping[str, str] = field(default_factory=dict)
 
 
 def card_text(facts: RunFacts) -> str:
@@ -86,6 +88,7 @@ def card_text(facts: RunFacts) -> str:
         _table("Training", "", _training_rows(facts)),
         _memory_section(facts),
         _table("Hyperparameters", "", facts.hyperparameters),
+        *(f"## {title}\n\n{text}" for title, text in facts.sections.items()),
         _table("Versions", "package", facts.versions),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"

@@ -3,8 +3,10 @@
 import importlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,7 +95,10 @@ def is_transient(error: BaseException) -> bool:
 class PushMixin:
     """The part of `ZeroTrainerMixin` that pushes. All ranks call each of these methods."""
 
-    _memory_of_ranks: tuple = ()  # until the first push, from which the card has it
+    # What the card has beside what the trainer itself knows.
+    memory_of_ranks: tuple = ()  # by rank; a push gathers it
+    card_dataset: str | None = None  # what the data is called
+    card_sections: Mapping[str, str] = MappingProxyType({})  # Markdown by title
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Creates the repository from rank 0. All ranks get to know its name: they ask for it before each push."""
@@ -117,7 +122,7 @@ class PushMixin:
     ):
         """As `Trainer.push_to_hub`; the model is saved by all ranks, and uploaded by rank 0."""
         subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
-        self._memory_of_ranks = tuple(gathered(self._ranks(), subject, self.memory_report))
+        self.memory_of_ranks = tuple(gathered(self._ranks(), subject, self.memory_report))
         # The other ranks do not wait for the upload: it may take longer than a collective may.
         with hub_errors(f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"):
             return super().push_to_hub(
@@ -141,7 +146,7 @@ class PushMixin:
             return
         facts = facts_of(
             self,
-            self._memory_of_ranks,
+            self.memory_of_ranks,
             language=language,
             license=license,
             tags=tags,
@@ -149,9 +154,10 @@ class PushMixin:
             finetuned_from=finetuned_from,
             tasks=tasks,
             dataset_tags=dataset_tags,
-            dataset=dataset,
+            dataset=dataset if dataset is not None else self.card_dataset,
             dataset_args=dataset_args,
         )
+        facts = replace(facts, sections=self.card_sections)
         with open(os.path.join(self.args.output_dir, "README.md"), "w", encoding="utf-8") as file:
             file.write(card_text(facts))
 

@@ -33,22 +33,41 @@ def newest_complete(output_dir: str, *, is_first: bool) -> str | None:
     Returns:
         `str` or `None`: its folder; `None` where there is none.
     """
+    return newest_of(checkpoint_faults(output_dir), is_first=is_first)
+
+
+def newest_of(faults: dict[str, str | None], *, is_first: bool) -> str | None:
+    """As `newest_complete`, of what `checkpoint_faults` has found."""
+    num_skipped = 0
+    for path, fault in faults.items():
+        if fault is None:
+            if is_first and num_skipped:
+                logger.warning("going on from %s", path)
+            return path
+        num_skipped += 1
+        if is_first:
+            logger.warning("%s is skipped: %s", path, fault)
+    return None
+
+
+def checkpoint_faults(output_dir: str) -> dict[str, str | None]:
+    """What keeps each checkpoint from being resumed from. All ranks call it, and get the same.
+
+    Args:
+        output_dir (`str`): where the checkpoints lie.
+
+    Returns:
+        `dict[str, str | None]`: by folder, the newest first; `None` where all ranks find it complete.
+    """
     folder = Path(output_dir)
     restore_replaced(folder)
     gather_object([None])  # nobody looks before that is done
-    faults = {path.name: _fault(path) for path in _newest_first(folder)}
-    seen, num_skipped = gather_object([faults]), 0
+    seen = gather_object([{path.name: _fault(path) for path in _newest_first(folder)}])
+    faults = {}
     for name in sorted({name for found in seen for name in found}, key=_step, reverse=True):
         reasons = [found.get(name, "is not seen by every rank") for found in seen]
-        reason = next((reason for reason in reasons if reason is not None), None)
-        if reason is None:
-            if is_first and num_skipped:
-                logger.warning("going on from %s", folder / name)
-            return str(folder / name)
-        num_skipped += 1
-        if is_first:
-            logger.warning("%s is skipped: %s", folder / name, reason)
-    return None
+        faults[str(folder / name)] = next((reason for reason in reasons if reason is not None), None)
+    return faults
 
 
 @dataclass(frozen=True)

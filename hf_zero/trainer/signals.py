@@ -1,6 +1,7 @@
-"""SIGTERM and SIGUSR1: the ranks agree at the end of a step, save, and leave."""
+"""SIGTERM, SIGUSR1, and SIGINT where that is asked for: the ranks agree at the end of a step, save, and leave."""
 
 import logging
+import os
 import signal
 import threading
 
@@ -11,6 +12,7 @@ from transformers import TrainerCallback
 logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+NOT_HANDLED = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Stopped(SystemExit):
@@ -24,37 +26,44 @@ class Stopped(SystemExit):
 
 
 class StopOnSignal(TrainerCallback):
-    """Saves and stops when any rank was sent SIGTERM or SIGUSR1.
+    """Saves and stops when any rank was sent one of `signals`: SIGTERM and SIGUSR1, and what is added to them.
 
-    A handler of the user's own is left in place. A second signal of the same kind acts as if there were no handler.
+    A handler of the user's own is left in place. A second signal of the same kind ends the process at once.
 
     Args:
         trainer (`ZeroTrainerMixin`): whose checkpoints are saved.
     """
 
     def __init__(self, trainer):
+        self.signals: tuple[signal.Signals, ...] = STOPPING
+        self.remedy = "go on with resume_from_checkpoint=True"  # said when it has saved
         self._trainer = trainer
         self._received = 0
         self._stopping = 0  # the signal that the ranks have agreed on
 
-    def install(self) -> list[int]:
-        """Takes the signals that nobody else handles; returns them."""
+    def install(self) -> dict:
+        """Takes the signals that nobody else handles; returns what they did before."""
         if threading.current_thread() is not threading.main_thread():
-            return []  # Python lets no other thread have handlers
-        taken = [number for number in STOPPING if signal.getsignal(number) is signal.SIG_DFL]
+            return {}  # Python lets no other thread have handlers
+        before = {number: signal.getsignal(number) for number in self.signals}
+        before = {number: handler for number, handler in before.items() if handler in NOT_HANDLED}
         self._received = self._stopping = 0
-        for number in taken:
+        for number in before:
             signal.signal(number, self._receive)
-        return taken
+        return before
 
     @staticmethod
-    def remove(taken: list[int]) -> None:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+    def remove(before: dict) -> None:
+        """Gives the signals back, as `install` found them."""
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def _receive(self, number: int, frame) -> None:
         self._received = number
         signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT and self._trainer.args.local_process_index == 0:
+            # not print: what is interrupted may be printing
+            os.write(2, b"\nCtrl-C: the step under way is finished and saved; once more stops at once\n")
 
     def on_step_end(self, args, state, control, **kwargs):
         comm = self._trainer.zero_engine.comm
@@ -71,9 +80,10 @@ class StopOnSignal(TrainerCallback):
             folder = self._trainer.wait_for_checkpoint()
             if state.is_world_process_zero:
                 logger.warning(
-                    "%s: saved %s at step %d; go on with resume_from_checkpoint=True",
+                    "%s: saved %s at step %d; %s",
                     signal.Signals(self._stopping).name,
                     folder,
                     state.global_step,
+                    self.remedy,
                 )
             raise Stopped(self._stopping, str(folder))

@@ -98,8 +98,8 @@ class ZeroTrainerMixin(PushMixin):
         if is_adapter_model(self.model):
             refuse_adapters(self.model)
 
-        self._stop_on_signal = StopOnSignal(self)
-        self.add_callback(self._stop_on_signal)
+        self.stop_on_signal = StopOnSignal(self)
+        self.add_callback(self.stop_on_signal)
         self.add_callback(CompareLoss(self))
         self.add_callback(TellMemory(self))
 
@@ -160,11 +160,11 @@ class ZeroTrainerMixin(PushMixin):
                 )
         self.resumed = resumed_from(resume_from_checkpoint or None)
         self._start = self.resumed.position
-        taken = self._stop_on_signal.install()
+        before = self.stop_on_signal.install()
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
-            self._stop_on_signal.remove(taken)
+            self.stop_on_signal.remove(before)
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         self.wait_for_checkpoint()
