@@ -1,7 +1,6 @@
-"""Labelled texts, and the split that depends on nothing but the text itself."""
+"""Labelled texts, and the split that depends on nothing but what is classified."""
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -33,29 +32,13 @@ def text_hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def is_test_text(text: str) -> bool:
-    """Says on which side of the train/test split a text lies.
+def is_test_hash(digest: str) -> bool:
+    """Says on which side of the train/test split a row lies.
 
     Args:
-        text (`str`): The text of an example.
+        digest (`str`): The SHA-256 of what is classified, in hex.
 
     Returns:
-        `bool`: True for about 20 % of all texts, and always the same for equal texts.
+        `bool`: True for about 20 % of all rows, and always the same for equal ones.
     """
-    return int(text_hash(text)[:8], 16) % 100 < TEST_PERCENT
-
-
-def split_by_hash(examples: Iterable[Example]) -> tuple[list[Example], list[Example]]:
-    """Splits examples so that equal texts never land on both sides.
-
-    Args:
-        examples (`Iterable[Example]`): The whole data set.
-
-    Returns:
-        `tuple[list[Example], list[Example]]`: Training and test examples, each in the order given.
-    """
-    train: list[Example] = []
-    test: list[Example] = []
-    for example in examples:
-        (test if is_test_text(example.text) else train).append(example)
-    return train, test
+    return int(digest[:8], 16) % 100 < TEST_PERCENT

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
@@ -78,6 +78,26 @@ def ties_of(folder: Path) -> dict[str, str]:
         with torch.device("meta"):
             model = AutoModel.from_config(config) if kind is AutoModel else kind(config)
         return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """A model's tokenizer; where it has no token to pad with, it pads with the one that ends texts, if any.
+
+    Args:
+        path (`str`): a folder or hub id.
+        revision (`str`, *optional*): of the hub id.
+
+    Raises:
+        ConfigError: it does not load.
+    """
+    with quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{path}: its tokenizer does not load ({str(error).splitlines()[0]})") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def load_model(folder: Path, **kwargs: Any) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint import check_pretrained
 from hf_zero.errors import ConfigError
+from hf_zero.recipes.common import SourceArguments
 
 
 PACKAGE_PREFIX = "package:"
@@ -34,6 +35,43 @@ def resolve_model(name: str, key: str = "model_name_or_path") -> str:
             return _hub_id(name, key)
     check_pretrained(folder)
     return str(folder)
+
+
+def check_model(arguments: SourceArguments) -> None:
+    """Refuses a model that is not named or not there, and a revision of what has none.
+
+    Args:
+        arguments ([`SourceArguments`]): with the names of both.
+
+    Raises:
+        ConfigError: saying so.
+        CheckpointError: as for `resolve_model`.
+    """
+    name, revision = arguments.model_name_or_path, arguments.model_revision
+    if not name:
+        raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
+    if Path(resolve_model(name)).is_dir() and revision is not None:
+        raise ConfigError(f"model_revision {revision!r}: {name} is a folder, which has no revisions; leave it out")
+
+
+def resolve_config(name: str, key: str = "model_name_or_path") -> str:
+    """Turns the name of a model into something that `AutoConfig.from_pretrained` takes; weights are not needed.
+
+    Args:
+        name (`str`): as for `resolve_model`, or the path of a config file.
+        key (`str`): What the user calls this setting, for messages.
+
+    Raises:
+        ConfigError: If nothing is there, or a folder without a `config.json`.
+    """
+    path = _package_folder(name, key) if name.startswith(PACKAGE_PREFIX) else Path(name).expanduser()
+    if path.is_file():
+        return str(path)
+    if not path.is_dir():
+        return _hub_id(name, key)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{key} {name!r}: no config.json in it; give the folder of a model, or a config file")
+    return str(path)
 
 
 def _package_folder(name: str, key: str) -> Path:

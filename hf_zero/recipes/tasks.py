@@ -1,7 +1,18 @@
 """Which recipes there are.
 
-A task is a module with `Arguments`, `check(arguments)` and `run(arguments, training)`; it trains. A tool is a module
-with `Arguments` and `run(folder, arguments)`; it does something with a folder that a run has left, in this process.
+A task trains. It is a module with
+
+- `Arguments`, a dataclass over `CommonArguments`, and `Training`, the class of its training arguments;
+- `check(arguments)`, which refuses what cannot work before a process is started;
+- `load_data(arguments, training)`, which gives its [`Data`]: no model is loaded yet;
+- `load_model(arguments, training, data)`: the model, its weights still in files where that can be;
+- `make_trainer(model, arguments, training, data)`;
+- `before(trainer, data, say)` and `after(trainer, data, memory, arguments, say)`, called by all ranks around the
+  training; only rank 0's `say` prints.
+
+A tool does one thing in this process. It is a module with `Arguments`, `POSITIONAL`, and `run`. POSITIONAL is None for
+`run(arguments)`; with `("folder", "the model folder")`, name and help, the command line takes one value without a key,
+for `run(folder, arguments)`.
 """
 
 import importlib
@@ -16,10 +27,13 @@ class Task:
     Args:
         summary (`str`): One line for `--help`.
         module (`str`): Where it lives; imported only when it is asked for, so that `--help` stays quick.
+        decisive (`tuple[str, ...]`): Which of its training arguments decide, as its own arguments do, what it learns
+            of its rows: a run that goes on has to keep them.
     """
 
     summary: str
     module: str
+    decisive: tuple[str, ...] = ()
 
     def load(self) -> ModuleType:
         """Imports the module, and with it torch and transformers."""
@@ -27,11 +41,26 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    "classify": Task("fine-tune an encoder to tell classes of text apart", "hf_zero.recipes.classify"),
+    "classify": Task("fine-tune a model to tell classes of texts or images apart", "hf_zero.recipes.classify"),
+    "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft"),
+    "pretrain": Task("train a language model further on plain texts", "hf_zero.recipes.pretrain"),
+    "dpo": Task(
+        "teach a language model which of two answers to prefer",
+        "hf_zero.recipes.dpo",
+        decisive=(
+            *("max_length", "truncation_mode", "loss_type", "loss_weights", "beta", "ld_alpha", "label_smoothing"),
+            *("f_divergence_type", "f_alpha_divergence_coef", "use_weighting", "discopop_tau"),
+            *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+        ),
+    ),
 }
 
 TOOLS: dict[str, Task] = {
+    "plan": Task("say what each rank of a run will take, and which stage fits", "hf_zero.recipes.plan"),
     "verify": Task("check that a model folder is whole, and loads", "hf_zero.recipes.verify"),
     "merge": Task("merge a PEFT adapter into its base model", "hf_zero.recipes.merge"),
     "push": Task("upload a model folder to the hub", "hf_zero.recipes.push"),
+    "env": Task("print versions, devices, memory and what is missing, for bug reports", "hf_zero.recipes.env"),
+    "list": Task("print the tasks, the tools and the ready-made recipes", "hf_zero.recipes.listing"),
+    "migrate": Task("print the flags that a DeepSpeed configuration stands for", "hf_zero.recipes.migrate"),
 }

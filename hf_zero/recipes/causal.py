@@ -1,0 +1,269 @@
+"""What the tasks that train a language model to predict the next token have in common."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_zero.checkpoint import load_pretrained
+from hf_zero.errors import CheckpointError, ConfigError, DataError
+from hf_zero.recipes import loading
+from hf_zero.recipes.adapters import AdapterArguments, adapt, check_adapter
+from hf_zero.recipes.common import CommonArguments
+from hf_zero.recipes.data import Data, Rows, check_sources
+from hf_zero.recipes.data.collate import Collate
+from hf_zero.recipes.data.formats import TEXT_COLUMN
+from hf_zero.recipes.data.packing import pack
+from hf_zero.recipes.data.stream import Stream
+from hf_zero.recipes.data.tokens import sample_of
+from hf_zero.recipes.loading import quiet
+from hf_zero.recipes.memory import MemoryRecorder
+from hf_zero.recipes.models import check_model, resolve_model
+from hf_zero.recipes.report import usage_command
+from hf_zero.recipes.token_trainer import TokenTrainer, mean_token_loss
+from hf_zero.trainer import ZeroTrainingArguments
+
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask keeps apart
+
+
+@dataclass
+class LoadArguments:
+    """How a language model is loaded."""
+
+    dtype: str = field(
+        default="float32",
+        metadata={"help": "Of the parameters that the optimizer updates; --bf16 computes in bf16 all the same."},
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "Such as sdpa, eager or flash_attention_2; by default the model's own."}
+    )
+
+
+@dataclass
+class CausalArguments(AdapterArguments, LoadArguments, CommonArguments):
+    """Keys of `sft` and `pretrain`, beside those of all tasks."""
+
+    dataset_text_field: str = field(default=TEXT_COLUMN, metadata={"help": "The column that holds texts."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "How many processes tokenize."})
+    packing: bool = field(
+        default=False, metadata={"help": "Several rows share a sequence of max_length tokens, none sees another."}
+    )
+
+
+def check(arguments: CausalArguments) -> None:
+    """Refuses what cannot work, before a process is started.
+
+    Args:
+        arguments ([`CausalArguments`]): The parsed arguments.
+
+    Raises:
+        ConfigError: If the model is missing, or settings contradict each other.
+        DataError: If a file is missing.
+        CheckpointError: If the weights are truncated.
+    """
+    check_sources(arguments)
+    check_adapter(arguments)
+    if arguments.max_length < 2:
+        raise ConfigError(f"max_length {arguments.max_length}: expected 2 or more")
+    check_dtype(arguments)
+    if arguments.packing and arguments.dataset_streaming:
+        raise ConfigError("packing: takes all rows to be known, so it cannot be had with dataset_streaming")
+    check_model(arguments)
+
+
+def check_dtype(arguments: LoadArguments) -> None:
+    """Refuses a dtype that there is not.
+
+    Raises:
+        ConfigError: naming those that there are.
+    """
+    if arguments.dtype not in DTYPES:
+        raise ConfigError(f"dtype {arguments.dtype!r}: expected one of {', '.join(DTYPES)}")
+
+
+def check_stream(arguments: CausalArguments, training: ZeroTrainingArguments) -> None:
+    """Refuses a stream without a number of steps, for nobody knows how long it is, or with several to read it.
+
+    `datasets` shares out the files of a stream among the workers: with fewer files some would have no rows.
+
+    Raises:
+        ConfigError: saying so.
+    """
+    if not arguments.dataset_streaming:
+        return
+    if training.max_steps <= 0:
+        raise ConfigError("dataset_streaming: the number of rows is not known; set --max_steps")
+    if (workers := training.dataloader_num_workers) > 1:
+        raise ConfigError(
+            f"dataloader_num_workers {workers}: one worker reads a stream (dataset_streaming); set 0 or 1"
+        )
+
+
+def load_tokenizer(arguments: CausalArguments) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, as `loading.load_tokenizer` gives it.
+
+    Raises:
+        ConfigError: it does not load, or has no such token.
+    """
+    path = resolve_model(arguments.model_name_or_path)
+    tokenizer = loading.load_tokenizer(path, arguments.model_revision)
+    if tokenizer.eos_token is None:
+        raise ConfigError(f"{path}: its tokenizer has no eos_token, with which texts are to end; set one and save it")
+    return tokenizer
+
+
+def make_data(
+    arguments: CausalArguments,
+    data: dict[str, Any],
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    notes: list[str],
+) -> Data:
+    """What has been tokenized, for the trainer; packed where that is asked for.
+
+    Args:
+        arguments ([`CausalArguments`]): The parsed arguments.
+        data (`dict`): "train" and "test", with `input_ids`, `num_tokens` and perhaps `labels`; "test" may be `None`.
+        rows ([`Rows`]): what "train" was made of.
+        tokenizer (`PreTrainedTokenizerBase`): what made it.
+        notes (`list[str]`): about all that, for the user.
+
+    Raises:
+        DataError: a stream without a row to train on.
+    """
+    train, test = data["train"], data["test"]
+    first = next(iter(train), None)
+    if first is None:
+        raise DataError(f"{rows.source}: no row has a token that the loss counts; set a larger --max_length")
+    sample, prompt = sample_of(first, tokenizer)
+    if arguments.packing:
+        train = pack(train, arguments.max_length, notes)
+    else:
+        train = train.remove_columns("num_tokens")
+        train = Stream(train) if rows.is_stream else train
+    return Data(
+        train=train,
+        test=None if test is None else test.remove_columns("num_tokens"),
+        processing_class=tokenizer,
+        collate=Collate(tokenizer.pad_token_id),
+        source=rows.source,
+        notes=notes,
+        sample=sample,
+        extra={"prompt": prompt},
+    )
+
+
+def load_model(arguments: CausalArguments, training: ZeroTrainingArguments, data: Data) -> nn.Module:
+    """The model, its weights still in their files, and its adapter if there is to be one.
+
+    Raises:
+        ConfigError: it does not load as a language model, or does not fit the settings.
+    """
+    model = load_causal_model(arguments, data.processing_class, arguments.max_length)
+    if arguments.packing:
+        check_packing(model)
+    return adapt(model, arguments)
+
+
+def load_causal_model(
+    arguments: LoadArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> PreTrainedModel:
+    """A language model as it was saved, its weights still in their files.
+
+    Args:
+        arguments ([`LoadArguments`]): with the name of the model.
+        tokenizer (`PreTrainedTokenizerBase`): whose tokens it is to know.
+        max_length (`int`, *optional*): of the rows, in tokens.
+
+    Raises:
+        ConfigError: it does not load as a language model, or does not fit the tokenizer or the rows.
+    """
+    path = resolve_model(arguments.model_name_or_path)
+    options = {"revision": arguments.model_revision} if arguments.model_revision else {}
+    if arguments.attn_implementation:
+        options["attn_implementation"] = arguments.attn_implementation
+    with quiet():
+        try:
+            model = load_pretrained(AutoModelForCausalLM, path, dtype=arguments.dtype, **options)
+        except (CheckpointError, ConfigError):
+            raise
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"{path}: does not load as a causal language model ({reason})") from error
+    _check_sizes(model, arguments.model_name_or_path, tokenizer, max_length)
+    return model
+
+
+def check_packing(model: PreTrainedModel) -> None:
+    """Refuses a model whose layers would let the rows of one sequence see each other.
+
+    Raises:
+        ConfigError: naming the model, and what about it.
+    """
+    text_config = model.config.get_text_config()
+    odd = set(getattr(text_config, "layer_types", None) or ()) - set(PACKABLE)
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    if odd:
+        reason = f"its layers of {min(odd)} carry a state from row to row"
+    elif "position_ids" not in inspect.signature(model.forward).parameters or "create_causal_mask" not in source:
+        reason = "it makes its attention mask without looking at the positions"
+    else:
+        return
+    raise ConfigError(
+        f"packing: {type(model).__name__} cannot keep the rows of a sequence apart: {reason}; leave it out"
+    )
+
+
+def make_trainer(
+    model: nn.Module, arguments: CausalArguments, training: ZeroTrainingArguments, data: Data
+) -> TokenTrainer:
+    """The trainer; nothing has been evaluated yet."""
+    if arguments.dataset_streaming:  # batches differ in length, so rank 0 cannot read for all at once
+        training.accelerator_config.dispatch_batches = False
+    implementation = getattr(model.config, "_attn_implementation", None) or ""
+    collate = replace(data.collate, flatten="flash" in implementation)
+    return TokenTrainer(
+        model=model,
+        args=training,
+        data_collator=collate,
+        train_dataset=data.train,
+        eval_dataset=data.test,
+        processing_class=data.processing_class,
+        compute_metrics=mean_token_loss,
+    )
+
+
+def before(trainer: TokenTrainer, data: Data, say: Callable[..., None]) -> None:
+    """Nothing: `--eval_on_start` evaluates before training."""
+
+
+def after(
+    trainer: TokenTrainer, data: Data, memory: MemoryRecorder, arguments: CausalArguments, say: Callable[..., None]
+) -> None:
+    """Says how good the model is now, and how to use it."""
+    if data.test is not None:
+        say(f"test loss: {trainer.evaluate()['eval_loss']:.4f} a token")
+    say(f"saved to {trainer.args.output_dir}")
+    say(f"try it: {usage_command(trainer.args.output_dir, data.extra['prompt'], 'text-generation')}")
+
+
+def _check_sizes(
+    model: PreTrainedModel, name: str, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> None:
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > num_embeddings:
+        raise ConfigError(
+            f"{name}: its tokenizer has {len(tokenizer)} tokens, the model {num_embeddings}; "
+            "give the tokenizer that belongs to it"
+        )
+    num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if num_positions and max_length and max_length > num_positions:
+        raise ConfigError(
+            f"max_length {max_length}: {name} has {num_positions} positions; set --max_length {num_positions} or less"
+        )

@@ -1,0 +1,127 @@
+"""Rows with a class each, examined one by one before anything is trained on them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from datasets import Dataset
+
+from hf_zero.errors import DataError
+from hf_zero.recipes.classification.classes import Classes, label_of
+from hf_zero.recipes.classification.images import Images
+from hf_zero.recipes.classification.texts import Texts
+from hf_zero.recipes.data.rows import BadRow, Rows
+from hf_zero.recipes.data.stats import plural
+from hf_zero.recipes.examples import is_test_hash
+
+
+@dataclass
+class BadRows:
+    """What becomes of bad rows: the first one ends the run, or all are left out and counted.
+
+    Args:
+        are_skipped (`bool`): which.
+        count (`int`): how many so far.
+        first (`str`): the first one, and what is wrong with it.
+    """
+
+    are_skipped: bool
+    count: int = 0
+    first: str = ""
+
+    def add(self, where: str, error: BadRow) -> None:
+        """Takes one.
+
+        Raises:
+            DataError: naming it, unless bad rows are left out.
+        """
+        message = f"{where}: {error}"
+        if not self.are_skipped:
+            raise DataError(f"{message}; correct it, or leave such rows out with --skip_bad_rows")
+        self.first = self.first or message
+        self.count += 1
+
+    def notes(self) -> list[str]:
+        """What there is to say of them: one line, or none."""
+        return [f"{plural(self.count, 'bad row')} left out, the first: {self.first}"] if self.count else []
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Rows that can be trained on, and the label of each.
+
+    Args:
+        data (`datasets.Dataset`): the columns that are classified, as [`Texts`] or [`Images`] take them.
+        labels (`list[str]`): one for each row.
+        source ([`Rows`]): where they come from.
+        indices (`list[int]`): which rows of the source they are.
+    """
+
+    data: Dataset
+    labels: list[str]
+    source: Rows
+    indices: list[int]
+
+    @classmethod
+    def examine(cls, rows: Rows, inputs: Texts | Images, label_column: str, bad: BadRows) -> "Labelled":
+        """Reads all rows, and keeps the good ones.
+
+        Raises:
+            DataError: if one is bad and bad rows are not left out.
+        """
+        is_table = rows.form == "columns"
+        data = rows.data.select_columns([*inputs.columns, label_column]) if is_table else rows.data
+        taken, labels, indices = [], [], []
+        for index, raw in enumerate(data):
+            try:
+                row = rows.read(raw)
+                if row is None:
+                    continue
+                values, label = inputs.take(row), label_of(row.get(label_column), label_column)
+            except BadRow as error:
+                bad.add(rows.where(index), error)
+                continue
+            labels.append(label)
+            indices.append(index)
+            if not is_table:
+                taken.append(values)
+        if is_table:
+            data = data.select_columns(list(inputs.columns)).select(indices)
+        else:
+            data = Dataset.from_list(taken)
+        return cls(data, labels, rows, indices)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def halves(self, inputs: Texts | Images) -> tuple["Labelled", "Labelled"]:
+        """Splits rows so that equal ones never land on both sides: about 80 % to train on, 20 % to test on."""
+        is_test = [is_test_hash(inputs.hash(row)) for row in self.data]
+        return self._at([not test for test in is_test]), self._at(is_test)
+
+    def first(self, num_rows: int | None) -> "Labelled":
+        """The first so many rows; all of them for `None`."""
+        return self._at([position < (num_rows or len(self)) for position in range(len(self))])
+
+    def known(self, classes: Classes, bad: BadRows) -> "Labelled":
+        """The rows whose labels name a class.
+
+        Raises:
+            DataError: if one does not and bad rows are not left out.
+        """
+        are_known = []
+        for index, label in zip(self.indices, self.labels, strict=True):
+            are_known.append(label in classes.number_of)
+            if not are_known[-1]:
+                bad.add(self.source.where(index), classes.unknown(label))
+        return self._at(are_known)
+
+    def _at(self, are_kept: Sequence[bool]) -> "Labelled":
+        if all(are_kept):
+            return self
+        kept = [position for position, is_kept in enumerate(are_kept) if is_kept]
+        return replace(
+            self,
+            data=self.data.select(kept),
+            labels=[self.labels[position] for position in kept],
+            indices=[self.indices[position] for position in kept],
+        )

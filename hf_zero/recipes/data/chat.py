@@ -1,0 +1,183 @@
+"""Chat templates: which one is used, and which tokens of a rendered chat the assistant said."""
+
+import re
+from pathlib import Path
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.data.formats import Message
+from hf_zero.recipes.data.rows import BadRow
+
+
+DEFAULT = "default"  # the name of our own template, where a path could be
+# Like ChatML, but every turn ends with the end-of-sequence token that the tokenizer has: no token is added, and
+# generation ends where a turn does. With the end-of-sequence token <|im_end|>, as of Qwen3, it is ChatML itself.
+DEFAULT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- message['content'] + eos_token }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
+    """Gives the tokenizer the template that chats are rendered with; it is saved with the model.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): changed in place.
+        path (`str`, *optional*): a file with a template, or "default" for ours, instead of the tokenizer's own.
+
+    Returns:
+        `str`: which one it is, in words.
+
+    Raises:
+        ConfigError: the file cannot be read, or no template is given and the default does not fit.
+    """
+    if path not in (None, DEFAULT):
+        tokenizer.chat_template = read_template(path)
+        return path
+    if path is None and tokenizer.chat_template:
+        return "the tokenizer's"
+    if tokenizer.eos_token is None:
+        raise ConfigError("the tokenizer has neither chat template nor eos_token; give --chat_template_path")
+    tokenizer.chat_template = DEFAULT_TEMPLATE
+    reason = "" if path else ", as the tokenizer has none"
+    return f"our default{reason}: <|im_start|>role, a new line, the content, {tokenizer.eos_token}"
+
+
+def template_notes(tokenizer: PreTrainedTokenizerBase, path: str | None, *, is_chat: bool, source: str) -> list[str]:
+    """Gives the tokenizer its template if rows are chats, and says which one it is.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): changed in place.
+        path (`str`, *optional*): as for `set_chat_template`.
+        is_chat (`bool`): whether the rows hold messages.
+        source (`str`): what the rows are called.
+
+    Raises:
+        ConfigError: a template is given for texts; or it cannot be had.
+    """
+    if is_chat:
+        return [f"chat template: {set_chat_template(tokenizer, path)}"]
+    if path is not None:
+        raise ConfigError(f"chat_template_path: rows of {source} hold no messages; leave it out")
+    return []
+
+
+def read_template(path: str) -> str:
+    """Reads the file of a chat template; "default" names ours.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path == DEFAULT:
+        return DEFAULT_TEMPLATE
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template_path {path}: cannot be read ({error}); give a Jinja file, or {DEFAULT}"
+        ) from error
+
+
+def marks_generation(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template says itself what the assistant writes, with `{% generation %}`."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list | None, *, is_prompt: bool = False
+) -> str:
+    """Writes a chat as the model reads it.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): with a template.
+        messages (`list[Message]`): in their order.
+        tools (`list`, *optional*): that the assistant may call.
+        is_prompt (`bool`): adds what comes before an answer of the assistant.
+
+    Raises:
+        BadRow: the template refuses the messages.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=is_prompt)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise _refused(error) from error
+
+
+def chat_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list | None, *, marked: bool
+) -> tuple[list[int], list[int]]:
+    """Renders and tokenizes a chat.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): a fast one, with a template.
+        messages (`list[Message]`): in their order.
+        tools (`list`, *optional*): that the assistant may call.
+        marked (`bool`): whether the assistant's tokens are wanted.
+
+    Returns:
+        The token ids, and for each 1 if the assistant said it, else 0; all 1 unless `marked`.
+
+    Raises:
+        BadRow: the template refuses the messages, or they cannot be told apart in what it renders.
+    """
+    if tokenizer.chat_template == DEFAULT_TEMPLATE and (tools or any(turn.get("tool_calls") for turn in messages)):
+        raise BadRow("it has tools, which our default chat template does not write; give --chat_template_path a file")
+    if marked and marks_generation(tokenizer):
+        try:
+            encoded = tokenizer.apply_chat_template(
+                messages, tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise _refused(error) from error
+        return encoded["input_ids"], encoded["assistant_masks"]
+    text = render(tokenizer, messages, tools)
+    spans = _assistant_spans(tokenizer, messages, tools, text) if marked else [(0, len(text))]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=marked)
+    ids = encoded["input_ids"]
+    if not marked:
+        return ids, [1] * len(ids)
+    offsets = encoded["offset_mapping"]
+    return ids, [int(any(low < stop and high > start for start, stop in spans)) for low, high in offsets]
+
+
+def _assistant_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list | None, text: str
+) -> list[tuple[int, int]]:
+    """Where in `text` the assistant speaks: from the end of the prompt that asks it to, to the end of its turn."""
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(tokenizer, messages[:number], tools, is_prompt=True) if number else ""
+        until = render(tokenizer, messages[: number + 1], tools) if number + 1 < len(messages) else text
+        if not (number and text.startswith(until) and until.startswith(before)):
+            raise BadRow(
+                f"the chat template renders message {number + 1} otherwise alone than with what follows, so what the "
+                f"assistant said cannot be found; give --chat_template_path {DEFAULT}, or a file whose template has "
+                "{% generation %}, or --assistant_only_loss false"
+            )
+        spans.append((len(before), len(before) + _said(tokenizer, until[len(before) :])))
+    return spans
+
+
+def _said(tokenizer: PreTrainedTokenizerBase, turn: str) -> int:
+    """How much of a turn the assistant generates: not the white space after the token that ends it."""
+    stripped = turn.rstrip()
+    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    return len(stripped) if stripped.endswith(tuple(filter(None, ends))) else len(turn)
+
+
+def _refused(error: Exception) -> BadRow:
+    return BadRow(f"the chat template refuses it ({' '.join(str(error).split())[:200]})")

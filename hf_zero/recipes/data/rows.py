@@ -1,0 +1,173 @@
+"""Rows as they lie in their source, and what each is called in a message."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from datasets import Dataset, Image, IterableDataset, ReadInstruction
+
+from hf_zero.errors import ConfigError, DataError
+
+
+PLACE = "_place"  # a column of our own in streams of local files: the file of a row, and its line
+
+
+class BadRow(ValueError):
+    """A row that cannot be trained on; the message says why, without saying where it is."""
+
+
+def text_of(value: Any, column: str) -> str:
+    """What a row holds in a column of texts.
+
+    Raises:
+        BadRow: it is no text, or an empty one.
+    """
+    if value is None or isinstance(value, str) and not value.strip():
+        raise BadRow(f"nothing in column {column!r}")
+    if not isinstance(value, str):
+        raise BadRow(f"column {column!r} holds a {type(value).__name__}, expected a text")
+    return value
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of one file or split.
+
+    Args:
+        source (`str`): what messages call it.
+        unit (`str`): "line" or "row".
+        start (`int`): how many rows of the source come before these.
+        num_rows (`int`, *optional*): `None` for a stream, which is one part.
+    """
+
+    source: str
+    unit: str
+    start: int
+    num_rows: int | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is trained or evaluated on, before it is rendered.
+
+    JSON lines are kept as lines until a row is used. A line that is not JSON, or a column whose type changes from line
+    to line, is then a problem of that one row, which can be named or left out, and not of the whole file.
+
+    Args:
+        data (`datasets.Dataset` or `IterableDataset`): raw rows; [`Rows.read`] makes a row of one.
+        source (`str`): what messages call all of it.
+        parts (`tuple[Part, ...]`): in the order of the rows.
+        form (`str`): "columns", or "text" or "json" where a raw row is one line of a file.
+        example (`dict`): the first row that can be read.
+        raw_columns (`list[str]`): those of the raw row that it is made of.
+        num_unreadable (`int`): rows that were left out when the file was read, under `skip_bad_rows`.
+    """
+
+    data: Dataset | IterableDataset
+    source: str
+    parts: tuple[Part, ...]
+    form: Literal["columns", "text", "json"] = "columns"
+    example: dict[str, Any] = field(default_factory=dict, repr=False)
+    raw_columns: list[str] = field(default_factory=list, repr=False)
+    num_unreadable: int = 0
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.example)
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.data, IterableDataset)
+
+    def where(self, index: int, raw: dict[str, Any] | None = None) -> str:
+        """Names a row: the file and its line, or the split and its row, both counted from 1.
+
+        Args:
+            index (`int`): its position in `data`. In a stream of the hub that processes share out by files, each
+                counts the rows that it has seen.
+            raw (`dict`, *optional*): the raw row, which in a stream of local files knows its place.
+        """
+        if raw and PLACE in raw:
+            return raw[PLACE]
+        for part in self.parts:
+            if part.num_rows is None or index < part.num_rows:
+                return f"{part.source}: {part.unit} {part.start + index + 1}"
+            index -= part.num_rows
+        raise IndexError(index)
+
+    def read(self, raw: dict[str, Any]) -> dict[str, Any] | None:
+        """Makes a row of a raw one.
+
+        Returns:
+            `dict`, or `None` for an empty line, which is no row.
+
+        Raises:
+            BadRow: a line that is not a JSON object.
+        """
+        if self.form == "columns":
+            return {name: value for name, value in raw.items() if name != PLACE} if PLACE in raw else raw
+        line = raw["text"]
+        if not line.strip():
+            return None
+        if self.form == "text":
+            return {"text": line}
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise BadRow(f"not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise BadRow(f"a JSON {type(row).__name__}, expected an object")
+        return row
+
+    def first(self, num_rows: int | None) -> "Rows":
+        """The first so many rows; all of them for `None`."""
+        if num_rows is None:
+            return self
+        if self.is_stream:
+            return replace(self, data=self.data.take(num_rows))
+        return replace(self, data=self.data.select(range(min(num_rows, len(self.data)))))
+
+    def slice(self, split: str) -> "Rows":
+        """The rows that an expression of `datasets` such as `train[:90%]` names, of all rows of that split.
+
+        Raises:
+            ConfigError: it is no such expression.
+        """
+        if "[" not in split:
+            return self
+        try:
+            ranges = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(self.data)})
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(f"{self.source}: split {split!r}: {error}; write it as train[:90%]") from error
+        indices = [range(piece.from_, piece.to) for piece in ranges]
+        data = self.data.select(indices[0] if len(indices) == 1 else [i for each in indices for i in each])
+        parts = tuple(part for each in indices for part in _within(self.parts, each.start, each.stop))
+        return replace(self, data=data, parts=parts)
+
+    def require(self, columns: Iterable[str]) -> None:
+        """Checks that columns are there.
+
+        Raises:
+            DataError: naming the first that is not, and those that are.
+        """
+        missing = [column for column in columns if column not in self.columns]
+        if missing:
+            raise DataError(f"{self.source}: columns found {self.columns}, column expected {missing[0]!r}; rename it")
+
+
+def undecoded(data: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """The same rows with images as the files they are: one that cannot be decoded is a problem of its row."""
+    for name, feature in (data.features or {}).items():
+        if isinstance(feature, Image):
+            data = data.cast_column(name, Image(decode=False))
+    return data
+
+
+def _within(parts: Iterable[Part], start: int, stop: int) -> Iterator[Part]:
+    """What of `parts` lies between two positions in all of them together."""
+    for part in parts:
+        low, high = max(start, 0), min(stop, part.num_rows)
+        if low < high:
+            yield replace(part, start=part.start + low, num_rows=high - low)
+        start, stop = start - part.num_rows, stop - part.num_rows

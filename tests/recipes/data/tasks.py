@@ -1,0 +1,59 @@
+"""Tasks run as `run_task` runs them, in ranks that have imported all they need."""
+
+from pathlib import Path
+
+import datasets
+import torch
+import transformers
+
+from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.tasks import TASKS
+
+
+QUIET = ["--report_to", "none", "--save_strategy", "no", "--disable_tqdm", "true", "--logging_steps", "1"]
+
+
+def run(task: str, cache: Path, argv: list[str], do: str = "train") -> dict:
+    """Trains or evaluates, or stops once the data are there.
+
+    Args:
+        task (`str`): a key of `TASKS`.
+        cache (`Path`): for `datasets`.
+        argv (`list[str]`): the command line.
+        do (`str`): "train", "evaluate", "data".
+
+    Returns:
+        `dict`: "losses" of all steps, "eval_loss", "rows" that are trained on, "notes", "sample".
+    """
+    datasets.config.HF_DATASETS_CACHE = cache
+    settings = parse_settings(task, [*argv, *QUIET])
+    module = TASKS[task].load()
+    module.check(settings.arguments)
+    training = settings.training_arguments()
+    data = module.load_data(settings.arguments, training)
+    found = {"notes": data.notes, "sample": data.sample}
+    if do == "data":
+        return {**found, "rows": [dict(row) for _, row in zip(range(50), data.train)]}
+    transformers.set_seed(training.seed)
+    model = module.load_model(settings.arguments, training, data)
+    trainer = module.make_trainer(model, settings.arguments, training, data)
+    if do == "train":
+        trainer.train()
+        trainer.save_model()
+        found["losses"] = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    if data.test is not None:
+        found["eval_loss"] = trainer.evaluate()["eval_loss"]
+    return found
+
+
+def mean_token_loss(folder: Path, rows: list[dict]) -> float:
+    """Of each row for itself, by plain transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for row in rows:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row.get("labels", row["input_ids"])])
+        number = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=labels).loss) * number
+        count += number
+    return total / count

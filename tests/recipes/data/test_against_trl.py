@@ -1,0 +1,73 @@
+"""The same rows through TRL's SFTTrainer: the same tokens, the same labels, the same losses."""
+
+from pathlib import Path
+
+import pytest
+
+from hf_zero.recipes.data.chat import DEFAULT_TEMPLATE
+from tests.distributed import run_ranks
+from tests.recipes.data.conftest import SENTENCES, chats, completions, write_lines
+from tests.recipes.data.tasks import run
+
+
+ROWS = {
+    "text": [{"text": sentence} for sentence in SENTENCES],
+    "prompt": completions(),
+    "chat prompt": [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in chats()],
+    "messages": chats(),
+}
+SETTINGS = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 3,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 0.01,
+    "seed": 7,
+}
+
+
+def compared(folder: Path, cache: Path, model: Path) -> tuple:
+    """Both trainers on one rank: rows and losses of each."""
+    import datasets
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    argv = [f"--{name}={value}" for name, value in SETTINGS.items()]
+    argv += ["--model_name_or_path", str(model), "--train_file", str(folder / "rows.jsonl"), "--max_length", "40"]
+    argv += ["--output_dir", str(folder / "ours"), "--zero_stage", "0"]
+    ours = run("sft", cache, argv)
+    ours["rows"] = run("sft", cache, argv, "data")["rows"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = DEFAULT_TEMPLATE
+    data = datasets.load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train", cache_dir=str(cache))
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        args=SFTConfig(
+            **SETTINGS,
+            output_dir=str(folder / "theirs"),
+            max_length=40,
+            assistant_only_loss="messages" in data.column_names,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=data,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return ours, {"losses": losses, "rows": [dict(row) for row in trainer.train_dataset]}
+
+
+@pytest.mark.parametrize(
+    "kind", ["messages", *(pytest.param(kind, marks=pytest.mark.rotating) for kind in ROWS if kind != "messages")]
+)
+def test_rows_masks_and_losses_are_those_of_trl(kind, tmp_path, cache, language_models):
+    write_lines(tmp_path / "rows.jsonl", ROWS[kind])
+    [(ours, theirs)] = run_ranks(compared, 1, tmp_path, cache, language_models["Llama"])
+    assert [row["input_ids"] for row in ours["rows"]] == [row["input_ids"] for row in theirs["rows"]]
+    assert [row["labels"] for row in ours["rows"]] == [row["labels"] for row in theirs["rows"]]
+    assert len(ours["losses"]) == SETTINGS["max_steps"]
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)

@@ -1,0 +1,113 @@
+"""Formats by their columns, and what is wrong with a row."""
+
+import json
+
+import pytest
+
+from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes.common import CommonArguments
+from hf_zero.recipes.data import BadRow, load_rows
+from hf_zero.recipes.data.formats import recognise
+from tests.recipes.data.conftest import write_lines
+
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be kind"}
+SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+def rows_of(folder, *rows):
+    return load_rows(CommonArguments(train_file=str(write_lines(folder / "rows.jsonl", list(rows)))), "train")
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "prompt", "completion"),
+    [
+        ({"text": "Hi"}, "text", None, "Hi"),
+        ({"messages": [USER, ASSISTANT], "id": 3}, "messages", None, [USER, ASSISTANT]),
+        ({"conversations": SHARE_GPT}, "conversations", None, [USER, ASSISTANT]),
+        ({"conversations": SHARE_GPT, "system": "Be kind"}, "conversations", None, [SYSTEM, USER, ASSISTANT]),
+        ({"conversations": [USER, ASSISTANT]}, "conversations", None, [USER, ASSISTANT]),
+        ({"prompt": "Hi", "completion": " Hello"}, "prompt", "Hi", " Hello"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt", [USER], [ASSISTANT]),
+        ({"instruction": "Hi", "output": "Hello"}, "alpaca", [USER], [ASSISTANT]),
+        (
+            {"instruction": "Add", "input": "1 2", "output": "Hello"},
+            "alpaca",
+            [{"role": "user", "content": "Add\n\n1 2"}],
+            [ASSISTANT],
+        ),
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, "alpaca", [USER], [ASSISTANT]),
+    ],
+)
+def test_columns_say_the_format(tmp_path, row, name, prompt, completion):
+    rows = rows_of(tmp_path, row)
+    form = recognise(rows, None, "text")
+    assert form.name == name
+    sample = form.read(rows.example)
+    assert (sample.prompt, sample.completion) == (prompt, completion)
+
+
+def test_columns_that_fit_no_format_are_refused_with_those_expected(tmp_path):
+    with pytest.raises(DataError) as caught:
+        recognise(rows_of(tmp_path, {"question": "Hi", "answer": "Hello"}), None, "text")
+    assert str(caught.value) == (
+        f"{tmp_path}/rows.jsonl: columns found ['question', 'answer'], expected text, or messages, or conversations, "
+        "or prompt and completion, or instruction and output; rename them, or name the one of texts with "
+        "--dataset_text_field"
+    )
+
+
+def test_columns_that_fit_two_formats_are_refused_until_one_is_chosen(tmp_path):
+    rows = rows_of(tmp_path, {"instruction": "Hi", "output": "Hello", "text": "Hi Hello"})
+    with pytest.raises(DataError, match="fit the formats text and alpaca; choose one with --dataset_format"):
+        recognise(rows, None, "text")
+    assert recognise(rows, "alpaca", "text").name == "alpaca"
+    with pytest.raises(DataError, match="expected messages; rename"):
+        recognise(rows, "messages", "text")
+
+
+def test_a_column_of_texts_that_nothing_reads_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="dataset_text_field 'body': .* has rows of the format alpaca; leave it out"):
+        recognise(rows_of(tmp_path, {"instruction": "Hi", "output": "Hello"}), None, "body")
+
+
+def test_the_column_of_texts_can_have_any_name(tmp_path):
+    rows = rows_of(tmp_path, {"body": "Hi"})
+    assert recognise(rows, None, "body").read(rows.example).completion == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "problem"),
+    [
+        ({"text": "Hi"}, {"text": 5}, "column 'text' holds a int, expected a text"),
+        ({"text": "Hi"}, {"other": "Hi"}, "nothing in column 'text'"),
+        ({"text": "Hi"}, {"text": "  "}, "nothing in column 'text'"),
+        ({"messages": [USER]}, {"messages": "Hi"}, "column 'messages' holds a str, expected a list of messages"),
+        ({"messages": [USER]}, {"messages": []}, "nothing in column 'messages'"),
+        ({"messages": [USER]}, {"messages": [USER, "x"]}, "message 2 of column 'messages' is a str"),
+        (
+            {"messages": [USER]},
+            {"messages": [{"content": "x"}]},
+            "message 1 .* has keys .*, expected role and content",
+        ),
+        ({"messages": [USER]}, {"messages": [{"role": "user"}]}, "message 1 of column 'messages' has no content"),
+        ({"messages": [USER]}, {"messages": [USER], "tools": "{"}, "column 'tools' holds no JSON"),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": [USER]}, "column 'prompt' holds a str"),
+        ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}, "nothing in column 'output'"),
+        ({"conversations": SHARE_GPT}, {"conversations": [{"from": "human"}]}, "message 1 .* has no content"),
+    ],
+)
+def test_a_row_that_does_not_fit_says_why(tmp_path, good, bad, problem):
+    form = recognise(rows_of(tmp_path, good), None, "text")
+    with pytest.raises(BadRow, match=problem):
+        form.read(bad)
+
+
+def test_messages_of_arrow_lose_the_keys_that_they_do_not_have(tmp_path):
+    """In a JSON array every message has the keys of all: the others are null."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    (tmp_path / "rows.json").write_text(json.dumps([{"messages": [USER, call]}]), encoding="utf-8")
+    rows = load_rows(CommonArguments(train_file=str(tmp_path / "rows.json")), "train")
+    sample = recognise(rows, None, "text").read(rows.example)
+    assert sample.completion == [USER, call]

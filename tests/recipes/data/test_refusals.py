@@ -1,0 +1,87 @@
+"""Settings and data that cannot work, each refused in one line before a model is loaded."""
+
+import pytest
+
+from hf_zero.errors import ConfigError
+from hf_zero.recipes import classify, pretrain, sft
+from hf_zero.recipes.adapters import AdapterArguments, adapt, check_adapter
+from tests.distributed import RemoteError, run_ranks
+from tests.recipes.data.conftest import chats, completions, write_lines
+from tests.recipes.data.tasks import run
+
+
+ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "message"),
+    [
+        (sft, {"model_name_or_path": None}, "model_name_or_path: not set"),
+        (sft, {"model_revision": "main"}, "model_revision 'main': .* is a folder, which has no revisions"),
+        (sft, {"dataset_config": "en"}, "dataset_config: .*rows.jsonl is a file, which has no configurations"),
+        (classify, {"num_classes": 3}, "num_classes: of python_docstrings alone"),
+        (sft, {"packing": True, "dataset_streaming": True}, "packing: takes all rows to be known"),
+        (sft, {"dataset_format": "sharegpt"}, "dataset_format 'sharegpt': expected one of text, messages"),
+        (sft, {"chat_template_path": "nowhere.jinja"}, "chat_template_path nowhere.jinja: cannot be read"),
+        (sft, {"max_length": 1}, "max_length 1: expected 2 or more"),
+        (sft, {"use_peft": True, "lora_r": 0}, "lora_r 0: expected 1 or more"),
+        (pretrain, {"dtype": "float8"}, "dtype 'float8': expected one of float32"),
+        (pretrain, {"train_file": None}, "either dataset_name or train_file"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_once(task, given, message, tmp_path, language_models):
+    write_lines(tmp_path / "rows.jsonl", ROWS["text"])
+    arguments = {"model_name_or_path": str(language_models["Llama"]), "train_file": str(tmp_path / "rows.jsonl")}
+    with pytest.raises(ConfigError, match=message) as caught:
+        task.check(task.Arguments(**{**arguments, **given}))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("task", "rows", "flags", "message"),
+    [
+        ("pretrain", "messages", [], r"columns found \['messages'\], expected text; rename"),
+        ("sft", "text", ["--completion_only_loss", "true"], "completion_only_loss: rows of text have no prompt"),
+        ("sft", "text", ["--assistant_only_loss", "true"], "assistant_only_loss: rows of text have no messages"),
+        ("sft", "prompt", ["--assistant_only_loss", "true"], "line 1: texts, expected messages"),
+        ("sft", "text", ["--chat_template_path", "chat.jinja"], "chat_template_path: rows of .* hold no messages"),
+        (
+            "sft",
+            "text",
+            ["--dataset_streaming"],
+            "dataset_streaming: the number of rows is not known; set --max_steps",
+        ),
+        ("sft", "messages", ["--max_length", "5"], "no row has a token that the loss counts within its first 5"),
+        ("sft", "text", ["--max_length", "4096"], "max_length 4096: .* has 128 positions"),
+    ],
+)
+def test_data_that_cannot_work_are_refused_in_one_line(task, rows, flags, message, tmp_path, cache, language_models):
+    (tmp_path / "chat.jinja").write_text("", encoding="utf-8")
+    write_lines(tmp_path / "rows.jsonl", ROWS[rows])
+    flags = [str(tmp_path / flag) if flag == "chat.jinja" else flag for flag in flags]
+    argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(RemoteError, match=message) as caught:
+        run_ranks(run, 1, task, cache, [*argv, "--output_dir", str(tmp_path / "out"), *flags])
+    assert caught.value.kind in ("ConfigError", "DataError")
+    assert not (tmp_path / "out").exists()
+
+
+def test_columns_of_no_format_are_refused_in_one_line(tmp_path, cache, language_models):
+    write_lines(tmp_path / "rows.jsonl", [{"question": "Hi"}])
+    argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(RemoteError, match=r"DataError: .*rows.jsonl: columns found \['question'\], expected text, or"):
+        run_ranks(run, 2, "sft", cache, argv)
+
+
+def test_an_adapter_takes_peft_and_modules_that_there_are(monkeypatch, language_models):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(language_models["Llama"])
+    assert adapt(model, AdapterArguments()) is model
+    with pytest.raises(ConfigError, match=r"lora_target_modules \['nothing'\]: Target modules"):
+        adapt(model, AdapterArguments(use_peft=True, lora_target_modules=["nothing"]))
+    monkeypatch.setattr("hf_zero.recipes.adapters.is_peft_available", lambda: False)
+    check_adapter(AdapterArguments())
+    with pytest.raises(ConfigError, match=r"use_peft: PEFT is not installed; pip install 'hf-zero\[peft\]'"):
+        check_adapter(AdapterArguments(use_peft=True))

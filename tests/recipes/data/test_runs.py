@@ -1,0 +1,136 @@
+"""Whole runs of sft and pretrain: from JSON lines to a folder that plain transformers loads and generates with."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.distributed import run_ranks
+from tests.recipes.data.conftest import SENTENCES, chats, completions, write_lines
+from tests.recipes.data.tasks import mean_token_loss, run
+from tests.recipes.ranks import logged
+from tests.recipes.test_run import run_command
+
+
+def generated(folder: Path, prompt: str | list) -> str:
+    """What plain transformers makes of a prompt with what a run left."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if isinstance(prompt, list):
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(tokens)
+
+
+def flags(tmp_path: Path, model: Path, *more: str) -> list[str]:
+    argv = ["--model_name_or_path", str(model), "--train_file", str(tmp_path / "rows.jsonl"), "--max_length", "64"]
+    argv += ["--output_dir", str(tmp_path / "out"), "--learning_rate", "0.02", "--per_device_train_batch_size", "3"]
+    return [*argv, *more]
+
+
+def test_sft_from_the_command_line_on_two_processes(tmp_path, language_models):
+    """Every row gets the same answer, so that it is learnt by heart in a few steps."""
+    answer = {"role": "assistant", "content": SENTENCES[0]}
+    write_lines(tmp_path / "rows.jsonl", [{"messages": [row["messages"][0], answer]} for row in chats()])
+    argv = flags(tmp_path, language_models["Qwen3"], "--num_processes", "2", "--num_train_epochs", "12")
+    argv += ["--report_to", "none", "--save_strategy", "no", "--logging_steps", "6", "--zero_stage", "3"]
+    result = run_command(["-m", "hf_zero.recipes", "sft", *argv], tmp_path)
+    assert result.returncode == 0, result.stderr
+    losses = logged(tmp_path / "out", "loss")
+    assert len(losses) == 6
+    assert losses[-1] < 0.2 * losses[0]
+    assert f"train: {tmp_path}/rows.jsonl, format messages; the loss counts what the assistant says" in result.stdout
+    assert result.stdout.count("chat template: our default, as the tokenizer has none") == 1
+    assert generated(tmp_path / "out", chats()[3]["messages"][:1]) == f"{SENTENCES[0]}<|endoftext|>"
+
+
+@pytest.mark.parametrize("packing", [pytest.param(True, marks=pytest.mark.rotating), False])
+def test_pretrain_on_two_ranks(tmp_path, cache, language_models, tokenizer, packing):
+    write_lines(tmp_path / "rows.jsonl", [{"text": " ".join(SENTENCES)}] * 6 + [{"text": "The cat"}] * 3)
+    argv = flags(tmp_path, language_models["Llama"], "--num_train_epochs", "8", "--zero_stage", "2")
+    argv += ["--test_file", str(tmp_path / "rows.jsonl"), *(["--packing"] if packing else [])]
+    found = run_ranks(run, 2, "pretrain", cache, argv)[0]
+    assert found["losses"][-1] < 0.2 * found["losses"][0]
+    assert "9 texts of" in found["notes"][0]
+    assert generated(tmp_path / "out", "The cat purrs in the house. The cat purrs in").startswith(" the garden")
+    rows = run_ranks(run, 1, "pretrain", cache, argv, "data")[0]["rows"]
+    lengths = [len(row["input_ids"]) for row in rows]
+    assert max(lengths) == 64
+    num_tokens = [len(tokenizer(text + "<|endoftext|>")["input_ids"]) for text in (" ".join(SENTENCES), "The cat")]
+    assert sum(lengths) == 6 * num_tokens[0] + 3 * num_tokens[1]
+    if not packing:
+        assert found["eval_loss"] == pytest.approx(mean_token_loss(tmp_path / "out", rows), abs=1e-4)
+
+
+def test_a_stream_trains_as_the_file_does(tmp_path, cache, language_models):
+    """In the order of the files, which does not matter where one step has them all."""
+    (tmp_path / "rows").mkdir()
+    for task, rows in (("sft", completions()), ("pretrain", [{"text": sentence} for sentence in SENTENCES * 2])):
+        write_lines(tmp_path / "rows" / "a.jsonl", rows[:3])
+        write_lines(tmp_path / "rows" / "b.jsonl", rows[3:])
+        argv = ["--model_name_or_path", str(language_models["Llama"]), "--dataset_name", str(tmp_path / "rows")]
+        argv += ["--max_steps", "3", "--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "3"]
+        argv += ["--max_length", "16", "--output_dir", str(tmp_path / "out"), "--learning_rate", "0.02"]
+        whole = run_ranks(run, 2, task, cache, argv)[0]
+        streamed = run_ranks(run, 2, task, cache, [*argv, "--dataset_streaming"])[0]
+        assert streamed["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+        assert "while training goes on" in streamed["notes"][-1]
+
+
+def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path, cache, language_models, tokenizer):
+    rows = [{"prompt": "The cat", "completion": " purrs."}, {"prompt": "The dog", "completion": 5}]
+    rows += [{"prompt": "The bird sings", "completion": " in the garden, and the house, and the morning"}]
+    rows += [{"prompt": "The fish " * 20, "completion": " swims"}]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    argv = flags(tmp_path, language_models["Llama"], "--max_length", "12", "--skip_bad_rows")
+    found = run_ranks(run, 1, "sft", cache, argv, "data")[0]
+    assert found["sample"] == "The cat⟦ purrs.<|endoftext|>⟧"
+    num_tokens = len(tokenizer(rows[2]["prompt"] + rows[2]["completion"] + "<|endoftext|>")["input_ids"])
+    assert found["notes"] == [
+        f"train: {tmp_path}/rows.jsonl, format prompt; the loss counts the completion",
+        f"train: 2 rows, {sum(len(row['input_ids']) for row in found['rows'])} tokens",
+        "train: 1 bad row left out",
+        "train: 1 row left out, none of whose first 12 tokens counts",
+        f"train: 1 row cut to 12 tokens, {num_tokens - 12} tokens lost",
+    ]
+    assert len(found["rows"]) == 2
+    everything = run_ranks(run, 1, "sft", cache, [*argv, "--completion_only_loss", "false"], "data")[0]
+    assert everything["sample"] == "⟦The cat purrs.<|endoftext|>⟧"
+    assert len(everything["rows"]) == 3
+
+
+def test_a_stream_that_is_shorter_than_a_step_is_read_again(tmp_path, cache, language_models):
+    """Five rows for steps of six: every step but the first begins with another row."""
+    write_lines(tmp_path / "rows.jsonl", completions()[:5])
+    argv = flags(tmp_path, language_models["Llama"], "--dataset_streaming", "--max_steps", "4")
+    argv += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "3"]
+    assert len(run_ranks(run, 2, "sft", cache, argv)[0]["losses"]) == 4
+
+
+@pytest.mark.rotating
+def test_a_bad_row_stops_all_ranks_with_its_line_and_leaves_nothing(tmp_path, language_models):
+    write_lines(tmp_path / "rows.jsonl", [*chats()[:2], {"messages": "none"}, {"messages": []}])
+    argv = flags(tmp_path, language_models["Llama"], "--num_processes", "2")
+    result = run_command(["-m", "hf_zero.recipes", "sft", *argv], tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.strip() == (
+        f"hf_zero.recipes: {tmp_path}/rows.jsonl: line 3: column 'messages' holds a str, expected a list of messages; "
+        "correct it, or leave such rows out with --skip_bad_rows (2 rows are bad)"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.rotating
+def test_an_adapter_alone_is_trained_and_saved(tmp_path, cache, language_models):
+    write_lines(tmp_path / "rows.jsonl", completions())
+    argv = flags(tmp_path, language_models["Qwen3"], "--use_peft", "--num_train_epochs", "6", "--lora_dropout", "0")
+    found = run_ranks(run, 2, "sft", cache, argv)[0]
+    assert found["losses"][-1] < 0.95 * found["losses"][0]
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert generated(tmp_path / "out", "The cat purrs")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(language_models["Qwen3"], dtype=torch.float32)
+    assert not torch.equal(loaded(torch.tensor([[5, 6, 7]])).logits, base(torch.tensor([[5, 6, 7]])).logits)

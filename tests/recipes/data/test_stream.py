@@ -1,0 +1,55 @@
+"""Rows that are read while training goes on."""
+
+import json
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset, Features, Value
+
+from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes.causal import CausalArguments, check_stream
+from hf_zero.recipes.common import CommonArguments
+from hf_zero.recipes.data import BadRow, encode_rows, load_rows
+from hf_zero.recipes.data.stream import Stream
+
+
+def test_a_stream_begins_again_and_ends_where_there_are_no_rows():
+    rows = Dataset.from_dict({"n": [0, 1]}).to_iterable_dataset()
+    assert [row["n"] for row in islice(Stream(rows), 5)] == [0, 1, 0, 1, 0]
+    assert list(Stream(rows.filter(lambda row: row["n"] > 1))) == []
+
+
+def test_several_workers_for_a_stream_are_refused():
+    streaming = CausalArguments(dataset_streaming=True)
+    with pytest.raises(ConfigError, match="dataloader_num_workers 2: one worker reads a stream"):
+        check_stream(streaming, SimpleNamespace(max_steps=3, dataloader_num_workers=2))
+    check_stream(streaming, SimpleNamespace(max_steps=3, dataloader_num_workers=1))
+    check_stream(CausalArguments(), SimpleNamespace(max_steps=-1, dataloader_num_workers=2))
+
+
+@pytest.mark.parametrize(("suffix", "unit"), [("jsonl", "line"), ("parquet", "row")])
+def test_a_bad_row_of_a_folder_is_named_by_its_file_whoever_reads_it(tmp_path, suffix, unit):
+    for number in range(3):
+        rows = [{"text": f"{number}.{line}"} for line in range(3)]
+        if suffix == "parquet":
+            Dataset.from_list(rows).to_parquet(tmp_path / f"{number}.parquet")
+        else:
+            (tmp_path / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+    def read(row):
+        assert list(row) == ["text"]
+        if row["text"] == "1.2":
+            raise BadRow("bad")
+        return row
+
+    rows = load_rows(CommonArguments(dataset_name=str(tmp_path), dataset_streaming=True), "train")
+    assert rows.columns == ["text"]
+    data, _ = encode_rows(rows, read, Features({"text": Value("string")}), skip_bad_rows=False, key="test")
+    for each in (data, data.shard(3, 1)):  # one process of three has the second file alone
+        with pytest.raises(DataError, match=f"1.{suffix}: {unit} 3: bad; correct it"):
+            list(each)
+    skipping, _ = encode_rows(rows, read, Features({"text": Value("string")}), skip_bad_rows=True, key="test")
+    assert [row["text"] for row in skipping] == [
+        f"{n}.{line}" for n in range(3) for line in range(3) if (n, line) != (1, 2)
+    ]

@@ -1,0 +1,60 @@
+"""Whole runs on ranks that have imported everything already: quicker than processes of their own."""
+
+import contextlib
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from hf_zero.recipes.log import LOG_NAME, read_log
+from tests.distributed import run_ranks
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the command line ended on one rank."""
+
+    code: int
+    out: str
+    err: str
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    """What the log of the run that left a folder says of one number, oldest first."""
+    return [entry[name] for entry in read_log(folder / LOG_NAME) if name in entry]
+
+
+def run_on_ranks(argv: list[str], folder, num_ranks: int = 2, timeout: float = 240.0) -> list[Ended]:
+    """`python -m hf_zero.recipes` with these arguments, as a launcher would start it: one result per rank.
+
+    Args:
+        argv (`list[str]`): the task and its keys.
+        folder: where the ranks are, and keep what `datasets` caches.
+        num_ranks (`int`): how many.
+        timeout (`float`): seconds.
+    """
+    return run_ranks(_run, num_ranks, argv, str(folder), timeout=timeout)
+
+
+def _run(argv: list[str], folder: str) -> Ended:
+    import datasets
+
+    from hf_zero.recipes.cli import main
+    from tests.trainer.harness import reset_accelerate
+
+    reset_accelerate()
+    out, err, before = io.StringIO(), io.StringIO(), os.getcwd()
+    cache, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, f"{folder}/cache"
+    os.chdir(folder)
+    try:
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch("torch.distributed.destroy_process_group"),  # the group is the next test's, too
+        ):
+            code = main(argv)
+    finally:
+        os.chdir(before)
+        datasets.config.HF_DATASETS_CACHE = cache
+    return Ended(code, out.getvalue(), err.getvalue())

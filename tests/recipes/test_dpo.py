@@ -1,0 +1,280 @@
+"""Preferences, from a file to a model that has learned them."""
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zero.errors import ConfigError, DataError
+from tests.recipes.ranks import logged, run_on_ranks
+
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+COLOURS = ["red", "blue", "green", "white", "black", "yellow"]
+THINGS = ["door", "house", "car", "bird", "boat", "tree", "stone", "lamp"]
+
+
+def preferences(count: int, seed: int = 0) -> list[dict]:
+    """The chosen answer repeats the thing that was asked for, the rejected one does not."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        thing, colour = draw.choice(THINGS), draw.choice(COLOURS)
+        rows.append({"prompt": f"the {thing} is", "chosen": f" {colour} {colour}", "rejected": f" a {thing}"})
+    return rows
+
+
+def as_chats(rows: list[dict]) -> list[dict]:
+    def turn(role: str, text: str) -> list[dict]:
+        return [{"role": role, "content": text.strip()}]
+
+    return [{"prompt": turn("user", r["prompt"]), **{k: turn("assistant", r[k]) for k in ANSWERS}} for r in rows]
+
+
+ANSWERS = ("chosen", "rejected")
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory) -> Path:
+    """Two layers of a few thousand weights, and a tokenizer trained on the rows."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=360, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([text for row in preferences(100) for text in row.values()], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def flags(model: Path, data: Path, **settings) -> list[str]:
+    settings = {
+        "model_name_or_path": model,
+        "train_file": data,
+        "output_dir": "out",
+        "max_length": 48,
+        "learning_rate": 3e-3,
+        "beta": 0.5,
+        "max_steps": 8,
+        "per_device_train_batch_size": 8,
+        "logging_steps": 1,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        **settings,
+    }
+    return ["dpo", *(f"--{name}={value}" for name, value in settings.items())]
+
+
+def test_two_processes_learn_what_to_prefer_and_leave_a_model_that_generates(tiny_llama, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train = write_rows(tmp_path / "train.jsonl", preferences(64))
+    test = write_rows(tmp_path / "test.jsonl", preferences(16, seed=1))
+    first, second = run_on_ranks(flags(tiny_llama, train, test_file=test, zero_stage=3), tmp_path)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    losses, margins = (logged(tmp_path / "out", name) for name in ("loss", "rewards/margins"))
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # the reference is the model itself: log 2
+    assert losses[-1] < 0.4 and margins[-1] > margins[0] + 0.5
+    assert second.out == ""
+    accuracy = float(re.search(r"test rows: ([\d.]+) of the chosen answers are preferred", first.out).group(1))
+    assert accuracy > 0.9
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokens = model.generate(**tokenizer("the door is", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(tokens[0]).startswith("the door is")
+
+
+@pytest.mark.rotating
+def test_an_adapter_learns_from_chats_and_is_its_own_reference(tiny_llama, tmp_path):
+    data = write_rows(tmp_path / "train.jsonl", as_chats(preferences(64)))
+    settings = {"use_peft": True, "lora_r": 4, "learning_rate": 3e-2, "beta": 1.0, "zero_stage": 2}
+    first, _ = run_on_ranks(flags(tiny_llama, data, **settings), tmp_path)
+    assert first.code == 0, first.err
+    losses = logged(tmp_path / "out", "loss")
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < 0.6
+    assert "chat template: our default" in first.out
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "out" / "ref").exists()
+
+
+@pytest.fixture
+def load(tiny_llama, tmp_path):
+    """Reads rows as a run would, before it loads the model."""
+
+    def call(rows: list, **settings):
+        from hf_zero.recipes.settings import parse_settings
+        from hf_zero.recipes.tasks import TASKS
+        from tests.trainer.harness import reset_accelerate
+
+        reset_accelerate()
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        parsed = parse_settings("dpo", flags(tiny_llama, tmp_path / "rows.jsonl", **settings)[1:])
+        dpo = TASKS["dpo"].load()
+        dpo.check(parsed.arguments)
+        return dpo.load_data(parsed.arguments, parsed.training_arguments())
+
+    return call
+
+
+GOOD = {"prompt": "the door is", "chosen": " red", "rejected": " a door"}
+CHAT = as_chats([GOOD])[0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({**GOOD, "chosen": ""}, "line 2: nothing in column 'chosen'"),
+        ({"prompt": "the", "chosen": "red"}, "line 2: nothing in column 'rejected'"),
+        ({**GOOD, "rejected": {"a": 1}}, "line 2: column 'rejected' holds a dict, expected a text"),
+        ({**GOOD, "rejected": [{"role": "assistant", "content": "x"}]}, "line 2: column 'rejected' holds a list"),
+        ("{", "line 2: not JSON"),
+    ],
+)
+def test_a_bad_row_of_texts_is_named(load, bad, message):
+    with pytest.raises(DataError, match=message) as caught:
+        load([GOOD, bad])
+    assert "rows.jsonl: line 2" in str(caught.value) and "--skip_bad_rows" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({**CHAT, "chosen": "red"}, "column 'chosen' holds a str, expected a list of messages"),
+        ({**CHAT, "chosen": [{"role": "assistant"}]}, "message 1 of column 'chosen' is not a role and a content"),
+        ({**CHAT, "tools": [{"name": "search"}]}, "column 'tools' holds tools, which are not supported"),
+        ({**CHAT, "prompt": []}, "nothing in column 'prompt'"),
+    ],
+)
+def test_a_bad_row_of_chats_is_named(load, bad, message):
+    with pytest.raises(DataError, match=f"rows.jsonl: line 2: {message}"):
+        load([CHAT, bad])
+
+
+def test_bad_rows_are_left_out_and_counted(load):
+    data = load([GOOD, "{", {**GOOD, "prompt": None}, GOOD], skip_bad_rows=True)
+    assert list(data.train) == [GOOD, GOOD]
+    assert data.notes == ["train: 2 rows", "train: 2 bad rows left out"]
+
+
+def test_a_column_that_is_missing_is_named_with_those_there_are(load):
+    with pytest.raises(DataError, match=r"columns found \['prompt', 'completion'\], column expected 'chosen'"):
+        load([{"prompt": "x", "completion": "y"}])
+
+
+def test_a_prompt_that_is_not_given_is_found_as_trl_finds_it(load):
+    from trl.data_utils import extract_prompt
+
+    implicit = {"chosen": "the door is red and old", "rejected": "the door is round"}
+    assert list(load([implicit]).train) == [extract_prompt(implicit)]
+    chats = {name: CHAT["prompt"] + CHAT[name] for name in ANSWERS}
+    assert list(load([chats]).train) == [extract_prompt(chats)] == [CHAT]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": "yes", "rejected": "no"}, "begin differently, and there is no column 'prompt'"),
+        ({"chosen": "the same", "rejected": "the same"}, "is what the other begins with"),
+    ],
+)
+def test_rows_without_any_prompt_are_refused(load, row, message):
+    with pytest.raises(DataError, match=message):
+        load([row])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_init_kwargs": '{"dtype": "auto"}'}, "model_init_kwargs: has no effect"),
+        ({"dataset_streaming": True, "max_steps": -1}, "set --max_steps"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; give label_smoothing"),
+        ({"dtype": "fp8"}, "dtype 'fp8': expected one of"),
+        ({"chat_template_path": "nowhere.jinja"}, "chat_template_path nowhere.jinja: cannot be read"),
+        ({"chat_template_path": "default"}, "chat_template_path: rows of .*rows.jsonl hold no messages; leave it out"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(load, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load([GOOD], **settings)
+
+
+def test_a_stream_without_a_good_row_is_refused(load):
+    with pytest.raises(DataError, match="rows.jsonl: no good row, expected one at least"):
+        load([{**GOOD, "chosen": ""}], dataset_streaming=True, skip_bad_rows=True)
+
+
+def test_max_length_is_a_key_of_trl_alone(load):
+    from hf_zero.recipes.settings import parse_settings
+
+    settings = parse_settings("dpo", ["--max_length", "77"])
+    assert settings.training["max_length"] == 77
+    assert not hasattr(settings.arguments, "max_length")
+
+
+def test_rows_that_do_not_fit_are_counted(tiny_llama, load, capsys):
+    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.tasks import TASKS
+
+    long_prompt = {**GOOD, "prompt": "the door is" + " red" * 60}
+    long_answer = {**GOOD, "rejected": " a door" * 30}
+    data = load([GOOD, long_prompt, long_answer, GOOD])
+    dpo, said = TASKS["dpo"].load(), []
+    settings = parse_settings("dpo", flags(tiny_llama, Path("rows.jsonl"))[1:])
+    training = settings.training_arguments()
+    model = dpo.load_model(settings.arguments, training, data)
+    dpo.before(dpo.make_trainer(model, settings.arguments, training, data), data, said.append)
+    end = data.processing_class.eos_token
+    num_tokens = len(data.processing_class(long_answer["prompt"] + long_answer["rejected"] + end)["input_ids"])
+    assert said == [
+        "1 row left out, whose prompt alone has 48 tokens or more",
+        f"1 row cut to 48 tokens, {num_tokens - 48} tokens lost",
+    ]
+
+
+def test_without_trl_one_line_says_what_to_install(monkeypatch, capsys):
+    import hf_zero.trl
+    from hf_zero.recipes.cli import main
+
+    monkeypatch.setitem(sys.modules, "trl", None)
+    for name in ("hf_zero.trl.dpo", "hf_zero.trl.mixin", "hf_zero.trl.arguments", "hf_zero.recipes.dpo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("ZeroDPOConfig", "ZeroDPOTrainer"):
+        monkeypatch.delitem(vars(hf_zero.trl), name, raising=False)
+    assert main(["dpo", "--help"]) == 2
+    assert re.fullmatch(r"hf_zero.recipes: dpo: .*; pip install 'hf-zero\[trl\]'\n", capsys.readouterr().err)
+    assert main(["--help"]) == 0
+    assert "  dpo " in capsys.readouterr().out
