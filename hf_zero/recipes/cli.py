@@ -1,23 +1,20 @@
 """`python -m hf_zero.recipes <task> ...`: from the command line to a running task or tool, or to one clear line."""
 
+import os
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hf_zero.errors import ConfigError, HfZeroError
-from hf_zero.recipes.tasks import TASKS, TOOLS, Task
-
-
-if TYPE_CHECKING:
-    from hf_zero.recipes.settings import Settings
+from hf_zero.recipes.listing import listed, summaries
+from hf_zero.recipes.parser import nearest, program
+from hf_zero.recipes.tasks import TASKS, TOOLS
 
 
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
-USAGE = """usage: python -m hf_zero.recipes <task> [--config FILE] [--num_processes N] [--zero_stage 0|1|2|3] [--key]
-       python -m hf_zero.recipes <tool> FOLDER [--key]
+USAGE = """usage: {program} <task> [--config FILE] [--num_processes N] [--zero_stage 0|1|2|3] [--key value]
+       {program} <tool> [what it works on] [--key value]
 
 tasks:
 {tasks}
@@ -25,7 +22,7 @@ tasks:
 tools:
 {tools}
 
-`python -m hf_zero.recipes <task or tool> --help` lists all keys. The command line wins over the file. Under torchrun
+`{program} <task or tool> --help` lists all keys. The command line wins over the file. Under torchrun
 leave --num_processes out."""
 
 
@@ -41,17 +38,28 @@ def main(argv: list[str]) -> int:
     try:
         _main(argv)
     except HfZeroError as error:
-        print(f"hf_zero.recipes: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{_who()}: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILURE
     except KeyboardInterrupt:
-        print("hf_zero.recipes: interrupted", file=sys.stderr)
+        print(f"{_who()}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
 
 
+def console() -> int:
+    """The script `hf-zero`."""
+    return main(sys.argv[1:])
+
+
+def _who() -> str:
+    """Who speaks: under a launcher such as torchrun every rank does."""
+    rank = os.environ.get("RANK")
+    return "hf_zero.recipes" if rank is None else f"hf_zero.recipes, rank {rank}"
+
+
 def _main(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE.format(tasks=_listed(TASKS), tools=_listed(TOOLS)))
+        print(USAGE.format(program=program(), tasks=listed(summaries(TASKS)), tools=listed(summaries(TOOLS))))
         return
     if argv[0] in TOOLS:
         from hf_zero.recipes.tools import run_tool
@@ -63,30 +71,26 @@ def _main(argv: list[str]) -> None:
 
 def _run_task_of(task: str, argv: list[str]) -> None:
     if task not in TASKS:
-        raise ConfigError(f"task {task!r}: expected one of {', '.join((*TASKS, *TOOLS))}")
+        known = (*TASKS, *TOOLS)
+        raise ConfigError(f"task {task!r}: did you mean {nearest(task, known)}? expected one of {', '.join(known)}")
     from hf_zero.recipes.checks import check_training_settings, launched_world_size
+    from hf_zero.recipes.resuming import check_resume
+    from hf_zero.recipes.run import run_task
     from hf_zero.recipes.settings import parse_settings
 
     settings = parse_settings(task, argv)
     world_size = launched_world_size(settings.num_processes)
     check_training_settings(settings.training)
     TASKS[task].load().check(settings.arguments)
+    if settings.dry_run:
+        from hf_zero.recipes.dry_run import dry_run
+
+        dry_run(settings, world_size)
+        return
+    check_resume(settings)
     if world_size is None and (settings.num_processes or 1) > 1:
         from hf_zero.recipes.launch import launch
 
         launch(settings.num_processes, run_task, settings)
     else:
         run_task(settings)
-
-
-def run_task(settings: "Settings") -> None:
-    """Trains, in every process of the run.
-
-    Args:
-        settings ([`Settings`]): What to do; the rank comes from the environment.
-    """
-    TASKS[settings.task].load().run(settings.arguments, settings.training_arguments())
-
-
-def _listed(table: Mapping[str, Task]) -> str:
-    return "\n".join(f"  {name:12}{entry.summary}" for name, entry in table.items())

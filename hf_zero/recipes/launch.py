@@ -2,13 +2,15 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from hf_zero.errors import HfZeroError
 
 
 LOOPBACK = "127.0.0.1"
+HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 class WorkerError(HfZeroError):
@@ -49,6 +53,7 @@ def launch(num_processes: int, function: Callable[..., None], *args: Any) -> Non
 
     Raises:
         HfZeroError: The first error of the run, as the failing process raised it; [`WorkerError`] for any other end.
+        KeyboardInterrupt: After SIGINT, where the processes had nothing to save, or were not to.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -69,25 +74,64 @@ def launch(num_processes: int, function: Callable[..., None], *args: Any) -> Non
             max_restarts=0,
             local_addr=LOOPBACK,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # handed on to the processes
+            signals_to_handle="SIGHUP,SIGQUIT",  # after these the agent gives the processes 30 seconds
         )
         try:
-            elastic_launch(config, function)(*args)
+            with _handing_on() as received:
+                elastic_launch(config, _run)(function, *args)
         except ChildFailedError as failure:
-            _leave_if_stopped(failure)
-            raise _root_cause(Path(log_dir), failure) from None
+            raise _end_of(Path(log_dir), failure, received, num_processes) from None
         except SignalException as stop:
             raise SystemExit(128 + stop.sigval) from None
 
 
-def _leave_if_stopped(failure: Any) -> None:
-    """Ends with the exit code of processes that were sent a signal, and have saved."""
-    from hf_zero.trainer.signals import STOPPING
+def _run(function: Callable[..., None], *args: Any) -> None:
+    """What each process does. It leaves the terminal's group, from which Ctrl-C would come a second time."""
+    if hasattr(os, "setsid"):
+        os.setsid()
+    try:
+        function(*args)
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None  # torch would take it for an end without a word
 
+
+@contextmanager
+def _handing_on() -> Iterator[list[int]]:
+    """Hands signals on to the processes, which take the time that they need to save. The second SIGINT kills them.
+
+    Yields:
+        `list[int]`: What has been received so far.
+    """
+    received: list[int] = []
+
+    def hand_on(number: int, frame: Any) -> None:
+        received.append(number)
+        processes = multiprocessing.active_children()
+        if not processes:
+            raise _stopped_by(number)
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL if received.count(signal.SIGINT) > 1 else number)
+
+    before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stopped_by(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _end_of(log_dir: Path, failure: Any, received: list[int], num_processes: int) -> BaseException:
+    """What to raise when processes have failed: they may have saved and left, as a signal told them to."""
     codes = {process.exitcode for process in failure.failures.values()}
-    for number in STOPPING:
-        if 128 + number in codes:
-            raise SystemExit(128 + number)
+    left = [number for number in HANDED_ON if 128 + number in codes]
+    reports = _read_reports(log_dir)
+    if (left or received) and not any(report.kind for report in reports):
+        return _stopped_by((left or received)[0])
+    return _root_cause(reports, failure, num_processes)
 
 
 def _prepare_environment(num_processes: int) -> None:
@@ -100,16 +144,20 @@ def _prepare_environment(num_processes: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def _root_cause(log_dir: Path, failure: Any) -> HfZeroError:
-    """When one rank fails the others lose touch with it: an error of ours comes first, then the earliest."""
-    reports = sorted(_read_reports(log_dir), key=lambda report: (report.kind is None, report.timestamp, report.rank))
+def _root_cause(reports: list[_Report], failure: Any, num_processes: int) -> HfZeroError:
+    """When one rank fails the others lose touch with it: an error of ours comes first, then the earliest.
+
+    Of a rank other than the first it is said which, unless all have raised the same.
+    """
+    reports = sorted(reports, key=lambda report: (report.kind is None, report.timestamp, report.rank))
     if not reports:
         rank, first = failure.get_first_failure()
         hint = "; the machine may be out of memory" if first.exitcode == -signal.SIGKILL else ""
         return WorkerError(f"rank {rank} ended without a word: exit code {first.exitcode} {first.signal_name()}{hint}")
     cause = reports[0]
     if cause.kind is not None:
-        return cause.kind(cause.message.partition(": ")[2])
+        text, num_alike = cause.message.partition(": ")[2], sum(each.message == cause.message for each in reports)
+        return cause.kind(text if cause.rank == 0 or num_alike == num_processes else f"rank {cause.rank}: {text}")
     print(cause.traceback, file=sys.stderr)
     return WorkerError(f"rank {cause.rank} failed: {cause.message}")
 

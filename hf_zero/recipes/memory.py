@@ -26,6 +26,10 @@ class MemoryRecorder(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._measure()  # a run of one step has no state before it
 
+    def gather(self) -> list[dict[str, int]]:
+        """`largest` of all ranks, in their order. All ranks call it after training."""
+        return self._trainer.zero_engine.comm.all_gather_object(self.largest)
+
     def _measure(self) -> None:
         for name, nbytes in asdict(self._trainer.memory_report()).items():
             self.largest[name] = max(nbytes, self.largest.get(name, 0))

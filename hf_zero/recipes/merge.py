@@ -20,6 +20,9 @@ from hf_zero.trainer.arguments import check_output_dir
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+POSITIONAL = ("folder", "the model folder")
+
+
 @dataclass
 class Arguments:
     """What `merge` takes beside the folder."""

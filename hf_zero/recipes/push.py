@@ -12,6 +12,8 @@ from huggingface_hub.utils import disable_progress_bars
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, is_weight_file
 from hf_zero.errors import ConfigError, HubError
+from hf_zero.recipes.leaving import REPORT_NAME
+from hf_zero.recipes.resolved import RESOLVED_NAME
 from hf_zero.recipes.verify import Inspection
 from hf_zero.trainer.card import card_text, facts_of_folder
 from hf_zero.trainer.hub import hub_errors, is_transient
@@ -22,7 +24,8 @@ NUM_ATTEMPTS = 3
 WAIT_SECONDS = 1.0
 
 # What a run needs to go on, and nobody needs to use the model. As Trainer does, training_args.bin and
-# trainer_state.json go up where the folder has them, checkpoints inside it and names that begin with _ do not.
+# trainer_state.json go up where the folder has them, checkpoints inside it and names that begin with _ do not. Nor
+# do the files of a run that show its first row and folders of this machine.
 LEFT_OUT = [
     "zero/*",
     "optimizer.pt",
@@ -33,9 +36,14 @@ LEFT_OUT = [
     "checkpoint-*",
     "_*",
     ".*",
+    RESOLVED_NAME,
+    REPORT_NAME,
 ]
 
 Result = TypeVar("Result")
+
+
+POSITIONAL = ("folder", "the model folder")
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,12 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.parser import Parser, unknown_message
+from hf_zero.recipes.parser import Parser, program, unknown_message
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
+
+
+AUTO, NEVER = "auto", "never"  # values of `resume`; any other is the folder of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,19 @@ class Settings:
     Args:
         task (`str`): A key of `TASKS`.
         arguments (`Any`): The task's own arguments, an instance of its `Arguments`.
-        training (`dict[str, Any]`): Keyword arguments of `ZeroTrainingArguments`. They stay a dict until the process
+        training (`dict[str, Any]`): Keyword arguments of the task's `Training`. They stay a dict until the process
             that trains is running: making the object picks the device and joins the process group.
         num_processes (`int`, *optional*): How many processes to start on this machine.
+        resume (`str`): "auto", "never" or a checkpoint.
+        dry_run (`bool`): Say what would be done, and do nothing.
     """
 
     task: str
     arguments: Any
     training: dict[str, Any]
     num_processes: int | None
+    resume: str = AUTO
+    dry_run: bool = False
 
     def training_arguments(self) -> ZeroTrainingArguments:
         """Makes the training arguments, in the process that trains.
@@ -39,14 +46,35 @@ class Settings:
             ConfigError: If a value contradicts another one.
         """
         try:
-            return ZeroTrainingArguments(**self.training)
+            return TASKS[self.task].load().Training(**self.training)
         except (ValueError, TypeError) as error:
             raise ConfigError(" ".join(str(error).split())) from error
 
 
 @dataclass
 class LaunchArguments:
-    num_processes: int | None = None
+    """What concerns the run as a whole."""
+
+    task: str | None = field(
+        default=None, metadata={"help": "Which task a YAML file is for; it has to be the one on the command line."}
+    )
+    num_processes: int | None = field(
+        default=None, metadata={"help": "How many processes to start on this machine; leave it out under torchrun."}
+    )
+    resume: str = field(
+        default=AUTO,
+        metadata={
+            "help": "auto: goes on from the newest complete checkpoint in output_dir, if there is one; never: starts "
+            "anew; or the folder of a checkpoint."
+        },
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Prints the configuration, the model's units, a sample of the data and the memory to expect, "
+            "in this one process; trains and writes nothing."
+        },
+    )
 
 
 def make_parser(task: str) -> HfArgumentParser:
@@ -59,11 +87,12 @@ def make_parser(task: str) -> HfArgumentParser:
         `HfArgumentParser`: It knows `--config`, `--num_processes`, the task's arguments and all training arguments,
         and raises [`ConfigError`] where argparse would exit.
     """
-    types = (LaunchArguments, TASKS[task].load().Arguments, ZeroTrainingArguments)
-    parser = Parser(
-        types, prog=f"python -m hf_zero.recipes {task}", description=TASKS[task].summary, allow_abbrev=False
-    )
+    module = TASKS[task].load()
+    types = (LaunchArguments, module.Arguments, module.Training)
+    parser = Parser(types, prog=f"{program()} {task}", description=TASKS[task].summary, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
+    # Its type has a list beside the name, of which HfArgumentParser takes the name alone.
+    next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
     return parser
 
 
@@ -85,16 +114,33 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     config = parser.parse_known_args(argv)[0].config
     from_file = _yaml_flags(config, known) if config else []
     namespace, unknown = parser.parse_known_args(from_file + argv)  # of two equal flags argparse takes the last
+    if len(namespace.report_to) == 1:
+        namespace.report_to = namespace.report_to[0]
     if unknown:
         raise ConfigError(unknown_message("command line", unknown[0].split("=")[0], known))
     values = vars(namespace)
-    own_arguments = parser.dataclass_types[1]
+    if values["task"] not in (None, task):
+        where = config or "the flag"
+        raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
+    _, own_arguments, training = parser.dataclass_types
     return Settings(
         task=task,
         arguments=own_arguments(**_pick(values, own_arguments)),
-        training=_pick(values, ZeroTrainingArguments),
+        training=_pick(values, training),
         num_processes=values["num_processes"],
+        resume=_resume(values),
+        dry_run=values["dry_run"],
     )
+
+
+def _resume(values: dict[str, Any]) -> str:
+    """`resume`, or what the training argument of the longer name says."""
+    given = values["resume_from_checkpoint"]
+    if given is None:
+        return values["resume"]
+    if values["resume"] != AUTO:
+        raise ConfigError(f"resume {values['resume']!r} and resume_from_checkpoint {given!r}: give one of them")
+    return AUTO if given.lower() == "true" else given
 
 
 def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:
@@ -119,7 +165,7 @@ def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
 
 
 def _flag(key: str, value: Any) -> list[str]:
-    if value is None:
+    if value in (None, []):
         return []  # an empty value leaves the default
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]

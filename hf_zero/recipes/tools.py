@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.parser import Parser, unknown_message
+from hf_zero.recipes.parser import Parser, program, unknown_message
 from hf_zero.recipes.tasks import TOOLS
 
 
@@ -14,12 +14,13 @@ def make_tool_parser(tool: str) -> Parser:
         tool (`str`): A key of `TOOLS`.
 
     Returns:
-        [`Parser`]: It takes the folder, and the fields of the tool's `Arguments` as keys.
+        [`Parser`]: It takes the tool's positional, if it has one, and the fields of its `Arguments` as keys.
     """
-    arguments = TOOLS[tool].load().Arguments
-    summary = TOOLS[tool].summary
-    parser = Parser(arguments, prog=f"python -m hf_zero.recipes {tool}", description=summary, allow_abbrev=False)
-    parser.add_argument("folder", help="the model folder")
+    module, summary = TOOLS[tool].load(), TOOLS[tool].summary
+    parser = Parser(module.Arguments, prog=f"{program()} {tool}", description=summary, allow_abbrev=False)
+    if module.POSITIONAL:
+        name, explanation = module.POSITIONAL
+        parser.add_argument(name, help=explanation)
     return parser
 
 
@@ -31,7 +32,7 @@ def run_tool(tool: str, argv: list[str]) -> None:
         argv (`list[str]`): What follows the tool on the command line.
 
     Raises:
-        HfZeroError: What is wrong with the command line, or with the folder.
+        HfZeroError: What is wrong with the command line, or with what the tool was given.
     """
     module = TOOLS[tool].load()
     known = {field.name for field in fields(module.Arguments)}
@@ -39,5 +40,5 @@ def run_tool(tool: str, argv: list[str]) -> None:
     if unknown:
         raise ConfigError(unknown_message("command line", unknown[0].split("=")[0], known))
     values = vars(namespace)
-    folder = values.pop("folder")
-    module.run(folder, module.Arguments(**values))
+    positional = [values.pop(module.POSITIONAL[0])] if module.POSITIONAL else []
+    module.run(*positional, module.Arguments(**values))

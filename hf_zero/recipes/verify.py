@@ -21,6 +21,9 @@ from hf_zero.recipes.loading import (
 )
 
 
+POSITIONAL = ("folder", "the model folder")
+
+
 @dataclass
 class Arguments:
     """What `verify` takes beside the folder."""

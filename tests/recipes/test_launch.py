@@ -2,12 +2,14 @@
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.launch import WorkerError, launch
+from hf_zero.recipes.launch import WorkerError, _Report, _root_cause, launch
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,45 @@ def leave_as_after_sigterm() -> None:
     raise SystemExit(128 + signal.SIGTERM)
 
 
+def save_after_sigint(folder: str) -> None:
+    """As training does: the first SIGINT is noted, and after it there is something to finish."""
+    received = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    Path(folder, f"ready{os.environ['RANK']}").touch()
+    while not received:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    Path(folder, f"saved{os.environ['RANK']}").write_text(str(len(received)), encoding="utf-8")
+    raise SystemExit(128 + signal.SIGINT)
+
+
+def ignore_sigint(folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Path(folder, f"ready{os.environ['RANK']}").touch()
+    time.sleep(60)
+
+
+def load(folder: str) -> None:
+    Path(folder, f"ready{os.environ['RANK']}").touch()
+    time.sleep(60)
+
+
+def interrupt(folder: Path, times: int) -> threading.Thread:
+    """Sends SIGINT to this process, which launches, as soon as all that it has launched are ready."""
+
+    def wait_and_send() -> None:
+        deadline = time.monotonic() + 60
+        while not all((folder / f"ready{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=wait_and_send)
+    thread.start()
+    return thread
+
+
 def test_processes_meet_on_loopback_and_share_the_cores(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(6), raising=False)
     launch(2, write_environment, str(tmp_path))
@@ -57,6 +98,20 @@ def test_the_rank_that_failed_is_heard_not_the_ones_that_lost_it(capfd):
     with pytest.raises(DataError, match="row 7: no text"):
         launch(2, fail_on_rank_1_while_rank_0_waits)
     assert capfd.readouterr().err == ""
+
+
+def report(rank: int, message: str) -> _Report:
+    return _Report(rank, timestamp=rank, message=message, traceback="")
+
+
+def test_an_error_of_one_rank_names_it_and_that_of_all_or_of_the_first_names_none():
+    lost = report(0, "RuntimeError: connection closed by peer")
+    own = report(1, "DataError: row 7: no text")
+    for reports in ([lost, own], [own]):  # the other one may be ended before it has written one
+        assert str(_root_cause(reports, None, num_processes=2)) == "rank 1: row 7: no text"
+    of_all = [report(1, "DataError: no rows"), report(0, "DataError: no rows")]
+    assert str(_root_cause(of_all, None, num_processes=2)) == "no rows"
+    assert str(_root_cause(of_all[1:], None, num_processes=2)) == "no rows"
 
 
 def test_an_error_of_no_known_kind_keeps_its_traceback_once(capfd):
@@ -74,3 +129,24 @@ def test_processes_that_a_signal_has_stopped_end_the_run_with_their_exit_code(ca
     with pytest.raises(SystemExit) as left:
         launch(2, leave_as_after_sigterm)
     assert left.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("function", "times"),
+    [
+        (ignore_sigint, 2),
+        pytest.param(save_after_sigint, 1, marks=pytest.mark.rotating),
+        pytest.param(load, 1, marks=pytest.mark.rotating),
+    ],
+)
+def test_ctrl_c_reaches_every_process_once_and_the_second_ends_all_of_them_now(tmp_path, function, times, capfd):
+    before = signal.getsignal(signal.SIGINT)
+    thread, began = interrupt(tmp_path, times), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(2, function, str(tmp_path))
+    thread.join()
+    assert time.monotonic() - began < 50
+    assert "Traceback" not in capfd.readouterr().err
+    if function is save_after_sigint:
+        assert [(tmp_path / f"saved{rank}").read_text(encoding="utf-8") for rank in range(2)] == ["1", "1"]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,229 @@
+"""The report's charts, drawn by matplotlib."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_zero.recipes.step_trace import Moment, Step
+from hf_zero.trainer.card import MEMORY_CLASSES, MIB, NO_METRICS
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SIZE = (5.0, 3.0)  # inches: on a phone 10-point letters then stay readable
+COLORS = ("#3465a4", "#e07b39", "#4e9a5b", "#b5bac2", "#a05195", "#c8a415")
+CLASSES = (
+    *MEMORY_CLASSES,
+    ("activations and other", "activation_nbytes"),
+    ("on the host", "host_nbytes"),
+)
+MAX_RANKS_DRAWN = 4
+MAX_UNITS_DRAWN = 24
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Args:
+        name (`str`): of its file, without an ending.
+        title (`str`): above it.
+        figure (`Figure`): drawn.
+    """
+
+    name: str
+    title: str
+    figure: "Figure"
+
+    def save(self, folder: Path) -> str:
+        """Writes it as PNG; returns the file's name."""
+        self.figure.savefig(folder / f"{self.name}.png", dpi=120)
+        return f"{self.name}.png"
+
+    def svg(self) -> str:
+        """As an element to be put into a page."""
+        stream = io.StringIO()
+        self.figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        text = stream.getvalue()
+        return text[text.index("<svg") :]
+
+
+def draw(log: Sequence[dict[str, Any]], step: Step | None) -> list[Chart]:
+    """All charts for which there is something to show.
+
+    Args:
+        log (`Sequence[dict]`): the entries of the training's log.
+        step (`Step`, *optional*): the one that was watched.
+    """
+    charts = [
+        _loss(log),
+        *_metrics(log),
+        _line(log, "learning_rate", "learning_rate", "Learning rate"),
+        _line(log, "grad_norm", "grad_norm", "Gradient norm"),
+        _line(log, "zero/tokens_per_second", "speed", "Tokens per second, all ranks"),
+        _line(log, "zero/rows_per_second", "speed", "Rows per second, all ranks"),
+        _memory(step),
+        _wire(step),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def points(log: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """The steps at which a number was logged, and the numbers; of one step the last."""
+    found = {entry["step"]: entry[key] for entry in log if isinstance(entry.get(key), (int, float))}
+    return list(found), list(found.values())
+
+
+def metric_names(log: Sequence[dict[str, Any]]) -> list[str]:
+    """The metrics of evaluations, but for the loss."""
+    names = dict.fromkeys(name for entry in log for name in entry if name.startswith("eval_"))
+    return [name for name in names if name != "eval_loss" and not NO_METRICS.match(name)]
+
+
+def _figure(width: float = SIZE[0], height: float = SIZE[1]) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _axes(figure: "Figure", ylabel: str) -> "Axes":
+    axes = figure.add_subplot()
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    _tidy(axes)
+    return axes
+
+
+def _tidy(axes: "Axes") -> None:
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+
+
+def _plot(axes: "Axes", xs: list[int], ys: list[float], color: str, label: str | None = None) -> None:
+    axes.plot(xs, ys, color=color, label=label, linewidth=1.6, marker="o" if len(xs) < 25 else None, markersize=3.5)
+
+
+def _loss(log: Sequence[dict[str, Any]]) -> Chart | None:
+    series = [(label, *points(log, key)) for label, key in (("training", "loss"), ("evaluation", "eval_loss"))]
+    series = [each for each in series if each[1]]
+    if not series:
+        return None
+    figure = _figure()
+    axes = _axes(figure, "loss")
+    for (label, xs, ys), color in zip(series, COLORS, strict=False):
+        _plot(axes, xs, ys, color, label)
+    axes.legend(frameon=False)
+    return Chart("loss", "Loss", figure)
+
+
+def _metrics(log: Sequence[dict[str, Any]]) -> list[Chart]:
+    charts = []
+    for name in metric_names(log):
+        title = name.removeprefix("eval_").replace("_", " ")
+        charts.append(_line(log, name, f"{name.replace('/', '_')}", f"Evaluation: {title}"))
+    return [chart for chart in charts if chart is not None]
+
+
+def _line(log: Sequence[dict[str, Any]], key: str, name: str, title: str) -> Chart | None:
+    xs, ys = points(log, key)
+    if not xs:
+        return None
+    figure = _figure()
+    axes = _axes(figure, title.rpartition(": ")[2].partition(",")[0].lower())
+    _plot(axes, xs, ys, COLORS[0])
+    if min(ys) >= 0:
+        axes.set_ylim(0, 1.06 * max(ys) or 1)
+    return Chart(name, title, figure)
+
+
+def _memory(step: Step | None) -> Chart | None:
+    """Bytes by tensor class, stacked, over the moments of one step; a panel for each rank that is drawn."""
+    if step is None:
+        return None
+    ranks = drawn_ranks(step)
+    figure = _figure(height=0.6 + 2.3 * len(ranks))
+    panels = figure.subplots(len(ranks), sharex=True, sharey=True, squeeze=False)[:, 0]
+    for rank, axes in zip(ranks, panels, strict=True):
+        _stack(axes, step.moments[rank])
+        axes.set_ylabel(f"rank {rank}, MiB")
+    panels[-1].set_xlabel("moments of the step")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    return Chart("memory", f"Memory by tensor class over step {step.number}", figure)
+
+
+def _stack(axes: "Axes", moments: list[Moment]) -> None:
+    moments = [*moments, moments[-1]]  # the last one is seen too
+    xs = range(len(moments))
+    rows = [(title, color, _mib(moments, name)) for (title, name), color in zip(CLASSES, COLORS, strict=True)]
+    rows = [row for row in rows if any(row[2])]
+    axes.stackplot(
+        xs, *(row[2] for row in rows), labels=[row[0] for row in rows], colors=[row[1] for row in rows], step="post"
+    )
+    ddp = max(map(ddp_nbytes, moments)) / MIB
+    axes.axhline(ddp, color="black", linestyle="--", linewidth=1.2, label="DDP, without buffers")
+    _tidy(axes)
+    axes.margins(x=0)
+    axes.set_ylim(0, 1.15 * max(ddp, max(sum(values) for values in zip(*(row[2] for row in rows), strict=True))))
+    starts = {phase: min(i for i, moment in enumerate(moments) if moment.phase == phase) for phase in _phases(moments)}
+    axes.set_xticks(list(starts.values()), list(starts), ha="left")
+    for start in starts.values():
+        axes.axvline(start, color="white", linewidth=0.8)
+
+
+def _phases(moments: list[Moment]) -> list[str]:
+    return list(dict.fromkeys(moment.phase for moment in moments))
+
+
+def _mib(moments: list[Moment], name: str) -> list[float]:
+    return [moment.nbytes.get(name, 0) / MIB for moment in moments]
+
+
+def ddp_nbytes(moment: Moment) -> int:
+    """What a rank would hold under DDP: parameters, gradients and optimizer state."""
+    return sum(moment.nbytes[f"ddp_{name}_nbytes"] for name in ("parameter", "gradient", "optimizer"))
+
+
+def drawn_ranks(step: Step) -> list[int]:
+    """All ranks where they are few, otherwise those with the least and the most at any moment."""
+    if len(step.moments) <= MAX_RANKS_DRAWN:
+        return list(range(len(step.moments)))
+    most = [max(_total(moment) for moment in moments) for moments in step.moments]
+    return sorted({most.index(min(most)), most.index(max(most))})
+
+
+def _total(moment: Moment) -> int:
+    return sum(moment.nbytes.get(name, 0) for _, name in CLASSES)
+
+
+def _wire(step: Step | None) -> Chart | None:
+    """What a rank sends of each unit; of many units the first ones, the others summed."""
+    rows = sent_by_unit(step) if step is not None else []
+    if not rows:
+        return None
+    shown, others = rows[:MAX_UNITS_DRAWN], rows[MAX_UNITS_DRAWN:]
+    if others:
+        shown.append((f"{len(others)} others", sum(nbytes for _, nbytes in others)))
+    figure = _figure(height=1.0 + 0.24 * len(shown))
+    axes = figure.add_subplot()
+    axes.barh(range(len(shown)), [nbytes / MIB for _, nbytes in shown], color=COLORS[0])
+    axes.set_yticks(range(len(shown)), [name for name, _ in shown], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB, mean of the ranks")
+    axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return Chart("wire", f"Sent per rank in step {step.number}, by unit", figure)
+
+
+def sent_by_unit(step: Step) -> list[tuple[str, float]]:
+    """What a rank sent of each unit, in bytes, the mean of all ranks; in the order of the units."""
+    names = dict.fromkeys(name for sent in step.sent_nbytes for name in sent)
+    means = {name: sum(sent.get(name, 0) for sent in step.sent_nbytes) / len(step.sent_nbytes) for name in names}
+    return [(name, nbytes) for name, nbytes in means.items() if nbytes]

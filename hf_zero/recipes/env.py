@@ -1,0 +1,158 @@
+"""`env`: versions, devices, free memory and disk, and what is missing, for bug reports."""
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from huggingface_hub import constants
+from packaging.requirements import Requirement
+
+from hf_zero.planner.advice import GIB
+
+
+POSITIONAL = None
+
+DISTRIBUTION = "hf-zero"
+SHARED_MEMORY = Path("/dev/shm")
+# Never a token: only these are printed, and only where they are set.
+VARIABLES = (
+    "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES OMP_NUM_THREADS GLOO_SOCKET_IFNAME "
+    "NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_P2P_DISABLE NCCL_DEBUG PYTORCH_ALLOC_CONF HF_HOME HF_HUB_OFFLINE "
+    "HF_ENDPOINT ACCELERATE_MIXED_PRECISION ACCELERATE_USE_DEEPSPEED ACCELERATE_USE_FSDP"
+).split()
+
+
+@dataclass
+class Arguments:
+    """`env` takes nothing."""
+
+
+def run(arguments: Arguments) -> None:
+    """Prints one line per fact."""
+    for name, value in facts():
+        print(f"{name:24}{value}")
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Everything, as name and text, in order."""
+    yield "hf_zero", f"{_version(DISTRIBUTION)} ({Path(__file__).parents[1]})"
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "system", platform.platform()
+    yield from _packages()
+    yield from _devices()
+    yield from _memory()
+    for name in VARIABLES:
+        if name in os.environ:
+            yield name, os.environ[name]
+    yield "missing", "; ".join(_missing()) or "nothing"
+
+
+def _packages() -> Iterator[tuple[str, str]]:
+    for name in dict.fromkeys(requirement.name for requirement in _requirements()):
+        if version := _version(name):
+            yield name, version
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    yield (
+        "processors",
+        f"{len(psutil.Process().cpu_affinity()) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}",
+    )
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        yield "devices", "none: ranks train on the CPU"
+    else:
+        for index in range(torch.accelerator.device_count()):
+            yield f"device {index}", _device(torch.device(accelerator.type, index))
+    yield "backend", _backend(accelerator)
+
+
+def _device(device: torch.device) -> str:
+    try:
+        module = torch.get_device_module(device)
+        free, total = module.mem_get_info(device)
+        kind = ".".join(map(str, module.get_device_capability(device))) if device.type == "cuda" else device.type
+        return f"{module.get_device_name(device)} ({kind}), {_gib(free)} free of {_gib(total)}"
+    except (AttributeError, RuntimeError) as error:  # a backend that does not tell, or a driver that is broken
+        return f"{device}: {' '.join(str(error).split())}"
+
+
+def _backend(accelerator: torch.device | None) -> str:
+    if not dist.is_available():
+        return "none: this torch was built without torch.distributed"
+    if accelerator is not None and accelerator.type == "cuda":
+        return f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}"
+    return "gloo" if dist.is_gloo_available() else "none: this torch was built without gloo"
+
+
+def _memory() -> Iterator[tuple[str, str]]:
+    memory = psutil.virtual_memory()
+    yield "memory", f"{_gib(memory.available)} free of {_gib(memory.total)}"
+    folders = {"disk here": Path.cwd(), "disk of HF_HOME": Path(constants.HF_HOME), "temporary files": _temporary()}
+    if SHARED_MEMORY.is_dir():
+        folders["shared memory"] = SHARED_MEMORY
+    for name, folder in folders.items():
+        usage = shutil.disk_usage(_existing(folder))
+        yield name, f"{_gib(usage.free)} free of {_gib(usage.total)} ({folder})"
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir())
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def _missing() -> Iterator[str]:
+    """What is required, or what an extra would bring, and is not there or too old."""
+    requirements = _requirements()
+    if not requirements:
+        yield f"{DISTRIBUTION} is not installed as a package: pip install -e ."
+    extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or [] if requirements else []
+    lacks = {requirement.name for requirement in requirements if _applies(requirement, "") and not _fits(requirement)}
+    if lacks:
+        yield f"{', '.join(sorted(lacks))} (pip install {DISTRIBUTION})"
+    for extra in extras:
+        own = [each for each in requirements if _applies(each, extra) and not _applies(each, "")]
+        if names := sorted({each.name for each in own if not _fits(each)}):
+            yield f"{', '.join(names)} (pip install '{DISTRIBUTION}[{extra}]')"
+
+
+def _requirements() -> list[Requirement]:
+    """What pyproject.toml says, as it was installed; the package itself, which extras name, left out."""
+    try:
+        texts = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [each for each in map(Requirement, texts) if each.name != DISTRIBUTION]
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def _fits(requirement: Requirement) -> bool:
+    version = _version(requirement.name)
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB"

@@ -1,0 +1,132 @@
+"""One step under observation: what a rank holds at each moment of it, and what it sends, unit by unit."""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.unit import Unit
+from hf_zero.trainer import ZeroTrainer
+
+
+# In the first step optimizers make their state; the third is like all that follow.
+STEPS_BEFORE = 2
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one rank holds at one moment.
+
+    Args:
+        phase (`str`): "forward", "backward" or "optimizer".
+        where (`str`): the unit that is about to run, or what is about to be done.
+        nbytes (`dict[str, int]`): the fields of `MemoryReport`; on an accelerator also `activation_nbytes`, all else
+            that is allocated there.
+    """
+
+    phase: str
+    where: str
+    nbytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, as all ranks have seen it.
+
+    Args:
+        number (`int`): which.
+        moments (`list[list[Moment]]`): by rank; of the first micro-batch, and around the optimizer's step.
+        sent_nbytes (`list[dict[str, int]]`): by rank, what it sent of each unit.
+    """
+
+    number: int
+    moments: list[list[Moment]]
+    sent_nbytes: list[dict[str, int]]
+
+
+class StepTrace(TrainerCallback):
+    """Watches the third step of a run, or its last where it has fewer; a run that is stopped before shows none.
+
+    Args:
+        trainer ([`ZeroTrainer`]): Of the run.
+    """
+
+    num_steps: int  # trained by this process, those of a checkpoint left out
+
+    def __init__(self, trainer: ZeroTrainer):
+        self._trainer = trainer
+        self.num_steps = 0
+        self._number: int | None = None  # the step to watch; None before training
+        self._is_on = False
+        self._moments: list[Moment] = []
+        self._sent: dict[str, int] = {}
+        self._hooks: list[Any] = []  # while the first micro-batch runs
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._number = min(state.global_step + STEPS_BEFORE, state.max_steps - 1) + 1
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 != self._number:
+            return
+        self._is_on = True
+        self._sent = dict(self._trainer.zero_engine.comm.counters.unit_nbytes)
+        self._note("forward", "begin")
+        for unit, module in self._trainer.zero_engine.modules.items():
+            self._hooks.append(module.register_forward_pre_hook(partial(self._before_forward, unit)))
+            self._hooks.append(module.register_forward_hook(partial(self._hook_backward, unit)))
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._unhook()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._unhook()
+        if self._is_on:
+            self._note("optimizer", "before the update")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.num_steps += 1
+        if self._is_on:
+            self._is_on = False
+            self._note("optimizer", "after the update")
+            engine, before = self._trainer.zero_engine, self._sent
+            after = engine.comm.counters.unit_nbytes
+            self._sent = {u.name: after.get(u.name, 0) - before.get(u.name, 0) for u in engine.units}
+
+    def gather(self) -> Step | None:
+        """What all ranks have seen; `None` when no step was watched. All ranks call it after training."""
+        rows = self._trainer.zero_engine.comm.all_gather_object((self._moments, self._sent))
+        if not self._moments:
+            return None
+        return Step(self._number, [moments for moments, _ in rows], [sent for _, sent in rows])
+
+    def _before_forward(self, unit: Unit, _module: nn.Module, _args: tuple) -> None:
+        # within backward it is a checkpointed block, computed again
+        in_backward = any(moment.phase == "backward" for moment in self._moments)
+        self._note("backward" if in_backward else "forward", unit.name)
+
+    def _hook_backward(self, unit: Unit, _module: nn.Module, _args: tuple, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._before_backward, unit))
+                return
+
+    def _before_backward(self, unit: Unit, _grad: Tensor) -> None:
+        if self._hooks:
+            self._note("backward", unit.name)
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _note(self, phase: str, where: str) -> None:
+        nbytes = asdict(self._trainer.memory_report())
+        device = self._trainer.args.device
+        if device.type == "cuda":
+            held = sum(nbytes[f"{name}_nbytes"] for name in ("parameter", "gradient", "optimizer", "buffer"))
+            nbytes["activation_nbytes"] = max(0, torch.cuda.memory_allocated(device) - held)
+        self._moments.append(Moment(phase, where, nbytes))

@@ -1,0 +1,61 @@
+"""What the command line says before any task or tool has run."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hf_zero.recipes import cli, parser
+from hf_zero.recipes.tasks import TASKS, TOOLS
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_usage_lists_every_task_and_tool(capsys):
+    assert cli.main([]) == 0
+    usage = capsys.readouterr().out
+    for name, entry in (TASKS | TOOLS).items():
+        assert re.search(rf"^  {name} +{re.escape(entry.summary)}$", usage, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("clasify", "classify"), ("verfy", "verify"), ("marge", "merge")])
+def test_of_a_name_that_nobody_has_the_nearest_is_named(name, nearest, capsys):
+    assert cli.main([name]) == cli.EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert error.startswith(f"hf_zero.recipes: task {name!r}: did you mean {nearest}? expected one of ")
+    assert error.count("\n") == 1
+
+
+def test_the_script_is_the_module_under_another_name(monkeypatch, capsys):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert scripts == {parser.SCRIPT: "hf_zero.recipes.cli:console"}
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/hf-zero", "verify", "--help"])
+    with pytest.raises(SystemExit) as end:
+        cli.console()
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: hf-zero verify [-h]")
+
+
+def test_the_module_names_itself_in_its_usage():
+    command = [sys.executable, "-m", "hf_zero.recipes", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: python -m hf_zero.recipes <task>")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_says_what_it_works_on(tool, monkeypatch):
+    """Its positional reaches `run` before the arguments; one without takes none."""
+    from hf_zero.recipes.tools import run_tool
+
+    module, calls = TOOLS[tool].load(), []
+    monkeypatch.setattr(module, "run", lambda *values: calls.append(values))
+    positional = ["somewhere"] if module.POSITIONAL else []
+    run_tool(tool, positional)
+    ((*given, arguments),) = calls
+    assert given == positional
+    assert isinstance(arguments, module.Arguments)

@@ -1,0 +1,236 @@
+"""What a run on two ranks leaves, and how it goes on after Ctrl-C."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from hf_zero.recipes.log import read_log
+from hf_zero.recipes.settings import parse_settings
+from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
+from tests.distributed import run_ranks
+from tests.output import without_imports
+
+
+TIMEOUT = 240
+STEPS = 30
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "max_steps": STEPS,
+    "learning_rate": 0.005,
+    "logging_steps": 1,
+    "save_steps": 10,
+    "eval_strategy": "steps",
+    "eval_steps": 10,
+    "use_cpu": True,
+}
+
+
+def argv_of(tiny_model, csv_file, output_dir, **settings) -> list[str]:
+    settings = {
+        **SETTINGS,
+        "model_name_or_path": tiny_model,
+        "train_file": csv_file,
+        "output_dir": output_dir,
+    } | settings
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def _train(argv: list[str]) -> list[dict]:
+    """Trains on this rank; returns what a reporting callback was given."""
+    from transformers import TrainerCallback
+    from transformers.integrations import integration_utils
+
+    from hf_zero.recipes.run import train
+
+    reported = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if state.is_world_process_zero:
+                reported.append(integration_utils.rewrite_logs(logs))
+
+    before = integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"]
+    integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = Reporter
+    try:
+        train(parse_settings("classify", [*argv, "--report_to", "tensorboard"]))
+    finally:
+        integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = before
+    return reported
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, csv_file, tmp_path_factory):
+    """The folder of a run that nothing has interrupted, and what it reported."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    reported, others = run_ranks(_train, 2, argv_of(tiny_model, csv_file, folder), timeout=TIMEOUT)
+    assert others == []
+    return folder, reported
+
+
+class Page(HTMLParser):
+    """What is asked of a page: its tables by id, the charts, and what it would fetch."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tables, self.charts, self.fetched, self.metas = {}, [], [], []
+        self._section, self._row = "", None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.fetched += [attributes[name] for name in ("src", "href", "xlink:href", "data") if name in attributes]
+        if tag == "section":
+            self._section = attributes.get("id", "")
+        elif tag == "svg":
+            self.charts.append(self._section.removeprefix("chart-"))
+        elif tag == "tr":
+            self._row = []
+            self.tables.setdefault(self._section.removeprefix("table-"), []).append(self._row)
+        elif tag == "meta":
+            self.metas.append(attributes.get("name"))
+        elif tag in ("link", "script", "iframe", "img"):
+            self.fetched.append(tag)
+
+    def handle_data(self, data):
+        if self._row is not None and data.strip():
+            self._row.append(data.strip())
+
+    def handle_endtag(self, tag):
+        if tag == "tr":
+            self._row = None
+
+
+def test_the_report_is_one_file_with_curves_and_the_numbers_of_the_run(whole):
+    folder, _ = whole
+    page = Page((folder / "report.html").read_text(encoding="utf-8"))
+    assert [target for target in page.fetched if not target.startswith("#")] == []
+    assert "url(http" not in (folder / "report.html").read_text(encoding="utf-8")
+    assert "viewport" in page.metas
+    charts = ["loss", "eval_accuracy", "learning_rate", "grad_norm", "speed", "memory", "wire"]
+    assert page.charts == charts
+    assert all((folder / "report" / f"{name}.png").stat().st_size > 1000 for name in charts)
+    log = read_log(folder / "training_log.jsonl")
+    accuracies = [entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry]
+    assert ["accuracy", f"{accuracies[0]:.4g}", f"{accuracies[-1]:.4g}"] in page.tables["results"]
+    measured = json.loads((folder / "report" / "measured.json").read_text(encoding="utf-8"))
+    for title, name in (("parameters", "parameter_nbytes"), ("optimizer state", "optimizer_nbytes")):
+        held = [f"{report[name] / 2**20:.2f}" for report in measured["memory"]]
+        assert [title, *held, f"{measured['memory'][0][f'ddp_{name}'] / 2**20:.2f}"] in page.tables["memory"]
+    sent = {row[0]: float(row[1]) for row in page.tables["sent"][1:]}
+    assert set(sent) == {"root", "bert.encoder.layer.0", "bert.encoder.layer.1", "all"}
+    # Half of the fp32 gradients goes to the other rank. Parameters lie in memory that both share.
+    assert sent["bert.encoder.layer.0"] == pytest.approx(2224 * 4 / 2 / 2**20, rel=0.02)
+    assert sent["all"] == pytest.approx(sum(nbytes for name, nbytes in sent.items() if name != "all"), rel=1e-3)
+
+
+def test_one_step_is_seen_moment_by_moment_on_every_rank(whole):
+    step = json.loads((whole[0] / "report" / "measured.json").read_text(encoding="utf-8"))["step"]
+    assert step["number"] == 3
+    blocks = ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+    for moments in step["moments"]:
+        assert [(moment["phase"], moment["where"]) for moment in moments] == [
+            ("forward", "begin"),
+            *(("forward", block) for block in blocks),
+            *(("backward", block) for block in reversed(blocks)),
+            ("optimizer", "before the update"),
+            ("optimizer", "after the update"),
+        ]
+        assert all(moment["nbytes"]["optimizer_nbytes"] > 0 for moment in moments)
+
+
+def test_every_entry_of_the_log_is_a_line_of_json_with_speed_and_memory(whole):
+    lines = (whole[0] / "training_log.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    trained = [entry for entry in entries if "loss" in entry]
+    assert [entry["step"] for entry in trained] == list(range(1, STEPS + 1))
+    assert entries[0]["step"] == 0 and "eval_accuracy" in entries[0]  # before training
+    for entry in trained:
+        assert {"loss", "grad_norm", "learning_rate", "epoch"} <= set(entry)
+        assert entry["zero/tokens_per_second"] == pytest.approx(2 * entry["zero/tokens_per_second_per_rank"], rel=1e-4)
+        assert 0 < entry["zero/memory_mib"] <= entry["zero/peak_memory_mib"]
+    seconds = [entry["zero/seconds"] for entry in trained]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    # 4 rows of 8 to 10 words on each of 2 ranks
+    last = trained[-1]
+    tokens = last["zero/tokens_per_second"] * (seconds[-1] - seconds[-2])
+    assert 2 * 4 * 8 * 0.95 < tokens < 2 * 4 * 11 * 1.05
+
+
+def test_those_who_report_are_given_what_was_measured(whole):
+    reported = [logs for logs in whole[1] if "train/loss" in logs]
+    assert len(reported) == STEPS
+    wanted = {"train/zero/tokens_per_second", "train/zero/memory_mib", "train/zero/peak_memory_mib"}
+    assert all(wanted <= set(logs) for logs in reported)
+
+
+def test_the_configuration_beside_the_model_repeats_the_run(whole, tiny_model, csv_file):
+    path = whole[0] / "resolved.yaml"
+    again = parse_settings("classify", ["--config", str(path)])
+    once = parse_settings("classify", [*argv_of(tiny_model, csv_file, whole[0]), "--report_to", "tensorboard"])
+    assert again.arguments == once.arguments
+    assert again.training == once.training
+    assert yaml.safe_load(path.read_text(encoding="utf-8"))["task"] == "classify"
+
+
+def test_card_and_page_show_curves_and_configuration_and_no_path_of_this_machine(whole, csv_file):
+    card = (whole[0] / "README.md").read_text(encoding="utf-8")
+    assert "![Loss](report/loss.png)" in card
+    assert "max_steps: 30" in card and "train_file: rows.csv" in card
+    assert "| MiB per rank, measured | rank 0 | rank 1 | DDP |" in card
+    page = (whole[0] / "report.html").read_text(encoding="utf-8")
+    assert "train_file: rows.csv" in page and "--config resolved.yaml --resume never" in page
+    for text in (card, page):
+        assert str(whole[0].parent) not in text and str(csv_file.parent) not in text
+
+
+def _start(argv: list[str], folder: Path, errors: Path) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "hf_zero.recipes", "classify", *argv]
+    with errors.open("w") as file:
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
+        )
+
+
+def _wait_for(what, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not what():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ctrl_c_saves_and_the_same_command_ends_where_the_unbroken_run_did(whole, tiny_model, csv_file, tmp_path):
+    folder, errors = tmp_path / "out", tmp_path / "errors"
+    argv = argv_of(tiny_model, csv_file, folder)
+    process = _start([*argv, "--num_processes=2"], tmp_path, errors)
+    try:
+        log = folder / "training_log.jsonl"
+        _wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and all that is in its group
+        assert process.wait(TIMEOUT) == 130
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    said = without_imports(errors.read_text())
+    saved = re.search(r"SIGINT: saved (\S+checkpoint-(\d+)) at step \2; to go on, run the same command again", said)
+    assert saved, said
+    assert said.count("Ctrl-C: ") == 1 and "Traceback" not in said
+    assert 0 < int(saved[2]) < STEPS
+    newest = max((path.name for path in folder.glob("checkpoint-*")), key=lambda name: int(name.split("-")[1]))
+    assert newest == f"checkpoint-{saved[2]}"
+    run_ranks(_train, 2, argv, timeout=TIMEOUT)
+    expected, found = (load_file(path / "model.safetensors") for path in (whole[0], folder))
+    assert all(found[name].allclose(expected[name], rtol=1e-5, atol=1e-6) for name in expected)
+    losses = [[e["loss"] for e in read_log(path / "training_log.jsonl") if "loss" in e] for path in (whole[0], folder)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -1,0 +1,100 @@
+"""`plan`: from a config alone to bytes and advice."""
+
+import json
+import re
+
+import pytest
+
+from hf_zero.recipes.cli import main
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SETTINGS = ["--num_processes", "8", "--zero_stage", "3", "--bf16", "--max_length", "64"]
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def _plan(capsys, *argv: str) -> str:
+    assert main(["plan", *map(str, argv)]) == 0
+    return capsys.readouterr().out
+
+
+def _mib(text: str, name: str) -> float:
+    return float(re.search(rf"^  {name}.*?([\d.]+) MiB", text, re.MULTILINE)[1])
+
+
+def test_a_config_file_or_its_folder_is_enough(config_file, capsys):
+    text = _plan(capsys, config_file, *SETTINGS)
+    assert "8 rank(s)" in text
+    for name in ("parameters", "optimizer state", "at rest", "activations", "logits", "at the peak", "sent per step"):
+        assert _mib(text, name) > 0
+    assert _plan(capsys, config_file.parent, *SETTINGS).partition(":")[2] == text.partition(":")[2]
+
+
+def test_settings_change_what_they_are_for(config_file, capsys):
+    text = _plan(capsys, config_file, *SETTINGS)
+    assert _mib(_plan(capsys, config_file, *SETTINGS, "--gradient_checkpointing"), "activations") < _mib(
+        text, "activations"
+    )
+    assert _mib(_plan(capsys, config_file, *SETTINGS, "--max_length", "128"), "activations") > 1.5 * _mib(
+        text, "activations"
+    )
+    offloaded = _plan(capsys, config_file, *SETTINGS, "--zero_offload", "params", "--zero_offload_dir", "/nvme")
+    assert _mib(offloaded, "in files") > 0 and _mib(offloaded, "at rest") < _mib(text, "at rest")
+    momentum = _plan(capsys, config_file, *SETTINGS, "--optim", "lion_32bit")
+    assert _mib(momentum, "optimizer state") == pytest.approx(_mib(text, "optimizer state") / 2, abs=0.01)
+    adapted = _plan(capsys, config_file, *SETTINGS, "--use_peft", "--lora_r", "4")
+    assert _mib(adapted, "optimizer state") < _mib(text, "optimizer state") / 2
+    two = _plan(
+        capsys, config_file, *SETTINGS, "--use_peft", "--lora_r=4", "--lora_target_modules", "q_proj", "v_proj"
+    )
+    assert 0 < _mib(two, "optimizer state") < _mib(adapted, "optimizer state")
+
+
+def test_memory_brings_a_table_and_advice(config_file, capsys):
+    text = _plan(capsys, config_file, *SETTINGS, "--memory", "64")
+    assert len(re.findall(r"^  [0-3]      ", text, re.MULTILINE)) == 14
+    assert "recommended: --zero_stage 0 (nothing needs to be sharded)" in text
+    assert "nothing fits" in _plan(capsys, config_file, *SETTINGS, "--memory", "0.001")
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--memory", "0"], "--memory 0.0: expected the GiB of one device"),
+        (["--use_peft", "--lora_target_modules", "nowhere"], "lora_target_modules ['nowhere']: "),
+        (["--lora_r", "8"], "lora_r: describes an adapter, and none is trained"),
+        (["--num_processes", "0"], "--num_processes 0: expected 1 or more"),
+        (["--zero_stage", "4"], "zero_stage: 4 is not one of 0, 1, 2, 3; the nearest is '3'"),
+        (["--optim", "adamw"], "optim: 'adamw' is not one of"),
+        (["--optim", "adafactor"], "Adafactor: its state 'exp_avg_sq_row' is not shaped like a parameter"),
+        (["--zero_offload", "params", "--zero_stage", "2"], "needs stage 3"),
+        (["--memmory", "3"], "did you mean --memory?"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(config_file, capsys, argv, message):
+    assert main(["plan", str(config_file), *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_without_a_class_and_a_folder_without_a_config_are_refused(tmp_path, capsys):
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "no config.json in it" in capsys.readouterr().err
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**CONFIG, "architectures": ["NoSuchModel"]}))
+    assert main(["plan", str(path)]) == 2
+    assert "names no class of transformers" in capsys.readouterr().err

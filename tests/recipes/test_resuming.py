@@ -1,0 +1,243 @@
+"""Whether a run goes on, and from where; what the resolved configuration keeps and what it does not."""
+
+import re
+import shlex
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.recipes.cli import main
+from hf_zero.recipes.dry_run import _reference
+from hf_zero.recipes.leaving import _shown, _without_folders
+from hf_zero.recipes.resolved import RESOLVED_NAME, check_unchanged, resolved_name, resolved_text
+from hf_zero.recipes.resuming import _set_aside, checkpoint_of
+from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.tasks import TASKS
+from hf_zero.trainer import resuming
+from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
+
+
+@pytest.fixture
+def call(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
+    """The command line over a folder with a checkpoint; gives the exit code and the line, and notes whether it ran."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    ran = []
+    monkeypatch.setattr("hf_zero.recipes.run.run_task", ran.append)
+    argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", f"--output_dir={tmp_path / 'out'}"]
+    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    text = resolved_text(parse_settings("classify", argv))
+    (tmp_path / "out" / RESOLVED_NAME).write_text(text, encoding="utf-8")
+
+    def call(*more: str) -> tuple[int, str, bool]:
+        ran.clear()
+        code = main(["classify", *argv, *more])
+        return code, capsys.readouterr().err, bool(ran)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("--max_length=64", "max_length: 64 now, 128 in the run that"),
+        ("--seed=7", "seed: 7 now, 42 in the run that"),
+        ("--max_train_rows=50", "max_train_rows: 50 now, None in the run that"),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused_in_one_line(call, changed, message):
+    code, line, ran = call(changed)
+    assert (code, ran, line.count("\n")) == (2, False, 1)
+    assert message in line
+    assert line.rstrip().endswith("go on with the same, or give --resume never or another output_dir")
+    assert call(changed, "--resume=never")[::2] == (0, True)
+
+
+@pytest.mark.parametrize("changed", ["--learning_rate=1", "--max_steps=9", "--num_train_epochs=9", "--zero_stage=1"])
+def test_how_it_is_trained_may_change(call, changed):
+    assert call(changed)[::2] == (0, True)
+
+
+def checked(tmp_path, task: str, before: list[str], now: list[str]) -> None:
+    once, again = (parse_settings(task, [f"--output_dir={tmp_path}", *argv]) for argv in (before, now))
+    (tmp_path / RESOLVED_NAME).write_text(resolved_text(once), encoding="utf-8")
+    check_unchanged(again, tmp_path)
+
+
+@pytest.mark.parametrize("changed", ["--dataset_num_proc=2", "--skip_bad_rows", "--attn_implementation=sdpa"])
+def test_how_rows_are_read_and_attention_is_computed_may_change(tmp_path, changed):
+    checked(tmp_path, "sft", [], [changed])
+
+
+@pytest.mark.parametrize("changed", ["--max_length=64", "--loss_type=ipo", "--beta=0.5"])
+def test_what_preferences_teach_may_not_change(tmp_path, changed):
+    with pytest.raises(ConfigError, match=f"^{changed[2:].partition('=')[0]}: .* now, .* in the run that"):
+        checked(tmp_path, "dpo", [], [changed])
+
+
+def test_the_decisive_arguments_of_tasks_exist():
+    for name, task in TASKS.items():
+        assert set(task.decisive) <= set(parse_settings(name, []).training)
+
+
+def test_another_task_is_another_run(call, tmp_path):
+    path = tmp_path / "out" / RESOLVED_NAME
+    path.write_text(path.read_text(encoding="utf-8").replace("task: classify", "task: sft"), encoding="utf-8")
+    code, line, ran = call()
+    assert (code, ran) == (2, False)
+    assert "task: 'classify' now, 'sft' in the run that" in line
+
+
+@pytest.mark.parametrize("content", ["a: [", "- 1\n"])
+def test_a_configuration_that_cannot_be_read_is_told(call, tmp_path, content):
+    (tmp_path / "out" / RESOLVED_NAME).write_text(content, encoding="utf-8")
+    code, line, ran = call()
+    assert (code, ran, line.count("\n")) == (2, False, 1)
+    assert "--resume never starts anew" in line
+
+
+def test_a_checkpoint_that_is_named_has_to_be_there_and_complete(call, tmp_path):
+    code, line, ran = call(f"--resume={tmp_path / 'nowhere'}")
+    assert (code, ran) == (2, False)
+    assert "nowhere': no such folder; give auto, never or a checkpoint's folder" in line
+    code, line, ran = call(f"--resume={tmp_path / 'out' / 'checkpoint-3'}")
+    assert (code, ran, line.count("\n")) == (1, False, 1)
+    assert "checkpoint-3" in line
+
+
+def test_checkpoints_none_of_which_is_complete_are_not_given_up_unasked(tmp_path, monkeypatch):
+    monkeypatch.setattr(resuming, "gather_object", lambda found: found)
+    for step in (3, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    training = SimpleNamespace(output_dir=str(tmp_path), process_index=0)
+    argv = [f"--output_dir={tmp_path}"]
+    with pytest.raises(CheckpointError, match=r"\(checkpoint-12: .*; checkpoint-3: .*\); --resume never starts anew"):
+        checkpoint_of(parse_settings("classify", argv), training)
+    assert checkpoint_of(parse_settings("classify", [*argv, "--resume=never"]), training) is None
+    for step in (3, 12):
+        (tmp_path / f"checkpoint-{step}").rmdir()
+    assert checkpoint_of(parse_settings("classify", argv), training) is None
+
+
+def test_the_model_that_a_run_starts_from_is_not_moved_away(call, tiny_model, tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    shutil.copytree(tiny_model, checkpoint, dirs_exist_ok=True)
+    code, line, ran = call(f"--model_name_or_path={checkpoint}", "--resume=never")
+    assert (code, ran, line.count("\n")) == (2, False, 1)
+    assert "whose checkpoints --resume never moves away; give another output_dir" in line
+    assert call(f"--model_name_or_path={checkpoint}", "--resume=never", f"--output_dir={tmp_path / 'b'}")[::2] == (
+        0,
+        True,
+    )
+
+
+def test_the_longer_name_of_trainer_says_the_same():
+    settings = parse_settings("classify", ["--resume_from_checkpoint", "out/checkpoint-7"])
+    assert settings.resume == "out/checkpoint-7"
+    assert parse_settings("classify", ["--resume_from_checkpoint", "True"]).resume == "auto"
+    with pytest.raises(Exception, match="give one of them"):
+        parse_settings("classify", ["--resume_from_checkpoint", "a", "--resume", "b"])
+
+
+def test_a_file_for_another_task_is_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("task: sft\n", encoding="utf-8")
+    with pytest.raises(Exception, match=r"task 'sft': .*recipe.yaml is not for classify"):
+        parse_settings("classify", ["--config", str(path)])
+
+
+def test_checkpoints_of_a_run_before_are_set_aside_and_nothing_is_lost(tmp_path):
+    assert _set_aside(tmp_path) is None
+    for number in (1, 2):
+        (tmp_path / "checkpoint-5").mkdir()
+        (tmp_path / RESOLVED_NAME).write_text(str(number), encoding="utf-8")
+        (tmp_path / "model.safetensors").touch()
+        assert _set_aside(tmp_path) == str(tmp_path / f"_earlier-{number}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_earlier-1", "_earlier-2", "model.safetensors"]
+    assert (tmp_path / "_earlier-1" / RESOLVED_NAME).read_text(encoding="utf-8") == "1"
+    assert (tmp_path / "_earlier-2" / "checkpoint-5").is_dir()
+
+
+def test_the_resolved_configuration_gives_the_same_settings_and_keeps_no_secret(tmp_path):
+    argv = ["--bf16", "--lr_scheduler_kwargs", '{"num_cycles": 2}', "--label_names", "labels", "more"]
+    argv += ["--learning_rate=3e-7", "--hub_token", "hf_secret", "--num_processes", "2", "--text_column", "no"]
+    once = parse_settings("classify", [*argv, "--output_dir", str(tmp_path)])
+    text = resolved_text(once)
+    path = tmp_path / RESOLVED_NAME
+    path.write_text(text, encoding="utf-8")
+    again = parse_settings("classify", ["--config", str(path)])
+    assert again.arguments == once.arguments and again.num_processes == 2
+    assert again.training == {**once.training, "hub_token": None}
+    assert "hf_secret" not in text
+    own, defaults = text.split("# What was left at its default")
+    assert set(yaml.safe_load(own)) == {
+        *("task", "text_column", "output_dir", "bf16", "lr_scheduler_kwargs", "label_names", "learning_rate"),
+        "num_processes",
+    }
+    assert re.search(r"^zero_stage: 3$", defaults, re.MULTILINE)
+
+
+def test_the_command_in_the_resolved_configuration_finds_it_and_starts_anew():
+    settings = parse_settings("classify", ["--output_dir", "out/my run"])
+    command = resolved_text(settings).splitlines()[0].partition(": ")[2]
+    assert shlex.split(command)[-4:] == ["--config", "out/my run/resolved.yaml", "--resume", "never"]
+
+
+def test_the_configuration_of_a_run_that_is_pushed_stays_here_and_is_compared(call, tmp_path):
+    settings = parse_settings("classify", ["--output_dir", str(tmp_path), "--push_to_hub"])
+    assert resolved_name(settings) == "_resolved.yaml"
+    assert f"--config {tmp_path}/_resolved.yaml --resume never" in resolved_text(settings)
+    (tmp_path / "out" / RESOLVED_NAME).rename(tmp_path / "out" / "_resolved.yaml")
+    assert "seed: 7 now, 42 in the run that" in call("--seed=7")[1]
+
+
+def test_others_see_names_in_place_of_folders(tmp_path):
+    settings = parse_settings("classify", [f"--train_file={tmp_path / 'gone.csv'}", "--model_name_or_path=org/name"])
+    assert _shown(settings)["train_file"] == "gone.csv"
+    assert _shown(settings)["model_name_or_path"] == "org/name"
+    assert _without_folders(f"{tmp_path / 'gone.csv'}: 3 rows", settings) == "gone.csv: 3 rows"
+
+
+def test_a_dry_run_tells_all_and_writes_nothing(tiny_model, csv_file, tmp_path, monkeypatch, capsys):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    before = sorted(tmp_path.rglob("*"))
+    argv = (
+        f"--model_name_or_path={folder} --train_file={csv_file} --output_dir=out --num_processes=2 --use_cpu".split()
+    )
+    assert main(["classify", *argv, "--zero_stage=2", "--dry_run"]) == 0
+    said = capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert re.search(r"^  zero_stage: 2$", said, re.MULTILINE) and "learning_rate" not in said
+    assert "'the soup was cold and the waiter was cold' -> food" in said
+    assert re.search(r"^  root +1,682 parameters$", said, re.MULTILINE)
+    assert re.search(r"bert.encoder.layer.0 to bert.encoder.layer.1 +2,224 parameters each", said)
+    assert "in all 6,130 parameters in 3 units, 6,130 of them trained" in said
+    assert "a micro-batch: 8 rows x 64 tokens" in said  # what the model takes, though max_length is more
+    assert re.search(r"optimizer state +float32 +0.02 MiB  1/2 of all", said)
+
+
+def test_a_reference_model_is_predicted_too():
+    model = torch.nn.Linear(2**10, 2**10, bias=False)
+    config = SimpleNamespace(compute_dtype=torch.bfloat16, stage=3)
+    trainer = SimpleNamespace(model=model, ref_model=model, args=SimpleNamespace(zero_config=lambda: config))
+    assert _reference(trainer, 2)[0].split()[-2:] == ["1.00", "MiB"]
+    config.stage = 2
+    assert _reference(trainer, 2)[0].split()[-2:] == ["2.00", "MiB"]
+    trainer.ref_model = None
+    assert _reference(trainer, 2) == []
+
+
+def test_a_dry_run_is_one_process(monkeypatch, capsys, tiny_model, csv_file, tmp_path):
+    for name, value in zip(LAUNCHER_VARIABLES, ("1", "2", "1", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", f"--output_dir={tmp_path / 'out'}"]
+    assert main(["classify", *argv, "--dry_run"]) == 2
+    assert "the launcher has started 2; leave the launcher out" in capsys.readouterr().err

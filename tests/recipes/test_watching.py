@@ -1,0 +1,185 @@
+"""The parts that watch a run: operations, tokens, lines, logs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from hf_zero.recipes import charts, leaving
+from hf_zero.recipes.data.collate import Collate
+from hf_zero.recipes.files import write_whole
+from hf_zero.recipes.flops import PEAK_TFLOPS, peak_flops, training_flops
+from hf_zero.recipes.log import TrainingLog, read_log
+from hf_zero.recipes.measured import Measured
+from hf_zero.recipes.progress import line_of
+from hf_zero.recipes.step_trace import Moment, Step, StepTrace
+from hf_zero.recipes.telemetry import counts_of
+
+
+TINY = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA A1000", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_the_peak_is_that_of_the_very_device(name, teraflops):
+    assert peak_flops(name) == (teraflops and teraflops * 1e12)
+
+
+def test_no_device_of_the_table_hides_another():
+    assert all(peak_flops(name) == teraflops * 1e12 for name, teraflops in PEAK_TFLOPS.items())
+
+
+def matmul_numel(model: nn.Module) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name)
+
+
+def test_a_dense_model_takes_six_operations_for_each_parameter_and_those_of_attention():
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    attention = 12 * 2 * 16 * 32  # layers, width, tokens in a row
+    assert training_flops(model, num_tokens=64, num_rows=2) == 64 * (6 * matmul_numel(model) + attention)
+
+
+def test_a_tied_embedding_is_the_head_and_counts():
+    model = LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True))
+    numel = sum(p.numel() for p in model.parameters())
+    assert training_flops(model, num_tokens=1, num_rows=0) == 6 * numel
+
+
+def test_frozen_parameters_have_no_weight_gradient():
+    model = LlamaForCausalLM(LlamaConfig(**TINY))
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    expected = 4 * matmul_numel(model) + 2 * model.lm_head.weight.numel()
+    assert training_flops(model, num_tokens=1, num_rows=0) == expected
+
+
+def test_of_experts_those_count_that_a_token_goes_through():
+    model = MixtralForCausalLM(MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=1))
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert experts > 0
+    expected = 6 * (matmul_numel(model) - experts * 3 / 4)
+    assert training_flops(model, num_tokens=1, num_rows=0) == pytest.approx(expected)
+
+
+def test_padding_is_no_token_and_packed_rows_are_rows():
+    ids = torch.ones(2, 6, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    assert tuple(map(int, counts_of({"input_ids": ids, "attention_mask": mask}))) == (10, 2)
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 1, 2]])
+    block_mask = torch.ones(2, 1, 6, 6)
+    packed = {"input_ids": ids, "attention_mask": block_mask, "position_ids": positions}
+    assert tuple(map(int, counts_of(packed))) == (12, 4)
+    assert counts_of({"pixel_values": torch.zeros(3, 3, 8, 8), "labels": torch.zeros(3)}) == (0, 3)
+
+
+def test_the_padding_of_packed_rows_is_neither_tokens_nor_a_row():
+    packed = {"input_ids": [5, 6, 7, 5, 6], "position_ids": [0, 1, 2, 0, 1]}
+    shorter = {"input_ids": [5, 6, 0], "position_ids": [0, 1, 2]}  # its last token is the one that pads
+    batch = Collate(pad_token_id=0)([packed, shorter])
+    assert "attention_mask" not in batch and batch["input_ids"].shape == (2, 5)
+    assert tuple(map(int, counts_of(batch))) == (8, 3)
+    flat = Collate(pad_token_id=0, flatten=True)([packed, shorter])
+    assert tuple(map(int, counts_of(flat))) == (8, 3)
+
+
+def test_a_line_says_what_a_person_wants_to_see_of_a_step():
+    logs = {
+        "loss": 0.51234,
+        "grad_norm": 1.5,
+        "learning_rate": 2e-5,
+        "epoch": 0.5,
+        "zero/seconds": 3.0,
+        "zero/tokens_per_second": 12345.0,
+        "zero/tokens_per_second_per_rank": 6172.5,
+        "zero/mfu": 0.4123,
+        "zero/memory_mib": 800.2,
+        "zero/peak_memory_mib": 900.7,
+    }
+    assert line_of(logs, 5, 20) == (
+        "step 5/20  loss 0.5123  grad norm 1.5  lr 2e-05  epoch 0.5  12.3k tokens/s (6.17k per rank)  MFU 41.2%  "
+        "memory 800 MiB (peak 901)"
+    )
+    assert (
+        line_of({"eval_loss": 0.25, "eval_runtime": 3.0, "epoch": 1.0}, 9, 20) == "step 9/20  eval loss 0.25  epoch 1"
+    )
+
+
+def test_a_log_goes_on_with_the_checkpoints_and_a_cut_line_is_left_out(tmp_path):
+    state = SimpleNamespace(global_step=2, is_world_process_zero=True, log_history=[{"loss": 1.0, "step": 1}])
+    log = TrainingLog(SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path))))
+    path = tmp_path / "training_log.jsonl"
+    path.write_text('{"loss": 1.0, "step": 1}\n{"loss": 0.9, "step": 2}\n{"loss": 0.8, "st', encoding="utf-8")
+    log.on_train_begin(None, state, None)
+    log.on_log(None, state, None, logs={"loss": float("nan")})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"lo')
+    assert read_log(path) == [{"loss": 1.0, "step": 1}, {"loss": None, "step": 2}]
+
+
+def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(leaving.importlib.util, "find_spec", lambda name: None)
+    said = []
+    assert leaving._draw(tmp_path, [{"loss": 1.0, "step": 1}], None, said.append) == []
+    assert said == ["report.html: without charts, as matplotlib is not installed; pip install 'hf-zero[recipes]'"]
+
+
+def test_what_was_measured_before_is_shown_again_unless_it_is_damaged(tmp_path):
+    path = tmp_path / "measured.json"
+    moment = Moment("forward", "begin", {"parameter_nbytes": 8})
+    measured = Measured([{"parameter_nbytes": 8}], Step(3, [[moment]], [{"root": 4}]))
+    nothing, stopped = Measured([{}], None), Measured([{"parameter_nbytes": 4}], None)
+    assert nothing.kept(path, is_trained=False) == nothing
+    assert measured.kept(path, is_trained=True) == measured
+    assert nothing.kept(path, is_trained=False) == measured
+    assert stopped.kept(path, is_trained=True) == stopped  # before the step that is watched: a run of its own
+    assert nothing.kept(path, is_trained=False) == stopped
+    path.write_text(path.read_text(encoding="utf-8")[:-9], encoding="utf-8")
+    assert nothing.kept(path, is_trained=False) == nothing
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (7, 9), (9, 9)])
+def test_steps_are_counted_from_where_the_run_goes_on(begin, end):
+    state, trace = SimpleNamespace(global_step=begin, max_steps=30), StepTrace(None)
+    trace.on_train_begin(None, state, None)
+    for state.global_step in range(begin, end):
+        trace.on_step_begin(None, state, None)
+        trace.on_step_end(None, state, None)
+    assert trace.num_steps == end - begin
+
+
+def test_a_file_is_replaced_whole_or_stays(tmp_path):
+    path = tmp_path / "report.html"
+    write_whole(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "new \udc80")
+    assert path.read_text(encoding="utf-8") == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_was_never_logged_has_no_chart():
+    assert charts.draw([{"train_runtime": 1.0, "step": 3}], None) == []
+    assert [chart.name for chart in charts.draw([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}], None)] == [
+        "loss"
+    ]
