@@ -8,13 +8,13 @@ OLDEST_STAMP := .venv-oldest/.installed
 OLDEST_TRANSFORMERS := 5.17.0
 
 # The code under check; what is not there yet is left out.
-SOURCES := $(wildcard hf_zero tests benchmarks)
+SOURCES := $(wildcard hf_zero tests benchmarks docs)
 
 # No hub, and no more threads than cores: most tests run two or four processes at once.
 RUN_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 TEST_ENV := $(RUN_ENV) OMP_NUM_THREADS=1
 
-.PHONY: quickstart test test-all test-oldest quality style install clean
+.PHONY: quickstart test test-all test-oldest docs quality style install clean
 
 quickstart: $(STAMP)
 	$(RUN_ENV) $(BIN)/python -m hf_zero.recipes classify --config recipes/quickstart.yaml --num_processes 2 --zero_stage 3
@@ -29,6 +29,10 @@ test-all: $(STAMP)
 test-oldest: $(OLDEST_STAMP)
 	$(TEST_ENV) $(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The site, in build/docs; whatever Sphinx warns of, such as a link that leads nowhere, is an error.
+docs: $(STAMP)
+	$(BIN)/sphinx-build -q -W -n --keep-going docs build/docs
+
 quality: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -42,7 +46,7 @@ install: $(STAMP)
 # The stamp is made last: an installation that broke off is done again.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -e '.[test,quickstart]' -c constraints.txt
+	$(BIN)/python -m pip install -q -e '.[test,quickstart,docs]' -c constraints.txt
 	touch $@
 
 # The same pins, but for transformers and the hub client that follows it.

@@ -25,7 +25,16 @@ RECIPE = Path("recipes") / "quickstart.yaml"
 CLASSIFY = "python -m hf_zero.recipes classify --config recipes/quickstart.yaml --num_processes 2 --zero_stage 3"
 TORCHRUN = "torchrun --nproc_per_node 2 -m hf_zero.recipes classify --config recipes/quickstart.yaml --zero_stage 2"
 TRAIN = "torchrun --nproc_per_node 2 train.py"
-MODULES = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}  # a program as arguments of this Python
+PLAN = "hf-zero plan Qwen/Qwen3-0.6B --num_processes 2 --zero_stage 2 --bf16"
+SFT = (
+    "hf-zero sft --model_name_or_path Qwen/Qwen3-0.6B --train_file chats.jsonl --output_dir outputs/mine "
+    "--num_processes 2"
+)
+MODULES = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "hf-zero": ["-m", "hf_zero.recipes"],
+}  # a program as arguments of this Python
 MAKE = {"make quickstart": CLASSIFY, "make test": "python -m pytest"}  # what a target comes to
 HUB_ID = "Qwen/Qwen3-0.6B"
 
@@ -34,13 +43,14 @@ BLOCKS = [
     ("bash", "test_a_make_target_is_the_command_that_it_is_said_to_be"),
     ("bash", "test_a_classify_command_trains"),
     ("bash", "test_a_classify_command_trains"),
+    ("bash", "test_the_commands_of_recipes_run"),
     ("python", "test_the_trainer_example_trains_on_two_ranks_and_saves_what_from_pretrained_loads"),
     ("bash", "test_the_trainer_example_trains_on_two_ranks_and_saves_what_from_pretrained_loads"),
     ("diff", "test_the_changed_lines_turn_a_trainer_script_into_one_that_shards"),
     ("python", "test_the_example_without_trainer_runs_as_it_is"),
 ]
 # Every line of the bash blocks, in order; the prose has no others.
-COMMANDS = [*MAKE, CLASSIFY, TORCHRUN, TRAIN]
+COMMANDS = [*MAKE, CLASSIFY, TORCHRUN, PLAN, SFT, TRAIN]
 
 tiny_model = conftest.tiny_model
 
@@ -133,6 +143,7 @@ def test_a_make_target_is_the_command_that_it_is_said_to_be(command):
 
 
 @pytest.mark.parametrize("command", [CLASSIFY, TORCHRUN], ids=["num_processes", "torchrun"])
+@pytest.mark.rotating(always=1)
 def test_a_classify_command_trains(command, tiny_model, tmp_path):
     """The recipe of the repository on a tiny model for two steps; whole runs are in tests/recipes/test_run.py."""
     (tmp_path / RECIPE).parent.mkdir()
@@ -195,6 +206,24 @@ def test_the_trainer_example_trains_on_two_ranks_and_saves_what_from_pretrained_
     tokenizer = AutoTokenizer.from_pretrained(final)
     tokens = trained.generate(**tokenizer("The stage", return_tensors="pt"), max_new_tokens=2, do_sample=False)
     assert tokenizer.decode(tokens[0]).startswith("The stage")
+
+
+def test_the_commands_of_recipes_run(tiny_qwen3, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    from hf_zero.recipes.cli import main
+
+    assert main(shlex.split(PLAN.replace(HUB_ID, str(tiny_qwen3)))[1:]) == 0
+    assert re.search(r"^ *parameters .* MiB", capsys.readouterr().out, re.MULTILINE)
+
+    chat = [{"role": "user", "content": "Which stage?"}, {"role": "assistant", "content": "The least that fits."}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 16, encoding="utf-8")
+    few = ["--max_steps", "2", "--max_length", "64", "--report_to", "none"]
+    result = run_command([*arguments_of(SFT.replace(HUB_ID, str(tiny_qwen3))), *few], tmp_path)
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "outputs" / "mine"
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert {"README.md", "report.html", "resolved.yaml", "training_log.jsonl"} <= {p.name for p in folder.iterdir()}
 
 
 def test_the_example_without_trainer_runs_as_it_is(tmp_path):

@@ -1,0 +1,102 @@
+"""The sizes of models that everyone knows, as their configs on the hub have them: what plans are made of in tests."""
+
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+)
+
+
+_LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256}
+_QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+CONFIGS = {
+    "HuggingFaceTB/SmolLM2-135M": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-0.6B": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "meta-llama/Llama-3.1-8B": _LLAMA
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "Qwen/Qwen3-32B": _QWEN3
+    | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
+    "meta-llama/Llama-3.1-70B": _LLAMA
+    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "mistralai/Mixtral-8x7B-v0.1": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "vocab_size": 32000,
+    },
+    "Qwen/Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "vocab_size": 151936,
+    },
+    "answerdotai/ModernBERT-base": {
+        "model_type": "modernbert",
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 12,
+        "vocab_size": 50368,
+    },
+    "google/vit-base-patch16-224-in21k": {
+        "model_type": "vit",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    },
+}
+# Millions of parameters, as the models' own pages or papers have them: a slip in a size above would show.
+MILLIONS = {
+    "HuggingFaceTB/SmolLM2-135M": 135,
+    "Qwen/Qwen3-0.6B": 596,
+    "meta-llama/Llama-3.1-8B": 8030,
+    "Qwen/Qwen3-32B": 32762,
+    "meta-llama/Llama-3.1-70B": 70554,
+    "mistralai/Mixtral-8x7B-v0.1": 46703,
+    "Qwen/Qwen3-30B-A3B": 30532,
+    "answerdotai/ModernBERT-base": 150,
+    "google/vit-base-patch16-224-in21k": 86,
+}
+CLASSES = {"modernbert": AutoModelForSequenceClassification, "vit": AutoModelForImageClassification}
+
+
+@cache
+def empty_model(name: str) -> nn.Module:
+    """The model on the meta device, in fp32 and in training mode."""
+    settings = dict(CONFIGS[name])
+    kind = settings.pop("model_type")
+    with torch.device("meta"):
+        config = AutoConfig.for_model(kind, **settings)
+        return CLASSES.get(kind, AutoModelForCausalLM).from_config(config, dtype=torch.float32).train()

@@ -1,0 +1,95 @@
+"""docs/recipes.md: its tables are those of the code."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.recipes.common import CommonArguments
+from hf_zero.recipes.data.formats import FORMATS, text_format
+from hf_zero.recipes.leaving import REPORT_FOLDER, REPORT_NAME
+from hf_zero.recipes.listing import recipes
+from hf_zero.recipes.log import LOG_NAME
+from hf_zero.recipes.resolved import RESOLVED_NAME
+from hf_zero.recipes.resuming import EARLIER
+from hf_zero.recipes.settings import LaunchArguments
+from hf_zero.recipes.tasks import TASKS, TOOLS
+from tests.generated import check_part
+
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "recipes.md"
+COUNTED = {"assistant": "what the assistant says", "completion": "the completion", None: "all tokens"}
+
+
+def tasks() -> str:
+    return "\n".join(["| task | |", "|---|---|", *(f"| `{name}` | {task.summary} |" for name, task in TASKS.items())])
+
+
+def files() -> str:
+    rows = [f"| `{Path(path).name}` | {comment} |" for path, comment in recipes(ROOT / "recipes").items()]
+    return "\n".join(["| file in `recipes/` | |", "|---|---|", *rows])
+
+
+def formats() -> str:
+    lines = ["| format | columns | the loss counts |", "|---|---|---|"]
+    for form in (text_format("text"), *FORMATS):
+        columns = ", ".join(f"`{column}`" for column in form.columns)
+        lines.append(f"| `{form.name}` | {columns} | {COUNTED[form.counts]} |")
+    return "\n".join(lines)
+
+
+def arguments() -> str:
+    shared = {field.name: field for kind in (LaunchArguments, CommonArguments) for field in fields(kind)}
+    owners, known, defaults = {name: ["all"] for name in shared}, dict(shared), {}
+    for task, entry in TASKS.items():
+        for field in fields(entry.load().Arguments):
+            known.setdefault(field.name, field)
+            defaults.setdefault(field.name, {})[task] = field.default
+            if field.name not in shared:
+                owners.setdefault(field.name, []).append(task)
+    lines = ["| key | default | of | |", "|---|---|---|---|"]
+    for name, field in known.items():
+        default = _default(field.default, defaults.get(name, {}))
+        lines.append(f"| `{name}` | {default} | {', '.join(owners[name])} | {_as_code(field.metadata['help'])} |")
+    return "\n".join(lines)
+
+
+def _default(value: Any, of_tasks: dict[str, Any]) -> str:
+    """The default, and those of tasks that have another."""
+    shown = [] if value is None else [f"`{value}`"]
+    shown += [f"{task}: `{own}`" for task, own in of_tasks.items() if own != value]
+    return ", ".join(shown)
+
+
+def _as_code(text: str) -> str:
+    text = text.replace("<", "&lt;").replace("|", "\\|")
+    return re.sub(r"--\w+", lambda flag: f"`{flag[0]}`", text)
+
+
+@pytest.mark.parametrize("table", [tasks, files, formats, arguments], ids=lambda table: table.__name__)
+def test_a_table_is_the_one_of_the_code(table, request):
+    check_part(PAGE, table.__name__, table(), request.config.getoption("--write-docs"))
+
+
+def test_what_a_run_leaves_is_named():
+    text = PAGE.read_text(encoding="utf-8")
+    for name in (RESOLVED_NAME, REPORT_NAME, REPORT_FOLDER, LOG_NAME):
+        assert f"| `{name}` |" in text
+    assert f"`{EARLIER}-1`" in text
+
+
+def test_every_tool_stands_in_the_page():
+    text = PAGE.read_text(encoding="utf-8")
+    assert [name for name in TOOLS if f"\nhf-zero {name}" not in text] == []
+
+
+def test_every_key_that_the_page_names_is_one_of_some_task():
+    from hf_zero.recipes.settings import make_parser
+
+    known = {action.dest for task in TASKS for action in make_parser(task)._actions}
+    text = PAGE.read_text(encoding="utf-8").partition("## Tools")[0]
+    named = set(re.findall(r"--([a-z_0-9]+)", text)) | set(re.findall(r"`([a-z]+_[a-z_]+)`", text))
+    assert named - known - {"from_pretrained"} == set()
