@@ -1,4 +1,6 @@
 import subprocess
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -20,7 +22,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "rotating: one of many like it; each commit runs a slice of them, --all all")
+    config.addinivalue_line("markers", "rotating(always=0): one of many like it; each commit runs a slice, --all all")
     config.addinivalue_line("markers", "support(feature, area, stages, refused): a cell of docs/support.md")
     recorder = Recorder(writes=config.getoption("--write-docs"))
     config.stash[RECORDER] = recorder
@@ -35,11 +37,23 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--all"):
         return
     turn = _turn()
-    waits = [item for item in items if item.get_closest_marker("rotating") and not _is_named(config, item)]
+    waits = [item for item in _rotating(items) if not _is_named(config, item)]
     waits = [item for item in waits if crc32(item.nodeid.encode()) % NUM_SLICES != turn]
     config.hook.pytest_deselected(items=waits)
     kept = set(items) - set(waits)
     items[:] = [item for item in items if item in kept]
+
+
+def _rotating(items) -> Iterator[pytest.Item]:
+    """The tests that take turns: of a function that is marked `rotating(always=N)`, all but its first N cases."""
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("rotating")
+        if mark is not None:
+            function = item.nodeid.partition("[")[0]
+            num_cases[function] += 1
+            if num_cases[function] > mark.kwargs.get("always", 0):
+                yield item
 
 
 def pytest_report_header(config):

@@ -92,6 +92,7 @@ DEPTHS_AND_BUCKETS = [(1, 32 * 2**20), (0, 4096), (2, 5000), (9, 4096)]
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name, num_ranks", [("llama", 2), ("t5", 3)])
+@pytest.mark.rotating(always=2)
 def test_the_way_of_exchange_changes_no_bit(name, num_ranks, dtype):
     """Shared memory or messages, however far ahead and through whatever buckets."""
     run_ranks(_way_of_exchange_changes_no_bit, num_ranks, name, dtype)

@@ -115,6 +115,7 @@ def test_offload_moves_state_to_the_host_and_trains_alike(tmp_path):
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.rotating
 def test_gpu_program_finds_a_larger_model_with_offload_on_a_cpu(tmp_path):
     path = tmp_path / "out.json"
     arguments = "--device cpu --threads 1 --size smoke --seq 8 --batch 1 --device_gib 0.0022 --host_gib 2 --trials 1 "

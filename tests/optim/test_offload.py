@@ -115,6 +115,7 @@ def _updates_in_backward(stage: int, offload: str) -> None:
 
 @feature("Update in backward")
 @pytest.mark.parametrize("stage, offload", PLACES[1:])
+@pytest.mark.rotating(always=1)
 def test_units_are_updated_while_backward_still_runs(stage, offload):
     run_ranks(_updates_in_backward, 2, stage, offload)
 

@@ -61,6 +61,7 @@ OF_EVERY_COMMIT = [(3, "fp32", "reentrant checkpointing"), (3, "bf16", "no check
     "stage, precision, checkpointing",
     [pytest.param(*way, marks=() if way in OF_EVERY_COMMIT else pytest.mark.rotating) for way in WAYS],
 )
+@pytest.mark.rotating(always=1)
 def test_compiled_blocks_train_as_eager_ones(tmp_path, stage, precision, checkpointing):
     settings = {**CHECKPOINTING[checkpointing], "bf16": precision == "bf16"}
     found = run_ranks(_compiles, 2, str(tmp_path), "Llama", stage, "aot_eager", settings, timeout=240)

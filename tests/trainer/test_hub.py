@@ -76,6 +76,7 @@ def assert_same(client, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.rotating(always=1)
 def test_the_weights_of_the_last_step_are_there(pushed, server, assert_same, strategy):
     assert_same(pushed / strategy, f"alice/{strategy}")
     messages = server.repos[f"alice/{strategy}"].messages

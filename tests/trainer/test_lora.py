@@ -72,5 +72,6 @@ def _check(folder, kind):
 @pytest.mark.parametrize(
     "kind", [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.rotating) for kind in KINDS]
 )
+@pytest.mark.rotating(always=2)
 def test_lora_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
     run_ranks(_check, 2, str(tmp_path), kind, timeout=240)
