@@ -15,6 +15,7 @@ from hf_zero.recipes import loading
 from hf_zero.recipes.adapters import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data import Data, Rows, check_sources
+from hf_zero.recipes.data.chat import read_template
 from hf_zero.recipes.data.collate import Collate
 from hf_zero.recipes.data.formats import TEXT_COLUMN
 from hf_zero.recipes.data.packing import pack
@@ -42,6 +43,16 @@ class LoadArguments:
     )
     attn_implementation: str | None = field(
         default=None, metadata={"help": "Such as sdpa, eager or flash_attention_2; by default the model's own."}
+    )
+
+
+@dataclass
+class TemplateArguments:
+    """How chats are rendered."""
+
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={"help": "A Jinja file, or default for ours, in place of the tokenizer's own chat template."},
     )
 
 
@@ -85,6 +96,16 @@ def check_dtype(arguments: LoadArguments) -> None:
     """
     if arguments.dtype not in DTYPES:
         raise ConfigError(f"dtype {arguments.dtype!r}: expected one of {', '.join(DTYPES)}")
+
+
+def check_template(arguments: TemplateArguments) -> None:
+    """Refuses a file that cannot be read.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if arguments.chat_template_path is not None:
+        read_template(arguments.chat_template_path)
 
 
 def check_stream(arguments: CausalArguments, training: ZeroTrainingArguments) -> None:

@@ -165,7 +165,7 @@ def after(
     predictions, training = _predict_in_order(trainer), trainer.args
     trainer.log(predictions.metrics)  # as `evaluate` does: the report and the card show it
     say(f"\ntest accuracy: {data.extra['before']:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")
-    say(memory_table(_gather_memory(trainer, memory), training.zero_stage) + "\n")
+    say(memory_table(memory.gather(), training.zero_stage) + "\n")
     if trainer.is_world_process_zero():
         inputs, test = data.extra["inputs"], data.extra["test"]
         print(verify(training.output_dir, inputs, test.data, predictions.predictions))
@@ -235,10 +235,3 @@ def _predict_in_order(trainer: ZeroTrainer) -> PredictionOutput:
         return trainer.predict(trainer.eval_dataset, metric_key_prefix="eval")
     finally:
         trainer.args.train_sampling_strategy = strategy
-
-
-def _gather_memory(trainer: ZeroTrainer, memory: MemoryRecorder) -> list[dict[str, int]]:
-    names = sorted(memory.largest)
-    row = [memory.largest[name] for name in names]
-    rows = trainer.accelerator.gather(torch.tensor([row], device=trainer.args.device))
-    return [dict(zip(names, row, strict=True)) for row in rows.tolist()]

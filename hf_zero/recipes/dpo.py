@@ -1,7 +1,7 @@
 """Direct preference optimization through TRL: a language model learns to prefer chosen answers to rejected ones."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,18 @@ from transformers import PreTrainedModel
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.adapters import AdapterArguments, check_adapter, lora_config
-from hf_zero.recipes.causal import LoadArguments, check_dtype, check_stream, load_causal_model, load_tokenizer
+from hf_zero.recipes.causal import (
+    LoadArguments,
+    TemplateArguments,
+    check_dtype,
+    check_stream,
+    check_template,
+    load_causal_model,
+    load_tokenizer,
+)
 from hf_zero.recipes.common import SourceArguments
 from hf_zero.recipes.data import Data, check_sources, encode_rows, load_rows
-from hf_zero.recipes.data.chat import read_template, template_notes
+from hf_zero.recipes.data.chat import template_notes
 from hf_zero.recipes.data.preferences import COLUMNS, Preferences
 from hf_zero.recipes.data.stats import cut_note, plural
 from hf_zero.recipes.memory import MemoryRecorder
@@ -34,13 +42,8 @@ Training = ZeroDPOConfig
 
 
 @dataclass
-class Arguments(AdapterArguments, LoadArguments, SourceArguments):
+class Arguments(TemplateArguments, AdapterArguments, LoadArguments, SourceArguments):
     """What `dpo` takes beside the training arguments; `max_length` and `dataset_num_proc` are among those."""
-
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "A Jinja file, or default for ours, in place of the tokenizer's own chat template."},
-    )
 
 
 def check(arguments: Arguments) -> None:
@@ -57,8 +60,7 @@ def check(arguments: Arguments) -> None:
     check_sources(arguments)
     check_adapter(arguments)
     check_dtype(arguments)
-    if arguments.chat_template_path:
-        read_template(arguments.chat_template_path)
+    check_template(arguments)
     check_model(arguments)
 
 

@@ -11,16 +11,18 @@ from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes import causal
 from hf_zero.recipes.causal import (
     CausalArguments,
+    TemplateArguments,
     after,
     before,
     check_stream,
+    check_template,
     load_model,
     load_tokenizer,
     make_data,
     make_trainer,
 )
 from hf_zero.recipes.data import BadRow, Data, Rows, encode_rows, load_rows
-from hf_zero.recipes.data.chat import read_template, template_notes
+from hf_zero.recipes.data.chat import template_notes
 from hf_zero.recipes.data.formats import FORMAT_NAMES, Format, Message, recognise
 from hf_zero.recipes.data.stats import column, cut_note, plural
 from hf_zero.recipes.data.tokens import STATS, TOKEN_FEATURES, Tokenize, counted_by, tokenizer_key
@@ -33,7 +35,7 @@ Training = ZeroTrainingArguments
 
 
 @dataclass
-class Arguments(CausalArguments):
+class Arguments(TemplateArguments, CausalArguments):
     """What `sft` takes beside the training arguments."""
 
     dataset_format: str | None = field(
@@ -44,10 +46,6 @@ class Arguments(CausalArguments):
     )
     assistant_only_loss: bool | None = field(
         default=None, metadata={"help": "The loss counts what the assistant says; by default where rows are messages."}
-    )
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "A Jinja file, or default for ours, in place of the tokenizer's own chat template."},
     )
 
 
@@ -64,8 +62,7 @@ def check(arguments: Arguments) -> None:
     """
     if arguments.dataset_format not in (None, *FORMAT_NAMES):
         raise ConfigError(f"dataset_format {arguments.dataset_format!r}: expected one of {', '.join(FORMAT_NAMES)}")
-    if arguments.chat_template_path is not None:
-        read_template(arguments.chat_template_path)
+    check_template(arguments)
     causal.check(arguments)
 
 
