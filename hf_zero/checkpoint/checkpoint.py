@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hf_zero.checkpoint.folders import remove_replaced, take_name
 from hf_zero.checkpoint.interfaces import Engine, Optimizer
 from hf_zero.checkpoint.save import Weights, plan_weights
 from hf_zero.checkpoint.snapshot import Snapshots
-from hf_zero.checkpoint.staging import Part, Staged, connected, remove_replaced, take_name
+from hf_zero.checkpoint.staging import Part, Staged, connected
 from hf_zero.checkpoint.state import State, plan_state
 from hf_zero.comm.agreement import together
 

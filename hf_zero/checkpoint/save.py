@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.conversion import FileTensor, file_tensors
+from hf_zero.checkpoint.folders import remove_replaced, take_name
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import manifest_path
-from hf_zero.checkpoint.staging import Part, Staged, connected, remove_replaced, take_name
+from hf_zero.checkpoint.staging import Part, Staged, connected
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file

@@ -1,7 +1,5 @@
 """New files grow under a temporary name, written by all ranks at once, and get their names when all is on disk."""
 
-import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -14,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
+from hf_zero.checkpoint.folders import STAGED_PREFIX, make_folder, make_staged, remove_left_over, sync_all, sync_path
 from hf_zero.checkpoint.manifest import Checksums
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
 from hf_zero.checkpoint.places import Places
@@ -23,11 +22,6 @@ from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import gathered, together
 from hf_zero.errors import CheckpointError
-
-
-# Names that begin with an underscore are left out when Trainer uploads its output folder.
-STAGED_PREFIX = "_saving-"
-REPLACED_PREFIX = "_replaced-"
 
 
 @dataclass(frozen=True)
@@ -55,8 +49,8 @@ class Staged:
     Args:
         comm (`Comm`): the ranks, over connections that no other thread uses meanwhile.
         destination (`Path`): the folder that is saved.
-        root (`Path`): the temporary folder, as this rank sees it; `path` is it, or a folder of the destination's name
-            in it.
+        root (`Path`): the temporary folder, as this rank sees it. What is saved grows in `path`, a folder of the
+            destination's name in it.
         places (`Places`): who sees which file system. Where there are several, each gets the whole.
     """
 
@@ -64,9 +58,9 @@ class Staged:
         self.comm = comm
         self.destination = destination
         self.root = root
-        self.path = root
+        self.path = root / destination.name
         self._names: set[str] = set()  # of the safetensors files, relative to `path`
-        self._lock: int | None = None  # descriptor of `root`, on a writer until the end
+        self._lock: int | None = None  # marks `root` as in use, on a writer until the end
         self.places = places
         self._subject = f"saving to {destination}"
 
@@ -88,11 +82,9 @@ class Staged:
         destination = Path(os.path.abspath(destination))
         parent = destination if inside else destination.parent
         subject = f"saving to {destination}"
-        together(comm, subject, lambda: parent.mkdir(parents=True, exist_ok=True))
+        together(comm, subject, lambda: make_folder(parent))
         root = parent / comm.broadcast_object(f"{STAGED_PREFIX}{secrets.token_hex(4)}")
         staged = cls(comm, destination, root, Places.find(comm, parent))
-        if not inside:
-            staged.path = root / destination.name
         staged._names = {os.path.join(part.subfolder, name) for part in parts for name in part.files.layouts}
         staged._on_writers(lambda: staged._reserve(parts))
         return staged
@@ -106,8 +98,7 @@ class Staged:
                 f"{self.destination}: saving takes {nbytes} bytes, {free_nbytes} are free; "
                 "free space there or save to another folder"
             )
-        self.root.mkdir()
-        self._lock = _locked(self.root)
+        self._lock = make_staged(self.root)
         for part in parts:
             folder = self.path / part.subfolder
             folder.mkdir(parents=True, exist_ok=True)
@@ -166,11 +157,11 @@ class Staged:
 
     def discard(self) -> None:
         """Removes what is left of the temporary folder. It is not collective."""
+        if self._lock is not None:
+            os.close(self._lock)  # first: network file systems keep files that are open
+            self._lock = None
         if self.places.is_writer:
             shutil.rmtree(self.root, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def _on_writers(self, act: Callable[[], None]) -> None:
         with self._or_discard():
@@ -195,91 +186,6 @@ def connected(comm: Comm) -> Comm:
     if own.user is not None:
         own.user.wait()
     return own
-
-
-def take_name(staged: Path, destination: Path) -> None:
-    """Gives a staged folder its name. Another one of that name stays whole, under a name of its own, until
-    `remove_replaced`."""
-    replaced = _replaced(destination)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if not destination.exists():
-        os.rename(staged, destination)
-        return
-    lock = _locked(destination)  # another save in the same folder is not to give it its name back meanwhile
-    try:
-        os.rename(destination, replaced)
-        try:
-            os.rename(staged, destination)
-        except OSError:
-            os.rename(replaced, destination)
-            raise
-    finally:
-        os.close(lock)
-
-
-def remove_replaced(destination: Path) -> None:
-    """Removes what `take_name` has replaced."""
-    shutil.rmtree(_replaced(destination), ignore_errors=True)
-
-
-def restore_replaced(folder: Path) -> None:
-    """Gives folders their names back that `take_name` had moved away when it was killed. Any rank may call it."""
-    for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
-        destination = replaced.with_name(replaced.name.removeprefix(REPLACED_PREFIX))
-        with _unless_in_use(replaced) as is_free:
-            if is_free and not destination.exists():
-                with contextlib.suppress(OSError):  # another rank was faster
-                    os.rename(replaced, destination)
-
-
-def remove_left_over(folder: Path) -> None:
-    """Removes what saves that were killed have left in a folder, and nothing of those that are under way."""
-    restore_replaced(folder)
-    for left_by_killed_run in (*folder.glob(f"{STAGED_PREFIX}*"), *folder.glob(f"{REPLACED_PREFIX}*")):
-        with _unless_in_use(left_by_killed_run) as is_free:
-            if is_free:
-                shutil.rmtree(left_by_killed_run, ignore_errors=True)
-
-
-def _replaced(destination: Path) -> Path:
-    return destination.with_name(f"{REPLACED_PREFIX}{destination.name}")
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor that marks a folder as in use until it is closed, or its process ends however it does."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
-
-
-@contextmanager
-def _unless_in_use(folder: Path) -> Iterator[bool]:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # it has gone meanwhile
-        yield False
-        return
-    is_free = True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        is_free = False
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield is_free
-    finally:
-        os.close(descriptor)
-
-
-def sync_path(path: Path) -> None:
-    """Returns when a file or the entries of a folder have reached the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(folder: Path, part: Part, *, keeps_all: bool) -> Ranges:
@@ -328,10 +234,3 @@ def _read_again(path: Path, tensor: str) -> int:
 def _ranges_of(tensor: str, ranges: list[Ranges]) -> Iterator[Range]:
     for ranges_of_rank in ranges:
         yield from ranges_of_rank.get(tensor, ())
-
-
-def sync_all(folder: Path) -> None:
-    """Returns when a folder with all that is in it has reached the disk."""
-    for path in folder.rglob("*"):
-        sync_path(path)
-    sync_path(folder)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.checkpoint.folders import sync_path
 from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Checksums, Manifest, manifest_path
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
 from hf_zero.checkpoint.pretrained import check_weights
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
-from hf_zero.checkpoint.staging import Part, Staged, connected, sync_path
+from hf_zero.checkpoint.staging import Part, Staged, connected
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm

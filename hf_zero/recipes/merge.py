@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from hf_zero.checkpoint.staging import remove_replaced, sync_all, sync_path, take_name
+from hf_zero.checkpoint.folders import remove_replaced, sync_all, sync_path, take_name
 from hf_zero.config import choose
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.loading import adapter_config, attach, load_base, load_model, one_line, quiet

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,17 +9,16 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from hf_zero.checkpoint import Manifest, check_checkpoint
+from hf_zero.checkpoint.folders import restore_replaced
 from hf_zero.checkpoint.foreign import detect
 from hf_zero.checkpoint.manifest import manifest_path
-from hf_zero.checkpoint.staging import restore_replaced
 from hf_zero.errors import CheckpointError
 from hf_zero.trainer.position import Position
+from hf_zero.trainer.rotation import checkpoints_in, step_of
 from hf_zero.trainer.saving import mean_over_ranks
 
 
 logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def newest_complete(output_dir: str, *, is_first: bool) -> str | None:
@@ -62,9 +60,10 @@ def checkpoint_faults(output_dir: str) -> dict[str, str | None]:
     folder = Path(output_dir)
     restore_replaced(folder)
     gather_object([None])  # nobody looks before that is done
-    seen = gather_object([{path.name: _fault(path) for path in _newest_first(folder)}])
+    seen = gather_object([{path.name: _fault(path) for path in checkpoints_in(folder)}])
     faults = {}
-    for name in sorted({name for found in seen for name in found}, key=_step, reverse=True):
+    names = {name for found in seen for name in found}
+    for name in sorted(names, key=lambda name: step_of(folder / name), reverse=True):
         reasons = [found.get(name, "is not seen by every rank") for found in seen]
         faults[str(folder / name)] = next((reason for reason in reasons if reason is not None), None)
     return faults
@@ -152,12 +151,3 @@ def _fault(folder: Path) -> str | None:
     except Exception as error:  # JSON of other types, names that are no text: no rank may leave alone
         return f"cannot be understood ({type(error).__name__}: {error})"
     return None
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: _step(path.name), reverse=True)
-
-
-def _step(name: str) -> int:
-    return int(_NAME.fullmatch(name)[1])

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.trainer_utils import rotate_checkpoints
 
 from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state
 from hf_zero.checkpoint.save import Weights
@@ -94,13 +92,6 @@ class Saver:
             if push is not None:
                 push()
         return self._newest
-
-
-def rotation(run_dir: str, limit: int | None, best: str | None) -> Callable[[], None]:
-    """Deletes the oldest checkpoints beyond `limit`; to be called when a newer one is complete."""
-    return partial(
-        rotate_checkpoints, output_dir=run_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
-    )
 
 
 def mean_over_ranks(engine: ZeroEngine, value: Tensor | None) -> float | None:

@@ -24,10 +24,10 @@ from hf_zero.checkpoint import (
     save_pretrained,
     save_state,
 )
+from hf_zero.checkpoint.folders import restore_replaced
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.quantized import refuse_quantized_model
-from hf_zero.checkpoint.staging import restore_replaced
 from hf_zero.comm.agreement import on_first, reraise, together
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
@@ -43,7 +43,8 @@ from hf_zero.trainer.memory import TellMemory
 from hf_zero.trainer.parallel import apart, arrange, refuse_divided
 from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
-from hf_zero.trainer.saving import Saver, finite, mean_over_ranks, rotation
+from hf_zero.trainer.rotation import keep_best, rotation
+from hf_zero.trainer.saving import Saver, finite, mean_over_ranks
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.uneven import evened
 
@@ -168,7 +169,17 @@ class ZeroTrainerMixin(PushMixin):
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         self.wait_for_checkpoint()
-        return super()._finalize_training(trial, num_train_samples, start_time)
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        self.args.save_total_limit = (
+            None  # Trainer would delete every folder that looks like a checkpoint but the best
+        )
+        try:
+            output = super()._finalize_training(trial, num_train_samples, start_time)
+        finally:
+            self.args.save_total_limit = limit
+        if limit == 1 and best is not None and self.args.should_save:
+            keep_best(super()._get_output_dir(trial), best)
+        return output
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -263,7 +274,8 @@ class ZeroTrainerMixin(PushMixin):
         except BaseException:
             self._saver.discard()
             raise
-        self._saver.finish(rotation(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint))
+        best = self.state.best_model_checkpoint
+        self._saver.finish(rotation(run_dir, self.args.save_total_limit, best, newest=folder))
 
     def _note_best(self, run_dir: str) -> None:
         """The best checkpoint goes by its name here, not by that of the temporary folder or a former place."""

@@ -13,13 +13,13 @@ from hf_zero.checkpoint import (
     Manifest,
     Snapshots,
     check_checkpoint,
+    folders,
     load_state,
     load_weights,
     plan_state,
     plan_weights,
     save_checkpoint,
     save_pretrained,
-    staging,
 )
 from hf_zero.checkpoint.open_files import OpenFiles
 from hf_zero.checkpoint.places import Places
@@ -83,7 +83,7 @@ def test_a_folder_that_was_being_replaced_when_the_run_was_killed_gets_its_name_
         rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging.os, "rename", killed)
+        patch.setattr(folders.os, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
             save(world_of_one(), tmp_path)
     assert os.listdir(tmp_path) == ["_replaced-checkpoint-1"]
@@ -229,6 +229,7 @@ def test_a_save_leaves_another_that_is_under_way_in_the_same_folder_alone(tmp_pa
         engine, tmp_path / "slow", weights=plan_weights(engine), state=plan_state(engine, FakeOptimizer(engine))
     )
     (tmp_path / "_saving-killed").mkdir()
+    (tmp_path / "_saving-killed" / ".lock").touch()
     save(world_of_one(), tmp_path, "quick")
     assert sorted(os.listdir(tmp_path)) == sorted(["quick", begun.path.parent.name])
     begun.finish()
@@ -269,7 +270,7 @@ def publish_on_one_disk_only(comm, folder):
     removed = []
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 1:
-            patch.setattr(staging.os, "rename", lambda *paths: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            patch.setattr(folders.os, "rename", lambda *paths: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         engine = FakeEngine(models.tied_llama(), comm, **HALF)
         checkpoint = Checkpoint.begin(
             engine, own / "checkpoint-2", weights=plan_weights(engine), state=plan_state(engine, FakeOptimizer(engine))

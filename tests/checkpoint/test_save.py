@@ -202,8 +202,10 @@ def test_a_destination_that_is_a_file_is_one_line(tmp_path):
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path):
-    (tmp_path / "ours" / "_saving-deadbeef").mkdir(parents=True)
-    (tmp_path / "ours" / "_saving-deadbeef" / "model.safetensors").write_bytes(b"half")
+    left = tmp_path / "ours" / "_saving-deadbeef"
+    left.mkdir(parents=True)
+    for name in (".lock", "model.safetensors"):
+        (left / name).write_bytes(b"half")
     save_model(world_of_one(), tmp_path, models.Plain)
     assert set(content_of(tmp_path / "ours")) == {"model.safetensors"}
 

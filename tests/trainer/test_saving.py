@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.checkpoint import Manifest, check_checkpoint, staging
+from hf_zero.checkpoint import Manifest, check_checkpoint, folders
 from hf_zero.checkpoint.open_files import OpenFiles
 from hf_zero.errors import CheckpointError
 from tests import models
@@ -62,7 +62,7 @@ def test_the_record_has_loss_and_norm_of_the_last_step(tmp_path):
 
 def _keeps_two(folder, aside):
     seen = []
-    original = staging.take_name
+    original = folders.take_name
 
     def take_name(staged, destination):
         seen.append((destination.name, _names(destination.parent)))

@@ -1,0 +1,158 @@
+"""Folders get their names when they are complete, and lose them before they are removed."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+
+logger = logging.getLogger(__name__)
+
+# Names that begin with an underscore are left out when Trainer uploads its output folder.
+STAGED_PREFIX = "_saving-"
+REPLACED_PREFIX = "_replaced-"
+REMOVING_PREFIX = "_removing-"
+LOCK_NAME = ".lock"
+# Where a lock says nothing, a folder is taken for left over when nothing in it has changed for so long.
+ABANDONED_SECONDS = 24 * 3600.0
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder with its parents, and sees to it that their names are on disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync_path(path.parent)
+
+
+def make_staged(folder: Path) -> int:
+    """Makes a temporary folder for a save.
+
+    Returns:
+        `int`: a descriptor that marks it as in use until it is closed, or its process ends however it does.
+    """
+    folder.mkdir()
+    # A file of its own: network file systems lock no folders, and nothing that is not open for writing.
+    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    _lock(descriptor)
+    return descriptor
+
+
+def take_name(staged: Path, destination: Path) -> None:
+    """Gives a staged folder its name. Another one of that name stays whole, under a name of its own, until
+    `remove_replaced`."""
+    replaced = _replaced(destination)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if not destination.exists():
+        os.rename(staged, destination)
+        return
+    lock = os.open(destination, os.O_RDONLY)
+    _lock(lock)  # another save in the same folder is not to give it its name back meanwhile
+    try:
+        os.rename(destination, replaced)
+        try:
+            os.rename(staged, destination)
+        except OSError:
+            os.rename(replaced, destination)
+            raise
+    finally:
+        os.close(lock)
+
+
+def remove_replaced(destination: Path) -> None:
+    """Removes what `take_name` has replaced."""
+    shutil.rmtree(_replaced(destination), ignore_errors=True)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Gives folders their names back that `take_name` had moved away when it was killed. Any rank may call it."""
+    for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
+        destination = replaced.with_name(replaced.name.removeprefix(REPLACED_PREFIX))
+        # Where locks do not work it is done all the same: a save that this disturbs fails, and nothing is lost.
+        if not destination.exists() and _is_locked(replaced) is not True:
+            with contextlib.suppress(OSError):  # another rank was faster
+                os.rename(replaced, destination)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a complete folder. It loses its name first: a kill on the way leaves nothing incomplete under it."""
+    removing = folder.with_name(f"{REMOVING_PREFIX}{folder.name}")
+    shutil.rmtree(removing, ignore_errors=True)
+    try:
+        os.rename(folder, removing)
+        sync_path(folder.parent)
+    except OSError as error:
+        logger.warning("%s: cannot be removed (%s); remove it by hand", folder, error.strerror)
+        return
+    shutil.rmtree(removing, ignore_errors=True)
+
+
+def remove_left_over(folder: Path) -> None:
+    """Removes what saves that were killed have left in a folder, and nothing of those that are under way."""
+    restore_replaced(folder)
+    for removing in folder.glob(f"{REMOVING_PREFIX}*"):
+        shutil.rmtree(removing, ignore_errors=True)
+    for staged in folder.glob(f"{STAGED_PREFIX}*"):
+        if _is_left_over(staged, staged / LOCK_NAME):
+            shutil.rmtree(staged, ignore_errors=True)
+    for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
+        if _is_left_over(replaced, replaced):
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+def sync_path(path: Path) -> None:
+    """Returns when a file or the entries of a folder have reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """Returns when a folder with all that is in it has reached the disk."""
+    for path in folder.rglob("*"):
+        sync_path(path)
+    sync_path(folder)
+
+
+def _replaced(destination: Path) -> Path:
+    return destination.with_name(f"{REPLACED_PREFIX}{destination.name}")
+
+
+def _is_left_over(folder: Path, lock: Path) -> bool:
+    is_locked = _is_locked(lock)
+    if is_locked is not None:
+        return not is_locked
+    try:
+        newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+    except OSError:  # something in it came or went just now
+        return False
+    return time.time() - newest > ABANDONED_SECONDS
+
+
+def _is_locked(path: Path) -> bool | None:
+    """Whether a save holds the lock of a folder; `None` where that cannot be told: there is no lock (yet), or the file
+    system has none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Locks a file or folder; whether another has it already, `None` on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
