@@ -1,6 +1,7 @@
 """What the user chooses, validated once: the stage as data, the dtypes, the buffer sizes."""
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -71,8 +72,13 @@ OFFLOADS = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "pa
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that is written most like `name`; `None` where none is much like it."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
+
+
 def choose(setting: str, value, choices: dict):
-    """Looks `value` up among `choices`; an unknown one is refused with the nearest that exists.
+    """Looks `value` up among `choices`; an unknown one is refused with those that there are.
 
     Args:
         setting (`str`): the name of the setting, for the message.
@@ -90,10 +96,11 @@ def choose(setting: str, value, choices: dict):
     valid = ", ".join(names)
     numeric = all(isinstance(key, int) for key in choices) and isinstance(value, (int, float))
     if numeric:
-        nearest = str(min(choices, key=lambda key: abs(key - value)))
+        found = str(min(choices, key=lambda key: abs(key - value)))
     else:
-        nearest = next(iter(difflib.get_close_matches(str(value), list(names), n=1, cutoff=0.0)), next(iter(names)))
-    raise ConfigError(f"{setting}: {value!r} is not one of {valid}; the nearest is {nearest!r}")
+        found = nearest(str(value), names)
+    hint = f"; the nearest is {found!r}" if found else ""
+    raise ConfigError(f"{setting}: {value!r} is not one of {valid}{hint}")
 
 
 @dataclass(frozen=True)

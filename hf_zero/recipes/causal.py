@@ -19,7 +19,7 @@ from hf_zero.recipes.data.chat import read_template
 from hf_zero.recipes.data.collate import Collate
 from hf_zero.recipes.data.formats import TEXT_COLUMN
 from hf_zero.recipes.data.packing import pack
-from hf_zero.recipes.data.stream import Stream
+from hf_zero.recipes.data.stream import Stream, shuffled
 from hf_zero.recipes.data.tokens import sample_of
 from hf_zero.recipes.loading import quiet
 from hf_zero.recipes.memory import MemoryRecorder
@@ -141,7 +141,9 @@ def load_tokenizer(arguments: CausalArguments) -> PreTrainedTokenizerBase:
 
 def make_data(
     arguments: CausalArguments,
+    training: ZeroTrainingArguments,
     data: dict[str, Any],
+    *,
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     notes: list[str],
@@ -150,6 +152,7 @@ def make_data(
 
     Args:
         arguments ([`CausalArguments`]): The parsed arguments.
+        training ([`ZeroTrainingArguments`]): Of this process.
         data (`dict`): "train" and "test", with `input_ids`, `num_tokens` and perhaps `labels`; "test" may be `None`.
         rows ([`Rows`]): what "train" was made of.
         tokenizer (`PreTrainedTokenizerBase`): what made it.
@@ -167,7 +170,7 @@ def make_data(
         train = pack(train, arguments.max_length, notes)
     else:
         train = train.remove_columns("num_tokens")
-        train = Stream(train) if rows.is_stream else train
+        train = Stream(shuffled(train, arguments, training)) if rows.is_stream else train
     return Data(
         train=train,
         test=None if test is None else test.remove_columns("num_tokens"),

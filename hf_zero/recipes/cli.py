@@ -5,7 +5,7 @@ import sys
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.recipes.listing import listed, summaries
-from hf_zero.recipes.parser import nearest, program
+from hf_zero.recipes.parser import program, unknown_task_message
 from hf_zero.recipes.tasks import TASKS, TOOLS
 
 
@@ -71,8 +71,7 @@ def _main(argv: list[str]) -> None:
 
 def _run_task_of(task: str, argv: list[str]) -> None:
     if task not in TASKS:
-        known = (*TASKS, *TOOLS)
-        raise ConfigError(f"task {task!r}: did you mean {nearest(task, known)}? expected one of {', '.join(known)}")
+        raise ConfigError(unknown_task_message(task, (*TASKS, *TOOLS)))
     from hf_zero.recipes.checks import check_training_settings, launched_world_size
     from hf_zero.recipes.resuming import check_resume
     from hf_zero.recipes.run import run_task

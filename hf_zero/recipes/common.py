@@ -22,6 +22,13 @@ class SourceArguments:
     dataset_streaming: bool = field(
         default=False, metadata={"help": "Rows are read while training goes on; needs --max_steps."}
     )
+    dataset_shuffle_buffer: int = field(
+        default=1000,
+        metadata={
+            "help": "Of so many rows of a stream, which each rank holds in memory, the next one is drawn at random; "
+            "--train_sampling_strategy sequential reads them in order."
+        },
+    )
     train_file: str | None = field(default=None, metadata={"help": "A local file, in place of dataset_name."})
     test_file: str | None = field(default=None, metadata={"help": "A local file to evaluate on."})
     max_train_rows: int | None = field(default=None, metadata={"help": "Train on the first so many rows only."})

@@ -26,6 +26,7 @@ from hf_zero.recipes.data import Data, check_sources, encode_rows, load_rows
 from hf_zero.recipes.data.chat import template_notes
 from hf_zero.recipes.data.preferences import COLUMNS, Preferences
 from hf_zero.recipes.data.stats import cut_note, plural
+from hf_zero.recipes.data.stream import shuffled
 from hf_zero.recipes.memory import MemoryRecorder
 from hf_zero.recipes.models import check_model
 from hf_zero.recipes.report import usage_command
@@ -81,7 +82,10 @@ def load_data(arguments: Arguments, training: ZeroDPOConfig) -> Data:
     first = next(iter(train), None)
     if first is None:
         raise DataError(f"{source}: no good row, expected one at least; correct them")
-    notes += template_notes(tokenizer, arguments.chat_template_path, is_chat=is_chat, source=source)
+    if arguments.dataset_streaming:
+        train = shuffled(train, arguments, training)
+    chat = first["prompt"] + first["chosen"] if is_chat else None
+    notes += template_notes(tokenizer, arguments.chat_template_path, chat=chat, source=source)
     return Data(
         train=train,
         test=test,

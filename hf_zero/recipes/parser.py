@@ -1,6 +1,5 @@
 """argparse that raises instead of exiting, for tasks and tools alike."""
 
-import difflib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +7,9 @@ from typing import NoReturn
 
 from transformers import HfArgumentParser
 
+from hf_zero.config import nearest
 from hf_zero.errors import ConfigError
+from hf_zero.recipes.other_names import COMMANDS, KEYS, elsewhere
 
 
 SCRIPT = "hf-zero"
@@ -18,11 +19,6 @@ MODULE = "python -m hf_zero.recipes"
 def program() -> str:
     """How this process was called, for usage and for commands that the user is told to run."""
     return SCRIPT if Path(sys.argv[0]).stem == SCRIPT else MODULE
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The one of `known`, one at least, that is written most like `name`."""
-    return difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
 
 
 class Parser(HfArgumentParser):
@@ -38,9 +34,27 @@ def unknown_message(where: str, key: str, known: Iterable[str]) -> str:
     Args:
         where (`str`): the file it was found in, or "command line".
         key (`str`): as it was written.
-        known (`Iterable[str]`): the keys that there are, one at least; the nearest one is named.
+        known (`Iterable[str]`): the keys that there are; what does the same here, or the nearest, is named.
     """
     if not key.startswith("-") and where == "command line":
-        return f"{where}: {key!r} belongs to no key; write --key value"
-    dashes = "--" if key.startswith("--") else ""
-    return f"{where}: unknown key {key!r}; did you mean {dashes}{nearest(key.lstrip('-').replace('-', '_'), known)}?"
+        remedy = f"--config {key}" if Path(key).suffix in (".yaml", ".yml") else "--key value"
+        return f"{where}: {key!r} belongs to no key; write {remedy}"
+    name = key.lstrip("-").replace("-", "_")
+    found = nearest(name, known)
+    hint = elsewhere(name, KEYS) or _guess(f"--{found}" if found and key.startswith("--") else found)
+    return f"{where}: unknown key {key!r}; {hint}"
+
+
+def unknown_task_message(name: str, known: Iterable[str]) -> str:
+    """What to say about a task or tool that there is not.
+
+    Args:
+        name (`str`): as it was written.
+        known (`Iterable[str]`): those that there are.
+    """
+    hint = f"{elsewhere(name, COMMANDS) or _guess(nearest(name, known))};".replace("?;", "?")
+    return f"task {name!r}: {hint} expected one of {', '.join(known)}"
+
+
+def _guess(found: str | None) -> str:
+    return f"did you mean {found}?" if found else "nothing here is called like it; see --help"

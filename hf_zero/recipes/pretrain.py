@@ -52,7 +52,7 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
     with training.main_process_first(desc="data"):
         rows = {split: load_rows(arguments, split) for split in ("train", "test")}
         data = {split: each and _blocks(split, each, arguments, tokenizer, notes) for split, each in rows.items()}
-    return make_data(arguments, data, rows["train"], tokenizer, notes)
+    return make_data(arguments, training, data, rows=rows["train"], tokenizer=tokenizer, notes=notes)
 
 
 def _blocks(

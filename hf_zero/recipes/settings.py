@@ -1,7 +1,8 @@
 """The command line over the YAML file over the defaults, all through `HfArgumentParser`."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,8 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     known = {field.name for kind in parser.dataclass_types for field in fields(kind) if field.init}
     config = parser.parse_known_args(argv)[0].config
     from_file = _yaml_flags(config, known) if config else []
+    with _naming(config):
+        parser.parse_known_args(from_file)
     namespace, unknown = parser.parse_known_args(from_file + argv)  # of two equal flags argparse takes the last
     if len(namespace.report_to) == 1:
         namespace.report_to = namespace.report_to[0]
@@ -147,6 +150,15 @@ def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:
     return {field.name: values[field.name] for field in fields(kind) if field.init}
 
 
+@contextmanager
+def _naming(path: str | None) -> Iterator[None]:
+    """What is refused inside is the file's mistake."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+
+
 def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
@@ -169,4 +181,4 @@ def _flag(key: str, value: Any) -> list[str]:
         return []  # an empty value leaves the default
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
-    return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
+    return [f"--{key}={json.dumps(value, default=str) if isinstance(value, dict) else value}"]

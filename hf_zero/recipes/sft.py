@@ -22,7 +22,7 @@ from hf_zero.recipes.causal import (
     make_trainer,
 )
 from hf_zero.recipes.data import BadRow, Data, Rows, encode_rows, load_rows
-from hf_zero.recipes.data.chat import template_notes
+from hf_zero.recipes.data.chat import DEFAULT, template_notes
 from hf_zero.recipes.data.formats import FORMAT_NAMES, Format, Message, recognise
 from hf_zero.recipes.data.stats import column, cut_note, plural
 from hf_zero.recipes.data.tokens import STATS, TOKEN_FEATURES, Tokenize, counted_by, tokenizer_key
@@ -77,23 +77,29 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
     tokenizer = load_tokenizer(arguments)
     with training.main_process_first(desc="data"):
         rows = {split: load_rows(arguments, split) for split in ("train", "test")}
-        is_chat = _form(rows["train"], arguments).is_chat(rows["train"].example)
-        notes = template_notes(tokenizer, arguments.chat_template_path, is_chat=is_chat, source=rows["train"].source)
+        chat, tools = _first_chat(rows["train"], arguments)
+        notes = template_notes(
+            tokenizer, arguments.chat_template_path, chat=chat, tools=tools, source=rows["train"].source
+        )
         data = {split: each and _tokenized(split, each, arguments, tokenizer, notes) for split, each in rows.items()}
-    made = make_data(arguments, data, rows["train"], tokenizer, notes)
-    question = _question(rows["train"], arguments)
+    made = make_data(arguments, training, data, rows=rows["train"], tokenizer=tokenizer, notes=notes)
+    question = _question(chat or [])
     return replace(made, extra={"prompt": question}) if question else made
 
 
-def _question(rows: Rows, arguments: Arguments) -> list[Message]:
-    """What the user asks in the first chat, to try the model on."""
+def _first_chat(rows: Rows, arguments: Arguments) -> tuple[list[Message] | None, list | None]:
+    """The messages and tools of the first row: no messages where it cannot be read, `None` where rows are texts."""
     form = _form(rows, arguments)
     try:
         sample = form.read(rows.example)
     except BadRow:
-        return []
-    turns = (sample.prompt or []) + sample.completion if sample.is_chat else []
-    asked = [turn["content"] for turn in turns if turn["role"] == "user" and isinstance(turn["content"], str)]
+        return ([] if form.is_chat(rows.example) else None), None
+    return ((sample.prompt or []) + sample.completion if sample.is_chat else None), sample.tools
+
+
+def _question(chat: list[Message]) -> list[Message]:
+    """What the user asks in a chat, to try the model on."""
+    asked = [turn["content"] for turn in chat if turn["role"] == "user" and isinstance(turn["content"], str)]
     return [{"role": "user", "content": textwrap.shorten(text, 60, placeholder="")} for text in asked[:1]]
 
 
@@ -121,6 +127,7 @@ def _tokenized(
         notes.append(f"{split}: read while training goes on, so rows that are cut or left out are not counted")
         return data.filter(bool, input_columns="num_counted").remove_columns(STATS)
     notes += _account(data, split, num_bad, arguments.max_length)
+    notes += _diverged(data, split, is_chat=form.is_chat(rows.example))
     counts = column(data, "num_counted") > 0
     if not counts.any():
         raise DataError(
@@ -135,7 +142,6 @@ def _account(data: Dataset, split: str, num_bad: int, max_length: int) -> list[s
     kept, cut = column(data, "num_counted") > 0, column(data, "num_cut")
     num_tokens = int(column(data, "num_tokens")[kept].sum())
     num_cut = int((cut[kept] > 0).sum())
-    num_diverged = int(column(data, "diverged")[kept].sum())
     notes = [f"{split}: {plural(int(kept.sum()), 'row')}, {plural(num_tokens, 'token')}"]
     if num_bad:
         notes.append(f"{split}: {plural(num_bad, 'bad row')} left out")
@@ -144,9 +150,20 @@ def _account(data: Dataset, split: str, num_bad: int, max_length: int) -> list[s
         notes.append(f"{split}: {plural(num_empty, 'row')} left out, none of whose first {max_length} tokens counts")
     if num_cut:
         notes.append(f"{split}: {cut_note(num_cut, max_length, int(cut[kept].sum()))}")
-    if num_diverged:
-        notes.append(
-            f"{split}: {plural(num_diverged, 'row')} whose prompt has other tokens alone than before its completion, "
-            "which then counts from where they differ; prompts had better end with white space or a special token"
-        )
     return notes
+
+
+def _diverged(data: Dataset, split: str, *, is_chat: bool) -> list[str]:
+    """Rows whose prompts the model would meet as other tokens when it is used than when it is trained."""
+    num_diverged = int(column(data, "diverged")[column(data, "num_counted") > 0].sum())
+    if not num_diverged:
+        return []
+    if is_chat:
+        remedy = f"the template writes it otherwise before an answer; give --chat_template_path {DEFAULT}, or a file"
+    else:
+        remedy = "white space belongs to the word behind it: let completions begin with it, and no prompt end with it"
+    rows = plural(num_diverged, "row")
+    return [
+        f"{split}: {rows} whose prompt has other tokens alone than before its completion, which then counts from "
+        f"where they differ; {remedy}"
+    ]

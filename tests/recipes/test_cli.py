@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.recipes import cli, parser
+from hf_zero.recipes.other_names import COMMANDS, KEYS
 from hf_zero.recipes.tasks import TASKS, TOOLS
 
 
@@ -28,6 +29,33 @@ def test_of_a_name_that_nobody_has_the_nearest_is_named(name, nearest, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"hf_zero.recipes: task {name!r}: did you mean {nearest}? expected one of ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("grpo", "train it in a script, with hf_zero.trl.ZeroGRPOTrainer"),
+        ("train", "name what is trained: sft, pretrain, dpo or classify"),
+        ("qxz", "nothing here is called like it; see --help"),
+    ],
+)
+def test_of_a_name_like_no_other_what_stands_for_it_is_told(name, told, capsys):
+    assert cli.main([name]) == cli.EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert told in error and "did you mean" not in error
+
+
+def test_what_other_names_are_told_to_stand_for_exists():
+    import hf_zero.trl
+    from hf_zero.recipes.settings import make_parser
+
+    known = {action.dest for task in TASKS for action in make_parser(task)._actions}
+    told = [word for text in KEYS.values() for word in re.findall(r"it is called (\w+) here", text)]
+    assert len(told) > 30 and set(told) <= known
+    told = [word for text in COMMANDS.values() for word in re.findall(r"it is called (\w+) here", text)]
+    assert told and set(told) <= {*TASKS, *TOOLS}
+    trainers = {word for text in COMMANDS.values() for word in re.findall(r"Zero\w+", text)}
+    assert trainers and trainers - {"ZeroTrainer"} <= set(hf_zero.trl.__all__)
 
 
 def test_the_script_is_the_module_under_another_name(monkeypatch, capsys):

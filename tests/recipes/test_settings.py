@@ -55,11 +55,13 @@ def test_the_recipe_in_the_repository_parses():
     [
         ("learning_rat: 1\n", r"unknown key 'learning_rat'; did you mean learning_rate\?"),
         ("zero_stages: 1\n", r"unknown key 'zero_stages'; did you mean zero_stage\?"),
-        ("1: 1\n", "unknown key '1'"),
+        ("1: 1\n", "unknown key '1'; nothing here is called like it"),
+        ("max_seq_length: 1\n", "unknown key 'max_seq_length'; it is called max_length here"),
         ("- a\n- b\n", "a list at the top"),
         ("a: b: c\n", "not valid YAML .* line 1"),
-        ("max_length: long\n", "max_length.*invalid int value: 'long'"),
-        ("bf16: perhaps\n", "Truthy value expected: got perhaps"),
+        ("max_length: long\n", "--config .*recipe.yaml: .*max_length.*invalid int value: 'long'"),
+        ("bf16: perhaps\n", "--config .*recipe.yaml: .*Truthy value expected: got perhaps"),
+        ("optim: adam\n", "--config .*recipe.yaml: .*optim: invalid choice: 'adam'"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused(tmp_path, text, message):
@@ -72,7 +74,11 @@ def test_a_file_with_a_mistake_is_refused(tmp_path, text, message):
     [
         (["--learning_rat", "1"], r"command line: unknown key '--learning_rat'; did you mean --learning_rate\?"),
         (["--zero-stag=3"], r"unknown key '--zero-stag'; did you mean --zero_stage\?"),
-        (["max_length"], "'max_length' belongs to no key"),
+        (["--trust_remote_code"], "unknown key '--trust_remote_code'; recipes run no code of a model's own"),
+        (["--qxz"], "unknown key '--qxz'; nothing here is called like it; see --help"),
+        (["max_length"], "'max_length' belongs to no key; write --key value"),
+        (["recipe.yaml"], "'recipe.yaml' belongs to no key; write --config recipe.yaml"),
+        (["--max_length", "long"], "^argument --max_length"),
         (["--config", "nowhere.yaml"], r"nowhere.yaml: cannot be read \(No such file"),
         (["--config"], "expected one argument"),
     ],

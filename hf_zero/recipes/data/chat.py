@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from hf_zero.errors import ConfigError
@@ -28,6 +28,10 @@ DEFAULT_TEMPLATE = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+
+
+# A template that cannot render this either is broken, whatever the rows are.
+PLAIN_CHAT: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
@@ -55,23 +59,56 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> s
     return f"our default{reason}: <|im_start|>role, a new line, the content, {tokenizer.eos_token}"
 
 
-def template_notes(tokenizer: PreTrainedTokenizerBase, path: str | None, *, is_chat: bool, source: str) -> list[str]:
+def template_notes(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | None,
+    *,
+    chat: list[Message] | None,
+    source: str,
+    tools: list | None = None,
+) -> list[str]:
     """Gives the tokenizer its template if rows are chats, and says which one it is.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): changed in place.
         path (`str`, *optional*): as for `set_chat_template`.
-        is_chat (`bool`): whether the rows hold messages.
+        chat (`list[Message]`, *optional*): of the first row; empty where that cannot be read, `None` for texts.
         source (`str`): what the rows are called.
+        tools (`list`, *optional*): of the first row.
 
     Raises:
-        ConfigError: a template is given for texts; or it cannot be had.
+        ConfigError: a template is given for texts; or it cannot be had, or is broken.
     """
-    if is_chat:
-        return [f"chat template: {set_chat_template(tokenizer, path)}"]
+    if chat is not None:
+        note = f"chat template: {set_chat_template(tokenizer, path)}"
+        _refuse_broken(tokenizer, path, chat, tools)
+        return [note]
     if path is not None:
         raise ConfigError(f"chat_template_path: rows of {source} hold no messages; leave it out")
     return []
+
+
+def _refuse_broken(
+    tokenizer: PreTrainedTokenizerBase, path: str | None, chat: list[Message], tools: list | None
+) -> None:
+    """Tells a template that is broken from rows that it refuses: those are told by their lines."""
+    failures = [_failure(tokenizer, chat, tools), _failure(tokenizer, PLAIN_CHAT, None)]
+    if not (all(failures) and chat or isinstance(failures[1], TemplateSyntaxError)):
+        return
+    line = f"line {failures[1].lineno}: " if isinstance(failures[1], TemplateSyntaxError) else ""
+    what = "the tokenizer's chat template" if path is None else f"chat_template_path {path}"
+    raise ConfigError(
+        f"{what}: is broken ({line}{_reason(failures[1])}); correct it, or give --chat_template_path {DEFAULT}"
+    )
+
+
+def _failure(tokenizer: PreTrainedTokenizerBase, chat: list[Message], tools: list | None) -> Exception | None:
+    """What the template fails with, other than that it refuses the messages in words of its own."""
+    try:
+        tokenizer.apply_chat_template(chat, tools, tokenize=False)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        return None if type(error) is TemplateError else error
+    return None
 
 
 def read_template(path: str) -> str:
@@ -180,4 +217,8 @@ def _said(tokenizer: PreTrainedTokenizerBase, turn: str) -> int:
 
 
 def _refused(error: Exception) -> BadRow:
-    return BadRow(f"the chat template refuses it ({' '.join(str(error).split())[:200]})")
+    return BadRow(f"the chat template refuses it ({_reason(error)})")
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -24,22 +24,29 @@ def check_sources(arguments: CommonArguments) -> None:
         ConfigError: not exactly one source of training rows, or keys that do not go together.
         DataError: a file that is not there or of an unknown kind.
     """
-    if (arguments.dataset_name is None) == (arguments.train_file is None):
-        raise ConfigError("data: give either dataset_name or train_file, and not both")
-    if arguments.test_file and arguments.dataset_test_split:
-        raise ConfigError("data: give either test_file or dataset_test_split, and not both")
+    if arguments.dataset_name is None and arguments.train_file is None:
+        raise ConfigError("data: none is given to train on; give --dataset_name or --train_file")
+    _refuse_both(arguments, "dataset_name", "train_file")
+    _refuse_both(arguments, "test_file", "dataset_test_split")
     if arguments.dataset_test_split and not arguments.dataset_name:
         raise ConfigError("dataset_test_split: a split of dataset_name, which is not set; for a file give test_file")
     train = arguments.train_file or arguments.dataset_name
     if arguments.dataset_config and Path(train).expanduser().is_file():
         raise ConfigError(f"dataset_config: {train} is a file, which has no configurations; leave it out")
-    for name in ("max_train_rows", "max_test_rows"):
+    for name in ("max_train_rows", "max_test_rows", "dataset_shuffle_buffer"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value}: expected 1 or more")
     for key in ("dataset_name", "train_file", "test_file"):
         if path := getattr(arguments, key):
             check_path(path, key)
+
+
+def _refuse_both(arguments: CommonArguments, one: str, other: str) -> None:
+    given = {name: getattr(arguments, name) for name in (one, other)}
+    if None not in given.values():
+        both = " and ".join(f"{name} {value!r}" for name, value in given.items())
+        raise ConfigError(f"data: {both} are both given; give one of them")
 
 
 def load_rows(arguments: CommonArguments, split: str) -> Rows | None:

@@ -1,12 +1,13 @@
 """Which tokens of a chat the assistant said."""
 
 import copy
+from pathlib import Path
 
 import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data import BadRow
-from hf_zero.recipes.data.chat import DEFAULT_TEMPLATE, chat_tokens, set_chat_template
+from hf_zero.recipes.data.chat import DEFAULT_TEMPLATE, chat_tokens, set_chat_template, template_notes
 from tests.recipes.data.conftest import chats
 
 
@@ -61,6 +62,37 @@ def test_what_the_template_refuses_is_a_bad_row(with_template):
     for marked in (True, False):
         with pytest.raises(BadRow, match=r"the chat template refuses it \(roles must alternate\)"):
             chat_tokens(tokenizer, CHAT, None, marked=marked)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("one\n{% for m in messages %}{{ m['content'] }}", "line 2: .*endfor"),
+        ("{{ messages[0]['content'] | shout }}", "line 1: No filter named 'shout'"),
+        ("{{ message.speaker.name }}", "'message' is undefined"),
+        ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
+    ],
+)
+def test_a_broken_template_is_named_and_no_row_is_blamed(with_template, tmp_path, template, reason):
+    path = str(tmp_path / "chat.jinja")
+    Path(path).write_text(template, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"chat_template_path {path}: is broken .*{reason}.*; correct it"):
+        template_notes(with_template(None), path, chat=CHAT, source="rows")
+    with pytest.raises(ConfigError, match="the tokenizer's chat template: is broken"):
+        template_notes(with_template(template), None, chat=CHAT, source="rows")
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "tools"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", CHAT, None),
+        ("{{ tools[0]['name'] }}", CHAT, [{"name": "search"}]),
+        ("{{ messages[1]['content'] + '' }}", [], None),
+        ("{{ messages[1]['content'] + '' }}", CHAT[:1], None),
+    ],
+)
+def test_a_template_that_renders_some_chat_is_not_broken(with_template, template, chat, tools):
+    assert template_notes(with_template(template), None, chat=chat, tools=tools, source="rows")
 
 
 def test_tools_reach_the_template(with_template):

@@ -26,7 +26,8 @@ ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
         (sft, {"max_length": 1}, "max_length 1: expected 2 or more"),
         (sft, {"use_peft": True, "lora_r": 0}, "lora_r 0: expected 1 or more"),
         (pretrain, {"dtype": "float8"}, "dtype 'float8': expected one of float32"),
-        (pretrain, {"train_file": None}, "either dataset_name or train_file"),
+        (pretrain, {"train_file": None}, "data: none is given to train on; give --dataset_name or --train_file"),
+        (sft, {"dataset_shuffle_buffer": 0}, "dataset_shuffle_buffer 0: expected 1 or more"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(task, given, message, tmp_path, language_models):

@@ -13,6 +13,9 @@ from tests.recipes.ranks import logged
 from tests.recipes.test_run import run_command
 
 
+IN_ORDER = ["--train_sampling_strategy", "sequential"]
+
+
 def generated(folder: Path, prompt: str | list) -> str:
     """What plain transformers makes of a prompt with what a run left."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -74,7 +77,7 @@ def test_a_stream_trains_as_the_file_does(tmp_path, cache, language_models):
         argv += ["--max_steps", "3", "--per_device_train_batch_size", "3", "--gradient_accumulation_steps", "3"]
         argv += ["--max_length", "16", "--output_dir", str(tmp_path / "out"), "--learning_rate", "0.02"]
         whole = run_ranks(run, 2, task, cache, argv)[0]
-        streamed = run_ranks(run, 2, task, cache, [*argv, "--dataset_streaming"])[0]
+        streamed = run_ranks(run, 2, task, cache, [*argv, "--dataset_streaming", *IN_ORDER])[0]
         assert streamed["losses"] == pytest.approx(whole["losses"], abs=1e-5)
         assert "while training goes on" in streamed["notes"][-1]
 
@@ -99,6 +102,20 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
     everything = run_ranks(run, 1, "sft", cache, [*argv, "--completion_only_loss", "false"], "data")[0]
     assert everything["sample"] == "⟦The cat purrs.<|endoftext|>⟧"
     assert len(everything["rows"]) == 3
+
+
+def test_prompts_that_end_in_white_space_are_counted_and_the_advice_helps(tmp_path, cache, language_models):
+    """Byte-level tokens begin with the white space before a word."""
+    rows = completions()
+    write_lines(tmp_path / "good.jsonl", rows)
+    rows = [{"prompt": row["prompt"] + " ", "completion": row["completion"].lstrip()} for row in rows]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    argv = flags(tmp_path, language_models["Llama"])
+    notes = run_ranks(run, 1, "sft", cache, argv, "data")[0]["notes"]
+    assert notes[-1].startswith(f"train: {len(rows)} rows whose prompt has other tokens alone than before its")
+    assert notes[-1].endswith("let completions begin with it, and no prompt end with it")
+    notes = run_ranks(run, 1, "sft", cache, [*argv, "--train_file", str(tmp_path / "good.jsonl")], "data")[0]["notes"]
+    assert not [note for note in notes if "other tokens" in note]
 
 
 def test_a_stream_that_is_shorter_than_a_step_is_read_again(tmp_path, cache, language_models):

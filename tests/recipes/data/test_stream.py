@@ -11,13 +11,32 @@ from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.causal import CausalArguments, check_stream
 from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data import BadRow, encode_rows, load_rows
-from hf_zero.recipes.data.stream import Stream
+from hf_zero.recipes.data.stream import Stream, shuffled
 
 
 def test_a_stream_begins_again_and_ends_where_there_are_no_rows():
     rows = Dataset.from_dict({"n": [0, 1]}).to_iterable_dataset()
     assert [row["n"] for row in islice(Stream(rows), 5)] == [0, 1, 0, 1, 0]
     assert list(Stream(rows.filter(lambda row: row["n"] > 1))) == []
+
+
+def test_a_stream_is_shuffled_alike_in_every_process_and_otherwise_in_every_pass():
+    rows, arguments = Dataset.from_dict({"n": range(100)}).to_iterable_dataset(), CausalArguments()
+
+    def passes(**settings):
+        training = SimpleNamespace(**{"train_sampling_strategy": "random", "seed": 1, "data_seed": None, **settings})
+        numbers = [row["n"] for row in islice(Stream(shuffled(rows, arguments, training)), 200)]
+        return numbers[:100], numbers[100:]
+
+    first, second = passes()
+    in_order = list(range(100))
+    assert first != second and sorted(first) == sorted(second) == in_order
+    assert first not in (in_order, passes(data_seed=2)[0])
+    assert passes() == (first, second)
+    assert passes(train_sampling_strategy="sequential") == (in_order, in_order)
+    arguments.dataset_shuffle_buffer = 5
+    near = passes()[0]
+    assert max(n - place for place, n in enumerate(near)) < 5 and near != in_order
 
 
 def test_several_workers_for_a_stream_are_refused():
