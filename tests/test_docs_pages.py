@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hf_zero.planner import predict
+from hf_zero.recipes.accelerate_keys import ACCELERATE
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.deepspeed_keys import RULES
-from hf_zero.recipes.deepspeed_rules import Always, Flag
+from hf_zero.recipes.deepspeed_keys import DEEPSPEED
+from hf_zero.recipes.migrate_rules import Always, Dialect, Flag
 from tests.generated import check_part, part, write_part
 from tests.public_models import CONFIGS, MILLIONS, empty_model
 from tests.recipes import conftest
@@ -83,9 +84,9 @@ def test_the_models_of_the_tables_have_the_size_that_they_are_known_for(model):
     assert millions == pytest.approx(MILLIONS[model], rel=0.005)
 
 
-def keys_table() -> str:
+def keys_table(dialect: Dialect) -> str:
     lines = ["| key | flag | remark |", "|---|---|---|"]
-    for key, rule in RULES.items():
+    for key, rule in dialect.rules.items():
         if isinstance(rule, Flag):
             flags, remark = " ".join(f"`--{name}`" for name in rule.flags), rule.note
         else:
@@ -99,8 +100,22 @@ def _with_flags_as_code(text: str) -> str:
     return re.sub(r"--\w+(?: (?:auto|bf16|0))?", lambda flag: f"`{flag[0]}`", text)
 
 
-def test_the_table_of_deepspeed_keys_is_the_one_that_migrate_uses(writes):
-    check_part(DOCS / "deepspeed.md", "keys", keys_table(), writes)
+def defaults_table(dialect: Dialect) -> str:
+    lines = ["| key | DeepSpeed's default | if the file has |", "|---|---|---|"]
+    for default in dialect.defaults:
+        among = f": {', '.join(default.among)}" if default.among else ""
+        where = f"`{default.where}`{among}" if default.where else ""
+        lines.append(f"| `{default.path}` | {default.value} | {where} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("page", "dialect"), [("deepspeed.md", DEEPSPEED), ("fsdp.md", ACCELERATE)])
+def test_the_table_of_keys_is_the_one_that_migrate_uses(page, dialect, writes):
+    check_part(DOCS / page, "keys", keys_table(dialect), writes)
+
+
+def test_the_table_of_deepspeeds_defaults_is_the_one_that_migrate_uses(writes):
+    check_part(DOCS / "deepspeed.md", "defaults", defaults_table(DEEPSPEED), writes)
 
 
 # What is quoted
@@ -291,4 +306,4 @@ def test_the_file_that_migrate_takes_is_json(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (line,) = blocks("deepspeed.md", "bash")[0].splitlines()
     assert main(shlex.split(line)[1:]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].strip() == "--zero_stage 2"
+    assert capsys.readouterr().out.splitlines()[-1].strip() == "--max_grad_norm 0 --zero_stage 2"

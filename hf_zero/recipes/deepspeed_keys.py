@@ -3,8 +3,10 @@
 The keys are those of DeepSpeed 0.19 (runtime/config.py, runtime/zero/config.py, runtime/precision_config.py).
 """
 
-from hf_zero.recipes.deepspeed_rules import (
+from hf_zero.recipes.migrate_rules import (
     Always,
+    Default,
+    Dialect,
     Flag,
     Missing,
     Rule,
@@ -32,14 +34,29 @@ OPTIMIZERS = {
     "rmsprop": "rmsprop",
     "sgd": "sgd",
 }
-SCHEDULERS = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+SCHEDULERS = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine_with_min_lr"}
 
 _SUM_DTYPE = one_of("zero_reduce_dtype", _DTYPES, "gradients are summed in fp32 or bf16")
 _UNIT_SIZE = "counted in elements there, in whole blocks here"
 _DISK = "set by itself: direct I/O in pieces, from threads of its own"
 _PINNED = "host memory is page-locked wherever a device copies from it"
+_DECAYED = "biases and norms do not decay here; DeepSpeed decays all parameters"
+_ONE_BIT = Missing("of the 1-bit optimizers: gradients are exchanged as they are")
+ONE_BIT_KEYS = (
+    "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler local_step_clipper"
+).split()
+_LAMB = Missing("of LAMB, which is not among the optimizers of --optim")
+LAMB_KEYS = "max_coeff min_coeff coeff_beta factor_max factor_min factor_threshold eps_inside_sqrt".split()
+_ONE_CYCLE = Missing("of OneCycle, which is not among the schedules of --lr_scheduler_type")
+ONE_CYCLE_KEYS = (
+    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
+    "cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate"
+).split()
+_RANGE_TEST = Missing("of LRRangeTest, which is not among the schedules of --lr_scheduler_type")
+RANGE_TEST_KEYS = (
+    "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase"
+).split()
 
-# In the order in which they are applied: a later flag wins over an earlier one of the same name, or is added.
 RULES: dict[str, Rule] = {
     # Batches
     "train_batch_size": Always(
@@ -49,7 +66,9 @@ RULES: dict[str, Rule] = {
     ),
     "train_micro_batch_size_per_gpu": Flag(("per_device_train_batch_size",)),
     "gradient_accumulation_steps": Flag(("gradient_accumulation_steps",)),
-    "gradient_clipping": Flag(("max_grad_norm",), "the exact norm over all ranks; 0 does not clip"),
+    "gradient_clipping": Flag(
+        ("max_grad_norm",), "the exact norm over all ranks; 0, DeepSpeed's default, does not clip"
+    ),
     "dataloader_drop_last": Flag(("dataloader_drop_last",), convert=switch("dataloader_drop_last")),
     # Precision
     "bf16.enabled": Flag(("bf16",), convert=switch("bf16")),
@@ -62,10 +81,13 @@ RULES: dict[str, Rule] = {
     "fp16.auto_cast": Always("inputs are cast by Trainer"),
     "fp16.loss_scale": Flag(("fp16",), "0, dynamic, needs nothing; a fixed one is not built", static_scale),
     "fp16.initial_scale_power": Missing("the loss scale starts where torch's GradScaler does, at 2**16", off=(16,)),
-    "fp16.loss_scale_window": Missing("the loss scale grows after 2000 good steps, as torch's GradScaler does"),
+    "fp16.loss_scale_window": Missing(
+        "the loss scale grows after 2000 good steps, as torch's GradScaler does", off=(2000,)
+    ),
     "fp16.hysteresis": Missing("the loss scale is halved at each overflow", off=(1,)),
     "fp16.consecutive_hysteresis": Missing("the loss scale is halved at each overflow"),
     "fp16.min_loss_scale": Missing("the loss scale has no lower bound"),
+    "fp16.fused_mode": Always("the optimizer of --optim says whether it is fused"),
     "fp16.fp16_master_weights_and_grads": Missing("masters are fp32"),
     "torch_autocast.enabled": Flag(
         ("zero_autocast", "bf16", "fp16"), "one of the two, by its dtype", convert=torch_autocast
@@ -76,7 +98,7 @@ RULES: dict[str, Rule] = {
     "data_types.grad_accum_dtype": Flag(
         ("zero_reduce_dtype",), "gradients are accumulated in the dtype in which they are summed", _SUM_DTYPE
     ),
-    "seq_parallel_communication_data_type": Missing("sequence parallelism is not built"),
+    "seq_parallel_comm_data_type": Missing("sequence parallelism is not built"),
     "amp": Missing("NVIDIA Apex is not used; --bf16 or --fp16"),
     # ZeRO
     "zero_optimization.stage": Flag(("zero_stage",), "0 where DeepSpeed's file has none; here the default is 3"),
@@ -129,6 +151,7 @@ RULES: dict[str, Rule] = {
     ),
     "zero_optimization.stage3_module_granularity_threshold": Always("what is gathered together is a whole block"),
     "zero_optimization.leaf_module": Always("what is gathered together is a whole block, experts included"),
+    "zero_optimization.stage3_partition_stream_chunk_size": Always("each rank reads its own ranges of the weights"),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": Always("parameters are gathered in place"),
     "zero_optimization.stage3_allgather_sequential": Always("blocks are gathered one after the other"),
     "zero_optimization.zero_hpz_partition_size": Missing(
@@ -139,6 +162,7 @@ RULES: dict[str, Rule] = {
         "load the frozen base in 4 or 8 bits (bitsandbytes): it is sharded and exchanged so"
     ),
     "zero_optimization.zero_quantized_gradients": Missing("no quantized sums; --zero_reduce_dtype bf16 halves them"),
+    "zero_optimization.zeropp_loco_param": Missing("values are exchanged as they are (no ZeRO++)"),
     "zero_optimization.mics_shard_size": Missing("every data-parallel rank holds a range (no MiCS)", off=(-1,)),
     "zero_optimization.mics_hierarchical_params_gather": Missing("every data-parallel rank holds a range (no MiCS)"),
     # Offload
@@ -149,7 +173,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.cpu_offload_use_pin_memory": Always(_PINNED),
     "zero_optimization.offload_optimizer.device": Flag(("zero_offload",), convert=offload("optimizer")),
     "zero_optimization.offload_optimizer.nvme_path": Flag(
-        ("zero_offload_dir",), "where the device is nvme; gradients stay in memory", swap_folder
+        ("zero_offload_dir",), "where the device is nvme; gradients stay in memory", swap_folder("device")
     ),
     "zero_optimization.offload_optimizer.ratio": Flag(("zero_offload_fraction",), "in whole blocks"),
     "zero_optimization.offload_optimizer.pin_memory": Always(_PINNED),
@@ -163,7 +187,7 @@ RULES: dict[str, Rule] = {
         ("zero_offload",), "masters, gradients and optimizer state go too", offload("params")
     ),
     "zero_optimization.offload_param.nvme_path": Flag(
-        ("zero_offload_dir",), "where the device is nvme; one folder for parameters and state", swap_folder
+        ("zero_offload_dir",), "where the device is nvme; one folder for parameters and state", swap_folder("device")
     ),
     "zero_optimization.offload_param.pin_memory": Always(_PINNED),
     "zero_optimization.offload_param.buffer_count": Always(_DISK),
@@ -181,28 +205,40 @@ RULES: dict[str, Rule] = {
     "optimizer.params.lr": Flag(("learning_rate",)),
     "optimizer.params.betas": Flag(("adam_beta1", "adam_beta2"), convert=betas),
     "optimizer.params.eps": Flag(("adam_epsilon",)),
-    "optimizer.params.weight_decay": Flag(("weight_decay",)),
+    "optimizer.params.weight_decay": Flag(("weight_decay",), _DECAYED, unlike=_DECAYED),
     "optimizer.params.adam_w_mode": Flag(("optim",), "true is what AdamW does", decoupled),
     "optimizer.params.torch_adam": Always("it is torch's"),
     "optimizer.params.bias_correction": Always("AdamW corrects the bias"),
+    "optimizer.params.momentum": Missing("--optim sgd has none; --optim_args momentum=... where transformers has it"),
+    "optimizer.params.amsgrad": Missing("not among the arguments of --optim"),
+    "optimizer.params.max_grad_norm": Always("DeepSpeed refuses it; gradients are clipped by gradient_clipping"),
+    **{f"optimizer.params.{name}": _ONE_BIT for name in ONE_BIT_KEYS},
+    **{f"optimizer.params.{name}": _LAMB for name in LAMB_KEYS},
     "optimizer.legacy_fusion": Missing("no such mode"),
     "scheduler.type": Flag(
         ("lr_scheduler_type",),
-        "WarmupLR: constant_with_warmup, WarmupDecayLR: linear, WarmupCosineLR: cosine",
+        "WarmupLR: constant_with_warmup, WarmupDecayLR: linear, WarmupCosineLR: cosine_with_min_lr",
         one_of(
             "lr_scheduler_type",
             SCHEDULERS,
             "not among the schedules of --lr_scheduler_type; give Trainer an object of that class (optimizers=...)",
         ),
     ),
-    "scheduler.params.warmup_num_steps": Flag(("warmup_steps",)),
-    "scheduler.params.warmup_max_lr": Flag(("learning_rate",)),
+    "scheduler.params.warmup_num_steps": Flag(("warmup_steps",), "1000 where DeepSpeed's file has none"),
+    "scheduler.params.warmup_max_lr": Flag(("learning_rate",), "it wins over the optimizer's, there and here"),
     "scheduler.params.warmup_min_lr": Missing("warmup starts at 0"),
     "scheduler.params.warmup_min_ratio": Missing("warmup starts at 0"),
-    "scheduler.params.warmup_type": Missing("warmup is linear; DeepSpeed's default is logarithmic", off=("linear",)),
+    "scheduler.params.warmup_type": Missing(
+        "warmup is linear here, and slower at first; DeepSpeed's is logarithmic unless its file says linear",
+        off=("linear",),
+    ),
     "scheduler.params.total_num_steps": Always("the run's own steps: --max_steps, or --num_train_epochs"),
-    "scheduler.params.cos_min_ratio": Flag(("lr_scheduler_type", "lr_scheduler_kwargs"), convert=min_ratio),
+    "scheduler.params.cos_min_ratio": Flag(
+        ("lr_scheduler_kwargs",), "0.0001 where DeepSpeed's file has none", min_ratio
+    ),
     "scheduler.params.last_batch_iteration": Always("a checkpoint says where the schedule is"),
+    **{f"scheduler.params.{name}": _ONE_CYCLE for name in ONE_CYCLE_KEYS},
+    **{f"scheduler.params.{name}": _RANGE_TEST for name in RANGE_TEST_KEYS},
     # Activations
     "activation_checkpointing.partition_activations": Missing(
         "for tensor-parallel models: --gradient_checkpointing --zero_partition_activations, refused for others"
@@ -221,7 +257,7 @@ RULES: dict[str, Rule] = {
     "checkpoint.use_node_local_storage": Always("hosts that share no disk are found out by looking"),
     "checkpoint.parallel_write": Always("all ranks write their own ranges of the same files"),
     "checkpoint.writer": Missing("--zero_async_save writes in the background"),
-    "steps_per_print": Flag(("logging_steps",)),
+    "steps_per_print": Always("DeepSpeed's own lines; Trainer's log goes by --logging_steps, there and here"),
     "wall_clock_breakdown": Missing("use torch.profiler"),
     "memory_breakdown": Missing("what each rank holds is printed when training starts"),
     "dump_state": Missing("the resolved settings are printed by --dry_run"),
@@ -255,3 +291,22 @@ RULES: dict[str, Rule] = {
     "graph_harvesting": Missing("not built"),
     "weight_quantization": Missing("not built"),
 }
+
+
+_WARM = tuple(SCHEDULERS)
+# Where no optimizer or scheduler is in the file, Trainer makes its own by its flags, under DeepSpeed too.
+DEFAULTS = (
+    Default("zero_optimization.stage", 0),
+    Default("gradient_clipping", 0),
+    Default("fp16.loss_scale_window", 1000, "fp16.enabled", ("true",)),
+    Default("fp16.hysteresis", 2, "fp16.enabled", ("true",)),
+    Default("optimizer.params.lr", 0.01, "optimizer.type", ("adagrad", "rmsprop")),
+    Default("optimizer.params.lr", 0.001, "optimizer.type"),
+    Default("optimizer.params.betas", (0.9, 0.99), "optimizer.type", ("lion",)),
+    Default("optimizer.params.weight_decay", 0.01, "optimizer.params.torch_adam", ("true",)),
+    Default("scheduler.params.warmup_num_steps", 1000, "scheduler.type", _WARM),
+    Default("scheduler.params.warmup_max_lr", 0.001, "scheduler.type", ("warmupdecaylr",)),
+    Default("scheduler.params.warmup_type", "log", "scheduler.type", _WARM),
+    Default("scheduler.params.cos_min_ratio", 0.0001, "scheduler.type", ("warmupcosinelr",)),
+)
+DEEPSPEED = Dialect("DeepSpeed 0.19", RULES, DEFAULTS, "--deepspeed")

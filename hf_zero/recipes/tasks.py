@@ -62,5 +62,7 @@ TOOLS: dict[str, Task] = {
     "push": Task("upload a model folder to the hub", "hf_zero.recipes.push"),
     "env": Task("print versions, devices, memory and what is missing, for bug reports", "hf_zero.recipes.env"),
     "list": Task("print the tasks, the tools and the ready-made recipes", "hf_zero.recipes.listing"),
-    "migrate": Task("print the flags that a DeepSpeed configuration stands for", "hf_zero.recipes.migrate"),
+    "migrate": Task(
+        "print the flags that a configuration of DeepSpeed or accelerate stands for", "hf_zero.recipes.migrate"
+    ),
 }

@@ -6,15 +6,19 @@ from dataclasses import fields
 import pytest
 from transformers.trainer_utils import SchedulerType
 
+from hf_zero.recipes.accelerate_keys import ACCELERATE
 from hf_zero.recipes.cli import EXIT_BAD_CONFIG, main
-from hf_zero.recipes.deepspeed_keys import OPTIMIZERS, RULES, SCHEDULERS
-from hf_zero.recipes.deepspeed_rules import Flag
-from hf_zero.recipes.migrate import UNKNOWN, migrated, rendered
+from hf_zero.recipes.deepspeed_keys import DEEPSPEED, OPTIMIZERS, SCHEDULERS
+from hf_zero.recipes.migrate import migrated, rendered
+from hf_zero.recipes.migrate_rules import Flag
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
 
 
+RULES = DEEPSPEED.rules
+UNKNOWN = "no key of DeepSpeed 0.19"
+NO_CLIPPING = {"zero_stage": "0", "max_grad_norm": "0"}  # what DeepSpeed does by default, and Trainer does not
 # transformers' own example for stage 3, with values for some of what it leaves to Trainer.
 STAGE_3 = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
@@ -96,7 +100,7 @@ def test_all_who_are_reported_to_stay():
     result = migrated({name: {"enabled": True} for name in ("wandb", "tensorboard", "comet")})
     assert result.sources["report_to"] == "tensorboard, wandb, comet"
     command = rendered(result).splitlines()[-1].strip()
-    assert command == "--zero_stage 0 --report_to tensorboard wandb comet_ml"
+    assert command == "--max_grad_norm 0 --zero_stage 0 --report_to tensorboard wandb comet_ml"
     assert parse_settings("classify", command.split()).training["report_to"] == ["tensorboard", "wandb", "comet_ml"]
 
 
@@ -129,7 +133,9 @@ def _paths(section: dict, prefix: str = "") -> set[str]:
 @pytest.mark.parametrize(
     ("config", "flags"),
     [
-        ({}, {"zero_stage": "0"}),
+        ({}, {}),
+        ({"gradient_clipping": 0.5}, {"max_grad_norm": "0.5"}),
+        ({"steps_per_print": 2000}, {}),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, {"zero_stage": "2", "zero_offload": "optimizer"}),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"fp16": "True", "zero_autocast": "True"}),
         ({"communication_data_type": "bfp16"}, {"zero_reduce_dtype": "bf16"}),
@@ -141,14 +147,18 @@ def _paths(section: dict, prefix: str = "") -> set[str]:
             {"zero_offload": "optimizer", "zero_offload_dir": "/n", "zero_offload_fraction": "0.5"},
         ),
         (
-            {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.1}}},
-            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}'},
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.1, "warmup_type": "linear"}}},
+            {
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
+                "warmup_steps": "1000",
+            },
         ),
     ],
 )
 def test_a_setting_becomes_its_flags(config, flags):
     result = migrated(config)
-    assert result.flags == {"zero_stage": "0"} | flags
+    assert result.flags == NO_CLIPPING | flags
     assert result.missing == {}
 
 
@@ -165,7 +175,7 @@ def test_a_setting_becomes_its_flags(config, flags):
         ),
         ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "optimizer.params.betas", "not a value that"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type", "not among the schedules"),
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale", "128: the loss scale is always dynamic"),
+        ({"fp16": {"enabled": "auto", "loss_scale": 128}}, "fp16.loss_scale", "128: the loss scale is always dynamic"),
         ({"communication_data_type": "fp16"}, "communication_data_type", "fp32 or bf16"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights", "ZeRO"),
         ({"amp": {"enabled": True}}, "amp", "Apex"),
@@ -194,7 +204,8 @@ def test_what_was_off_is_not_missed(config):
 
 def test_every_flag_of_the_table_exists():
     known = {field.name for field in fields(ZeroTrainingArguments)}
-    named = {name for rule in RULES.values() if isinstance(rule, Flag) for name in rule.flags}
+    rules = [*RULES.values(), *ACCELERATE.rules.values()]
+    named = {name for rule in rules if isinstance(rule, Flag) for name in rule.flags}
     assert named <= known
     assert set(OPTIMIZERS.values()) <= SUPPORTED_OPTIMS
     assert set(SCHEDULERS.values()) <= {kind.value for kind in SchedulerType}
@@ -205,7 +216,8 @@ def test_every_flag_of_the_table_exists():
     [
         (None, "ds.json: cannot be read (No such file"),
         ("{", "ds.json: not valid JSON (Expecting"),
-        ("[1]", "ds.json: a list at the top, expected the keys of a DeepSpeed config"),
+        ("[" * 100_000, "ds.json: not valid JSON (maximum recursion depth"),
+        ("[1]", "ds.json: a list at the top, expected the keys of a configuration of DeepSpeed or accelerate"),
     ],
 )
 def test_what_is_no_configuration_is_refused_in_one_line(text, message, tmp_path, monkeypatch, capsys):
@@ -216,3 +228,171 @@ def test_what_is_no_configuration_is_refused_in_one_line(text, message, tmp_path
     error = capsys.readouterr().err
     assert error.startswith(f"hf_zero.recipes: {message}")
     assert error.count("\n") == 1
+
+
+def test_what_deepspeed_does_by_default_and_trainer_does_not_becomes_a_flag_that_says_so():
+    config = {"optimizer": {"type": "Lion"}, "scheduler": {"type": "WarmupDecayLR", "params": {}}}
+    result = migrated(config)
+    assert result.flags == {
+        "max_grad_norm": "0",  # Trainer: 1.0
+        "zero_stage": "0",
+        "optim": "lion_32bit",
+        "learning_rate": "0.001",  # Trainer: 5e-5
+        "adam_beta1": "0.9",
+        "adam_beta2": "0.99",
+        "lr_scheduler_type": "linear",
+        "warmup_steps": "1000",  # Trainer: 0
+    }
+    assert result.sources["max_grad_norm"] == "gradient_clipping (not in the file, so DeepSpeed's default)"
+    assert result.sources["learning_rate"].startswith("scheduler.params.warmup_max_lr (not in the file")
+
+
+def test_where_the_file_has_a_value_or_no_section_the_default_of_it_is_not_taken():
+    assert migrated({"gradient_clipping": "auto"}).flags == {"zero_stage": "0"}
+    given = {"optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}, "scheduler": {"type": "WarmupLR", "params": {}}}
+    assert migrated(given).flags["learning_rate"] == "2e-05"  # WarmupLR warms up to the optimizer's
+    assert migrated({}).flags == NO_CLIPPING  # Trainer's own optimizer and schedule, by its flags
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_a_schedule_without_a_type_of_warmup_is_told_to_be_logarithmic(kind):
+    missing = migrated({"scheduler": {"type": kind, "params": {"warmup_num_steps": "auto"}}}).missing
+    assert missing.keys() == {"scheduler.params.warmup_type"}
+    assert missing["scheduler.params.warmup_type"].startswith('"log" (not in the file, so DeepSpeed\'s default): ')
+    linear = {"scheduler": {"type": kind, "params": {"warmup_type": "linear"}}}
+    assert migrated(linear).missing == {}
+
+
+def test_a_schedule_of_a_type_that_is_not_there_has_its_keys_named():
+    params = {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3, "cycle_first_step_size": 1000}
+    missing = migrated({"scheduler": {"type": "OneCycle", "params": params}}).missing
+    assert missing.keys() == {"scheduler.type", *(f"scheduler.params.{name}" for name in params)}
+    assert all("--lr_scheduler_type" in reason for reason in missing.values())
+
+
+def test_a_1_bit_optimizer_has_its_keys_named():
+    params = {"lr": 1e-4, "freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}
+    result = migrated({"optimizer": {"type": "OneBitAdam", "params": params}})
+    assert result.missing.keys() == {
+        "optimizer.type",
+        "optimizer.params.freeze_step",
+        "optimizer.params.comm_backend_name",
+    }
+    assert UNKNOWN not in result.missing.values()
+    assert result.flags["learning_rate"] == "0.0001"
+
+
+def test_a_decay_of_all_parameters_is_told():
+    config = {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}
+    assert "biases and norms do not decay" in migrated(config).unlike["optimizer.params.weight_decay"]
+    assert "not quite the same:\n  optimizer.params.weight_decay: " in rendered(migrated(config))
+    config["optimizer"]["params"]["weight_decay"] = 0
+    assert migrated(config).unlike == {}
+
+
+# as `accelerate config` writes it
+ACCELERATE_FILE = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: {kind}
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+FSDP_1 = """fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: NO_PREFETCH
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: true
+  fsdp_reshard_after_forward: SHARD_GRAD_OP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_use_orig_params: true
+  fsdp_version: 1
+"""
+DEEPSPEED_SECTION = """deepspeed_config:
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  offload_optimizer_device: nvme
+  offload_optimizer_nvme_path: /nvme
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+"""
+
+
+def _of_yaml(text: str, tmp_path, capsys) -> str:
+    path = tmp_path / "default_config.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert main(["migrate", str(path)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "flags"),
+    [
+        ("MULTI_GPU", "", "--zero_stage 0 --bf16 True"),
+        ("FSDP", "", "--bf16 True --zero_stage 3"),
+        ("FSDP", "fsdp_config:\n  reshard_after_forward: false\n", "--bf16 True --zero_stage 2"),
+        (
+            "FSDP",
+            FSDP_1,
+            "--bf16 True --zero_stage 2 --zero_offload optimizer --gradient_checkpointing True "
+            "--zero_prefetch_units 0",
+        ),
+        (
+            "DEEPSPEED",
+            DEEPSPEED_SECTION,
+            "--bf16 True --zero_stage 3 --gradient_accumulation_steps 4 --max_grad_norm 1.0 --zero_offload optimizer "
+            "--zero_offload_dir /nvme",
+        ),
+        ("DEEPSPEED", "deepspeed_config: {}\n", "--bf16 True --zero_stage 2"),  # accelerate's default
+        ("FSDP", DEEPSPEED_SECTION, "--bf16 True --zero_stage 3"),  # a section that accelerate does not read
+    ],
+)
+def test_a_file_of_accelerate_becomes_flags(kind, section, flags, tmp_path, capsys):
+    output = _of_yaml(ACCELERATE_FILE.format(kind=kind) + section, tmp_path, capsys)
+    assert output.splitlines()[-2:] == ["in place of --config_file of accelerate launch:", f"  {flags}"]
+    assert "no counterpart" not in output
+    assert "--num_processes of hf-zero" in output
+    parse_settings("classify", output.splitlines()[-1].split())
+
+
+def test_the_deepspeed_file_that_a_file_of_accelerate_names_is_read_with_it(tmp_path, capsys):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}), encoding="utf-8")
+    section = f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n  zero3_init_flag: false\n"
+    output = _of_yaml(ACCELERATE_FILE.format(kind="DEEPSPEED") + section, tmp_path, capsys)
+    assert output.splitlines()[-1].strip() == "--max_grad_norm 0 --zero_stage 1 --bf16 True"
+
+
+def test_what_accelerate_has_and_is_not_here_is_named():
+    config = {"distributed_type": "MEGATRON_LM", "mixed_precision": "fp8", "colour": "blue"}
+    config["fsdp_config"] = {"fsdp_version": 1}
+    result = migrated(config)
+    assert result.missing.keys() == {"distributed_type", "mixed_precision", "colour"}
+    assert result.missing["colour"] == "no key of accelerate 1.15"
+    assert result.always["fsdp_config"] == "distributed_type is MEGATRON_LM, so it is not used"
+    hybrid = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}
+    assert "no hybrid sharding" in migrated(hybrid).missing["fsdp_config.fsdp_sharding_strategy"]
+
+
+def test_a_file_that_is_no_yaml_is_refused_in_one_line(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("a: [1\nb: }", encoding="utf-8")
+    assert main(["migrate", str(path)]) == EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert f"{path}: not valid YAML (" in error and error.count("\n") == 1

@@ -1,6 +1,7 @@
-"""What a key of a DeepSpeed configuration can be here, and how its value becomes flags."""
+"""What a key of another program's configuration can be here, and how its value becomes flags."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,15 @@ class Flag:
             [`NoCounterpart`] for a value without any. By default the value goes to the first flag as it is.
         is_added (`bool`): Whether its value stands beside those that other keys give the flag, which takes several;
             otherwise the later one wins.
+        unlike (`str`): What the flag does otherwise than the key, or empty. It is told whenever the value is
+            not 0 or off.
     """
 
     flags: tuple[str, ...]
     note: str = ""
     convert: Convert | None = None
     is_added: bool = False
+    unlike: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Missing:
 
     Args:
         reason (`str`): Why, or what to do instead.
-        off (`tuple`): The values under which DeepSpeed does not do it either, beside false and nothing.
+        off (`tuple`): The values under which the other program does not do it either, beside false and nothing.
     """
 
     reason: str
@@ -62,6 +66,49 @@ class NoCounterpart(Exception):
 
 
 Rule = Flag | Always | Missing
+
+
+@dataclass(frozen=True)
+class Default:
+    """What the other program takes for a key that its file does not have, where Trainer's own default is another.
+
+    Args:
+        path (`str`): The key.
+        value (`Any`): What it takes.
+        where (`str`): A key that has to be in the file for that, or empty.
+        among (`tuple[str, ...]`): The values of that key under which it does, in small letters; all where it is empty.
+    """
+
+    path: str
+    value: Any
+    where: str = ""
+    among: tuple[str, ...] = ()
+
+    def applies(self, values: Mapping[str, Any]) -> bool:
+        """Whether a file with these values, by key, leaves it to the program."""
+        if self.path in values:
+            return False
+        if not self.where:
+            return True
+        return self.where in values and (not self.among or str(values[self.where]).lower() in self.among)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """All that is known about the configurations of one program.
+
+    Args:
+        program (`str`): Its name and version.
+        rules (`dict[str, Rule]`): By key, in the order in which they are applied: a later flag wins over an earlier
+            one of the same name, or is added.
+        defaults (`tuple[Default, ...]`): What it takes for keys that are absent.
+        replaced (`str`): What the flags are given in place of.
+    """
+
+    program: str
+    rules: dict[str, Rule]
+    defaults: tuple[Default, ...]
+    replaced: str
 
 
 def switch(*flags: str) -> Convert:
@@ -96,9 +143,9 @@ def offload(what: str) -> Convert:
     return convert
 
 
-def swap_folder(value: Any, section: Section) -> Flags:
-    """The folder, where the section's device is a disk."""
-    return {"zero_offload_dir": str(value)} if section.get("device") == "nvme" else {}
+def swap_folder(device: str) -> Convert:
+    """The folder, where the device that the key's neighbour of this name says is a disk."""
+    return lambda value, section: {"zero_offload_dir": str(value)} if section.get(device) == "nvme" else {}
 
 
 def prefetch(value: Any, section: Section) -> Flags:
@@ -121,8 +168,8 @@ def decoupled(value: Any, section: Section) -> Flags:
 
 
 def min_ratio(value: Any, section: Section) -> Flags:
-    """A cosine that ends above 0."""
-    return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": f'{{"min_lr_rate": {value}}}'}
+    """Where a cosine ends, as a part of the learning rate."""
+    return {"lr_scheduler_kwargs": json.dumps({"min_lr_rate": value})}
 
 
 def static_scale(value: Any, section: Section) -> Flags:
