@@ -184,6 +184,29 @@ def test_a_folder_that_is_not_whole_is_not_pushed(hub, push, folder, tmp_path):
     assert not hub.requests
 
 
+def test_training_arguments_stay_here_and_a_token_in_them_is_told(hub, push, folder, tmp_path):
+    theirs = shutil.copytree(folder, tmp_path / "theirs")
+    torch.save({"hub_token": "hf_secret"}, theirs / "training_args.bin")
+    code, said = push(source=theirs)
+    assert code == 0
+    assert f"{theirs}/training_args.bin: holds the hub's token in plain text" in said
+    assert "training_args.bin" not in hub.repos[NAME].files()
+
+
+def test_a_link_out_of_the_folder_is_refused(hub, push, folder, tmp_path):
+    linked = shutil.copytree(folder, tmp_path / "linked")
+    (tmp_path / "passwords").write_text("all of them")
+    (linked / "notes.txt").symlink_to(tmp_path / "passwords")
+    code, said = push(source=linked)
+    assert code == 2
+    assert f"notes.txt: leads out of the folder, to {tmp_path}/passwords; " in said
+    assert not hub.requests
+    (linked / "notes.txt").rename(linked / "_notes.txt")  # what is not uploaded may be a link
+    (linked / "more.txt").symlink_to(linked / "config.json")
+    assert push(source=linked)[0] == 0
+    assert {"more.txt", "_notes.txt"} & set(hub.repos[NAME].files()) == {"more.txt"}
+
+
 def test_the_server_serves_ranges(hub, push, folder):
     assert push()[0] == 0
     path = next(folder.glob("*.safetensors"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, is_weight_file
@@ -16,17 +16,19 @@ from hf_zero.recipes.leaving import REPORT_NAME
 from hf_zero.recipes.resolved import RESOLVED_NAME
 from hf_zero.recipes.verify import Inspection
 from hf_zero.trainer.card import card_text, facts_of_folder
-from hf_zero.trainer.hub import hub_errors, is_transient
+from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, is_transient, links_out_of
+from hf_zero.trainer.hub_tokens import token_warning
 
 
 # Beside the client's own retries: it does not retry what creates a repository or a commit.
 NUM_ATTEMPTS = 3
 WAIT_SECONDS = 1.0
 
-# What a run needs to go on, and nobody needs to use the model. As Trainer does, training_args.bin and
-# trainer_state.json go up where the folder has them, checkpoints inside it and names that begin with _ do not. Nor
-# do the files of a run that show its first row and folders of this machine.
+# What a run needs to go on, and nobody needs to use the model. As Trainer does, trainer_state.json goes up where the
+# folder has it, checkpoints inside it and names that begin with _ do not. Nor do the files of a run that show its
+# first row and folders of this machine.
 LEFT_OUT = [
+    *NOT_PUSHED,
     "zero/*",
     "optimizer.pt",
     "optimizer.bin",
@@ -70,7 +72,7 @@ def run(folder: str, arguments: Arguments) -> None:
         arguments ([`Arguments`]): as parsed.
 
     Raises:
-        ConfigError: no repository is named.
+        ConfigError: no repository is named, or a file of the folder lies elsewhere.
         CheckpointError: the folder is not whole.
         HubError: the hub refused, or could not be reached.
     """
@@ -80,6 +82,10 @@ def run(folder: str, arguments: Arguments) -> None:
     Inspection(path).check_files()
     if arguments.checksums:
         check_checksums(path)
+    _refuse_links(path)
+    warning = token_warning(path)
+    if warning is not None:
+        print(f"{warning}; it is not uploaded", flush=True)
     disable_progress_bars()
     api = HfApi(token=arguments.token)
     subject = f"pushing {folder} to {arguments.hub_model_id}"
@@ -88,6 +94,15 @@ def run(folder: str, arguments: Arguments) -> None:
         _write_card(path, name)
         _patiently(subject, lambda: _upload(api, path, name, arguments))
     print(f"{constants.ENDPOINT}/{name}" + (f"/tree/{arguments.revision}" if arguments.revision else ""))
+
+
+def _refuse_links(folder: Path) -> None:
+    names = {str(path.relative_to(folder)): path for path in links_out_of(folder)}
+    for name in filter_repo_objects(sorted(names), ignore_patterns=list(LEFT_OUT)):
+        raise ConfigError(
+            f"{names[name]}: leads out of the folder, to {names[name].resolve()}; put the file itself there, or "
+            "remove the link"
+        )
 
 
 def _create(api: HfApi, arguments: Arguments) -> str:

@@ -1,11 +1,13 @@
 """Pushing to a hub from many ranks: one of them talks to it, and all learn how it went."""
 
+import glob
 import importlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,18 +22,24 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import get_session
 from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.utils.hub import hf_api
 
 from hf_zero.comm import Comm, DistributedComm
 from hf_zero.comm.agreement import gathered, together
 from hf_zero.engine import engine_of
+from hf_zero.engine.patch import Patch
 from hf_zero.errors import HfZeroError, HubError
 from hf_zero.trainer.card import card_text, facts_of
 from hf_zero.trainer.compat import check_overrides
+from hf_zero.trainer.hub_tokens import without_tokens
 
 
 logger = logging.getLogger(__name__)
 
 OVERRIDES = ("init_hf_repo", "create_model_card", "push_to_hub", "_push_from_checkpoint", "_finish_current_push")
+# Pickled, they name folders of this machine; those of other programs hold the token.
+NOT_PUSHED = (TRAINING_ARGS_NAME, f"*/{TRAINING_ARGS_NAME}")
 TRANSIENT_STATUS = frozenset((429, 500, 502, 503, 504))
 _REMEDIES = {
     401: "the token is missing or wrong; log in with `hf auth login`, or set HF_TOKEN to one with write permission",
@@ -124,7 +132,8 @@ class PushMixin:
         subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
         self.memory_of_ranks = tuple(gathered(self._ranks(), subject, self.memory_report))
         # The other ranks do not wait for the upload: it may take longer than a collective may.
-        with hub_errors(f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"):
+        subject = f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"
+        with hub_errors(subject), uploading():
             return super().push_to_hub(
                 commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
             )
@@ -166,8 +175,12 @@ class PushMixin:
         subject = f"pushing {checkpoint_folder}"
 
         def push() -> None:
-            with hub_errors(subject):
-                super(PushMixin, self)._push_from_checkpoint(checkpoint_folder)
+            args, self.args = self.args, without_tokens(self.args)  # Trainer saves them once more
+            try:
+                with hub_errors(subject), uploading(args.hub_token):
+                    super(PushMixin, self)._push_from_checkpoint(checkpoint_folder)
+            finally:
+                self.args = args
 
         together(self._ranks(), subject, push)
 
@@ -195,6 +208,39 @@ class PushMixin:
 
 
 check_overrides(PushMixin, Trainer, OVERRIDES)
+
+
+@contextmanager
+def uploading(token: str | None = None) -> Iterator[None]:
+    """While it is entered, what Trainer uploads leaves out what is nobody else's business: the training arguments, and
+    what lies elsewhere and is only linked to.
+
+    Args:
+        token (`str`, *optional*): for uploads that are given none.
+    """
+    api = hf_api()
+    upload = api.upload_folder
+
+    def upload_folder(*, folder_path: str, ignore_patterns: list[str] | None = None, **kwargs):
+        links = [str(path.relative_to(folder_path)) for path in links_out_of(Path(folder_path))]
+        if links:
+            logger.warning("%s: not uploaded, as they lead out of the folder: %s", folder_path, ", ".join(links))
+        ignored = [*(ignore_patterns or ()), *NOT_PUSHED, *map(glob.escape, links)]
+        kwargs["token"] = kwargs.get("token") or token
+        return upload(folder_path=folder_path, ignore_patterns=ignored, **kwargs)
+
+    patch = Patch(api, "upload_folder", upload_folder)
+    try:
+        yield
+    finally:
+        patch.remove()
+
+
+def links_out_of(folder: Path) -> list[Path]:
+    """The files of a folder that lie elsewhere: an upload would read whatever they lead to."""
+    whole = folder.resolve()
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in found if not path.resolve().is_relative_to(whole))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

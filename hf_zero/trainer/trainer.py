@@ -39,6 +39,7 @@ from hf_zero.trainer.adapters import is_adapter_model, load_adapters, plan_promp
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub import PushMixin
+from hf_zero.trainer.hub_tokens import token_warning, without_tokens
 from hf_zero.trainer.memory import TellMemory
 from hf_zero.trainer.parallel import apart, arrange, refuse_divided
 from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
@@ -159,6 +160,7 @@ class ZeroTrainerMixin(PushMixin):
                 raise CheckpointError(
                     f"{self.args.output_dir}: holds no complete checkpoint to resume from; train from the start"
                 )
+        self._warn_of_token(resume_from_checkpoint)
         self.resumed = resumed_from(resume_from_checkpoint or None)
         self._start = self.resumed.position
         before = self.stop_on_signal.install()
@@ -166,6 +168,11 @@ class ZeroTrainerMixin(PushMixin):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             self.stop_on_signal.remove(before)
+
+    def _warn_of_token(self, checkpoint: str | os.PathLike | None) -> None:
+        warning = token_warning(checkpoint) if checkpoint and self.args.process_index == 0 else None
+        if warning is not None:
+            logger.warning("%s", warning)
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         self.wait_for_checkpoint()
@@ -327,7 +334,7 @@ class ZeroTrainerMixin(PushMixin):
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(output_dir)
-        torch.save(self.args, os.path.join(output_dir, TRAINING_ARGS_NAME))
+        torch.save(without_tokens(self.args), os.path.join(output_dir, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._saver.is_saving:

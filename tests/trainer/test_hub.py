@@ -111,6 +111,20 @@ def test_checkpoints_are_pushed_with_their_state(pushed, server, assert_same, st
     assert_same(local, f"alice/{strategy}", folders[0])
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_neither_the_repository_nor_the_disk_has_the_token(pushed, server, strategy):
+    files = {name: blob.content for name, blob in server.repos[f"alice/{strategy}"].files().items()}
+    assert not [name for name in files if name.endswith("training_args.bin")]
+    here = {str(path): path.read_bytes() for path in (pushed / strategy).rglob("*") if path.is_file()}
+    assert len([path for path in here if path.endswith("training_args.bin")]) >= 3, "two checkpoints, and the model"
+    assert not [name for name, content in {**files, **here}.items() if TOKEN.encode() in content]
+
+
+def test_a_link_out_of_the_folder_is_not_followed(pushed, server):
+    assert "elsewhere.txt" not in server.repos["alice/end"].files()
+    assert (pushed / "end" / "elsewhere.txt").is_symlink()
+
+
 def test_a_checkpoint_of_two_ranks_is_verified(pushed, client):
     answer = client.call("recipes", "verify", str(pushed / "end" / "checkpoint-4"))
     assert answer["code"] == 0, answer
