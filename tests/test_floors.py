@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_zero"
 FLOORS = {
     "errors": 0,
     "config": 0,
+    "parent": 0,
     "comm": 1,
     "shard": 2,
     "storage": 2,

@@ -1,27 +1,40 @@
 """Starts the processes of a run on this machine, through torch's own elastic agent, and brings their errors home."""
 
+import contextlib
 import json
 import logging
-import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_zero import errors
-from hf_zero.errors import HfZeroError
+from hf_zero import errors, parent
+from hf_zero.errors import CommError, HfZeroError
 
 
 LOOPBACK = "127.0.0.1"
 HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+# What each process runs: first what binds it to its launcher, then imports. Until it can answer, SIGINT ends it.
+_RANK = """
+import pickle, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+runpy.run_path(sys.argv[1])["end_with_parent"](int(sys.argv[2]))
+with open(sys.argv[3], "rb") as file:
+    sys.path[:] = pickle.load(file)
+    from hf_zero.recipes.launch import run_rank
+    run_rank(file)
+"""
 
 
 class WorkerError(HfZeroError):
@@ -33,7 +46,7 @@ class _Report:
     """What one failed process wrote about its end."""
 
     rank: int
-    timestamp: int
+    timestamp: float
     message: str
     traceback: str
 
@@ -46,6 +59,8 @@ class _Report:
 def launch(num_processes: int, function: Callable[..., None], *args: Any) -> None:
     """Runs `function(*args)` in `num_processes` processes that form one process group on loopback.
 
+    They end when this process ends, however it does (on Linux).
+
     Args:
         num_processes (`int`): How many.
         function (`Callable`): Importable by name; it finds its rank in the environment, as under torchrun.
@@ -55,64 +70,110 @@ def launch(num_processes: int, function: Callable[..., None], *args: Any) -> Non
         HfZeroError: The first error of the run, as the failing process raised it; [`WorkerError`] for any other end.
         KeyboardInterrupt: After SIGINT, where the processes had nothing to save, or were not to.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.multiprocessing import SignalException
 
     _prepare_environment(num_processes)
     # The agent logs every failure with banner and traceback; we read the error files and say it once.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="hf_zero_") as log_dir:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{LOOPBACK}:0",  # port 0: the store takes a free one
-            max_restarts=0,
-            local_addr=LOOPBACK,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-            signals_to_handle="SIGHUP,SIGQUIT",  # after these the agent gives the processes 30 seconds
-        )
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:  # others cannot read it
+        _write_jobs(Path(folder), num_processes, function, args)
+        agent = _agent(num_processes, folder)
         try:
-            with _handing_on() as received:
-                elastic_launch(config, _run)(function, *args)
-        except ChildFailedError as failure:
-            raise _end_of(Path(log_dir), failure, received, num_processes) from None
+            with _handing_on(agent) as received:
+                result = agent.run()
         except SignalException as stop:
             raise SystemExit(128 + stop.sigval) from None
+        if result.is_failed():
+            raise _end_of(Path(folder), result.failures, received, num_processes)
 
 
-def _run(function: Callable[..., None], *args: Any) -> None:
-    """What each process does. It leaves the terminal's group, from which Ctrl-C would come a second time."""
-    if hasattr(os, "setsid"):
-        os.setsid()
+def _agent(num_processes: int, folder: str):
+    """torch's agent, which starts the processes and ends all of them when one fails."""
+    import torch.distributed as dist
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    listener = socket.create_server((LOOPBACK, 0))  # a store that opens its own socket listens on all addresses
+    port = listener.getsockname()[1]
+    rendezvous = StaticTCPRendezvous(LOOPBACK, port, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=600)
+    rendezvous._store = dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=num_processes,
+        entrypoint=sys.executable,
+        args=("-c", _RANK, parent.__file__, os.getpid(), _job(folder, "${local_rank}")),
+        rdzv_handler=rendezvous,
+        max_restarts=0,
+        local_addr=LOOPBACK,
+    )
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
+
+
+def _job(folder: str | Path, rank: int | str) -> str:
+    return os.path.join(folder, f"job-{rank}")
+
+
+def _write_jobs(folder: Path, num_processes: int, function: Callable[..., None], args: tuple) -> None:
+    """One file for each process, which removes it: settings may hold a token, and a launcher may be killed."""
+    job = pickle.dumps(sys.path) + pickle.dumps((function, args))
+    for rank in range(num_processes):
+        Path(_job(folder, rank)).write_bytes(job)
+
+
+def run_rank(file) -> None:
+    """What each process does, once it can import hf_zero.
+
+    Args:
+        file: Its job, open, at the function and its arguments.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    os.unlink(file.name)
+    function, args = pickle.load(file)
+    sys.stdin = open(os.devnull)  # noqa: SIM115 - several processes cannot share what is typed
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        function(*args)
+        record(function)(*args)
     except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None  # torch would take it for an end without a word
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except Exception:  # the launcher says it, for all
+        raise SystemExit(1) from None
 
 
 @contextmanager
-def _handing_on() -> Iterator[list[int]]:
-    """Hands signals on to the processes, which take the time that they need to save. The second SIGINT kills them.
+def _handing_on(agent) -> Iterator[list[int]]:
+    """Hands signals on to the processes, which take the time that they need to save. A second one kills them.
 
     Yields:
-        `list[int]`: What has been received so far.
+        `list[int]`: What they have been sent so far.
     """
+    from hf_zero.trainer.signals import is_another
+
     received: list[int] = []
+    since: dict[int, float] = {}
 
     def hand_on(number: int, frame: Any) -> None:
-        received.append(number)
-        processes = multiprocessing.active_children()
-        if not processes:
+        now = time.monotonic()
+        if number in since and not is_another(number, since[number], now):
+            return
+        received.append(signal.SIGKILL if number in since else number)
+        since.setdefault(number, now)
+        pids = [worker.id for worker in agent.get_worker_group().workers]
+        if not pids or None in pids:  # not all have been started
             raise _stopped_by(number)
-        for process in processes:
-            os.kill(process.pid, signal.SIGKILL if received.count(signal.SIGINT) > 1 else number)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, received[-1])
 
-    before = {number: signal.signal(number, hand_on) for number in HANDED_ON}
+    agents_own = (signal.SIGHUP, signal.SIGQUIT)  # after these it gives the processes 30 seconds
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in agents_own)
+    before = {number: signal.getsignal(number) for number in (*HANDED_ON, *agents_own)}
+    for number in HANDED_ON:
+        signal.signal(number, hand_on)
     try:
         yield received
     finally:
@@ -124,14 +185,18 @@ def _stopped_by(number: int) -> BaseException:
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
-def _end_of(log_dir: Path, failure: Any, received: list[int], num_processes: int) -> BaseException:
-    """What to raise when processes have failed: they may have saved and left, as a signal told them to."""
-    codes = {process.exitcode for process in failure.failures.values()}
+def _end_of(folder: Path, failures: Mapping[int, Any], received: list[int], num_processes: int) -> BaseException:
+    """What to raise when processes have failed: they may have saved and left, as a signal told them to, or it may have
+    ended them. Ranks that then lose touch with them fail of that."""
+    codes = {failure.exitcode for failure in failures.values()}
     left = [number for number in HANDED_ON if 128 + number in codes]
-    reports = _read_reports(log_dir)
-    if (left or received) and not any(report.kind for report in reports):
+    reports = _read_reports(folder)
+    kinds = {report.kind for report in reports} - {None}
+    if codes & {-number for number in received}:
+        kinds -= {CommError}
+    if (left or received) and not kinds:
         return _stopped_by((left or received)[0])
-    return _root_cause(reports, failure, num_processes)
+    return _root_cause(reports, failures, num_processes)
 
 
 def _prepare_environment(num_processes: int) -> None:
@@ -144,14 +209,15 @@ def _prepare_environment(num_processes: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def _root_cause(reports: list[_Report], failure: Any, num_processes: int) -> HfZeroError:
+def _root_cause(reports: list[_Report], failures: Mapping[int, Any], num_processes: int) -> HfZeroError:
     """When one rank fails the others lose touch with it: an error of ours comes first, then the earliest.
 
     Of a rank other than the first it is said which, unless all have raised the same.
     """
-    reports = sorted(reports, key=lambda report: (report.kind is None, report.timestamp, report.rank))
-    if not reports:
-        rank, first = failure.get_first_failure()
+    reports = sorted(reports, key=lambda report: (report.kind in (None, CommError), report.timestamp, report.rank))
+    killed = {rank: end for rank, end in failures.items() if end.exitcode < 0 and end.exitcode != -signal.SIGTERM}
+    if not reports or (killed and reports[0].kind in (None, CommError)):
+        rank, first = min((killed or failures).items(), key=lambda item: item[1].timestamp)
         hint = "; the machine may be out of memory" if first.exitcode == -signal.SIGKILL else ""
         return WorkerError(f"rank {rank} ended without a word: exit code {first.exitcode} {first.signal_name()}{hint}")
     cause = reports[0]
@@ -167,10 +233,8 @@ def _read_reports(log_dir: Path) -> list[_Report]:
     for path in log_dir.rglob("error.json"):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))["message"]
-            extra = content["extraInfo"]
-            reports.append(
-                _Report(int(path.parent.name), int(extra["timestamp"]), content["message"], extra["py_callstack"])
-            )
+            callstack = content["extraInfo"]["py_callstack"]
+            reports.append(_Report(int(path.parent.name), path.stat().st_mtime, content["message"], callstack))
         except (ValueError, KeyError, TypeError):
             continue  # cut off while it was written: the other reports are enough
     return reports

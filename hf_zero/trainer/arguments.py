@@ -12,6 +12,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_zero.config import OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
+from hf_zero.parent import end_with_launcher
 from hf_zero.trainer.compat import check_overrides
 
 
@@ -144,6 +145,7 @@ class ZeroArgumentsMixin:
     )
 
     def __post_init__(self):
+        end_with_launcher()
         self._take_launchers_precision()
         self.zero_config()
         refuse_other_engines(vars(self))

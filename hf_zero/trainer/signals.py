@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+import time
 
 import torch
 from transformers import TrainerCallback
@@ -12,6 +13,8 @@ from transformers import TrainerCallback
 logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+# A signal to all processes (systemd, scancel) reaches a rank twice: its launcher hands on what it gets itself.
+TOGETHER_SECONDS = 1.0
 NOT_HANDLED = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -25,10 +28,22 @@ class Stopped(SystemExit):
         self.folder = folder
 
 
+def is_another(number: int, since: float | None, now: float) -> bool:
+    """Whether a signal that first came at `since` (`None` for never) has been sent a second time.
+
+    Args:
+        number (`int`): the signal.
+        since (`float`, *optional*): seconds, of `time.monotonic`.
+        now (`float`): likewise.
+    """
+    return since is not None and (number == signal.SIGINT or now - since > TOGETHER_SECONDS)
+
+
 class StopOnSignal(TrainerCallback):
     """Saves and stops when any rank was sent one of `signals`: SIGTERM and SIGUSR1, and what is added to them.
 
-    A handler of the user's own is left in place. A second signal of the same kind ends the process at once.
+    A handler of the user's own is left in place. A second signal of the same kind ends the process at once; other than
+    of SIGINT, those that come within a second are one.
 
     Args:
         trainer (`ZeroTrainerMixin`): whose checkpoints are saved.
@@ -39,6 +54,7 @@ class StopOnSignal(TrainerCallback):
         self.remedy = "go on with resume_from_checkpoint=True"  # said when it has saved
         self._trainer = trainer
         self._received = 0
+        self._since: dict[int, float] = {}  # when each signal came first
         self._stopping = 0  # the signal that the ranks have agreed on
 
     def install(self) -> dict:
@@ -48,6 +64,7 @@ class StopOnSignal(TrainerCallback):
         before = {number: signal.getsignal(number) for number in self.signals}
         before = {number: handler for number, handler in before.items() if handler in NOT_HANDLED}
         self._received = self._stopping = 0
+        self._since.clear()
         for number in before:
             signal.signal(number, self._receive)
         return before
@@ -59,8 +76,14 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame) -> None:
+        now = time.monotonic()
+        if is_another(number, self._since.get(number), now):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self._received = number
-        signal.signal(number, signal.SIG_DFL)
+        self._since.setdefault(number, now)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
         if number == signal.SIGINT and self._trainer.args.local_process_index == 0:
             # not print: what is interrupted may be printing
             os.write(2, b"\nCtrl-C: the step under way is finished and saved; once more stops at once\n")

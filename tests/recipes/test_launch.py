@@ -1,14 +1,19 @@
 """Starting processes, and getting their errors back as one."""
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from hf_zero.errors import DataError
+from hf_zero.errors import CheckpointError, CommError, DataError
 from hf_zero.recipes.launch import WorkerError, _Report, _root_cause, launch
 
 
@@ -71,15 +76,46 @@ def load(folder: str) -> None:
     time.sleep(60)
 
 
-def interrupt(folder: Path, times: int) -> threading.Thread:
-    """Sends SIGINT to this process, which launches, as soon as all that it has launched are ready."""
+def lose_the_rank_that_a_signal_ends(folder: str, error: type[Exception]) -> None:
+    """Rank 0 trains already and takes notice; rank 1 has not begun."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+    Path(folder, f"ready{dist.get_rank()}").touch()
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(60)
+        dist.barrier()
+    except RuntimeError as lost:
+        raise error("it does not answer") from lost
+
+
+def write_who_listens(folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    ports = [
+        connection.laddr.ip
+        for pid in (os.getpid(), os.getppid())
+        for connection in psutil.Process(pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    dist.barrier()
+    Path(folder, os.environ["RANK"]).write_text(" ".join(ports), encoding="utf-8")
+
+
+def interrupt(folder: Path, times: int, number: int = signal.SIGINT) -> threading.Thread:
+    """Sends a signal to this process, which launches, as soon as all that it has launched are ready."""
 
     def wait_and_send() -> None:
         deadline = time.monotonic() + 60
         while not all((folder / f"ready{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
             time.sleep(0.01)
         for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(0.2)
 
     thread = threading.Thread(target=wait_and_send)
@@ -108,10 +144,10 @@ def test_an_error_of_one_rank_names_it_and_that_of_all_or_of_the_first_names_non
     lost = report(0, "RuntimeError: connection closed by peer")
     own = report(1, "DataError: row 7: no text")
     for reports in ([lost, own], [own]):  # the other one may be ended before it has written one
-        assert str(_root_cause(reports, None, num_processes=2)) == "rank 1: row 7: no text"
+        assert str(_root_cause(reports, {}, num_processes=2)) == "rank 1: row 7: no text"
     of_all = [report(1, "DataError: no rows"), report(0, "DataError: no rows")]
-    assert str(_root_cause(of_all, None, num_processes=2)) == "no rows"
-    assert str(_root_cause(of_all[1:], None, num_processes=2)) == "no rows"
+    assert str(_root_cause(of_all, {}, num_processes=2)) == "no rows"
+    assert str(_root_cause(of_all[1:], {}, num_processes=2)) == "no rows"
 
 
 def test_an_error_of_no_known_kind_keeps_its_traceback_once(capfd):
@@ -150,3 +186,60 @@ def test_ctrl_c_reaches_every_process_once_and_the_second_ends_all_of_them_now(t
     if function is save_after_sigint:
         assert [(tmp_path / f"saved{rank}").read_text(encoding="utf-8") for rank in range(2)] == ["1", "1"]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(CommError, SystemExit), (RuntimeError, SystemExit), (CheckpointError, CheckpointError)]
+)
+@pytest.mark.rotating(always=1)
+def test_a_signal_that_ends_one_rank_is_the_end_of_the_run_and_not_that_others_lost_it(tmp_path, error, raised):
+    thread = interrupt(tmp_path, 1, signal.SIGTERM)
+    with pytest.raises(raised) as ended:
+        launch(2, lose_the_rank_that_a_signal_ends, str(tmp_path), error)
+    thread.join()
+    if raised is SystemExit:
+        assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_rank_that_was_killed_is_named_rather_than_what_the_others_lost():
+    lost = _Report(0, timestamp=0, message="CommError: rank 1 does not answer", traceback="")
+    killed = SimpleNamespace(exitcode=-9, timestamp=1, signal_name=lambda: "SIGKILL")
+    ended = SimpleNamespace(exitcode=1, timestamp=0)
+    assert "rank 1 ended without a word" in str(_root_cause([lost], {0: ended, 1: killed}, num_processes=2))
+    full = _Report(0, timestamp=0, message="CheckpointError: no room", traceback="")
+    assert str(_root_cause([full], {0: ended, 1: killed}, num_processes=2)) == "no room"
+
+
+def test_nobody_outside_this_machine_reaches_the_store_or_a_rank(tmp_path):
+    launch(2, write_who_listens, str(tmp_path))
+    listening = " ".join(path.read_text(encoding="utf-8") for path in tmp_path.iterdir()).split()
+    assert listening and {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
+LAUNCHER = "import sys; from tests.recipes.test_launch import {what}, launch; launch(2, {what}, sys.argv[1])"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+@pytest.mark.parametrize("when", ["first moment", "imports", "training"])
+def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path, when):
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", LAUNCHER.format(what="ignore_sigint"), str(tmp_path)]
+    process = subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": root, "TMPDIR": str(tmp_path)})
+    ranks: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 60
+        while len(ranks) < 2 or (when == "training" and len(list(tmp_path.glob("ready*"))) < 2):
+            assert process.poll() is None and time.monotonic() < deadline
+            ranks = psutil.Process(process.pid).children()
+            time.sleep(0.001)
+        if when == "imports":
+            time.sleep(0.5)
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+        assert not alive
+    finally:
+        process.kill()
+        process.wait()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()

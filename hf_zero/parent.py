@@ -1,0 +1,46 @@
+"""A rank ends with the launcher that started it: a launcher that is killed cannot tell its ranks to end.
+
+It imports nothing that takes time, and `recipes/launch.py` runs it by its path: the ranks import torch for seconds,
+and the launcher may end meanwhile.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+
+PARENT = os.getppid()  # when this was imported: by the time of `end_with_parent` the launcher may have ended
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # prctl(2)
+
+
+def end_with_parent(parent: int = PARENT) -> None:
+    """Lets the kernel kill this process when its parent ends. Only Linux can; elsewhere nothing happens.
+
+    To the kernel the parent is the thread that has started this process, so launchers start theirs from a thread that
+    lasts: torch's does it from the one that waits for the ranks.
+
+    Args:
+        parent (`int`): the process id of the launcher. If it is no longer this process's parent, it has ended.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_launcher() -> None:
+    """As `end_with_parent` where torch's launcher (torchrun, `accelerate launch`) is the parent, and where nobody has
+    said otherwise already."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and not _death_signal():
+        end_with_parent()
+
+
+def _death_signal() -> int:
+    """What the kernel sends when the parent ends; 0 for nothing."""
+    if sys.platform != "linux":
+        return 0
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number))
+    return number.value

@@ -1,0 +1,84 @@
+"""One signal saves and stops, two end a process; and ranks end with their launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+from transformers import TrainerCallback
+
+from hf_zero.trainer import signals
+from hf_zero.trainer.signals import Stopped
+from tests.distributed import RemoteError, run_ranks
+from tests.trainer.harness import train
+
+
+class SendTwice(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _receive_twice(folder: str, together: float) -> int:
+    with mock.patch.object(signals, "TOGETHER_SECONDS", together):
+        try:
+            train(3, folder, max_steps=4, parts={"callbacks": [SendTwice()]})
+        except Stopped as stopped:
+            return stopped.code
+    return 0
+
+
+def test_a_signal_that_comes_again_through_a_launcher_is_one(tmp_path):
+    codes = run_ranks(_receive_twice, 2, str(tmp_path), 10.0)
+    assert codes == [128 + signal.SIGTERM] * 2
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    with pytest.raises(RemoteError, match="the process ended"):
+        run_ranks(_receive_twice, 1, str(tmp_path), -1.0)
+    assert not (tmp_path / "checkpoint-2").exists()
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from hf_zero import ZeroTrainingArguments
+
+args = ZeroTrainingArguments(output_dir=sys.argv[1])
+Path(sys.argv[1], f"ready{args.process_index}").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
+@pytest.mark.rotating(always=1)
+def test_no_rank_outlives_a_torchrun_that_is_killed(tmp_path, number):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, str(tmp_path)], env=env)
+    ranks: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 90
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        ranks = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+        assert len(ranks) == 2 and not alive
+    finally:
+        process.kill()
+        process.wait()
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()
