@@ -1,6 +1,7 @@
 """The resolved configuration: what a run was asked and what was left at its default, as YAML that repeats the run."""
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -88,9 +89,35 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
     Raises:
         ConfigError: Naming the first key that has changed.
     """
-    path = next((path for name in (RESOLVED_NAME, HIDDEN_NAME) if (path := folder / name).exists()), None)
+    changed = _changed(settings, folder, _compared(settings))
+    if changed is not None:
+        key, now, before = changed
+        raise ConfigError(
+            f"{key}: {now!r} now, {before!r} in the run that {folder} holds checkpoints of ({_path(folder)}); go on "
+            "with the same, or give --resume never or another output_dir"
+        )
+
+
+def difference(settings: Settings, folder: Path) -> tuple[str, Any, Any] | None:
+    """In what a run differs from the one before, whatever it is; how many processes there are does not count.
+
+    Args:
+        settings ([`Settings`]): Of this run.
+        folder (`Path`): Where the run before left its configuration; without one nothing is compared.
+
+    Returns:
+        The first key that has changed, its value now and its value before; `None` where all is as it was.
+
+    Raises:
+        ConfigError: The configuration cannot be read.
+    """
+    return _changed(settings, folder, [key for key in _values(settings) if key != "num_processes"])
+
+
+def _changed(settings: Settings, folder: Path, keys: Iterable[str]) -> tuple[str, Any, Any] | None:
+    path = _path(folder)
     if path is None:
-        return
+        return None
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -101,13 +128,13 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
     if not isinstance(saved, dict):
         raise ConfigError(f"{path}: holds no keys, so this run cannot be compared with it; --resume never starts anew")
     now, defaults = _values(settings), _values(parse_settings(settings.task, []))
-    for key in _compared(settings):
-        before = saved.get(key, defaults[key])
-        if before != now[key]:
-            raise ConfigError(
-                f"{key}: {now[key]!r} now, {before!r} in the run that {folder} holds checkpoints of ({path}); go on "
-                "with the same, or give --resume never or another output_dir"
-            )
+    before = {**defaults, **saved}
+    return next(((key, now[key], before[key]) for key in keys if now[key] != before[key]), None)
+
+
+def _path(folder: Path) -> Path | None:
+    """The configuration that a run has left in a folder."""
+    return next((path for name in (RESOLVED_NAME, HIDDEN_NAME) if (path := folder / name).exists()), None)
 
 
 def _compared(settings: Settings) -> list[str]:

@@ -1,12 +1,14 @@
 """Where a run starts: at the newest checkpoint of the same run, at one that is named, or anew."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 from hf_zero.comm.agreement import on_first, together
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.log import LOG_NAME
-from hf_zero.recipes.resolved import HIDDEN_NAME, RESOLVED_NAME, check_unchanged
+from hf_zero.recipes.leaving import REPORT_NAME
+from hf_zero.recipes.occupied import check_model_is_kept, left_in
+from hf_zero.recipes.resolved import check_unchanged
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.resuming import check_state, checkpoint_faults, newest_of
@@ -23,33 +25,38 @@ def check_resume(settings: Settings) -> None:
         settings ([`Settings`]): Of the run.
 
     Raises:
-        ConfigError: If the checkpoint that is named is no folder, if task, model or data have changed, or if a run
-            that starts anew would move the model that it starts from.
+        ConfigError: If the checkpoint that is named is no folder, if task, model or data have changed, if a run
+            that starts anew would move the model that it starts from, or if the model of another run would be lost.
         CheckpointError: If the checkpoint that is named is not complete.
     """
     folder = Path(settings.training["output_dir"])
     if settings.resume == NEVER:
-        _check_model_stays(settings.arguments.model_name_or_path, folder)
+        _check_model_stays(settings, folder)
         return
     if settings.resume == AUTO:
         if any(folder.glob("checkpoint-*")):
             check_unchanged(settings, folder)
+        else:
+            check_model_is_kept(settings, folder)
         return
     checkpoint = Path(settings.resume)
     if not checkpoint.is_dir():
         raise ConfigError(f"resume {settings.resume!r}: no such folder; give auto, never or a checkpoint's folder")
     check_state(checkpoint)
     check_unchanged(settings, checkpoint.absolute().parent)
+    if checkpoint.resolve().parent != folder.resolve():
+        check_model_is_kept(settings, folder)
 
 
-def _check_model_stays(model: str | None, folder: Path) -> None:
-    model_path = Path(model or "").expanduser().resolve()
-    for checkpoint in folder.glob("checkpoint-*"):
-        if model_path.is_relative_to(checkpoint.resolve()):
-            raise ConfigError(
-                f"model_name_or_path {model!r}: lies in output_dir {str(folder)!r}, whose checkpoints --resume never "
-                "moves away; give another output_dir"
-            )
+def _check_model_stays(settings: Settings, folder: Path) -> None:
+    model, with_model = settings.arguments.model_name_or_path or "", not settings.overwrite_output_dir
+    path = Path(model).expanduser().resolve()
+    moved = {left.resolve() for left in left_in(folder, with_model=with_model)}
+    if moved.intersection((path, *path.parents)) or with_model and path == folder.resolve():
+        raise ConfigError(
+            f"model_name_or_path {model!r}: lies in output_dir {str(folder)!r}, whose checkpoints and model --resume "
+            "never moves away; give another output_dir"
+        )
 
 
 def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | None:
@@ -88,31 +95,34 @@ def told(checkpoint: str) -> str:
     return f"resume: going on from {checkpoint}, step {step} of {max_steps}; --resume never starts anew"
 
 
-def set_aside(trainer: ZeroTrainer) -> str | None:
-    """Moves the checkpoints of a run before out of the way of a run that starts anew. All ranks call it.
+def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:
+    """Moves what a run before has left out of the way of a run that starts anew. All ranks call it.
 
-    Were they left, the next `--resume auto` could take them for this run's.
+    Were its checkpoints left, the next `--resume auto` could take them for this run's.
 
     Args:
         trainer ([`ZeroTrainer`]): Of the run that starts.
+        settings ([`Settings`]): Of the same: whether it is to replace the model.
 
     Returns:
         `str` or `None`: The folder that they are in now, on the rank that moved them.
     """
     comm, folder = trainer.accelerator.shard(trainer.model).comm, Path(trainer.args.output_dir)
-    return together(comm, f"{folder}: setting aside its checkpoints", on_first(comm, lambda: _set_aside(folder)))
+    act = partial(_set_aside, folder, with_model=not settings.overwrite_output_dir)
+    return together(comm, f"{folder}: setting aside what it holds", on_first(comm, act))
 
 
-def _set_aside(folder: Path) -> str | None:
-    checkpoints = sorted(folder.glob("checkpoint-*"))
-    if not checkpoints:
+def _set_aside(folder: Path, *, with_model: bool) -> str | None:
+    found = left_in(folder, with_model=with_model)
+    if not found:
+        (folder / REPORT_NAME).unlink(missing_ok=True)  # it tells of a run that has ended
         return None
     number = 1
     while (folder / f"{EARLIER}-{number}").exists():
         number += 1
     target = folder / f"{EARLIER}-{number}"
     target.mkdir()
-    beside = [folder / name for name in (RESOLVED_NAME, HIDDEN_NAME, LOG_NAME) if (folder / name).exists()]
-    for path in (*checkpoints, *beside):
+    for path in found:
         path.rename(target / path.name)
+    (folder / REPORT_NAME).unlink(missing_ok=True)
     return str(target)

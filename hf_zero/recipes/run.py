@@ -1,16 +1,18 @@
 """What a run does in every process, whatever its task: data, model, trainer, training, and what it leaves."""
 
 import signal
+from collections.abc import Callable
 from functools import partial
 
 import transformers
 
 from hf_zero.recipes.leaving import leave, write_configuration
+from hf_zero.recipes.occupied import finished
 from hf_zero.recipes.resuming import checkpoint_of, set_aside, told
 from hf_zero.recipes.settings import AUTO, Settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.recipes.watch import Watch
-from hf_zero.trainer import ZeroTrainer
+from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 
 def run_task(settings: Settings) -> None:
@@ -19,21 +21,26 @@ def run_task(settings: Settings) -> None:
     Args:
         settings ([`Settings`]): What to do; the rank comes from the environment.
     """
-    train(settings).accelerator.end_training()
+    training = settings.training_arguments()
+    told = finished(settings, training)
+    if told is not None:
+        _sayer(training)(told)
+        training.distributed_state.destroy_process_group()
+        return
+    train(settings, training).accelerator.end_training()
 
 
-def train(settings: Settings) -> ZeroTrainer:
+def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     """Trains, and leaves what a run leaves. All ranks call it.
 
     Args:
         settings ([`Settings`]): What to do.
+        training ([`ZeroTrainingArguments`]): Of this process.
 
     Returns:
         [`ZeroTrainer`]: That has trained; its process group is still there.
     """
-    task = TASKS[settings.task].load()
-    training = settings.training_arguments()
-    say = partial(print, flush=True) if training.process_index == 0 else _say_nothing
+    task, say = TASKS[settings.task].load(), _sayer(training)
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:
         say(told(checkpoint))
@@ -47,9 +54,9 @@ def train(settings: Settings) -> ZeroTrainer:
     watch = Watch.attach(trainer)
     task.before(trainer, data, say)
     if checkpoint is None:
-        moved = set_aside(trainer)
+        moved = set_aside(trainer, settings)
         if moved is not None:
-            say(f"the checkpoints of a run before are in {moved} now")
+            say(f"what a run before has left is in {moved} now")
     write_configuration(trainer, settings)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
@@ -64,7 +71,12 @@ def _stop_on_ctrl_c(trainer: ZeroTrainer, settings: Settings) -> None:
     """Ctrl-C saves, as other signals do in every trainer; in a notebook it would be a surprise."""
     trainer.stop_on_signal.signals += (signal.SIGINT,)
     again = "again" if settings.resume == AUTO else f"with --resume {AUTO}"
+    again += " and without --overwrite_output_dir" if settings.overwrite_output_dir else ""
     trainer.stop_on_signal.remedy = f"to go on, run the same command {again}"
+
+
+def _sayer(training: ZeroTrainingArguments) -> Callable[..., None]:
+    return partial(print, flush=True) if training.process_index == 0 else _say_nothing
 
 
 def _say_nothing(*_: object) -> None:

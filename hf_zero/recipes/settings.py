@@ -31,6 +31,7 @@ class Settings:
         num_processes (`int`, *optional*): How many processes to start on this machine.
         resume (`str`): "auto", "never" or a checkpoint.
         dry_run (`bool`): Say what would be done, and do nothing.
+        overwrite_output_dir (`bool`): The model that `output_dir` holds may be replaced.
     """
 
     task: str
@@ -39,6 +40,7 @@ class Settings:
     num_processes: int | None
     resume: str = AUTO
     dry_run: bool = False
+    overwrite_output_dir: bool = False
 
     def training_arguments(self) -> ZeroTrainingArguments:
         """Makes the training arguments, in the process that trains.
@@ -74,6 +76,13 @@ class LaunchArguments:
         metadata={
             "help": "Prints the configuration, the model's units, a sample of the data and the memory to expect, "
             "in this one process; trains and writes nothing."
+        },
+    )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={
+            "help": "Starts anew, and replaces the model that output_dir holds; without it a model of another run is "
+            "never overwritten."
         },
     )
 
@@ -133,17 +142,18 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
         num_processes=values["num_processes"],
         resume=_resume(values),
         dry_run=values["dry_run"],
+        overwrite_output_dir=values["overwrite_output_dir"],
     )
 
 
 def _resume(values: dict[str, Any]) -> str:
     """`resume`, or what the training argument of the longer name says."""
-    given = values["resume_from_checkpoint"]
-    if given is None:
-        return values["resume"]
-    if values["resume"] != AUTO:
-        raise ConfigError(f"resume {values['resume']!r} and resume_from_checkpoint {given!r}: give one of them")
-    return AUTO if given.lower() == "true" else given
+    given, resume = values["resume_from_checkpoint"], values["resume"]
+    if given is not None:
+        if resume != AUTO:
+            raise ConfigError(f"resume {resume!r} and resume_from_checkpoint {given!r}: give one of them")
+        resume = AUTO if given.lower() == "true" else given
+    return NEVER if resume == AUTO and values["overwrite_output_dir"] else resume
 
 
 def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:

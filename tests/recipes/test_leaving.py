@@ -62,7 +62,8 @@ def _train(argv: list[str]) -> list[dict]:
     before = integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"]
     integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = Reporter
     try:
-        train(parse_settings("classify", [*argv, "--report_to", "tensorboard"]))
+        settings = parse_settings("classify", [*argv, "--report_to", "tensorboard"])
+        train(settings, settings.training_arguments())
     finally:
         integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = before
     return reported

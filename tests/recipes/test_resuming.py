@@ -128,7 +128,7 @@ def test_the_model_that_a_run_starts_from_is_not_moved_away(call, tiny_model, tm
     shutil.copytree(tiny_model, checkpoint, dirs_exist_ok=True)
     code, line, ran = call(f"--model_name_or_path={checkpoint}", "--resume=never")
     assert (code, ran, line.count("\n")) == (2, False, 1)
-    assert "whose checkpoints --resume never moves away; give another output_dir" in line
+    assert "whose checkpoints and model --resume never moves away; give another output_dir" in line
     assert call(f"--model_name_or_path={checkpoint}", "--resume=never", f"--output_dir={tmp_path / 'b'}")[::2] == (
         0,
         True,
@@ -151,13 +151,12 @@ def test_a_file_for_another_task_is_refused(tmp_path):
 
 
 def test_checkpoints_of_a_run_before_are_set_aside_and_nothing_is_lost(tmp_path):
-    assert _set_aside(tmp_path) is None
+    assert _set_aside(tmp_path, with_model=True) is None
     for number in (1, 2):
         (tmp_path / "checkpoint-5").mkdir()
         (tmp_path / RESOLVED_NAME).write_text(str(number), encoding="utf-8")
-        (tmp_path / "model.safetensors").touch()
-        assert _set_aside(tmp_path) == str(tmp_path / f"_earlier-{number}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["_earlier-1", "_earlier-2", "model.safetensors"]
+        assert _set_aside(tmp_path, with_model=True) == str(tmp_path / f"_earlier-{number}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_earlier-1", "_earlier-2"]
     assert (tmp_path / "_earlier-1" / RESOLVED_NAME).read_text(encoding="utf-8") == "1"
     assert (tmp_path / "_earlier-2" / "checkpoint-5").is_dir()
 

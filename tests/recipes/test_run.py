@@ -122,6 +122,7 @@ def test_a_trained_folder_is_a_model_to_go_on_from(flags, tmp_path, tiny_model):
     first = run_command([*RUN, *flags, "--num_train_epochs", "1"], tmp_path)
     assert first.returncode == 0, first.stderr
     shutil.copytree(tmp_path / "out", tmp_path / "start")
-    second = run_command([*RUN, *flags, "--model_name_or_path", "./start", "--max_steps", "1"], tmp_path)
+    again = ["--model_name_or_path", "./start", "--max_steps", "1", "--overwrite_output_dir"]
+    second = run_command([*RUN, *flags, *again], tmp_path)
     assert second.returncode == 0, second.stderr
     assert accuracies(second.stdout)[0] == accuracies(first.stdout)[1]

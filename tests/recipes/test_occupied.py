@@ -1,0 +1,129 @@
+"""A model that a run has left in `output_dir` is neither lost unasked nor trained again."""
+
+import shutil
+
+import pytest
+
+from hf_zero.recipes.cli import main
+from hf_zero.recipes.leaving import REPORT_NAME
+from hf_zero.recipes.log import LOG_NAME
+from hf_zero.recipes.occupied import LEFT, left_in
+from hf_zero.recipes.resolved import RESOLVED_NAME, resolved_text
+from hf_zero.recipes.resuming import _set_aside
+from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.tasks import TASKS
+from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
+from tests.recipes.ranks import run_on_ranks
+
+
+@pytest.fixture
+def call(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
+    """The command line over a folder with a finished run; gives the exit code, the line, and whether it trains."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    ran = []
+    monkeypatch.setattr("hf_zero.recipes.run.run_task", ran.append)
+
+    def call(task: str, *more: str, left=(RESOLVED_NAME, REPORT_NAME, "model.safetensors")) -> tuple[int, str, bool]:
+        ran.clear()
+        argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", f"--output_dir={tmp_path / 'out'}"]
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        (tmp_path / "out").mkdir()
+        texts = {RESOLVED_NAME: resolved_text(parse_settings(task, argv))}
+        for name in left:
+            (tmp_path / "out" / name).write_text(texts.get(name, ""), encoding="utf-8")
+        code = main([task, *argv, *more])
+        return code, capsys.readouterr().err, bool(ran)
+
+    return call
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_model_of_another_run_is_not_overwritten_by_any_task(call, task):
+    code, line, ran = call(task, "--learning_rate=0.5")
+    assert (code, ran, line.count("\n")) == (2, False, 1)
+    assert "holds a model of another run (learning_rate: 0.5 now, " in line
+    assert line.rstrip().endswith("--resume never, which moves it aside, or --overwrite_output_dir")
+    for flag in ("--overwrite_output_dir", "--resume=never"):
+        assert call(task, "--learning_rate=0.5", flag)[::2] == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("left", "reason"),
+    [
+        (["model-00001-of-00002.safetensors"], f"there is no {RESOLVED_NAME}"),
+        (["adapter_model.safetensors", RESOLVED_NAME], f"there is no {REPORT_NAME}, so it did not end"),
+        (["pytorch_model.bin", REPORT_NAME], f"there is no {RESOLVED_NAME}"),
+    ],
+)
+def test_a_model_that_nothing_tells_of_is_not_overwritten(call, left, reason):
+    code, line, ran = call("classify", left=left)
+    assert (code, ran) == (2, False)
+    assert f"holds a model of another run ({reason})" in line
+
+
+@pytest.mark.parametrize("left", [[], [RESOLVED_NAME, LOG_NAME], ["notes.txt", "training_args.bin"]])
+def test_a_folder_without_a_model_is_free(call, left):
+    assert call("classify", "--learning_rate=0.5", left=left)[::2] == (0, True)
+
+
+def test_a_checkpoint_of_elsewhere_does_not_write_over_another_model_either(call, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_zero.recipes.resuming.check_state", lambda _: None)
+    (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)
+    code, line, ran = call("classify", "--learning_rate=0.5", f"--resume={tmp_path / 'b' / 'checkpoint-3'}")
+    assert (code, ran) == (2, False)
+    assert "holds a model of another run" in line
+
+
+def test_the_model_that_is_trained_further_in_place_is_replaced_only_if_that_is_asked_for(call, tmp_path, tiny_model):
+    argv = ["classify", f"--model_name_or_path={tmp_path / 'b'}", f"--output_dir={tmp_path / 'b'}"]
+    shutil.copytree(tiny_model, tmp_path / "b")
+    assert "holds a model of another run" in call(*argv)[1]
+    assert "whose checkpoints and model --resume never moves away" in call(*argv, "--resume=never")[1]
+    assert call(*argv, "--overwrite_output_dir")[::2] == (0, True)
+
+
+def test_all_that_a_run_leaves_is_set_aside_and_what_is_not_its_own_stays(tmp_path):
+    mine = {name.replace("*", "x") for name in LEFT}
+    for name in (*mine, "notes.txt", "rows.jsonl", "checkpoint-5"):
+        (tmp_path / name).touch()
+    assert {path.name for path in left_in(tmp_path, with_model=False)} == {
+        "checkpoint-5",
+        LOG_NAME,
+        RESOLVED_NAME,
+        f"_{RESOLVED_NAME}",
+    }
+    assert _set_aside(tmp_path, with_model=True) == str(tmp_path / "_earlier-1")
+    assert {path.name for path in (tmp_path / "_earlier-1").iterdir()} == {*mine, "checkpoint-5"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_earlier-1", "notes.txt", "rows.jsonl"]
+
+
+def test_a_run_that_is_begun_anew_has_no_report_until_it_ends(tmp_path):
+    for name in ("model.safetensors", REPORT_NAME):
+        (tmp_path / name).touch()
+    assert _set_aside(tmp_path, with_model=False) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_file):
+    argv = ["classify", f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", "--output_dir=out"]
+    argv += ["--max_steps=2", "--save_strategy=no", "--report_to=none", "--use_cpu", "--logging_steps=1"]
+    ended = run_on_ranks(argv, tmp_path)
+    assert [each.code for each in ended] == [0, 0], ended[0].err
+
+    def state() -> dict:
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (tmp_path / "out").rglob("*")}
+
+    before = state()
+    again = run_on_ranks(argv, tmp_path)
+    assert [each.code for each in again] == [0, 0], again[0].err
+    assert "out: this run has ended (step 2, last loss " in again[0].out
+    assert "nothing is left to train; --resume never trains anew and moves it aside" in again[0].out
+    assert again[1].out == ""
+    other = run_on_ranks([*argv, "--max_steps=3"], tmp_path)
+    assert [each.code for each in other] == [2, 2]
+    assert "holds a model of another run (max_steps: 3 now, 2 there)" in other[0].err
+    assert state() == before
+    anew = run_on_ranks([*argv, "--resume=never"], tmp_path)
+    assert "what a run before has left is in out/_earlier-1 now" in anew[0].out
+    assert {path.name for path in before} == {path.name for path in (tmp_path / "out" / "_earlier-1").rglob("*")}
