@@ -34,7 +34,8 @@ class Prediction:
         num_parameters (`int`): of the model, tied ones once.
         num_trained (`int`): of them, those that get gradients.
         classes (`list[TensorClass]`): what rests between uses, or is used again and again.
-        checkpoint_nbytes (`int`): of one checkpoint on disk, the optimizer's state included, all ranks together.
+        checkpoint_nbytes (`int`): of one checkpoint on disk, the optimizer's state included, all ranks together. Of a
+            model with adapters it holds no base.
         step (`Step`, *optional*): what a step takes; `None` where that is not known.
         note (`str`): what is not known, and why.
     """
@@ -73,7 +74,7 @@ class Prediction:
 
     @property
     def sent_nbytes(self) -> int | None:
-        """Bytes that the rank sends to others in a step of one micro-batch."""
+        """Bytes that the rank sends to others in a step of one micro-batch, or reads of theirs."""
         return None if self.step is None else self.step.sent_nbytes
 
     def _on(self, place: Place) -> int:
@@ -96,7 +97,7 @@ class Prediction:
         if self.disk_nbytes:
             yield "in files of the offload folder", self.disk_nbytes
         if self.step is not None:
-            yield "sent per step", self.step.sent_nbytes
+            yield "read from shared memory per step" if self.step.shares_memory else "sent per step", self.sent_nbytes
             if self.step.copied_nbytes:
                 yield "over the bus per step", self.step.copied_nbytes
         yield "a checkpoint, of all ranks", self.checkpoint_nbytes
@@ -231,9 +232,13 @@ def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
 
 
 def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
-    """The model in the dtypes that it came in, the state, and masters that these dtypes cannot hold."""
+    """The model in the dtypes that it came in, the state, and masters that these dtypes cannot hold.
+
+    Of a model with adapters they alone are saved: the base stays where it came from.
+    """
     nbytes = sum(each.nbytes * each.num_parts for each in classes if each.name == "optimizer state")
-    for flat in (flat for unit in engine.units for flat in unit.flats):
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    for flat in [flat for flat in flats if flat.trainable] if hasattr(engine.model, "peft_config") else flats:
         for info in flat.infos:
             is_wider = torch.promote_types(flat.master_dtype, info.save_dtype) != info.save_dtype
             width = info.save_dtype.itemsize + (flat.master_dtype.itemsize if is_wider else 0)

@@ -39,8 +39,9 @@ class Step:
         moments (`dict[str, int]`): the most between some moments of the step, by what they end.
         activation_nbytes (`int`): what forward has added when its last block ends.
         head_nbytes (`int`): the most that is added to that until backward comes to that block.
-        sent_nbytes (`int`): sent to other ranks.
+        sent_nbytes (`int`): sent to other ranks; where they share memory, read from it.
         copied_nbytes (`int`): copied between device and host.
+        shares_memory (`bool`): whether ranks share memory.
     """
 
     resting_nbytes: int
@@ -50,6 +51,7 @@ class Step:
     head_nbytes: int
     sent_nbytes: int
     copied_nbytes: int
+    shares_memory: bool = False
 
     @property
     def peak_nbytes(self) -> int:
@@ -147,6 +149,7 @@ class Rehearsal:
             head_nbytes=watch.head,
             sent_nbytes=sum(moved.values()),
             copied_nbytes=copied,
+            shares_memory=self.engine.comm.shares_memory,
         )
 
 

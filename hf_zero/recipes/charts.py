@@ -203,7 +203,7 @@ def _total(moment: Moment) -> int:
 
 
 def _wire(step: Step | None) -> Chart | None:
-    """What a rank sends of each unit; of many units the first ones, the others summed."""
+    """What a rank sends or reads of each unit; of many units the first ones, the others summed."""
     rows = sent_by_unit(step) if step is not None else []
     if not rows:
         return None
@@ -219,7 +219,7 @@ def _wire(step: Step | None) -> Chart | None:
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return Chart("wire", f"Sent per rank in step {step.number}, by unit", figure)
+    return Chart("wire", f"{step.exchanged} per rank in step {step.number}, by unit", figure)
 
 
 def sent_by_unit(step: Step) -> list[tuple[str, float]]:

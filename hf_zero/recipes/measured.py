@@ -44,5 +44,5 @@ def _of(content: dict[str, Any]) -> Measured:
     step = content["step"]
     if step is not None:
         moments = [[Moment(**moment) for moment in moments] for moments in step["moments"]]
-        step = Step(step["number"], moments, step["sent_nbytes"])
+        step = Step(step["number"], moments, step["sent_nbytes"], step.get("shares_memory", False))
     return Measured(content["memory"], step)

@@ -100,7 +100,7 @@ def tables_of(log: Sequence[dict[str, Any]], per_rank: Sequence[dict[str, int]],
     if sent:
         rows = [[name, f"{nbytes / MIB:.4g}"] for name, nbytes in sent]
         rows.append(["all", f"{sum(nbytes for _, nbytes in sent) / MIB:.4g}"])
-        tables.append(Table("sent", "Sent per rank and step, by unit", ["unit", "MiB"], rows, SENT_NOTE))
+        tables.append(Table("sent", f"{step.exchanged} per rank and step, by unit", ["unit", "MiB"], rows, SENT_NOTE))
     return tables
 
 

@@ -40,12 +40,19 @@ class Step:
     Args:
         number (`int`): which.
         moments (`list[list[Moment]]`): by rank; of the first micro-batch, and around the optimizer's step.
-        sent_nbytes (`list[dict[str, int]]`): by rank, what it sent of each unit.
+        sent_nbytes (`list[dict[str, int]]`): by rank, what it sent of each unit, or read of the others' memory.
+        shares_memory (`bool`): whether ranks share memory, so that nothing is sent.
     """
 
     number: int
     moments: list[list[Moment]]
     sent_nbytes: list[dict[str, int]]
+    shares_memory: bool = False
+
+    @property
+    def exchanged(self) -> str:
+        """What was done with `sent_nbytes`."""
+        return "Read from shared memory" if self.shares_memory else "Sent"
 
 
 class StepTrace(TrainerCallback):
@@ -98,10 +105,11 @@ class StepTrace(TrainerCallback):
 
     def gather(self) -> Step | None:
         """What all ranks have seen; `None` when no step was watched. All ranks call it after training."""
-        rows = self._trainer.zero_engine.comm.all_gather_object((self._moments, self._sent))
+        comm = self._trainer.zero_engine.comm
+        rows = comm.all_gather_object((self._moments, self._sent))
         if not self._moments:
             return None
-        return Step(self._number, [moments for moments, _ in rows], [sent for _, sent in rows])
+        return Step(self._number, [moments for moments, _ in rows], [sent for _, sent in rows], comm.shares_memory)
 
     def _before_forward(self, unit: Unit, _module: nn.Module, _args: tuple) -> None:
         # within backward it is a checkpointed block, computed again

@@ -27,6 +27,8 @@ MEMORY_CLASSES = (
     ("optimizer state", "optimizer_nbytes"),
     ("reused buffers", "buffer_nbytes"),
 )
+# Names of folders that say nothing of the model in them without the folder around them.
+COMMON_FOLDER = re.compile(r"(final_?)?model|checkpoint-\d+|final|best|last|outputs?")
 # What a log entry says of time and progress; everything else that begins with "eval_" is a metric.
 NO_METRICS = re.compile(r"eval_(runtime|.*_per_second|model_preparation_time)$")
 
@@ -102,6 +104,8 @@ def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any
         memory (`Iterable[MemoryReport]`): of all ranks; without it this rank's own.
         given: what the caller of `create_model_card` says; it wins over what is found.
     """
+    # Without tags transformers takes the name of the data's builder, which is no hub id, and may be None.
+    tags = _listed(given.get("dataset_tags"))
     summary = TrainingSummary.from_trainer(trainer, **given)
     history = trainer.state.log_history
     base, on_hub = _base_of(trainer, summary)
@@ -110,8 +114,8 @@ def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any
         model_name=summary.model_name or "model",
         base_model=base,
         base_on_hub=on_hub,
-        datasets=_listed(summary.dataset),
-        dataset_ids=_listed(summary.dataset_tags),
+        datasets=_listed(given.get("dataset")) or tags,
+        dataset_ids=tags,
         zero_stage=trainer.args.zero_stage,
         num_ranks=trainer.args.world_size,
         precision=_precision(trainer),
@@ -119,7 +123,7 @@ def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any
         num_steps=trainer.state.global_step or None,
         memory=tuple(memory) or (trainer.memory_report(),),
         metrics=_metrics(history),
-        hyperparameters=summary.hyperparameters or {},
+        hyperparameters=_hyperparameters(trainer, summary),
         versions=_versions("peft" if is_adapter_model(trainer.model) else None),
         metadata={"language": summary.language, "license": summary.license, "pipeline_tag": task},
         tags=_listed(summary.tags),
@@ -142,8 +146,8 @@ def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
     history = state.get("log_history") or []
     return RunFacts(
         model_name=model_name,
-        base_model=base and (base if _is_hub_id(base) else Path(base).name),
-        base_on_hub=bool(base) and _is_hub_id(base),
+        base_model=base and _base(base)[0],
+        base_on_hub=bool(base) and _base(base)[1],
         zero_stage=manifest and manifest.stage,
         num_ranks=manifest and manifest.num_ranks,
         precision=manifest and _precision_of(manifest),
@@ -213,9 +217,25 @@ def _row(*cells: Any) -> str:
 
 def _base_of(trainer: Trainer, summary: TrainingSummary) -> tuple[str | None, bool]:
     name = summary.finetuned_from or getattr(trainer.model.config, "_name_or_path", "") or ""
-    if not name:
-        return None, False
-    return (name, True) if _is_hub_id(name) else (Path(name).name, False)
+    return _base(name) if name else (None, False)
+
+
+def _base(name: str) -> tuple[str, bool]:
+    """What a reader calls a model that was loaded by this name, and whether that is a hub id."""
+    in_cache = re.search(r"models--([^/]+)--([^/]+)/snapshots/", name)
+    if in_cache:
+        return f"{in_cache[1]}/{in_cache[2]}", True
+    if _is_hub_id(name):
+        return name, True
+    parts = Path(name).parts[-2:]
+    return "/".join(parts if COMMON_FOLDER.fullmatch(parts[-1]) else parts[-1:]), False
+
+
+def _hyperparameters(trainer: Trainer, summary: TrainingSummary) -> dict[str, Any]:
+    found = dict(summary.hyperparameters or {})
+    if "distributed_type" in found:  # transformers calls every device a GPU
+        found["distributed_type"] = f"multi-{trainer.args.device.type}".replace("cuda", "GPU").replace("cpu", "CPU")
+    return found
 
 
 def _is_hub_id(name: str) -> bool:

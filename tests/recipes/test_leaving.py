@@ -127,6 +127,7 @@ def test_the_report_is_one_file_with_curves_and_the_numbers_of_the_run(whole):
     for title, name in (("parameters", "parameter_nbytes"), ("optimizer state", "optimizer_nbytes")):
         held = [f"{report[name] / 2**20:.2f}" for report in measured["memory"]]
         assert [title, *held, f"{measured['memory'][0][f'ddp_{name}'] / 2**20:.2f}"] in page.tables["memory"]
+    assert "Read from shared memory per rank and step, by unit" in (folder / "report.html").read_text(encoding="utf-8")
     sent = {row[0]: float(row[1]) for row in page.tables["sent"][1:]}
     assert set(sent) == {"root", "bert.encoder.layer.0", "bert.encoder.layer.1", "all"}
     # Half of the fp32 gradients goes to the other rank. Parameters lie in memory that both share.

@@ -98,3 +98,19 @@ def test_a_config_without_a_class_and_a_folder_without_a_config_are_refused(tmp_
     path.write_text(json.dumps({**CONFIG, "architectures": ["NoSuchModel"]}))
     assert main(["plan", str(path)]) == 2
     assert "names no class of transformers" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_an_adapter_holds_no_base(config_file, capsys):
+    adapted = ["--use_peft", "--lora_r", "8", "--lora_target_modules", "q_proj"]
+    text = _plan(capsys, config_file, *SETTINGS, *adapted)
+    num_trained = 3 * 8 * (128 + 128)  # of three layers, both factors
+    assert f"{num_trained / 1e6:.1f} M trained" in text
+    # fp32 weights and Adam's two moments; shards are rounded up to 16 elements
+    assert _mib(text, "a checkpoint, of all ranks") == pytest.approx(num_trained * 12 / 2**20, rel=0.05)
+
+
+def test_ranks_that_share_memory_send_nothing(config_file, capsys):
+    assert _mib(_plan(capsys, config_file, *SETTINGS), "sent per step") > 0
+    shared = _plan(capsys, config_file, *SETTINGS, "--use_cpu")
+    assert "sent per step" not in shared and _mib(shared, "read from shared memory per step") > 0
+    assert _mib(_plan(capsys, config_file, *SETTINGS, "--use_cpu", "--zero_shared_memory=False"), "sent per step") > 0

@@ -2,7 +2,10 @@
 
 import json
 
+import datasets
+import pytest
 import yaml
+from transformers.training_args import ParallelMode
 
 from hf_zero.checkpoint import Manifest
 from hf_zero.planner import MemoryReport
@@ -94,6 +97,40 @@ def test_a_trainer_tells_what_it_has_done(tmp_path):
     assert set(facts.tags) == {"extra", "generated_from_trainer"}
     trainer.create_model_card()
     assert "zero-stage-2" in head_of((tmp_path / "out" / "README.md").read_text(encoding="utf-8"))["tags"]
+
+
+def test_data_without_a_name_is_not_named(tmp_path):
+    rows = datasets.Dataset.from_list([Rows("bert")[index] for index in range(4)])
+    trainer = make(2, tmp_path / "out", models.build("bert"), rows)
+    assert rows.builder_name is None
+    facts = facts_of(trainer)
+    assert (facts.datasets, facts.dataset_ids) == ((), ())
+    assert "datasets" not in head_of(card_text(facts))
+    named = facts_of(trainer, dataset_tags="someone/rows")
+    assert (named.datasets, named.dataset_ids) == (("someone/rows",), ("someone/rows",))
+
+
+@pytest.mark.parametrize(
+    ("folder", "base", "is_on_hub"),
+    [
+        ("minilm/model", "minilm/model", False),
+        ("outputs/run/checkpoint-300", "run/checkpoint-300", False),
+        ("models/llama", "llama", False),
+        ("models--someone--encoder/snapshots/0a1b2c", "someone/encoder", True),
+    ],
+)
+def test_a_base_in_a_folder_has_a_name_that_says_something(folder, base, is_on_hub, tmp_path):
+    (tmp_path / folder).mkdir(parents=True)
+    model = models.build("bert")
+    model.config._name_or_path = str(tmp_path / folder)
+    facts = facts_of(make(2, tmp_path / "out", model, Rows("bert")))
+    assert (facts.base_model, facts.base_on_hub) == (base, is_on_hub)
+
+
+def test_ranks_on_cpus_are_not_called_gpus(tmp_path, monkeypatch):
+    trainer = make(2, tmp_path / "out", models.build("bert"), Rows("bert"))
+    monkeypatch.setattr(type(trainer.args), "parallel_mode", ParallelMode.DISTRIBUTED)
+    assert facts_of(trainer).hyperparameters["distributed_type"] == "multi-CPU"
 
 
 def test_a_folder_tells_what_its_files_have(tmp_path):
