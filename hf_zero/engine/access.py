@@ -59,6 +59,6 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
         for unit in held:
             unit.let_count()
         for unit in held:
-            unit.pin()
+            unit.pin(writeback)
             pinned.callback(unit.unpin, writeback)
         yield

@@ -117,6 +117,7 @@ def build(
         for flat in flats_of:
             flat.fill()
             flat.detach() if flat.is_sharded else flat.attach()
+            flat.note()
         gradients = [Gradient(flat, config.reduce_dtype, arenas.reduced) for flat in flats_of if flat.trainable]
         units.append(Unit(spec.name, flats_of, gradients, index=index))
         units[-1].slot = slot
@@ -146,6 +147,10 @@ def _assemble(model, config, comm, units, parts, specs, placeholders, bus) -> Ze
         placeholders=placeholders,
         bus=bus,
     )
+    for path, module in model.named_modules():
+        for key, p in module._parameters.items():
+            if p is not None and p.requires_grad:
+                engine.registered.append((module._parameters, key, p, f"{path}.{key}".lstrip(".")))
     hooks.install(engine, owners)
     engine.handles.append(Patch(model, ENGINE_ATTRIBUTE, engine))
     for module in model.modules() if any(unit.is_sharded for unit in units) else ():

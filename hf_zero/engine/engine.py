@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import together
 from hf_zero.config import Residency, ZeroConfig
+from hf_zero.engine import writes
 from hf_zero.engine.arenas import Arenas
 from hf_zero.engine.casting import computing_in
 from hf_zero.engine.divided import local_grad, with_local
@@ -116,6 +117,8 @@ class ZeroEngine(Uncopyable):
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
         for unit in self.units:
             unit.let_count = self.settle
+        # of the trainable parameters: the dict of the module that has it, its key there, itself, its name
+        self.registered: list[tuple[dict, str, nn.Parameter, str]] = []
         self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
 
     @property
@@ -135,7 +138,7 @@ class ZeroEngine(Uncopyable):
             self._attach_root()
             return
         if self._depth == 0:
-            self.placeholders.check()
+            writes.refuse_lost(self)
             if self._is_backward_open:
                 self.recover()
             self.schedule.begin_pass()
@@ -430,6 +433,15 @@ class ZeroEngine(Uncopyable):
         for gradient in self.gradients():
             gradient.clear()
 
+    def take_writes(self) -> None:
+        """Before an update: what user code has written to the parameters counts, see `writes`. All ranks call it.
+
+        Raises:
+            `LifecycleError`: on all ranks, when not all have written the same, or when it cannot count.
+        """
+        if not self.is_cast:
+            writes.take(self)
+
     def begin_update(self) -> None:
         """The masters are about to get new values: no rank reads the old ones any more. All ranks call it.
 
@@ -439,7 +451,7 @@ class ZeroEngine(Uncopyable):
         """
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build the optimizer on the new engine")
-        self.placeholders.check()
+        writes.refuse_lost(self)
         self._refuse_held("new values")
         self.comm.fence()
 
@@ -463,6 +475,8 @@ class ZeroEngine(Uncopyable):
             pendings += unit.refresh(only_trained)
         for pending in pendings:
             pending.wait()
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            flat.note()
         self.comm.fence()
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
@@ -522,8 +536,8 @@ class ZeroEngine(Uncopyable):
                 data is away.
         """
         self.settle()
-        self.placeholders.check()
         self._refuse_held("unshard")
+        writes.take_here(self)
         self.clear_gradients()
         restore(self)
         return self.model
@@ -545,6 +559,8 @@ class ZeroEngine(Uncopyable):
         """
         self._refuse_divided()
         self.settle()
+        if values and not self.is_cast:
+            writes.take_here(self)
         for unit in self.units:
             for flat in unit.flats:
                 masters = flat.masters(writes=resident) if values else [(flat.master, flat.held)]

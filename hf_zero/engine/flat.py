@@ -13,6 +13,8 @@ from hf_zero.engine.ferry import Ferry
 from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.source import give_data, source_of
+from hf_zero.errors import LifecycleError
+from hf_zero.shard.bits import bits_of
 from hf_zero.shard.layout import Layout
 from hf_zero.storage import DiskTensor, windows
 
@@ -77,6 +79,9 @@ class Flat:
     refreshing: Pending | None = None  # the compute copy is being made to follow the master already
     common: Tensor | None = None  # all ranks' masters, where the ranks share memory; this rank's is its part of it
     views: list[Tensor]  # of `full`, one per parameter, in its shape
+    shown: list[Tensor]  # what the parameters' data was made last, one per parameter
+    bits: Tensor | None = None  # of the compute copy as the master last gave it, see `writes`; None: it is the master
+    versions: list[int]  # of the parameters, when what is in them was last known to be the engine's
 
     def __init__(
         self,
@@ -328,6 +333,7 @@ class Flat:
         self._put(self.placeholders)
 
     def _put(self, values: list[Tensor]) -> None:
+        self.shown = values
         for p, value in zip(self.params, values):
             put(p, value)
         for companions in self._companions:
@@ -372,21 +378,72 @@ class Flat:
     def take_back(self) -> None:
         """Makes rank 0's whole values everyone's: the master follows what was written to the parameters, or assigned
         to their `data`."""
-        for p, view in zip(self.params, self.views):
-            if local_of(p).data_ptr() != view.data_ptr():
-                view.copy_(local_of(p))
-        self.attach()
+        for index in self.assigned():
+            self.take_assigned(index)
         self.comm.broadcast_(self.full)
         self.comm.fence()
         if self.is_sharded or self.has_master:
-            # What was not written keeps its master: the compute copy may be a rounded one.
-            for master, (start, stop) in self.masters(writes=True):
-                values = self.full[start:stop].to(master.device)
-                written = values != master.to(values.dtype)
-                master.copy_(torch.where(written, values.to(master.dtype), master))
+            self.follow_written()
             if self.has_twin:
                 self.refresh().wait()
         self.comm.fence()
+
+    def follow_written(self) -> None:
+        """Lets the master follow what was written to `full`. What was not keeps its master: the compute copy may be a
+        rounded one."""
+        for master, (start, stop) in self.masters(writes=True):
+            values = self.full[start:stop].to(master.device)
+            written = values != master.to(values.dtype)
+            master.copy_(torch.where(written, values.to(master.dtype), master))
+
+    def assigned(self) -> Iterator[int]:
+        """The parameters whose data is not what the engine made it: somebody has assigned other."""
+        for index, (p, shown) in enumerate(zip(self.params, self.shown)):
+            if local_of(p).data_ptr() != shown.data_ptr() and p.numel():
+                yield index
+
+    def take_assigned(self, index: int) -> None:
+        """Copies what was assigned to a parameter's `data` to where its values lie, which it shows again.
+
+        Raises:
+            `LifecycleError`: when that has another shape or dtype.
+        """
+        p, view = self.params[index], self.views[index]
+        data = local_of(p)
+        if data.shape != view.shape or data.dtype is not view.dtype:
+            put(p, view)
+            raise LifecycleError(
+                f"{self.infos[index].name}: was given data of shape {list(data.shape)} and {data.dtype}, and is "
+                f"sharded with {list(view.shape)} and {view.dtype}; change it before the model is sharded"
+            )
+        view.copy_(data)
+        put(p, view)
+
+    def note(self) -> None:
+        """The parameters are as the engine made them: whatever changes from now on was written by somebody else."""
+        self.versions = [p._version for p in self.params]
+        if self.has_master:
+            self.bits = bits_of(self.full)
+
+    def rewritten(self) -> int | None:
+        """The first parameter that somebody has written to in place since; `None` where nobody has."""
+        if self.cast is not None:
+            return None  # what is shown meanwhile are other parameters
+        pairs = zip(self.params, self.versions)
+        return next((index for index, (p, version) in enumerate(pairs) if p._version != version), None)
+
+    def write_master(self, index: int, values: Tensor) -> None:
+        """Overwrites what this rank has of one parameter's master.
+
+        Args:
+            index (`int`): which parameter.
+            values (`Tensor`): all of it, of any dtype and device.
+        """
+        place, values = self.layout.places[index], values.detach().reshape(-1)
+        for master, (start, stop) in self.masters(writes=True, only=(place.offset, place.stop)):
+            low, high = max(place.offset, start), min(place.stop, stop)
+            if low < high:
+                master[low - start : high - start].copy_(values[low - place.offset : high - place.offset])
 
     def give_back(self, what: str) -> None:
         """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""

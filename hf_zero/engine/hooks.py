@@ -10,6 +10,7 @@ from hf_zero.config import Residency
 from hf_zero.engine import casting, direct
 from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
 from hf_zero.engine.direct import Sink
+from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.entrance import Entrance
 from hf_zero.engine.patch import NodeHook, Patch
@@ -38,6 +39,7 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     direct.install(engine, sinks)
     engine.handles.append(Patch(engine.model, "zero_grad", partial(_zero_grad, engine)))
     casting.guard(engine)
+    _guard_loading(engine)
     if not any(unit.is_sharded or unit.reduces_each_backward for unit in engine.units):
         return  # nothing is moved during forward and backward
     for module in _outer_modules(engine.model, engine.modules, engine.root):
@@ -123,6 +125,36 @@ def _guard_state_dict(engine: ZeroEngine) -> None:
         if any(True for _ in module.parameters()):
             engine.handles.append(module.register_state_dict_pre_hook(check))
             engine.handles.append(module.register_load_state_dict_pre_hook(check))
+
+
+def _guard_loading(engine: ZeroEngine) -> None:
+    held = {id(p): (unit, flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.params)}
+    for module in engine.model.modules():
+        if module._parameters:
+            engine.handles.append(module.register_load_state_dict_pre_hook(partial(_before_loading, held)))
+
+
+def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_metadata, *_) -> None:
+    """What is loaded reaches masters of more precision than the parameters unrounded: what is then written to the
+    parameters agrees with them.
+
+    Raises:
+        `LifecycleError`: for `assign=True`.
+    """
+    for key, p in module._parameters.items():
+        values = state_dict.get(prefix + key)
+        if id(p) not in held or not isinstance(values, Tensor):
+            continue
+        if local_metadata.get("assign_to_params_buffers"):
+            raise LifecycleError(
+                f"load_state_dict: assign=True puts other parameters in place of the sharded ones ({prefix + key}); "
+                "load without it"
+            )
+        unit, flat, index = held[id(p)]
+        fits = values.shape == p.shape and not is_dtensor(p)
+        is_finer = flat.master_dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
+        if fits and is_finer and unit.keeps_writes and not flat.plan.lags:
+            flat.write_master(index, values)
 
 
 def _outer_modules(model: nn.Module, blocks: dict[Unit, nn.Module], root: Unit) -> list[nn.Module]:

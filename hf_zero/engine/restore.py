@@ -27,6 +27,7 @@ def restore(engine: "ZeroEngine") -> None:
         unit.slot = unit.gradient_slots = unit.reader = None
         for gradient in unit.gradients:
             gradient.give_up()
+    engine.registered.clear()
     engine.units.clear()
     engine.blocks.clear()
     engine.modules.clear()

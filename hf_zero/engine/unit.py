@@ -50,6 +50,7 @@ class Unit(Uncopyable):
         self.reader: Reader | None = None  # where the values come from that rest on disk
         self.let_count: Callable[[], None] = lambda: None  # see `ZeroEngine.settle`
         self.pins = 0  # how many `gathered` contexts hold the parameters
+        self.keeps_writes = not self.is_sharded  # whether what is written to the parameters now counts
         self._gathering: list[Pending] = []
         self._gradient_slot: Slot | None = None
         self._was_attached = False  # when it was pinned
@@ -161,8 +162,10 @@ class Unit(Uncopyable):
             for gradient, memory in zip(self.gradients, slot.memos[self]):
                 gradient.lend(*memory)
 
-    def pin(self) -> None:
-        """Makes the parameters whole in memory of their own, outside of the slots, until `unpin`."""
+    def pin(self, writeback: bool) -> None:
+        """Makes the parameters whole in memory of their own, outside of the slots, until `unpin`; with `writeback`,
+        what is written to them meanwhile is kept."""
+        self.keeps_writes = self.keeps_writes or writeback
         if self.pins or not self.is_sharded:
             self.pins += 1
             return
@@ -193,7 +196,14 @@ class Unit(Uncopyable):
             for flat in self.flats:
                 flat.take_back()
         self.pins -= 1
-        if self.pins or not self._homes:
+        if not self.pins:
+            self._leave_home()
+            self.keeps_writes = not self.is_sharded
+            for flat in self.flats if writeback or self.is_sharded else ():
+                flat.note()
+
+    def _leave_home(self) -> None:
+        if not self._homes:
             return
         homes, self._homes = self._homes, []
         # in use when it was pinned, and its slot not taken since: whoever attached it detaches it

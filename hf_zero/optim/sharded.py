@@ -162,6 +162,8 @@ class ShardedOptimizer(StateRecords):
                 loss = closure()
         self._refuse_unfrozen()
         self.engine.begin_update()
+        if not self._host.is_spent:  # else `in_backward` did it
+            self.engine.take_writes()
         scale = self.engine.take_grad_scale() if self._can_scale() else None
         self.engine.finish_gradients()
         self.engine.settle()
@@ -212,6 +214,7 @@ class ShardedOptimizer(StateRecords):
             return
         self._refuse_unfrozen()
         self.engine.begin_update()
+        self.engine.take_writes()
         with self._host.in_backward(self._inners, self._gradients_of):
             yield
 
@@ -234,6 +237,7 @@ class ShardedOptimizer(StateRecords):
         if switched:
             self.engine.settle()
             self.engine.begin_update()
+            self.engine.take_writes()
             for inner in switched:
                 getattr(inner, mode)()
             self.engine.mark_updated(only_trained=True)

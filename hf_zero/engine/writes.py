@@ -1,0 +1,147 @@
+"""What user code writes to parameters beside the optimizer: it is found before the next step.
+
+[Note: a value that is written counts, or the write raises]
+Where parameters rest whole on every rank (stages 0 to 2), user code may write to them between steps: a state dict,
+an average of weights, a clamp; by `p.copy_`, `p.data.copy_` or `p.data = ...`. Before masters are read or updated, the
+compute copies are compared with what the masters last gave them, by a sum over their bits, and what differs is taken
+over into the masters. Ranks hold the same parameters, so their sums are equal too; where they are not, a rank has
+written alone, and the step is refused. At stage 3 what can be written is a copy that is given up: `gathered` with
+`writeback` is the way, a placeholder refuses, and what is noticed later than that raises.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.engine.access import unit_of
+from hf_zero.engine.flat import Flat
+from hf_zero.errors import LifecycleError
+from hf_zero.shard.bits import bits_of
+
+
+if TYPE_CHECKING:
+    from hf_zero.engine.engine import ZeroEngine
+
+
+_INSIDE = "write inside `with hf_zero.gathered(parameter, writeback=True):`"
+
+
+def take(engine: "ZeroEngine") -> None:
+    """Takes over into the masters what was written on all ranks. All ranks call it before they update.
+
+    Raises:
+        `LifecycleError`: on all ranks, when one of them has written what the others have not, or what cannot be taken
+            over; at stage 3, when values were written that are given up.
+    """
+    flats = [flat for unit in engine.units for flat in unit.flats if flat.trainable and not flat.is_sharded]
+    failure: LifecycleError | None = None
+    try:
+        _refuse_replaced(engine)
+        refuse_lost(engine)
+        _take_assigned(engine)
+    except LifecycleError as error:
+        failure = error
+    comm = engine.comm
+    if comm.num_ranks == 1:
+        flats = [flat for flat in flats if flat.has_master]  # of the others, values and masters are one
+    if not flats:
+        if failure is not None:
+            raise failure
+        return
+    bits = torch.stack([bits_of(flat.full) for flat in flats])
+    known = torch.stack([now if flat.bits is None else flat.bits for now, flat in zip(bits, flats)])
+    is_well = torch.full((1,), failure is None, dtype=torch.int64, device=bits.device)
+    rows = comm.all_gather_vector(torch.cat([bits, bits == known, is_well]))
+    if failure is not None:
+        raise failure
+    _refuse_unlike(engine, flats, rows)
+    for flat, is_kept in zip(flats, rows[comm.rank, len(flats) : -1].tolist()):
+        if not is_kept:
+            _follow(engine, flat)
+
+
+def take_here(engine: "ZeroEngine") -> None:
+    """As `take`, but does not ask the other ranks: before masters are read on this one.
+
+    Raises:
+        `LifecycleError`: for what cannot be taken over.
+    """
+    refuse_lost(engine)
+    _take_assigned(engine)
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        if flat.bits is not None and not torch.equal(bits_of(flat.full), flat.bits):
+            _follow(engine, flat)
+
+
+def _follow(engine: "ZeroEngine", flat: Flat) -> None:
+    if flat.refreshing is not None:
+        return  # the engine itself is writing
+    if engine.plan.lags:
+        raise LifecycleError(
+            f"{flat.infos[0].name} or a parameter beside it: was written while a delayed update of it is under way; "
+            + _INSIDE
+        )
+    flat.follow_written()
+    flat.note()
+
+
+def refuse_lost(engine: "ZeroEngine") -> None:
+    """Refuses values that were written to copies which are given up, or put in place of data that is away.
+
+    Raises:
+        `LifecycleError`: with the parameter's name; its data is put back.
+    """
+    engine.placeholders.check()
+    for unit in engine.units if any(unit.is_sharded for unit in engine.units) else ():
+        for flat in unit.flats if not unit.pins else ():
+            index = next(flat.assigned(), None)
+            if index is not None:
+                flat.attach() if unit.is_whole else flat.detach()
+                raise LifecycleError(
+                    f"{flat.infos[index].name}: was given other data while its own is sharded, and that is lost; "
+                    + _INSIDE
+                )
+            if flat.trainable and (index := flat.rewritten()) is not None:
+                flat.note()
+                raise LifecycleError(
+                    f"{flat.infos[index].name}: was written in place during a forward or before its backward, where "
+                    f"stage 3 shows a copy, so its values are not defined now; {_INSIDE} between steps, or use stage 2"
+                )
+
+
+def _refuse_replaced(engine: "ZeroEngine") -> None:
+    for params, key, param, name in engine.registered:
+        other = params.get(key)
+        if other is not param and isinstance(other, nn.Parameter) and unit_of(other) is None:
+            raise LifecycleError(
+                f"{name}: another parameter was put in its place after the model was sharded, and would not be "
+                "trained; write into the parameter that is there, or put it there before sharding"
+            )
+
+
+def _take_assigned(engine: "ZeroEngine") -> None:
+    for unit in engine.units:
+        for flat in unit.flats if not unit.is_sharded else ():
+            for index in flat.assigned():
+                flat.take_assigned(index)
+
+
+def _refuse_unlike(engine: "ZeroEngine", flats: list[Flat], rows: Tensor) -> None:
+    """Raises on all ranks when the ranks' parameters are not the same, or one of them could not go on."""
+    failed = next((rank for rank, is_well in enumerate(rows[:, -1].tolist()) if not is_well), None)
+    if failed is not None:
+        raise LifecycleError(f"optimizer step: rank {failed} refused it; look at the log of rank {failed}")
+    bits = rows[:, : len(flats)]
+    if bool((bits == bits[0]).all()):
+        return
+    flat = flats[int((bits != bits[0]).any(0).nonzero()[0])]
+    each = torch.stack([view.reshape(-1).view(torch.uint8).sum() for view in flat.views])
+    each = engine.comm.all_gather_vector(each)
+    differs = (each != each[0]).any(0).nonzero().flatten().tolist()
+    name = flat.infos[differs[0]].name if differs else f"a parameter of {flat.infos[0].name}'s unit"
+    rank = int((bits != bits[0]).any(1).nonzero()[0])
+    raise LifecycleError(
+        f"{name}: its values on rank {rank} are not those on rank 0, so the ranks do not train one model; write the "
+        f"same on all ranks, or {_INSIDE}, which takes rank 0's"
+    )

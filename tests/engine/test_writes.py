@@ -1,0 +1,240 @@
+"""What user code writes to parameters beside the optimizer: it counts, or it raises, at every stage and dtype."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import LifecycleError
+from hf_zero.shard.bits import bits_of
+from tests.distributed import run_ranks
+from tests.engine.models import Block, Tower, inputs, loss_of
+from tests.engine.reference import ALL_STAGES, SETTINGS, build_seeded, sgd, weights_of
+
+
+LIMIT = 60.0
+NAME = "layers.1.up.weight"  # its range is divided over the ranks
+
+
+def load(model, p):
+    model.load_state_dict({**model.state_dict(), NAME: torch.full_like(p, 0.25)})
+
+
+WRITES = {
+    "in place": lambda model, p: p.fill_(0.25),
+    "data, in place": lambda model, p: p.data.copy_(torch.full_like(p, 0.25)),
+    "another storage": lambda model, p: setattr(p, "data", torch.full_like(p, 0.25)),
+    "state dict": load,
+}
+
+
+def trained(stage, dtype, num_steps=1, lr=None):
+    model = build_seeded(Tower)
+    engine = hf_zero.shard(model, stage=stage, compute_dtype=dtype, **SETTINGS)
+    optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+    for step in range(num_steps):
+        take_step(model, optimizer, step)
+    return model, engine, optimizer
+
+
+def take_step(model, optimizer, step):
+    x = inputs(dist.get_rank(), step).to(model.head.weight.dtype)
+    loss_of(model(x).float()).backward()
+    optimizer.step()
+
+
+def freeze(optimizer):
+    for group in optimizer.param_groups:
+        group.update(lr=0.0)
+
+
+def _writes_count(stages, dtype):
+    for stage in stages:
+        for kind, write in WRITES.items():
+            model, engine, optimizer = trained(stage, dtype)
+            before = {(s.name, s.start): s.tensor.clone() for s in engine.named_shards()}
+            with torch.no_grad():
+                write(model, model.get_parameter(NAME))
+            freeze(optimizer)
+            take_step(model, optimizer, 1)
+            where = f"stage {stage}, {kind}"
+            assert (model.get_parameter(NAME) == 0.25).all(), where
+            for shard in engine.named_shards():
+                if shard.name == NAME:
+                    assert (shard.tensor == 0.25).all(), where
+                else:  # the lower bits of what was not written stay
+                    assert torch.equal(shard.tensor, before[shard.name, shard.start]), f"{where}: {shard.name}"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_written_between_steps_counts_where_parameters_are_whole(num_ranks, dtype):
+    stages = ALL_STAGES if num_ranks == 1 else ALL_STAGES[:3]
+    run_ranks(_writes_count, num_ranks, stages, dtype, timeout=LIMIT)
+
+
+def _written_row():
+    """One row that changes place with another leaves every plain sum as it was."""
+    for stage in (0, 1, 2):
+        model, engine, optimizer = trained(stage, torch.bfloat16)
+        p = model.get_parameter(NAME)
+        wanted = p.detach().flip(0).clone()
+        p.data.copy_(wanted)
+        freeze(optimizer)
+        take_step(model, optimizer, 1)
+        assert torch.equal(p, wanted), f"stage {stage}"
+
+
+def test_rows_that_change_places_count():
+    run_ranks(_written_row, 2, timeout=LIMIT)
+
+
+def _saved_at_once():
+    for stage in (0, 1, 2):
+        model, engine, _ = trained(stage, torch.bfloat16)
+        model.get_parameter(NAME).data.fill_(0.25)
+        assert all((s.tensor == 0.25).all() for s in engine.named_shards() if s.name == NAME), f"stage {stage}"
+        model.get_parameter(NAME).data.fill_(0.5)
+        assert (engine.unshard().get_parameter(NAME) == 0.5).all(), f"stage {stage}"
+
+
+def test_what_is_written_is_saved_without_a_step():
+    run_ranks(_saved_at_once, 2, timeout=LIMIT)
+
+
+def _loaded_unrounded():
+    """The masters get what is loaded, not what the compute copies round it to."""
+    for stage in ALL_STAGES:
+        model, engine, optimizer = trained(stage, torch.bfloat16)
+        with hf_zero.gathered(model, writeback=True):
+            wanted = {name: torch.randn(value.shape) for name, value in model.state_dict().items()}
+            model.load_state_dict(wanted)
+        freeze(optimizer)
+        take_step(model, optimizer, 1)
+        for shard in engine.named_shards():
+            run = wanted[shard.name].reshape(-1)[shard.start : shard.start + shard.tensor.numel()]
+            assert torch.equal(shard.tensor, run), f"stage {stage}: {shard.name}"
+
+
+def test_a_state_dict_reaches_the_masters_unrounded():
+    run_ranks(_loaded_unrounded, 1, timeout=LIMIT)
+    run_ranks(_loaded_unrounded, 2, timeout=LIMIT)
+
+
+def _written_by_one(dtype):
+    for stage in (0, 1, 2):
+        for name in (NAME, "embed.bias", "layers.3.down.weight"):  # the first and the last lie on one rank each
+            model, _, optimizer = trained(stage, dtype)
+            if dist.get_rank() == 1:
+                model.get_parameter(name).data.fill_(0.25)
+            with pytest.raises(LifecycleError, match=f"^{name}: .* rank 1"):
+                take_step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_one_rank_alone_writes_is_refused_by_name(dtype):
+    run_ranks(_written_by_one, 2, dtype, timeout=LIMIT)
+
+
+def _reshaped():
+    for stage in (0, 2):
+        model, _, optimizer = trained(stage, None)
+        wanted = weights_of(model)
+        for data in (torch.ones(3, 3), model.get_parameter(NAME).detach().double()):
+            if dist.get_rank() == 0:
+                model.get_parameter(NAME).data = data
+            with pytest.raises(LifecycleError, match=NAME if dist.get_rank() == 0 else "rank 0"):
+                optimizer.step()
+        found = weights_of(model)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_data_of_another_shape_or_dtype_is_refused_on_all_ranks():
+    run_ranks(_reshaped, 2, timeout=LIMIT)
+
+
+def _replaced():
+    for stage in ALL_STAGES:
+        model, _, optimizer = trained(stage, None)
+        model.head.weight = nn.Parameter(torch.ones(2, 6))
+        with pytest.raises(LifecycleError, match="head.weight"):
+            optimizer.step()
+        if stage < 3:
+            with pytest.raises(LifecycleError, match="assign"):
+                model.load_state_dict({"head.bias": torch.ones(2)}, strict=False, assign=True)
+
+
+def test_a_parameter_that_is_put_in_place_of_another_is_refused():
+    run_ranks(_replaced, 2, timeout=LIMIT)
+
+
+def _assigned_while_away():
+    model, _, optimizer = trained(3, None)
+    wanted = weights_of(model)
+    for act in (lambda: model(inputs(0, 0)), optimizer.step):
+        model.get_parameter(NAME).data = torch.ones(12, 6)
+        with pytest.raises(LifecycleError, match=NAME):
+            act()
+        assert model.get_parameter(NAME).isnan().all()
+    found = weights_of(model)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    take_step(model, optimizer, 1)
+
+
+def test_data_that_is_assigned_while_it_is_away_is_refused():
+    run_ranks(_assigned_while_away, 2, timeout=LIMIT)
+
+
+class Renormed(Block):
+    def forward(self, hidden):
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+        return super().forward(hidden)
+
+
+def _written_in_forward(dtype):
+    model = build_seeded(lambda: Tower(block=Renormed))
+    engine = hf_zero.shard(model, stage=3, compute_dtype=dtype, **SETTINGS)
+    optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+    model(inputs(0, 0).to(dtype or torch.float32)).sum().detach()
+    with pytest.raises(LifecycleError, match="layers.0.up.weight.* stage 3"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_block_that_writes_to_its_parameters_is_refused_at_stage_3(dtype):
+    run_ranks(_written_in_forward, 2, dtype, timeout=LIMIT)
+
+
+def _offloaded():
+    for stage in (1, 2):
+        for settings in ({}, {"delayed_update": 1}):
+            model = build_seeded(Tower)
+            engine = hf_zero.shard(model, stage=stage, offload="optimizer", **SETTINGS, **settings)
+            optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+            take_step(model, optimizer, 0)
+            take_step(model, optimizer, 1)
+            model.get_parameter(NAME).data.fill_(0.25)
+            freeze(optimizer)
+            if settings:
+                with pytest.raises(LifecycleError, match="delayed"):
+                    take_step(model, optimizer, 2)
+                continue
+            take_step(model, optimizer, 2)
+            assert (model.get_parameter(NAME) == 0.25).all(), f"stage {stage}"
+
+
+def test_what_is_written_counts_where_masters_rest_on_the_host():
+    run_ranks(_offloaded, 2, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("num_words", [1, 63, 64, 65, 1000, 64 * 2**16 + 65])
+def test_every_bit_counts_in_the_sum(num_words):
+    values = torch.arange(num_words, dtype=torch.int64)
+    before = bits_of(values)
+    for index in {0, num_words // 2, num_words - 1}:
+        values[index] ^= 1 << 40
+        assert bits_of(values) != before, index
+        values[index] ^= 1 << 40
+    assert bits_of(values) == before
