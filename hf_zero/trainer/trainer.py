@@ -47,7 +47,7 @@ from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resu
 from hf_zero.trainer.rotation import keep_best, rotation
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks
 from hf_zero.trainer.signals import StopOnSignal
-from hf_zero.trainer.uneven import evened
+from hf_zero.trainer.uneven import Supply, evened
 
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ OVERRIDES = (
     "_move_model_to_device",
     "_init_training_state",
     "_run_epoch",
+    "get_batch_samples",
     "evaluation_loop",
     "_finalize_training",
     "_get_output_dir",
@@ -209,9 +210,9 @@ class ZeroTrainerMixin(PushMixin):
 
     def set_initial_training_values(self, args, dataloader):
         """As in Trainer; a run that is resumed counts from where it is, whatever its batches were before."""
-        epochs, per_epoch, examples, samples, per_step, in_epoch, steps = super().set_initial_training_values(
-            args, dataloader
-        )
+        self._supply = Supply(dataloader)
+        values = super().set_initial_training_values(args, dataloader)
+        epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
         self._data = epochs_of(dataloader, args.gradient_accumulation_steps)
         if self._goes_on():
             self._start = start = self._start.within(self._data)
@@ -243,6 +244,11 @@ class ZeroTrainerMixin(PushMixin):
             num_update_steps_per_epoch=num_update_steps_per_epoch,
             **kwargs,
         )
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """As in Trainer; where a rank has fewer batches than others all of them say so, and none waits."""
+        batches = self._supply.next(epoch_iterator, num_batches, self.zero_engine.comm, self.state.global_step)
+        return super().get_batch_samples(batches, num_batches, device)
 
     def _goes_on(self) -> bool:
         return self._start.step > 0 and self._data is not None and not self.args.ignore_data_skip

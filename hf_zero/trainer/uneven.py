@@ -1,18 +1,23 @@
-"""Evaluation where ranks have unlike amounts to do: those that are done go on with borrowed batches that do not count.
+"""Where ranks have unlike amounts of data. In evaluation those that are done go on with borrowed batches that do not
+count; in training, where that would change what is learnt, all ranks stop at the first batch that lacks.
 
 The loaders that accelerate makes give every rank equally many batches. Others need not: `even_batches=False`, a data
 set that was divided beforehand, a loader of the user's own. `Trainer` gathers after every batch, and a sharded model
 in every forward, so a rank that stopped would leave the others waiting.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from accelerate.state import GradientState, PartialState
 from accelerate.utils import find_batch_size, gather, gather_object, recursively_apply, send_to_device
 from torch import Tensor
+
+from hf_zero.comm import Comm
+from hf_zero.errors import DataError
 
 
 @contextmanager
@@ -39,6 +44,12 @@ def evened(trainer, dataloader) -> Iterator:
 
 def is_even(dataloader) -> bool:
     """Whether all ranks are known to get equally many rows with every batch. All ranks call it and agree."""
+    found = _supplies(dataloader)
+    return len(found) == 1 or all(other == (True, found[0][1]) for other in found)
+
+
+def _supplies(dataloader) -> list[tuple[bool, int | None]]:
+    """Of each rank: whether its loader is of a kind that is even, and how many batches it has, where that is known."""
     sampler = getattr(dataloader, "batch_sampler", None)
     is_known = (
         isinstance(dataloader, DataLoaderDispatcher)
@@ -49,8 +60,69 @@ def is_even(dataloader) -> bool:
         length = len(dataloader)
     except TypeError:  # a data set without length
         length = None
-    found = gather_object([(is_known, length)])
-    return len(found) == 1 or all(other == (True, length) for other in found)
+    return gather_object([(is_known, length)])
+
+
+class Supply:
+    """The batches of a training. Where ranks are not known to get equally many they compare before each step, so that
+    none waits for one that has none left.
+
+    Args:
+        dataloader: this rank's. All ranks make theirs at once.
+
+    Raises:
+        `DataError`: some ranks have no data at all; on all ranks.
+    """
+
+    def __init__(self, dataloader):
+        self._is_even = is_even(dataloader)
+        self._ended: Iterator | None = None  # of which all ranks have had the last batch
+        if not self._is_even:
+            lengths = [length for _, length in _supplies(dataloader)]
+            if 0 in lengths and any(lengths):
+                _refuse("before the first step", [1 if length is None else length for length in lengths])
+
+    def longest(self, counts: Sequence[int]) -> Sequence[int]:
+        """What a rank has counted with its own loader, epochs and steps: the largest of any rank. So none ends before
+        it is seen to lack a batch, and all have one schedule."""
+        if self._is_even:
+            return counts
+        return tuple(map(max, zip(*gather_object([tuple(counts)]), strict=True)))
+
+    def next(self, batches: Iterator, count: int, comm: Comm, step: int) -> Iterator:
+        """The batches of one step, which all ranks have.
+
+        Args:
+            batches (`Iterator`): of the epoch.
+            count (`int`): how many there are to be.
+            comm (`Comm`): the ranks.
+            step (`int`): how many steps are done, for the message.
+
+        Raises:
+            `DataError`: some ranks have fewer than others, and are named; on all ranks.
+        """
+        if self._is_even or batches is self._ended:
+            return batches
+        taken = list(islice(batches, count))
+        if comm.device.type != "cpu":
+            comm = comm.aside("batches")
+        counts = comm.all_gather_vector(torch.tensor([len(taken)], dtype=torch.int32, device=comm.device))
+        counts = counts.flatten().tolist()
+        if min(counts) < max(counts):
+            _refuse(f"step {step + 1}", counts)
+        if len(taken) < count:
+            self._ended = batches
+        return iter(taken)
+
+
+def _refuse(when: str, counts: list[int]) -> None:
+    least, most = min(counts), max(counts)
+    batches = f"{least or 'no'} batch{'' if least == 1 else 'es'}"
+    raise DataError(
+        f"training data, {when}: rank {counts.index(least)} has {batches} left "
+        f"where rank {counts.index(most)} has {most}; give every rank equally many batches (DistributedSampler with "
+        "drop_last=True), or return a loader that accelerate divides: self.accelerator.prepare(DataLoader(...))"
+    )
 
 
 class EvenLoader:

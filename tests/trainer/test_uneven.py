@@ -1,4 +1,6 @@
-"""Evaluation where one rank has more batches than the other: plain `Trainer` would wait for ever."""
+"""One rank has more batches than the other: plain `Trainer` would wait for ever."""
+
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -6,6 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from hf_zero.errors import DataError
+from hf_zero.trainer import uneven
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import Rows, make
@@ -126,3 +130,64 @@ def _uneven(folder, source):
 )
 def test_what_accelerate_leaves_uneven_is_evaluated_row_by_row(tmp_path, source):
     run_ranks(_uneven, 2, str(tmp_path), source, timeout=240)
+
+
+class OwnTraining(Trainer):
+    """Every rank makes a loader over rows of its own to train on."""
+
+    counts = [1, 1]
+
+    def get_train_dataloader(self):
+        rows = _rows_of(self.counts)[self.args.process_index]
+        if self.counts[0] > 10:
+            rows = _Stream(rows)
+        return DataLoader(rows, batch_size=1, collate_fn=self.data_collator)
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self._rows = rows
+
+    def __iter__(self):
+        return iter(self._rows)
+
+
+# rows of each rank, accumulation, further settings, what is said, steps done
+TRAININGS = {
+    "the first has fewer": ([2, 4], 1, {}, "step 3: rank 0 has no batches left where rank 1 has 1", 2),
+    "by accumulation": ([7, 6], 4, {"max_steps": 9}, "step 2: rank 1 has 2 batches left where rank 0 has 3", 1),
+    "streams": ([13, 11], 2, {"max_steps": 9}, "step 6: rank 1 has 1 batch left where rank 0 has 2", 5),
+    "none at all": ([0, 3], 1, {}, "before the first step: rank 0 has no batches left where rank 1 has 3", 0),
+}
+
+
+def _own_training(folder, counts, accumulation, settings):
+    mixin_on = type("Mine", (OwnTraining,), {"counts": counts})
+    settings = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": accumulation, **settings}
+    trainer = make(3, folder, models.build("bert"), Rows("bert"), mixin_on=mixin_on, **settings)
+    said = ""
+    try:
+        trainer.train()
+    except DataError as error:
+        said = str(error)
+    return said, trainer.state.global_step, trainer.lr_scheduler and trainer.lr_scheduler.state_dict()["last_epoch"]
+
+
+@pytest.mark.parametrize("case", TRAININGS)
+@pytest.mark.rotating(always=2)
+def test_training_stops_on_all_ranks_at_the_first_batch_that_one_lacks(tmp_path, case):
+    counts, accumulation, settings, message, steps = TRAININGS[case]
+    found = run_ranks(_own_training, 2, str(tmp_path), counts, accumulation, settings, timeout=100)
+    assert [step for _, step, _ in found] == [steps] * 2
+    assert all(f"training data, {message}; give every rank" in said for said, _, _ in found), found
+
+
+def _even_training(folder):
+    compared = mock.Mock(side_effect=AssertionError("known to be even"))
+    with mock.patch.object(uneven, "islice", compared):
+        make(3, folder, models.build("bert"), Rows("bert"), max_steps=3).train()
+    return _own_training(folder, [3, 3], 1, {})
+
+
+def test_even_loaders_cost_nothing_and_own_ones_of_one_length_train_to_the_end(tmp_path):
+    assert [(said, steps) for said, steps, _ in run_ranks(_even_training, 2, str(tmp_path))] == [("", 6)] * 2
