@@ -26,7 +26,7 @@ from hf_zero.recipes.settings import Settings
 from hf_zero.recipes.step_trace import Step
 from hf_zero.recipes.watch import Watch
 from hf_zero.trainer import ZeroTrainer
-from hf_zero.trainer.card import facts_of
+from hf_zero.trainer.card import facts_of, fenced
 
 
 REPORT_NAME = "report.html"
@@ -133,7 +133,7 @@ def _numbers(trainer: ZeroTrainer, precision: str, log: list[dict[str, Any]]) ->
 
 def _sections(settings: Settings, charts: list[Chart]) -> dict[str, str]:
     """Markdown for the model card."""
-    sections = {"Recipe": f"```yaml\n{yaml_text(_shown(settings))}```"}
+    sections = {"Recipe": fenced(yaml_text(_shown(settings)), "yaml")}
     if charts:
         pictures = [f"![{chart.title}]({REPORT_FOLDER}/{chart.name}.png)" for chart in charts]
         sections["Curves"] = "\n".join(pictures)

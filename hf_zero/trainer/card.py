@@ -1,5 +1,6 @@
 """The model card: what a reader of a repository wants to know about the run that made it."""
 
+import html
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -85,7 +86,7 @@ def card_text(facts: RunFacts) -> str:
         facts ([`RunFacts`]): of the run.
     """
     sections = [
-        f"---\n{_head(facts)}\n---\n\n# {facts.model_name}\n\n{_summary(facts)}",
+        f"---\n{_head(facts)}\n---\n\n# {as_text(facts.model_name)}\n\n{_summary(facts)}",
         _table("Results", "metric", facts.metrics),
         _table("Training", "", _training_rows(facts)),
         _memory_section(facts),
@@ -172,8 +173,12 @@ def _head(facts: RunFacts) -> str:
 
 def _summary(facts: RunFacts) -> str:
     how = "" if facts.zero_stage is None else f" with ZeRO stage {facts.zero_stage} by hf_zero"
-    what = f"This model was fine-tuned from `{facts.base_model}`" if facts.base_model else "This model was trained"
-    data = f" on {', '.join(facts.datasets)}" if facts.datasets else ""
+    what = (
+        f"This model was fine-tuned from {_as_code(facts.base_model)}"
+        if facts.base_model
+        else "This model was trained"
+    )
+    data = f" on {', '.join(map(as_text, facts.datasets))}" if facts.datasets else ""
     return f"{what}{data}{how}."
 
 
@@ -212,7 +217,22 @@ def _table(title: str, what: str, rows: Mapping[str, Any]) -> str:
 
 
 def _row(*cells: Any) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    return "| " + " | ".join(as_text(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def as_text(value: Any) -> str:
+    """A value on one line of Markdown that shows it as it is: no HTML, link or image in it comes to life."""
+    return html.escape(" ".join(str(value).split()), quote=False).replace("[", "\\[").replace("`", "\\`")
+
+
+def _as_code(text: str) -> str:
+    return f"`{' '.join(text.replace('`', ' ').split())}`"
+
+
+def fenced(text: str, language: str = "") -> str:
+    """A block of code that ends where the text does, whatever is in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
 def _base_of(trainer: Trainer, summary: TrainingSummary) -> tuple[str | None, bool]:

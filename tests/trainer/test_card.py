@@ -1,6 +1,7 @@
 """The card says what is known, nothing else, and is one that a hub accepts."""
 
 import json
+import re
 
 import datasets
 import pytest
@@ -9,7 +10,7 @@ from transformers.training_args import ParallelMode
 
 from hf_zero.checkpoint import Manifest
 from hf_zero.planner import MemoryReport
-from hf_zero.trainer.card import RunFacts, card_text, facts_of, facts_of_folder
+from hf_zero.trainer.card import RunFacts, card_text, facts_of, facts_of_folder, fenced
 from tests import models
 from tests.trainer.harness import Rows, make
 
@@ -68,6 +69,32 @@ def test_the_text_has_every_fact():
         "| hf_zero | 0.1.0 |",
     ):
         assert line in text.splitlines()
+
+
+def test_what_data_and_files_say_is_shown_and_never_interpreted():
+    html, image = "<script>alert('x')</script>", "![x](https://tracker/x.png)"
+    facts = RunFacts(
+        model_name=f"tiny {html}\n\n# two",
+        base_model=f"base` {html} `",
+        datasets=(html, image, "a\n\n<b>"),
+        metrics={f"eval_{html}": 1.0, "eval_b": f"{image} `code`"},
+        hyperparameters={html: f"a | {html}"},
+        versions={"transformers": html},
+    )
+    text = card_text(facts).split("---\n", 2)[2]
+    outside_code = re.sub(r"(?<!\\)`[^`\n]*(?<!\\)`", "", text)
+    assert "<script>" in text and "<" not in outside_code, "in code it stays what it is"
+    assert "![" not in text and "\n# two" not in text and "&lt;script&gt;alert('x')&lt;/script&gt;" in text
+    assert "| &lt;script&gt;alert('x')&lt;/script&gt; | a \\| &lt;script&gt;" in text
+
+
+@pytest.mark.parametrize("text", ["a: 1\n", "a: |\n  ```\n  <img src=x>\n", "````"])
+def test_a_block_of_code_ends_where_its_text_ends(text):
+    lines = fenced(text, "yaml").split("\n")
+    fence = lines[0].removesuffix("yaml")
+    assert set(fence) == {"`"} and lines[-1] == fence
+    assert [line for line in lines[1:-1] if line.strip().startswith(fence)] == []
+    assert "\n".join(lines[1:-1]) == text.rstrip()
 
 
 def test_what_is_not_known_is_not_said():
