@@ -71,6 +71,9 @@ OFFLOADS = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "pa
 
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+# What is done about gradients that are not finite.
+NONFINITE = {name: name for name in ("stop", "skip", "ignore")}
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The one of `known` that is written most like `name`; `None` where none is much like it."""
@@ -131,6 +134,8 @@ class ZeroConfig:
         partition_activations (`bool`): inputs of checkpointed blocks that are replicated over tensor-parallel ranks
             are divided among them until the recomputation (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
         offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory (P_a+cpu).
+        nonfinite (`str`): what a step does whose gradients hold an infinity or a NaN: "stop" raises on all ranks,
+            "skip" leaves the step out on all ranks, "ignore" takes it.
     """
 
     stage: int = 3
@@ -147,9 +152,11 @@ class ZeroConfig:
     delayed_update: int = 0
     partition_activations: bool = False
     offload_activations: bool = False
+    nonfinite: str = "stop"
 
     def __post_init__(self):
         choose("stage", self.stage, STAGES)
+        choose("nonfinite", self.nonfinite, NONFINITE)
         if self.compute_dtype is not None and not self.compute_dtype.is_floating_point:
             raise ConfigError(
                 f"compute_dtype: {self.compute_dtype} is not a floating dtype; give torch.bfloat16, float16 or None"

@@ -25,6 +25,10 @@ class LifecycleError(HfZeroError, RuntimeError):
     """A call at the wrong time: a phase transition that is not allowed, sharded data read as if it were whole."""
 
 
+class NonFiniteError(HfZeroError, FloatingPointError):
+    """Gradients with an infinity or a NaN, on which no step was taken: names the rank and the first unit."""
+
+
 class UnsupportedError(HfZeroError, NotImplementedError):
     """Something that cannot be sharded exactly: double backward, an optimizer that is not elementwise."""
 

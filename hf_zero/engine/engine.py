@@ -120,6 +120,7 @@ class ZeroEngine(Uncopyable):
         # of the trainable parameters: the dict of the module that has it, its key there, itself, its name
         self.registered: list[tuple[dict, str, nn.Parameter, str]] = []
         self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
+        self.grad_norm: Tensor | None = None  # of the gradients there are; None where nobody has measured it
 
     @property
     def disk(self) -> Disk | None:
@@ -252,6 +253,7 @@ class ZeroEngine(Uncopyable):
         """Once in each backward: the root is made whole, and the end of the backward is awaited."""
         if not self._is_backward_open:
             self._is_backward_open = True
+            self.grad_norm = None
             self._apply_grad_scale()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             self._attach_root()
@@ -427,7 +429,7 @@ class ZeroEngine(Uncopyable):
         """Forgets all gradients, and gives back the shards of them."""
         if self._is_backward_open and not in_backward():
             self.recover()
-        self._grad_scale = None
+        self._grad_scale = self.grad_norm = None
         for updates in list(self.updates):
             updates.abandon()
         for gradient in self.gradients():

@@ -13,6 +13,8 @@ from hf_zero.shard.slots import Slot
 
 # Smaller gradients are held back, to be copied together when their unit is reduced; larger ones are freed at once.
 MAX_HELD_NUMEL = 2**16
+# Of so many elements of a rank's own gradient a sum is kept, see `Gradient.witness`.
+WITNESS_NUMEL = 1024
 
 
 class Gradient:
@@ -29,6 +31,9 @@ class Gradient:
     reduced: Tensor | None  # the average, over the range that the optimizer updates; None until the first reduction
     is_persistent: bool  # `full` stays between backward passes, because it is the resting place of the summand
     rests_where_collected: bool  # `reduced` is (a range of) `full`: reduced once a step, after its last micro-batch
+    # 0-d, a sum of few elements of what this rank has added to the average since the last step; None where nothing.
+    # Afterwards nothing else tells from which rank a value came that is not finite.
+    witness: Tensor | None
 
     def __init__(self, flat: Flat, sum_dtype: torch.dtype, arena: Arena):
         self.flat = flat
@@ -36,6 +41,7 @@ class Gradient:
         self.dtype = min(self.sum_dtype, flat.master.dtype, key=lambda dtype: dtype.itemsize)
         self.full = None
         self.reduced = None
+        self.witness = None
         self._other: Tensor | None = None  # the second of two places on the host, see `hand_over`
         self.views: list[Tensor] = []
         self.is_persistent = flat.plan.grad is not Residency.SHARDED
@@ -48,6 +54,8 @@ class Gradient:
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
         self.used = [False] * len(flat.params)  # it got one since the last step
         self._pads = list(flat.layout.pads())
+        sizes = [place.numel for place in flat.layout.places]
+        self._by_size = sorted((index for index, numel in enumerate(sizes) if numel), key=sizes.__getitem__)
         self._places: list[Tensor] = []  # where the gradients go that are held back, and these
         self._grads: list[Tensor] = []
 
@@ -99,6 +107,7 @@ class Gradient:
         self.settle()
         for start, stop in self._pads:  # each time: clipping by a norm that is not finite reaches the padding too
             full[start:stop].zero_()
+        self._testify()
         for index, filled in enumerate(self.filled):
             if not filled:
                 self.views[index].zero_()
@@ -120,6 +129,14 @@ class Gradient:
             flat.ferry.down(self.reduced, summed, accumulate=adds).wait()
 
         return Pending(finish)
+
+    def _testify(self) -> None:
+        """Adds to the witness. The smallest parameter serves: it is mostly a vector that a layer adds or multiplies
+        by, and a value that is not finite spreads over all of those on its way back."""
+        index = next((index for index in self._by_size if self.filled[index]), None)
+        if index is not None and self.flat.comm.num_ranks > 1:
+            own = self.views[index].view(-1)[:WITNESS_NUMEL].sum(dtype=torch.float64)
+            self.witness = own if self.witness is None else self.witness + own
 
     def _average(self, full: Tensor, result: Tensor, adds: bool, what: str) -> Pending:
         """Averages `full` over the ranks into `result`, which is whole where gradients rest whole, else a shard."""
@@ -182,6 +199,7 @@ class Gradient:
     def clear(self) -> None:
         """Forgets the gradients. Shards of them go back to their arena; on the host they stay."""
         self.is_reduced = self.is_spent = False
+        self.witness = None
         if not self.is_persistent and not self.flat.is_away and self.reduced is not None:
             self._arena.give(self.reduced)
             self.reduced = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.engine.divided import is_divided
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import LifecycleError, UnsupportedError
 from hf_zero.optim.combined import CombinedOptimizer
 
 
@@ -110,6 +110,21 @@ def refuse_divided(optimizer: torch.optim.Optimizer, grains: list[Grain]) -> Non
                 f"optimizer {type(optimizer).__name__}: updates whole parameters, of which tensor-parallel ranks have "
                 "a part each; use one that updates each element by itself, such as AdamW"
             )
+
+
+def refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fresh optimizer has state already, because its class makes it when it is built.
+
+    Raises:
+        `LifecycleError`: when it has state because it has stepped.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state[p] for p in params if p in optimizer.state]
+    if any(float(state.get("step", 1)) > 0 for state in states):
+        raise LifecycleError(
+            f"{type(optimizer).__name__}: has stepped on whole parameters already; give a fresh optimizer"
+        )
+    return bool(states)
 
 
 def _has_overrides(optimizer: torch.optim.Optimizer) -> bool:

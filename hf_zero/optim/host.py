@@ -11,6 +11,7 @@ from hf_zero.comm import Bus, Comm, Pending, Transfer
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
+from hf_zero.optim.finite import is_finite
 from hf_zero.optim.partial import PartialStep
 from hf_zero.optim.runs import Run
 from hf_zero.optim.swap import Swap
@@ -43,6 +44,7 @@ class HostUpdate:
         self._swap = swap
         self.done: set[Unit] = set()
         self.is_over = False  # nothing more is to be updated
+        self.is_finite = True  # False once a unit came whose gradient is not; on all ranks alike
 
     def post(self, unit: Unit, grads: list[tuple[Run, Tensor]], scale: Tensor | None) -> None:
         """Has a unit updated in its turn; `Bus.join` waits for it.
@@ -111,6 +113,11 @@ class HostSteps:
     def is_spent(self) -> bool:
         """Whether the gradients there are were applied while they came."""
         return self._early is not None
+
+    @property
+    def met_nonfinite(self) -> bool:
+        """Whether the update in backward ended at gradients that are not finite."""
+        return self._early is not None and not self._early.is_finite
 
     def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None, *, is_late: bool) -> HostUpdate:
         """Has these units stepped, but for those that were updated in backward; `end` takes what it returns.
@@ -192,16 +199,21 @@ class HostSteps:
 
         def start():
             own = [used for gradient in unit.gradients for used in gradient.used]
-            own = torch.tensor([*own, not bus.has_failed, not update.is_over], dtype=torch.uint8)
-            rows = comm.all_gather_vector(own)  # also when something has failed here: the others ask
-            is_used = rows[:, :-2].amax(dim=0).all()  # else `step` does it, which cuts runs where need be
-            if is_used and rows[:, -2:].all():
+            own += [not bus.has_failed, not update.is_over, self._takes(unit)]
+            rows = comm.all_gather_vector(torch.tensor(own, dtype=torch.uint8))  # also when something has failed here
+            is_used = rows[:, :-3].amax(dim=0).all()  # else `step` does it, which cuts runs where need be
+            update.is_finite = update.is_finite and bool(rows[:, -1].all())
+            if is_used and rows[:, -3:].all() and update.is_finite:
                 for gradient in unit.gradients:
                     gradient.used = [True] * len(gradient.used)
                 update.update(unit, gradients_of([unit]).get(unit, []))
 
         # behind what has come down of this unit
         bus.later(lambda: bus.later(start, lane="update", always=True), always=True)
+
+    def _takes(self, unit: Unit) -> bool:
+        """Whether this rank's part of a unit's gradients is one to update by."""
+        return self._engine.config.nonfinite == "ignore" or is_finite(unit)
 
     def _update(self, optimizers: list, *, refreshes: bool) -> HostUpdate:
         return HostUpdate(self._engine.bus, optimizers, refreshes=refreshes, swap=self._swap)

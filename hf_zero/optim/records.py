@@ -74,6 +74,21 @@ class StateRecords(torch.optim.Optimizer):
             else:
                 run_state.set_numbers(run, self.state[run.param], values, type(self.inner).__name__)
 
+    def _divided(self, run: Run, key) -> list[Run]:
+        """The run cut wherever `key(index of the parameter)` changes; its state goes with the parts."""
+        cuts = run.cuts(key)
+        if len(cuts) == 1:
+            return [run]
+        state = self.state.pop(run.param, {})
+        parts = []
+        for start, stop in cuts:
+            window = slice(start - run.start, stop - run.start)
+            param = nn.Parameter(run.param.detach()[window], requires_grad=True)
+            parts.append(Run(run.unit, run.gradient, start, stop, run.group, param))
+            if state:
+                self.state[param] = {key: run_state.part_of(value, run.param, window) for key, value in state.items()}
+        return parts
+
     def _make_early_state(self) -> None:
         """The state of optimizers that make it when they are built (Adagrad), for the runs."""
         for runs in self._in_turn(writes=True) if self._make_state_early else ():

@@ -58,6 +58,15 @@ class Run:
         return low <= self.start and self.stop <= high
 
     @property
+    def grad(self) -> Tensor | None:
+        """The averaged gradient in the shape of `param`, where this rank holds the run and there is one."""
+        gradient = self.gradient
+        if not (self.is_held and gradient.is_reduced and any(gradient.used[index] for index in self.indices)):
+            return None
+        start = 0 if gradient.reduced.numel() == self.flat.layout.full_numel else self.flat.owned[0]
+        return gradient.reduced[self.start - start : self.stop - start].view(self.param.shape)
+
+    @property
     def saved(self) -> tuple[int, int]:
         """The range of which this rank saves the state: where all ranks update it, each its own."""
         return self.flat.owned if self.flat.plan.master is Residency.REPLICATED else (self.start, self.stop)

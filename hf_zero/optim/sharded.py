@@ -1,5 +1,6 @@
 """Optimizers over this rank's shards: elementwise ones, those with state in blocks, and those of whole parameters."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 from hf_zero.engine.access import unit_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import ConfigError, LifecycleError
-from hf_zero.optim import state as run_state
+from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange
-from hf_zero.optim.grain import grain_of, inner_optimizers, refuse_divided, refuse_unknown
+from hf_zero.optim.finite import norm_of, trace
+from hf_zero.optim.grain import grain_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
 from hf_zero.optim.host import Gradients, HostSteps
 from hf_zero.optim.norm import global_norm
 from hf_zero.optim.overrides import carry_overrides
@@ -23,6 +24,9 @@ from hf_zero.optim.records import StateRecords
 from hf_zero.optim.runs import Run, make_runs, make_shares, named_groups
 from hf_zero.optim.swap import Swap
 from hf_zero.shard.arena import trim
+
+
+logger = logging.getLogger(__name__)
 
 
 class ShardedOptimizer(StateRecords):
@@ -61,7 +65,7 @@ class ShardedOptimizer(StateRecords):
         grains = [grain_of(inner) for inner in self._inner_of]
         if engine.divided_over is not None:
             refuse_divided(optimizer, grains)
-        self._make_state_early = [inner for inner in self._inners if _refuse_stepped(inner)]
+        self._make_state_early = [inner for inner in self._inners if refuse_stepped(inner)]
         optimizer.state.clear()
         frozen = [flat for unit in engine.units for flat in unit.flats if not flat.trainable]
         self._frozen = [(info.name, p) for flat in frozen for info, p in zip(flat.infos, flat.params)]
@@ -81,6 +85,7 @@ class ShardedOptimizer(StateRecords):
         self._swap = self._make_swap()
         self._make_early_state()
         self.num_steps = 0
+        self.step_was_skipped = False  # the last one, for gradients that were not finite
         self._host = HostSteps(engine, self._swap)
         self._refuse_late()
         engine.updates.add(self._host)
@@ -155,7 +160,11 @@ class ShardedOptimizer(StateRecords):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates the masters by the averaged gradients; the compute copies follow. The gradients are consumed."""
+        """Updates the masters by the averaged gradients; the compute copies follow. The gradients are consumed.
+
+        Raises:
+            `NonFiniteError`: on all ranks, when a gradient is not finite and the setting `nonfinite` is "stop".
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -167,6 +176,8 @@ class ShardedOptimizer(StateRecords):
         scale = self.engine.take_grad_scale() if self._can_scale() else None
         self.engine.finish_gradients()
         self.engine.settle()
+        if not self._may_step():
+            return loss
         self._leave_out_unused()
         if not self.num_steps:  # the state is made now
             trim(self.engine.comm.device)
@@ -183,6 +194,25 @@ class ShardedOptimizer(StateRecords):
         self.num_steps += 1
         self.engine.end_step(is_late=is_late)
         return loss
+
+    def _may_step(self) -> bool:
+        """Whether the gradients are finite, or are to be taken as they are. All ranks agree."""
+        self.step_was_skipped = False
+        setting = self.engine.config.nonfinite
+        if setting == "ignore" or (not self._host.met_nonfinite and bool(norm_of(self.engine).isfinite())):
+            return True
+        found = f"after {self.num_steps} optimizer steps: the gradient {trace(self.engine)} is not finite"
+        if setting == "stop":
+            done = "units before it were updated in backward" if self._host.is_spent else "no step was taken on it"
+            raise NonFiniteError(
+                f"{found}; {done}: look at that rank's batch and loss and at the learning rate, or leave such steps "
+                "out with nonfinite='skip' (--zero_nonfinite skip)"
+            )
+        if self.engine.comm.rank == 0:
+            logger.warning("%s; the step is left out", found)
+        self.step_was_skipped = True
+        self.engine.clear_gradients()
+        return False
 
     def _step_here(self, inners: list[torch.optim.Optimizer], grads: Gradients, scale: Tensor | None) -> None:
         with _lent(grads) as params:
@@ -207,9 +237,12 @@ class ShardedOptimizer(StateRecords):
         gradients are there, beside the rest of the backward. The gradients can then not be clipped any more.
 
         Where that is not possible, `step` does it all, with the same result: masters on the device, updates that are
-        delayed, optimizers that are not elementwise. An exception inside leaves some units updated and others not.
+        delayed, optimizers that are not elementwise, steps that may have to be left out (`nonfinite="skip"`). An
+        exception inside leaves some units updated and others not.
         """
-        if not self.engine.plan.is_offloaded or self.engine.config.delayed_update or self._exchanges:
+        config = self.engine.config
+        is_later = config.delayed_update or config.nonfinite == "skip" or self._exchanges
+        if not self.engine.plan.is_offloaded or is_later:
             yield
             return
         self._refuse_unfrozen()
@@ -267,8 +300,10 @@ class ShardedOptimizer(StateRecords):
         self.engine.finish_gradients()
         gradients = [gradient for gradient in self.engine.gradients() if gradient.is_reduced]
         norm = global_norm(gradients, self.engine.comm, norm_type, divided_over=self.engine.divided_over)
+        self.engine.grad_norm = norm
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if not self._host.is_spent and (scale < 1.0 or not torch.isfinite(scale)):
+        is_taken = bool(norm.isfinite()) or self.engine.config.nonfinite == "ignore"
+        if is_taken and not self._host.is_spent and not scale >= 1.0:  # NaN spoils all gradients, as in torch
             self.engine.scale_gradients(scale)
         return norm
 
@@ -277,6 +312,7 @@ class ShardedOptimizer(StateRecords):
         """Bounds every element of the averaged gradients to [-clip_value, clip_value]."""
         self._refuse_spent()
         self.engine.finish_gradients()
+        self.engine.grad_norm = None
         for gradient in self.engine.gradients():
             if gradient.is_reduced:
                 gradient.reduced.clamp_(-clip_value, clip_value)
@@ -285,7 +321,7 @@ class ShardedOptimizer(StateRecords):
         """Of some units the runs that this rank holds and that have a gradient, each with its own."""
         wanted, grads = set(units), {}
         for run in self.runs:
-            grad = _gradient_of(run) if run.unit in wanted else None
+            grad = run.grad if run.unit in wanted else None
             if grad is not None:
                 grads.setdefault(run.unit, []).append((run, grad))
         return grads
@@ -333,35 +369,11 @@ class ShardedOptimizer(StateRecords):
         ]
         self._share_groups()
 
-    def _divided(self, run: Run, key) -> list[Run]:
-        """The run cut wherever `key(index of the parameter)` changes; its state goes with the parts."""
-        cuts = run.cuts(key)
-        if len(cuts) == 1:
-            return [run]
-        state = self.state.pop(run.param, {})
-        parts = []
-        for start, stop in cuts:
-            window = slice(start - run.start, stop - run.start)
-            param = nn.Parameter(run.param.detach()[window], requires_grad=True)
-            parts.append(Run(run.unit, run.gradient, start, stop, run.group, param))
-            if state:
-                self.state[param] = {key: run_state.part_of(value, run.param, window) for key, value in state.items()}
-        return parts
-
     def state_dict(self):
         raise LifecycleError("state_dict: the optimizer's state is sharded; save with hf_zero.save_state(...)")
 
     def load_state_dict(self, state_dict):
         raise LifecycleError("load_state_dict: the optimizer's state is sharded; load with hf_zero.load_state(...)")
-
-
-def _gradient_of(run: Run) -> Tensor | None:
-    """The averaged gradient of a run that this rank holds, in its shape."""
-    gradient = run.gradient
-    if not (run.is_held and gradient.is_reduced and any(gradient.used[index] for index in run.indices)):
-        return None
-    start = 0 if gradient.reduced.numel() == run.flat.layout.full_numel else run.flat.owned[0]
-    return gradient.reduced[run.start - start : run.stop - start].view(run.param.shape)
 
 
 @contextmanager
@@ -373,21 +385,6 @@ def _lent(grads: Gradients) -> Iterator[list[nn.Parameter]]:
     yield [run.param for run, _ in lent]
     for run, _ in lent:
         run.param.grad = None
-
-
-def _refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fresh optimizer has state already, because its class makes it when it is built.
-
-    Raises:
-        `LifecycleError`: when it has state because it has stepped.
-    """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [optimizer.state[p] for p in params if p in optimizer.state]
-    if any(float(state.get("step", 1)) > 0 for state in states):
-        raise LifecycleError(
-            f"{type(optimizer).__name__}: has stepped on whole parameters already; give a fresh optimizer"
-        )
-    return bool(states)
 
 
 def _refuse_added(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 
@@ -38,6 +39,14 @@ class LastStep:
         """Takes the loss of one micro-batch; `ends` with the step's last."""
         self.loss = loss if self._is_over else self.loss + loss
         self._is_over = ends
+
+
+class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
+    """What accelerate wraps an optimizer in; schedules stand still where a step was left out, whoever did that."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return super().step_was_skipped or sharded_of(self).step_was_skipped
 
 
 class ZeroAccelerator(Accelerator):
@@ -99,7 +108,9 @@ class ZeroAccelerator(Accelerator):
         """Puts the optimizer onto the shards of the model whose parameters it has, which was prepared before it."""
         if sharded_of(optimizer) is None:
             optimizer = ShardedOptimizer(self._engine_of(params_of(optimizer)), optimizer)
-        return super().prepare_optimizer(optimizer, device_placement=False)
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        prepared.__class__ = ZeroAcceleratedOptimizer
+        return prepared
 
     def backward(self, loss, **kwargs) -> None:
         """As ever; the loss is noted. The step's last backward updates what is offloaded as it goes, where nothing

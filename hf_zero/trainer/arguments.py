@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from hf_zero.config import OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
+from hf_zero.config import NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
 from hf_zero.trainer.compat import check_overrides
@@ -64,6 +64,8 @@ class ZeroArgumentsMixin:
         zero_offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory.
         zero_partition_activations (`bool`): inputs of checkpointed blocks are divided over tensor-parallel ranks.
         zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone.
+        zero_nonfinite (`str`): what is done about gradients with an infinity or a NaN: "stop" ends the run before a
+            step is taken on them, "skip" leaves the step out on all ranks, "ignore" takes it.
     """
 
     zero_stage: int = field(
@@ -143,6 +145,13 @@ class ZeroArgumentsMixin:
             "is kept for the next."
         },
     )
+    zero_nonfinite: str = field(
+        default="stop",
+        metadata={
+            "help": "What is done about gradients with an infinity or a NaN: stop ends the run before a step is taken "
+            "on them, skip leaves the step out on all ranks, ignore takes it."
+        },
+    )
 
     def __post_init__(self):
         end_with_launcher()
@@ -191,6 +200,7 @@ class ZeroArgumentsMixin:
         if kept != "auto" and not kept.isdecimal():
             raise ConfigError(f"zero_keep_gathered: {kept!r} is no number of blocks; give 0 or more, or auto")
         choose("zero_offload", self.zero_offload, OFFLOADS)
+        choose("zero_nonfinite", self.zero_nonfinite, NONFINITE)
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
         return ZeroConfig(
             stage=self.zero_stage,
@@ -207,6 +217,7 @@ class ZeroArgumentsMixin:
             timeout_seconds=float(self.ddp_timeout),
             offload_activations=self.zero_offload_activations,
             partition_activations=self.zero_partition_activations,
+            nonfinite=self.zero_nonfinite,
         )
 
     def _take_launchers_precision(self) -> None:
