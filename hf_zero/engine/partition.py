@@ -92,12 +92,15 @@ def _refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None = None) -> None:
+def refuse_what_cannot_be_sharded(
+    model: nn.Module, device: torch.device | None = None, *, is_ready: bool = True
+) -> None:
     """Refuses parameters whose bytes are not a dense tensor of their own, and modules in whose graph hooks would be.
 
     Args:
         model (`nn.Module`): not yet sharded.
         device (`torch.device`, *optional*): where it is to be trained, if that is known.
+        is_ready (`bool`): what requires gradients now is what will be trained.
 
     Raises:
         `UnsupportedError`: for uninitialised, sparse parameters, subclasses but for frozen dense ones, and
@@ -123,7 +126,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, device: torch.device | None 
                 "load the model on the device that trains it"
             )
         bias = biases.get(id(p))
-        if bias is not None and bias.requires_grad:
+        if is_ready and bias is not None and bias.requires_grad:
             raise UnsupportedError(
                 f"{name}: the bias beside it is trained, but layers of quantized weights write to theirs; "
                 "train no bias (LoraConfig(bias='none'))"

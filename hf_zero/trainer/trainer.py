@@ -94,10 +94,13 @@ class ZeroTrainerMixin(PushMixin):
             given["model"] = self._model_of(model, settings)
         for name in ("model", "ref_model"):
             if isinstance(given.get(name), nn.Module):
-                _refuse_model(name, given[name], settings)
+                # a reference is frozen later, and so is the base of the adapter that TRL makes of `peft_config`
+                is_ready = name == "model" and given.get("peft_config") is None
+                _refuse_model(name, given[name], settings, is_ready=is_ready)
         _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
         super().__init__(**given)
         self.is_distributed_loading_by_transformers = False  # whose own ways to train it are not ours
+        _refuse_model("model", self.model, self.args, is_ready=True)
         if is_adapter_model(self.model):
             refuse_adapters(self.model)
 
@@ -429,15 +432,22 @@ def _by_name(cls: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args)), **kwargs}
 
 
-def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin) -> None:
-    """Refuses a loaded model that cannot be sharded before anything is done with it."""
+def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_ready: bool) -> None:
+    """Refuses a loaded model that cannot be sharded before anything is done with it.
+
+    Args:
+        name (`str`): of the trainer's argument.
+        model (`nn.Module`): the model.
+        args (`ZeroArgumentsMixin`): how it is to be sharded.
+        is_ready (`bool`): what requires gradients now is what will be trained.
+    """
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ConfigError(f"{name}: was loaded with device_map, which spreads it over devices; load it without")
     if args.zero_stage == 3:
         refuse_quantized_model(model)
     if engine_of(model) is None:
         refuse_divided(name, model, args)
-        refuse_what_cannot_be_sharded(model, args.device)
+        refuse_what_cannot_be_sharded(model, args.device, is_ready=is_ready)
 
 
 def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -> None:
