@@ -17,6 +17,10 @@ class CheckpointError(HfZeroError, RuntimeError):
     """A checkpoint that cannot be read or written: truncated, another shape, no space, no permission."""
 
 
+class MissingCheckpointError(CheckpointError, ValueError):
+    """There is no checkpoint where one was expected: for this Trainer raises a `ValueError`."""
+
+
 class StorageError(HfZeroError, RuntimeError):
     """Files in which states rest during training: no such folder, no room, a read or write that the disk refused."""
 

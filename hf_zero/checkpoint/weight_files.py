@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
 WEIGHTS_NAME = "model.safetensors"
@@ -81,11 +81,11 @@ class WeightFiles:
         folder = Path(folder)
         index_name = _index_name(weights_name)
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: there is no such folder; check the path")
+            raise MissingCheckpointError(f"{folder}: there is no such folder; check the path")
         if (folder / weights_name).exists():
             return cls.of({weights_name: FileLayout.read(folder / weights_name)})
         if not (folder / index_name).exists():
-            raise CheckpointError(
+            raise MissingCheckpointError(
                 f"{folder}: found neither {weights_name} nor {index_name}; give the folder of a saved model"
             )
         weight_map = _read_weight_map(folder / index_name)

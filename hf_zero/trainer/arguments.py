@@ -235,8 +235,11 @@ class ZeroArgumentsMixin:
                 f"optim: {optim} is not known to run on shards; use one of {', '.join(sorted(SUPPORTED_OPTIMS))}, or "
                 "for Muon optimizer_cls_and_kwargs=(hf_zero.MuonWithAdamW, {...})"
             )
-        if self.auto_find_batch_size:
-            raise ConfigError("auto_find_batch_size: ranks would disagree on the batch size; set the batch size")
+        if self.auto_find_batch_size and _launched_ranks() > 1:
+            raise ConfigError(
+                "auto_find_batch_size: where one rank runs out of memory, the others wait for it within the step; "
+                "find the batch size in one process, or with hf-zero plan, and set it"
+            )
         # the newer name, and the older one
         is_checkpointed = any(getattr(self, f"{name}_checkpointing", False) for name in ("activation", "gradient"))
         for name in ("zero_offload_activations", "zero_partition_activations"):

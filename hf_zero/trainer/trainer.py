@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Trainer, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -31,12 +31,12 @@ from hf_zero.checkpoint.quantized import refuse_quantized_model
 from hf_zero.comm.agreement import on_first, reraise, together
 from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
 from hf_zero.optim import ShardedOptimizer, grain_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.accelerator import ZeroAccelerator
 from hf_zero.trainer.adapters import is_adapter_model, load_adapters, plan_prompts, refuse_adapters, save_adapters
-from hf_zero.trainer.arguments import ZeroArgumentsMixin
+from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub import PushMixin
 from hf_zero.trainer.hub_tokens import token_warning, without_tokens
@@ -46,6 +46,7 @@ from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
 from hf_zero.trainer.rotation import keep_best, rotation
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks
+from hf_zero.trainer.schedule import changes
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.uneven import Supply, evened
 
@@ -85,10 +86,13 @@ class ZeroTrainerMixin(PushMixin):
     """
 
     args: ZeroArgumentsMixin
+    arguments_class: type[ZeroArgumentsMixin] = ZeroTrainingArguments  # made where none are given
 
     def __init__(self, *args, **kwargs):
         given = _by_name(type(self), args, kwargs)
         settings, model = given.get("args"), given.get("model")
+        if settings is None:
+            settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
         if isinstance(model, (str, os.PathLike)):
             given["model"] = self._model_of(model, settings)
@@ -115,6 +119,10 @@ class ZeroTrainerMixin(PushMixin):
                 f"args: {type(args).__name__} has no zero_stage; use ZeroTrainingArguments, or mix ZeroArgumentsMixin "
                 "into your class"
             )
+
+    def _default_arguments(self, model) -> ZeroArgumentsMixin:
+        """As Trainer's, where none are given."""
+        return self.arguments_class(output_dir="tmp_trainer")
 
     def _model_of(self, name: str | os.PathLike, args: ZeroArgumentsMixin) -> nn.Module:
         """The model of this name or folder, its weights still in files."""
@@ -161,7 +169,7 @@ class ZeroTrainerMixin(PushMixin):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_complete(self.args.output_dir, is_first=self.args.process_index == 0)
             if resume_from_checkpoint is None:
-                raise CheckpointError(
+                raise MissingCheckpointError(
                     f"{self.args.output_dir}: holds no complete checkpoint to resume from; train from the start"
                 )
         self._warn_of_token(resume_from_checkpoint)
@@ -410,12 +418,21 @@ class ZeroTrainerMixin(PushMixin):
             warnings.simplefilter("ignore")
             # DeepSpeed drops groups without parameters, which leaves its schedule with fewer of them.
             if saved is not None and len(saved.get("base_lrs", groups)) == len(groups):
+                given = list(getattr(self.lr_scheduler, "base_lrs", ()))
                 self.lr_scheduler.load_state_dict(saved)
+                self._tell_changes(checkpoint, saved, given)
             elif is_foreign:
                 num_steps = carried(checkpoint).num_steps or 0
                 logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)
                 for _ in range(num_steps):
                     self.lr_scheduler.step()
+
+    def _tell_changes(self, checkpoint: str, saved: dict, given: list[float]) -> None:
+        path = os.path.join(checkpoint, TRAINER_STATE_NAME)
+        before = TrainerState.load_from_json(path).max_steps if os.path.isfile(path) else None
+        found = changes(self.lr_scheduler, saved, given=given, num_steps=self.state.max_steps, num_steps_before=before)
+        for sentence in found if self.args.should_log else ():
+            logger.warning("%s: %s", checkpoint, sentence)
 
 
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
@@ -466,3 +483,5 @@ class ZeroTrainer(ZeroTrainerMixin, Trainer):
 
 class ZeroSeq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer` with ZeRO. Takes `ZeroSeq2SeqTrainingArguments`."""
+
+    arguments_class = ZeroSeq2SeqTrainingArguments

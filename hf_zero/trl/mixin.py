@@ -3,7 +3,9 @@
 import os
 from typing import Any
 
+import torch
 from trl import SyncRefModelCallback
+from trl.trainer.utils import get_config_model_id
 
 from hf_zero.checkpoint.pretrained import refuse_placing, resolve
 from hf_zero.checkpoint.unread import leaving_weights_in_files
@@ -41,6 +43,13 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
             name = self.config_class.__name__
             raise ConfigError(f"args: {type(args).__name__} is no {name}; use hf_zero.trl.{name}")
         refuse_placing("model_init_kwargs", getattr(args, "model_init_kwargs", None) or {})
+
+    def _default_arguments(self, model) -> ZeroArgumentsMixin:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        kind = self.config_class.__name__.removeprefix("Zero").removesuffix("Config")
+        # bf16 is TRL's default, for which a machine without accelerator wants to be told that it is one
+        use_cpu = not torch.accelerator.is_available()
+        return self.config_class(f"{os.path.basename(name)}-{kind}", use_cpu=use_cpu)
 
     def _model_of(self, name: str | os.PathLike, args: ZeroArgumentsMixin) -> str:
         """The name, which is checked. TRL loads it: each of its trainers has a class and a dtype of its own for it."""

@@ -37,10 +37,16 @@ REFUSED = {
     "FSDP": ({"fsdp": "full_shard"}, "--fsdp: .*--zero_stage"),
     "DeepSpeed": ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "--deepspeed: .*--zero_stage"),
     "a parallelism config": ({"parallelism_config": object()}, "--parallelism_config: .*--zero_stage"),
-    "batch size search": ({"auto_find_batch_size": True}, "auto_find_batch_size: .*set the batch size"),
     "autocast to nothing": ({"zero_autocast": True}, "zero_autocast: .*add --bf16"),
     "fp16 on a CPU": ({"fp16": True}, "fp16: .*CPU.*--bf16"),
 }
+
+
+def test_several_ranks_do_not_look_for_a_batch_size(tmp_path, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "0")
+    with pytest.raises(ConfigError, match="auto_find_batch_size: where one rank runs out .*hf-zero plan, and set it"):
+        _arguments(tmp_path, auto_find_batch_size=True)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -126,12 +132,9 @@ def test_a_model_spread_by_device_map_is_refused(tmp_path):
         ZeroTrainer(model=model, args=_arguments(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "make_args", [lambda folder: TrainingArguments(output_dir=folder, use_cpu=True), lambda _: None]
-)
-def test_arguments_without_a_stage_are_refused(tmp_path, make_args):
+def test_arguments_without_a_stage_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="ZeroTrainingArguments"):
-        ZeroTrainer(model=models.build("bert"), args=make_args(str(tmp_path)))
+        ZeroTrainer(model=models.build("bert"), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
 
 
 class Whitening(torch.optim.Optimizer):

@@ -1,5 +1,6 @@
 """`hf_zero.trl` as a user meets it: its names, its flags, and what it refuses before anything is loaded."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -99,8 +100,6 @@ def _refused(folder, stage):
     ):
         args = hf_zero.ZeroTrainingArguments(output_dir=folder)
         hf_zero.trl.ZeroSFTTrainer("nowhere", args, train_dataset=train)
-    with pytest.raises(ConfigError, match="args: NoneType is no ZeroSFTConfig"):
-        hf_zero.trl.ZeroSFTTrainer("nowhere", train_dataset=train)
     with pytest.raises(CheckpointError, match="/nowhere: does not exist; give the folder of a saved model"):
         sft(f"{folder}/nowhere")
     with pytest.raises(ConfigError, match="model_init_kwargs: device_map='auto' places the parameters"):
@@ -108,6 +107,21 @@ def _refused(folder, stage):
     for name in ("GRPO", "RLOO", "Distillation"):
         with pytest.raises(ConfigError, match="use_vllm: vLLM would have to be sent the sharded weights.*leave"):
             harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True)
+
+
+def _default_arguments(folder):
+    os.chdir(folder)
+    harness.save_models(folder)
+    harness.reset_accelerate()
+    parts = {"train_dataset": harness.data("text", 4), "processing_class": harness.tokenizer()}
+    made = [hf_zero.trl.ZeroSFTTrainer(f"{folder}/policy", **parts).args]
+    made.append(hf_zero.trl.ZeroSFTTrainer(harness.policy(folder), **parts).args)
+    for args in made:
+        assert type(args) is hf_zero.trl.ZeroSFTConfig and args.output_dir == "policy-SFT"
+
+
+def test_arguments_can_be_left_out(tmp_path):
+    run_ranks(_default_arguments, 1, str(tmp_path), timeout=240)
 
 
 def _refuses_batching(folder, stage):
