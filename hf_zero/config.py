@@ -1,8 +1,9 @@
 """What the user chooses, validated once: the stage as data, the dtypes, the buffer sizes."""
 
 import difflib
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -106,6 +107,11 @@ def choose(setting: str, value, choices: dict):
     raise ConfigError(f"{setting}: {value!r} is not one of {valid}{hint}")
 
 
+def _is_strict() -> bool:
+    value = os.environ.get("HF_ZERO_STRICT", "0")
+    return choose("HF_ZERO_STRICT", value, {"0": False, "1": True, "": False})
+
+
 @dataclass(frozen=True)
 class ZeroConfig:
     """The engine's settings.
@@ -136,6 +142,9 @@ class ZeroConfig:
         offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory (P_a+cpu).
         nonfinite (`str`): what a step does whose gradients hold an infinity or a NaN: "stop" raises on all ranks,
             "skip" leaves the step out on all ranks, "ignore" takes it.
+        strict (`bool`): one process alone behaves as one of several at its stage: at stage 3 with placeholders, slots
+            and every guard. It is for tests and debugging, and costs time. By default what the environment variable
+            `HF_ZERO_STRICT` says: 1 for yes.
     """
 
     stage: int = 3
@@ -153,6 +162,7 @@ class ZeroConfig:
     partition_activations: bool = False
     offload_activations: bool = False
     nonfinite: str = "stop"
+    strict: bool = field(default_factory=_is_strict)
 
     def __post_init__(self):
         choose("stage", self.stage, STAGES)
@@ -197,13 +207,14 @@ class ZeroConfig:
             )
 
     def plan(self, num_ranks: int) -> StagePlan:
-        """The stage plan for so many ranks. Over one rank every partition is the whole, so that all stages would be
-        one; what is offloaded goes to the host as each unit's backward ends, and comes back for each use."""
+        """The stage plan for so many ranks. Over one rank every partition is the whole, so that all stages are one
+        unless `strict`; what is offloaded goes to the host as each unit's backward ends, and comes back for each use.
+        """
         away = OFFLOADS[self.offload]
         alone = 3 if "params" in away else 2 if away else 0
         place = Place.DISK if self.offload_dir else Place.HOST
         return replace(
-            STAGES[alone if num_ranks == 1 else self.stage],
+            STAGES[alone if num_ranks == 1 and not self.strict else self.stage],
             compute_at=place if "params" in away else Place.DEVICE,
             master_at=place if away else Place.DEVICE,
             lags=self.delayed_update > 0,

@@ -65,7 +65,11 @@ def _loops(folder, stage):
 
 
 def test_every_block_has_a_test():
-    assert len(BLOCKS) == 4, "each block belongs to a test here"
+    assert len(BLOCKS) == 5, "each block belongs to a test here"
+
+
+def test_one_process_shows_what_sharded_parameters_show():
+    exec(BLOCKS[4], {"hf_zero": hf_zero, "model": models.build("llama")})
 
 
 def _trl_and_muon(folder):

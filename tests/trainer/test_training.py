@@ -1,5 +1,7 @@
 """`ZeroTrainer` trains as `Trainer` does under DDP, whatever is asked of it, and the stages do so bit for bit."""
 
+import os
+
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -40,6 +42,18 @@ def _trains(folder, name):
 @pytest.mark.parametrize("name, num_ranks", [("bert", 2), ("llama-tied", 2), ("bert", 1)])
 def test_every_stage_trains_as_trainer_does(tmp_path, name, num_ranks):
     run_ranks(_trains, num_ranks, str(tmp_path), name, timeout=240)
+
+
+def _trains_strictly(folder, name):
+    os.environ["HF_ZERO_STRICT"] = "1"
+    try:
+        _compare(folder, name)
+    finally:
+        del os.environ["HF_ZERO_STRICT"]
+
+
+def test_one_strict_process_trains_as_trainer_does(tmp_path):
+    run_ranks(_trains_strictly, 1, str(tmp_path), "llama-tied", timeout=240)
 
 
 def _accumulates(folder):
