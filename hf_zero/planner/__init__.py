@@ -1,7 +1,7 @@
 """What a run holds in memory, measured and predicted."""
 
 from hf_zero.planner.advice import Advice, advise
-from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
+from hf_zero.planner.classes import TensorClass, by_field, render_classes, tensor_classes
 from hf_zero.planner.prediction import Prediction, predict, predict_with
 from hf_zero.planner.report import MemoryReport, measure
 
@@ -12,6 +12,7 @@ __all__ = [
     "Prediction",
     "TensorClass",
     "advise",
+    "by_field",
     "measure",
     "predict",
     "predict_with",

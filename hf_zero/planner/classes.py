@@ -12,6 +12,16 @@ from hf_zero.engine.gradient import Gradient
 from hf_zero.shard.slots import parts_nbytes
 
 
+_FIELDS = {
+    "parameters": "parameter_nbytes",
+    "frozen parameters": "parameter_nbytes",
+    "masters": "optimizer_nbytes",
+    "optimizer state": "optimizer_nbytes",
+    "gradients": "gradient_nbytes",
+    "reduced gradients": "gradient_nbytes",
+}
+
+
 @dataclass(frozen=True)
 class TensorClass:
     """Tensors of one purpose and dtype.
@@ -77,6 +87,15 @@ def render_classes(classes: list[TensorClass]) -> str:
         size = f"{each.nbytes / 2**20:>10.2f} MiB"
         lines.append(f"  {each.name:<{width}}  {dtype:<8}  {size}  {share}  {place}".rstrip())
     return "\n".join(lines)
+
+
+def by_field(classes: list[TensorClass]) -> dict[str, int]:
+    """The bytes of classes under the names that [`MemoryReport`] has for them, to stand beside what is measured."""
+    found: Counter[str] = Counter()
+    for each in classes:
+        field = _FIELDS.get(each.name, "buffer_nbytes") if each.place is Place.DEVICE else f"{each.place.value}_nbytes"
+        found[field] += each.nbytes
+    return dict(found)
 
 
 def _held(flat: Flat, residency: Residency) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE = (5.0, 3.0)  # inches: on a phone 10-point letters then stay readable
+TRAINING, EVALUATION = "#3465a4", "#e07b39"
 COLORS = ("#3465a4", "#e07b39", "#4e9a5b", "#b5bac2", "#a05195", "#c8a415")
 CLASSES = (
     *MEMORY_CLASSES,
@@ -33,11 +34,13 @@ class Chart:
         name (`str`): of its file, without an ending.
         title (`str`): above it.
         figure (`Figure`): drawn.
+        is_of_step (`bool`): whether it shows one step; all others show the run, and are of one size.
     """
 
     name: str
     title: str
     figure: "Figure"
+    is_of_step: bool = False
 
     def save(self, folder: Path) -> str:
         """Writes it as PNG; returns the file's name."""
@@ -90,12 +93,22 @@ def _figure(width: float = SIZE[0], height: float = SIZE[1]) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _axes(figure: "Figure", ylabel: str) -> "Axes":
+def _axes(figure: "Figure", ylabel: str, last_step: int) -> "Axes":
+    """Over the steps of the run, from 0 to the last."""
+    from matplotlib.ticker import MaxNLocator
+
     axes = figure.add_subplot()
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
     _tidy(axes)
+    last_step = max(1, last_step)
+    axes.set_xlim(-0.02 * last_step, 1.02 * last_step)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
     return axes
+
+
+def _last_step(log: Sequence[dict[str, Any]]) -> int:
+    return max((entry["step"] for entry in log), default=0)
 
 
 def _tidy(axes: "Axes") -> None:
@@ -105,19 +118,25 @@ def _tidy(axes: "Axes") -> None:
     axes.margins(x=0.02)
 
 
-def _plot(axes: "Axes", xs: list[int], ys: list[float], color: str, label: str | None = None) -> None:
-    axes.plot(xs, ys, color=color, label=label, linewidth=1.6, marker="o" if len(xs) < 25 else None, markersize=3.5)
+def _plot(axes: "Axes", key: str, xs: list[int], ys: list[float], label: str | None = None) -> None:
+    """What is logged as training goes on is a line; an evaluation is a marker, and nothing is known between two."""
+    if key.startswith("eval_"):
+        axes.plot(xs, ys, color=EVALUATION, linewidth=0.8, linestyle=":")
+        axes.plot(xs, ys, color=EVALUATION, label=label, linestyle="", marker="o", markersize=6)
+    else:
+        marker = "o" if len(xs) == 1 else None  # a line of one point is not seen
+        axes.plot(xs, ys, color=TRAINING, label=label, linewidth=1.6, marker=marker, markersize=3.5)
 
 
 def _loss(log: Sequence[dict[str, Any]]) -> Chart | None:
-    series = [(label, *points(log, key)) for label, key in (("training", "loss"), ("evaluation", "eval_loss"))]
-    series = [each for each in series if each[1]]
+    series = [(label, key, *points(log, key)) for label, key in (("training", "loss"), ("evaluation", "eval_loss"))]
+    series = [each for each in series if each[2]]
     if not series:
         return None
     figure = _figure()
-    axes = _axes(figure, "loss")
-    for (label, xs, ys), color in zip(series, COLORS, strict=False):
-        _plot(axes, xs, ys, color, label)
+    axes = _axes(figure, "loss", _last_step(log))
+    for label, key, xs, ys in series:
+        _plot(axes, key, xs, ys, label)
     axes.legend(frameon=False)
     return Chart("loss", "Loss", figure)
 
@@ -135,8 +154,8 @@ def _line(log: Sequence[dict[str, Any]], key: str, name: str, title: str) -> Cha
     if not xs:
         return None
     figure = _figure()
-    axes = _axes(figure, title.rpartition(": ")[2].partition(",")[0].lower())
-    _plot(axes, xs, ys, COLORS[0])
+    axes = _axes(figure, title.rpartition(": ")[2].partition(",")[0].lower(), _last_step(log))
+    _plot(axes, key, xs, ys)
     if min(ys) >= 0:
         axes.set_ylim(0, 1.06 * max(ys) or 1)
     return Chart(name, title, figure)
@@ -147,7 +166,7 @@ def _memory(step: Step | None) -> Chart | None:
     if step is None:
         return None
     ranks = drawn_ranks(step)
-    figure = _figure(height=0.6 + 2.3 * len(ranks))
+    figure = _figure(height=_height_of_step(step))
     panels = figure.subplots(len(ranks), sharex=True, sharey=True, squeeze=False)[:, 0]
     for rank, axes in zip(ranks, panels, strict=True):
         _stack(axes, step.moments[rank])
@@ -155,7 +174,7 @@ def _memory(step: Step | None) -> Chart | None:
     panels[-1].set_xlabel("moments of the step")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
-    return Chart("memory", f"Memory by tensor class over step {step.number}", figure)
+    return Chart("memory", f"Memory by tensor class over step {step.number}", figure, is_of_step=True)
 
 
 def _stack(axes: "Axes", moments: list[Moment]) -> None:
@@ -204,13 +223,10 @@ def _total(moment: Moment) -> int:
 
 def _wire(step: Step | None) -> Chart | None:
     """What a rank sends or reads of each unit; of many units the first ones, the others summed."""
-    rows = sent_by_unit(step) if step is not None else []
-    if not rows:
+    shown = _drawn_units(step) if step is not None else []
+    if not shown:
         return None
-    shown, others = rows[:MAX_UNITS_DRAWN], rows[MAX_UNITS_DRAWN:]
-    if others:
-        shown.append((f"{len(others)} others", sum(nbytes for _, nbytes in others)))
-    figure = _figure(height=1.0 + 0.24 * len(shown))
+    figure = _figure(height=_height_of_step(step))
     axes = figure.add_subplot()
     axes.barh(range(len(shown)), [nbytes / MIB for _, nbytes in shown], color=COLORS[0])
     axes.set_yticks(range(len(shown)), [name for name, _ in shown], fontsize=8)
@@ -219,7 +235,18 @@ def _wire(step: Step | None) -> Chart | None:
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    return Chart("wire", f"{step.exchanged} per rank in step {step.number}, by unit", figure)
+    return Chart("wire", f"{step.exchanged} per rank in step {step.number}, by unit", figure, is_of_step=True)
+
+
+def _drawn_units(step: Step) -> list[tuple[str, float]]:
+    rows = sent_by_unit(step)
+    shown, others = rows[:MAX_UNITS_DRAWN], rows[MAX_UNITS_DRAWN:]
+    return [*shown, (f"{len(others)} others", sum(nbytes for _, nbytes in others))] if others else shown
+
+
+def _height_of_step(step: Step) -> float:
+    """In inches: both charts of a step are as high, since they stand beside one another."""
+    return max(0.6 + 2.3 * len(drawn_ranks(step)), 1.0 + 0.24 * len(_drawn_units(step)))
 
 
 def sent_by_unit(step: Step) -> list[tuple[str, float]]:

@@ -12,7 +12,7 @@ from hf_zero.recipes.data import Data
 from hf_zero.recipes.files import write_whole
 from hf_zero.recipes.log import LOG_NAME, read_log
 from hf_zero.recipes.measured import MEASURED_NAME, Measured
-from hf_zero.recipes.page import Page, tables_of
+from hf_zero.recipes.page import Page, held_nbytes, results_of, tables_of
 from hf_zero.recipes.resolved import (
     HIDDEN_NAME,
     RESOLVED_NAME,
@@ -26,7 +26,7 @@ from hf_zero.recipes.settings import Settings
 from hf_zero.recipes.step_trace import Step
 from hf_zero.recipes.watch import Watch
 from hf_zero.trainer import ZeroTrainer
-from hf_zero.trainer.card import facts_of, fenced
+from hf_zero.trainer.card import MIB, facts_of, fenced
 
 
 REPORT_NAME = "report.html"
@@ -63,7 +63,7 @@ def leave(trainer: ZeroTrainer, settings: Settings, data: Data, watch: Watch, sa
         say (`Callable`): Prints, on rank 0.
     """
     comm = trainer.zero_engine.comm
-    measured = Measured(watch.memory.gather(), watch.step.gather())
+    measured = Measured(watch.memory.gather(), watch.step.gather(), watch.memory.planned)
     trainer.memory_of_ranks = tuple(comm.all_gather_object(trainer.memory_report()))
 
     def write() -> None:
@@ -102,9 +102,10 @@ def _page(trainer, settings: Settings, data: Data, log, found: Measured, charts:
     return Page(
         title=facts.model_name,
         summary=f"{settings.task}: {base} on {_name(data.source)}",
-        facts=_numbers(trainer, facts.precision or "", log),
+        results=results_of(log, trainer.args.metric_for_best_model, trainer.args.greater_is_better),
+        facts=_numbers(trainer, facts.precision or "", log, found),
         charts=charts,
-        tables=tables_of(log, found.memory, found.step),
+        tables=tables_of(log, found),
         notes=[_without_folders(note, settings) for note in data.notes],
         sample="" if trainer.args.push_to_hub else data.sample,  # a page that is published shows no data
         command=repeating_command(settings, "" if Path(output_dir).is_absolute() else output_dir),
@@ -112,23 +113,32 @@ def _page(trainer, settings: Settings, data: Data, log, found: Measured, charts:
     )
 
 
-def _numbers(trainer: ZeroTrainer, precision: str, log: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The numbers at the top, as far as they are known."""
+def _numbers(
+    trainer: ZeroTrainer, precision: str, log: list[dict[str, Any]], found: Measured
+) -> list[tuple[str, str]]:
+    """The numbers below the result, as far as they are known."""
+    # on CPUs a process is measured: its libraries, activations and what its allocator keeps are in it
+    is_process = trainer.args.device.type == "cpu"
+    peak = "peak resident memory of a process" if is_process else "peak memory allocated on a device"
     formats = (
         ("training time", "zero/seconds", "{:.0f} s"),
-        ("last loss", "loss", "{:.4g}"),
+        ("last training loss", "loss", "{:.4g}"),
         ("tokens per second", "zero/tokens_per_second", "{:,.0f}"),
         ("rows per second", "zero/rows_per_second", "{:,.0f}"),
         ("MFU", "zero/mfu", "{:.1%}"),
-        ("peak memory of a rank", "zero/peak_memory_mib", "{:,.0f} MiB"),
+        (peak, "zero/peak_memory_mib", "{:,.0f} MiB"),
     )
-    found = [("ZeRO stage", str(trainer.args.zero_stage)), ("ranks", str(trainer.args.world_size))]
-    found += [("precision", precision), ("steps", str(trainer.state.global_step))]
+    numbers = [("ZeRO stage", str(trainer.args.zero_stage)), ("ranks", str(trainer.args.world_size))]
+    numbers += [("precision", precision), ("steps", str(trainer.state.global_step))]
     for name, key, form in formats:
         value = next((entry[key] for entry in reversed(log) if entry.get(key) is not None), None)
         if value is not None:
-            found.append((name, form.format(value)))
-    return found
+            numbers.append((name, form.format(value)))
+    if any(found.memory):
+        numbers.append(
+            ("tensors of a rank, without activations", f"{max(map(held_nbytes, found.memory)) / MIB:,.0f} MiB")
+        )
+    return numbers
 
 
 def _sections(settings: Settings, charts: list[Chart]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
 
 LOG_NAME = "training_log.jsonl"
@@ -13,6 +14,8 @@ LOG_NAME = "training_log.jsonl"
 
 class TrainingLog(TrainerCallback):
     """Writes what is logged to a file, on rank 0. A run that is resumed goes on with the log of its checkpoint.
+
+    The last step is logged, whatever `logging_steps` is.
 
     Args:
         trainer (`Trainer`): What was evaluated before it trains goes into its history too, as of step 0.
@@ -28,6 +31,11 @@ class TrainingLog(TrainerCallback):
             self._before.append(entry)
         elif state.is_world_process_zero:
             self._write("a", [entry])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Trainer logs by its interval alone: the end of a curve would be missing, and of a short run all of it
+        if state.global_step >= state.max_steps and args.logging_strategy != IntervalStrategy.NO:
+            control.should_log = True
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:

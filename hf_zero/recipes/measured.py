@@ -1,7 +1,7 @@
 """What was measured of a run, kept beside its report: a run that has nothing left to train measures nothing."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ class Measured:
     Args:
         memory (`list[dict[str, int]]`): by rank, the largest values of the fields of `MemoryReport`, in bytes.
         step ([`Step`], *optional*): the step that was watched.
+        planned (`dict[str, int]`): what was told of the memory of a rank before the first step, by the same fields.
     """
 
     memory: list[dict[str, int]]
     step: Step | None
+    planned: dict[str, int] = field(default_factory=dict)
 
     def kept(self, path: Path, *, is_trained: bool) -> "Measured":
         """Writes it to a file; where nothing was trained, reads there what was measured before.
@@ -45,4 +47,4 @@ def _of(content: dict[str, Any]) -> Measured:
     if step is not None:
         moments = [[Moment(**moment) for moment in moments] for moments in step["moments"]]
         step = Step(step["number"], moments, step["sent_nbytes"], step.get("shares_memory", False))
-    return Measured(content["memory"], step)
+    return Measured(content["memory"], step, content.get("planned", {}))

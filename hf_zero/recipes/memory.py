@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from transformers import TrainerCallback
 
+from hf_zero.planner import by_field, tensor_classes
 from hf_zero.trainer import ZeroTrainer
 
 
@@ -15,10 +16,16 @@ class MemoryRecorder(TrainerCallback):
     """
 
     largest: dict[str, int]  # bytes on this rank, by field; the optimizer state is in it from the second step on
+    planned: dict[str, int]  # what was told of them before the first step, as `plan` tells it
 
     def __init__(self, trainer: ZeroTrainer):
         self._trainer = trainer
         self.largest = {}
+        self.planned = {}
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        sharded = getattr(optimizer, "optimizer", optimizer)  # in accelerate's wrapper
+        self.planned = by_field(tensor_classes(self._trainer.zero_engine, sharded))
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._measure()

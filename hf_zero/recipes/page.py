@@ -8,14 +8,18 @@ from typing import Any
 import jinja2
 
 from hf_zero.recipes.charts import CLASSES, Chart, metric_names, points, sent_by_unit
-from hf_zero.recipes.step_trace import Step
-from hf_zero.trainer.card import MIB
+from hf_zero.recipes.measured import Measured
+from hf_zero.trainer.card import MEMORY_CLASSES, MIB
 
 
+EVAL_LOSS = "eval_loss"
+UNKNOWN = "–"
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MEMORY_NOTE = (
-    "MiB, the largest that was measured between backward and optimizer step. DDP: what plain data parallelism would "
-    "hold of the same model, without its buffers."
+    "MiB, the largest that was measured between backward and optimizer step, summed over tensors. plan: what was told "
+    "before the first step, as `hf-zero plan` tells it. DDP: what plain data parallelism would hold of the same "
+    "model, without its buffers. Activations are not in it, nor what else makes a process's resident memory on CPUs: "
+    "the interpreter, libraries, and what the allocator keeps."
 )
 SENT_NOTE = "MiB in one step, gathered and reduced together, the mean of the ranks."
 
@@ -38,6 +42,7 @@ class Page:
     Args:
         title (`str`): the model's name.
         summary (`str`): what was trained on what, in a sentence.
+        results (`list[tuple[str, str]]`): what came of it, by name: the first thing that is seen.
         facts (`list[tuple[str, str]]`): the numbers at its top, by name.
         charts (`list[Chart]`): may be empty, where they cannot be drawn.
         tables (`list[Table]`): below them.
@@ -49,6 +54,7 @@ class Page:
 
     title: str
     summary: str
+    results: list[tuple[str, str]]
     facts: list[tuple[str, str]]
     charts: list[Chart]
     tables: list[Table]
@@ -63,38 +69,84 @@ class Page:
         return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(vars(self))
 
 
-def memory_rows(per_rank: Sequence[dict[str, int]]) -> list[list[str]]:
-    """MiB by tensor class: each rank, and DDP.
+def results_of(
+    log: Sequence[dict[str, Any]], metric: str | None = None, greater_is_better: bool | None = None
+) -> list[tuple[str, str]]:
+    """The last metrics and the last loss of evaluation, and at which step it was best; without any, the training loss.
+
+    Args:
+        log (`Sequence[dict]`): the entries of the training's log.
+        metric (`str`, *optional*): by which steps are compared, as `metric_for_best_model`; by default the loss.
+        greater_is_better (`bool`, *optional*): of that metric.
+    """
+    names = [name for name in [*metric_names(log), EVAL_LOSS] if points(log, name)[1]]
+    results = [(_title(name), f"{points(log, name)[1][-1]:.4g}") for name in names]
+    compared = f"eval_{(metric or 'loss').removeprefix('eval_')}"
+    steps, values = points(log, compared)
+    if values:
+        best = (max if greater_is_better else min)(range(len(values)), key=values.__getitem__)
+        results.append(("best step", f"{steps[best]} ({_title(compared)} {values[best]:.4g})"))
+    losses = points(log, "loss")[1]
+    return results or [("training loss", f"{value:.4g}") for value in losses[-1:]]
+
+
+def _title(name: str) -> str:
+    return "evaluation loss" if name == EVAL_LOSS else name.removeprefix("eval_").replace("_", " ")
+
+
+def held_nbytes(report: dict[str, int]) -> int:
+    """What a rank holds on its device, of all tensor classes."""
+    return _sum(report, [name for _, name in MEMORY_CLASSES])
+
+
+def memory_rows(per_rank: Sequence[dict[str, int]], planned: dict[str, int]) -> list[list[str]]:
+    """MiB by tensor class: each rank, what was planned, and DDP.
 
     Args:
         per_rank (`Sequence[dict[str, int]]`): the fields of `MemoryReport`, by rank.
+        planned (`dict[str, int]`): likewise, told before the first step; empty where that is not known.
     """
+    on_device = [name for _, name in MEMORY_CLASSES]
     rows = []
-    for title, name in CLASSES:
-        held = [report.get(name, 0) for report in per_rank]
-        ddp = max(report.get(f"ddp_{name}", 0) for report in per_rank)
-        if any(held) or ddp:
-            rows.append([title, *(f"{nbytes / MIB:.2f}" for nbytes in held), f"{ddp / MIB:.2f}" if ddp else "–"])
+    for title, names in (*((title, [name]) for title, name in CLASSES), ("all on the device", on_device)):
+        held = [_sum(report, names) for report in per_rank]
+        ddp = max(_sum(report, [f"ddp_{name}" for name in names]) for report in per_rank)
+        plan = _mib(_sum(planned, names)) if planned else UNKNOWN
+        if any(held) or ddp or _sum(planned, names):
+            rows.append([title, *map(_mib, held), plan, _mib(ddp) if ddp else UNKNOWN])
     return rows
 
 
-def tables_of(log: Sequence[dict[str, Any]], per_rank: Sequence[dict[str, int]], step: Step | None) -> list[Table]:
+def _sum(nbytes: dict[str, int], names: Sequence[str]) -> int:
+    return sum(nbytes.get(name, 0) for name in names)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.2f}"
+
+
+def tables_of(log: Sequence[dict[str, Any]], measured: Measured) -> list[Table]:
     """The tables of a run.
 
     Args:
         log (`Sequence[dict]`): the entries of the training's log.
-        per_rank (`Sequence[dict[str, int]]`): the largest values of `MemoryReport`'s fields, by rank.
-        step (`Step`, *optional*): the one that was watched.
+        measured ([`Measured`]): what its watchers have found.
     """
-    tables = []
-    results = [[name.removeprefix("eval_"), *_first_and_last(log, name)] for name in ["eval_loss", *metric_names(log)]]
+    tables, per_rank, step = [], measured.memory, measured.step
+    results = [[name.removeprefix("eval_"), *_first_and_last(log, name)] for name in [EVAL_LOSS, *metric_names(log)]]
     results = [row for row in results if row[1]]
     if results:
         tables.append(Table("results", "Evaluation", ["", "first", "last"], results))
     if per_rank and any(per_rank):
         ranks = [f"rank {rank}" for rank in range(len(per_rank))]
         tables.append(
-            Table("memory", "Memory per rank", ["", *ranks, "DDP"], memory_rows(per_rank), MEMORY_NOTE),
+            Table(
+                "memory",
+                "Tensors of each rank",
+                ["", *ranks, "plan", "DDP"],
+                memory_rows(per_rank, measured.planned),
+                MEMORY_NOTE,
+            )
         )
     sent = sent_by_unit(step) if step is not None else []
     if sent:

@@ -79,21 +79,25 @@ def whole(tiny_model, csv_file, tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """What is asked of a page: its tables by id, the charts, and what it would fetch."""
+    """What is asked of a page: its tiles, its tables by id, the charts, and what it would fetch."""
 
     def __init__(self, text: str):
         super().__init__()
         self.tables, self.charts, self.fetched, self.metas = {}, [], [], []
-        self._section, self._row = "", None
+        self.tiles = []
+        self._section, self._row, self._tile = "", None, None
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.fetched += [attributes[name] for name in ("src", "href", "xlink:href", "data") if name in attributes]
         if tag == "section":
-            self._section = attributes.get("id", "")
+            self._section, self._tile = attributes.get("id", ""), None
         elif tag == "svg":
             self.charts.append(self._section.removeprefix("chart-"))
+        elif tag == "div" and "fact" in attributes.get("class", "").split():
+            self._tile = []
+            self.tiles.append(self._tile)
         elif tag == "tr":
             self._row = []
             self.tables.setdefault(self._section.removeprefix("table-"), []).append(self._row)
@@ -103,8 +107,9 @@ class Page(HTMLParser):
             self.fetched.append(tag)
 
     def handle_data(self, data):
-        if self._row is not None and data.strip():
-            self._row.append(data.strip())
+        part = self._row if self._row is not None else self._tile
+        if part is not None and data.strip():
+            part.append(data.strip())
 
     def handle_endtag(self, tag):
         if tag == "tr":
@@ -126,13 +131,34 @@ def test_the_report_is_one_file_with_curves_and_the_numbers_of_the_run(whole):
     measured = json.loads((folder / "report" / "measured.json").read_text(encoding="utf-8"))
     for title, name in (("parameters", "parameter_nbytes"), ("optimizer state", "optimizer_nbytes")):
         held = [f"{report[name] / 2**20:.2f}" for report in measured["memory"]]
-        assert [title, *held, f"{measured['memory'][0][f'ddp_{name}'] / 2**20:.2f}"] in page.tables["memory"]
+        ddp = f"{measured['memory'][0][f'ddp_{name}'] / 2**20:.2f}"
+        assert [title, *held, held[0], ddp] in page.tables["memory"]  # what was planned is what was measured
+    assert page.tables["memory"][0][-2:] == ["plan", "DDP"]
     assert "Read from shared memory per rank and step, by unit" in (folder / "report.html").read_text(encoding="utf-8")
     sent = {row[0]: float(row[1]) for row in page.tables["sent"][1:]}
     assert set(sent) == {"root", "bert.encoder.layer.0", "bert.encoder.layer.1", "all"}
     # Half of the fp32 gradients goes to the other rank. Parameters lie in memory that both share.
     assert sent["bert.encoder.layer.0"] == pytest.approx(2224 * 4 / 2 / 2**20, rel=0.02)
     assert sent["all"] == pytest.approx(sum(nbytes for name, nbytes in sent.items() if name != "all"), rel=1e-3)
+
+
+def test_the_result_is_the_first_thing_that_is_seen(whole):
+    page = Page((whole[0] / "report.html").read_text(encoding="utf-8"))
+    log = read_log(whole[0] / "training_log.jsonl")
+    evaluations = {entry["step"]: entry for entry in log if "eval_loss" in entry}
+    best = min(evaluations, key=lambda step: evaluations[step]["eval_loss"])
+    assert page.tiles[0] == [
+        "accuracy",
+        f"{evaluations[STEPS]['eval_accuracy']:.4g}",
+        "evaluation loss",
+        f"{evaluations[STEPS]['eval_loss']:.4g}",
+        "best step",
+        f"{best} (evaluation loss {evaluations[best]['eval_loss']:.4g})",
+    ]
+    names = [tile[0] for tile in page.tiles[1:]]
+    assert names[0] == "ZeRO stage"
+    # a process and its tensors are told apart
+    assert names[-2:] == ["peak resident memory of a process", "tensors of a rank, without activations"]
 
 
 def test_one_step_is_seen_moment_by_moment_on_every_rank(whole):

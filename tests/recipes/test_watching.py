@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.trainer_utils import IntervalStrategy
 
+from hf_zero.config import Place
+from hf_zero.planner import TensorClass, by_field
 from hf_zero.recipes import charts, leaving
 from hf_zero.recipes.data.collate import Collate
 from hf_zero.recipes.files import write_whole
 from hf_zero.recipes.flops import PEAK_TFLOPS, peak_flops, training_flops
 from hf_zero.recipes.log import TrainingLog, read_log
 from hf_zero.recipes.measured import Measured
+from hf_zero.recipes.page import memory_rows, results_of
 from hf_zero.recipes.progress import line_of
 from hf_zero.recipes.step_trace import Moment, Step, StepTrace
 from hf_zero.recipes.telemetry import counts_of
@@ -148,7 +152,7 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch)
 def test_what_was_measured_before_is_shown_again_unless_it_is_damaged(tmp_path):
     path = tmp_path / "measured.json"
     moment = Moment("forward", "begin", {"parameter_nbytes": 8})
-    measured = Measured([{"parameter_nbytes": 8}], Step(3, [[moment]], [{"root": 4}]))
+    measured = Measured([{"parameter_nbytes": 8}], Step(3, [[moment]], [{"root": 4}], True), {"parameter_nbytes": 9})
     nothing, stopped = Measured([{}], None), Measured([{"parameter_nbytes": 4}], None)
     assert nothing.kept(path, is_trained=False) == nothing
     assert measured.kept(path, is_trained=True) == measured
@@ -176,6 +180,91 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path):
         write_whole(path, "new \udc80")
     assert path.read_text(encoding="utf-8") == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+LOG = [
+    {"eval_loss": 3.0, "eval_accuracy": 0.1, "step": 0},
+    *({"loss": 2.0 - 0.1 * step, "learning_rate": 1e-3, "step": step} for step in (1, 2, 3)),
+    {"eval_loss": 1.0, "eval_accuracy": 0.6, "step": 2},
+    {"eval_loss": 1.5, "eval_accuracy": 0.5, "step": 3},
+]
+
+
+def _axes_of(name: str, log=LOG):
+    return next(chart for chart in charts.draw(log, None) if chart.name == name).figure.axes[0]
+
+
+def test_training_is_a_line_and_evaluations_are_markers():
+    lines = {line.get_label(): line for line in _axes_of("loss").lines}
+    assert lines["training"].get_linestyle() == "-" and lines["training"].get_marker() == "None"
+    assert lines["evaluation"].get_linestyle() == "None" and lines["evaluation"].get_marker() == "o"
+    assert list(lines["evaluation"].get_xdata()) == [0, 2, 3]
+    assert _axes_of("eval_accuracy").lines[-1].get_marker() == "o"
+    assert _axes_of("loss", LOG[1:2]).lines[0].get_marker() == "o"  # a line of one point would not be seen
+
+
+@pytest.mark.parametrize("last", [1, 3, 12, 5000])
+def test_steps_are_whole_numbers_from_none_to_the_last(last):
+    axes = _axes_of("loss", [{"loss": 1.0, "step": last}])
+    low, high = axes.get_xlim()
+    assert low <= 0 < last <= high < 1.1 * last
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert len(ticks) >= 2 and all(tick == int(tick) for tick in ticks)
+
+
+def test_charts_that_stand_beside_one_another_are_as_high():
+    moment = Moment("forward", "begin", dict.fromkeys((name for _, name in charts.CLASSES), 8))
+    moment.nbytes.update({f"ddp_{name}_nbytes": 8 for name in ("parameter", "gradient", "optimizer")})
+    for num_ranks, num_units in ((1, 30), (4, 2)):
+        sent = [{f"unit.{index}": 4 for index in range(num_units)}] * num_ranks
+        drawn = charts.draw(LOG, Step(3, [[moment]] * num_ranks, sent, shares_memory=num_units == 2))
+        sizes = {chart.is_of_step: set() for chart in drawn}
+        for chart in drawn:
+            sizes[chart.is_of_step].add(tuple(chart.figure.get_size_inches()))
+        assert all(len(found) == 1 for found in sizes.values())
+        what = "Read from shared memory" if num_units == 2 else "Sent"
+        assert drawn[-1].title == f"{what} per rank in step 3, by unit"
+
+
+def test_the_result_is_the_last_evaluation_and_the_best_step():
+    assert results_of(LOG) == [
+        ("accuracy", "0.5"),
+        ("evaluation loss", "1.5"),
+        ("best step", "2 (evaluation loss 1)"),
+    ]
+    assert results_of(LOG, "eval_accuracy", True)[-1] == ("best step", "2 (accuracy 0.6)")
+    assert results_of(LOG[1:4]) == [("training loss", "1.7")]
+    assert results_of([]) == []
+
+
+@pytest.mark.parametrize(("strategy", "is_logged"), [("steps", True), ("epoch", True), ("no", False)])
+def test_the_last_step_is_logged(strategy, is_logged, tmp_path):
+    args = SimpleNamespace(output_dir=tmp_path, logging_strategy=IntervalStrategy(strategy))
+    log, control = TrainingLog(SimpleNamespace(args=args)), SimpleNamespace(should_log=False)
+    log.on_step_end(args, SimpleNamespace(global_step=6, max_steps=7), control)
+    assert not control.should_log
+    log.on_step_end(args, SimpleNamespace(global_step=7, max_steps=7), control)
+    assert control.should_log is is_logged
+
+
+def test_what_was_planned_stands_beside_what_was_measured():
+    report = {"parameter_nbytes": 2**20, "optimizer_nbytes": 2**21, "ddp_parameter_nbytes": 2**22}
+    classes = [
+        TensorClass("parameters", torch.float32, 2**20, 2),
+        TensorClass("optimizer state", torch.float32, 2**20, 2),
+        TensorClass("masters", torch.float32, 2**20, 2),
+        TensorClass("buffers to gather in", None, 2**19, 1),
+        TensorClass("optimizer state", torch.float32, 2**23, 2, Place.HOST),
+    ]
+    rows = memory_rows([report], by_field(classes))
+    assert rows == [
+        ["parameters", "1.00", "1.00", "4.00"],
+        ["optimizer state", "2.00", "2.00", "–"],
+        ["reused buffers", "0.00", "0.50", "–"],
+        ["on the host", "0.00", "8.00", "–"],
+        ["all on the device", "3.00", "3.50", "4.00"],
+    ]
+    assert memory_rows([report], {})[0] == ["parameters", "1.00", "–", "4.00"]
 
 
 def test_what_was_never_logged_has_no_chart():
