@@ -152,6 +152,8 @@ def _assemble(model, config, comm, units, parts, specs, placeholders, bus) -> Ze
             if p is not None and p.requires_grad:
                 engine.registered.append((module._parameters, key, p, f"{path}.{key}".lstrip(".")))
     hooks.install(engine, owners)
+    for unit in units:
+        unit.end_use()  # the hooks hold parameters
     engine.handles.append(Patch(model, ENGINE_ATTRIBUTE, engine))
     for module in model.modules() if any(unit.is_sharded for unit in units) else ():
         if hasattr(type(module), "generate"):  # also the model inside an adapter's

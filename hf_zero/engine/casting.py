@@ -120,4 +120,5 @@ def _settle(engine: "ZeroEngine") -> None:
     """Makes the parameters whole or placeholders, as their units say."""
     for unit in engine.units:
         for flat in unit.flats:
+            flat.holders = None  # of other parameters
             flat.attach() if unit.is_whole else flat.detach()

@@ -15,6 +15,7 @@ from hf_zero.comm.agreement import together
 from hf_zero.config import Residency, ZeroConfig
 from hf_zero.engine import writes
 from hf_zero.engine.arenas import Arenas
+from hf_zero.engine.away import Watch
 from hf_zero.engine.casting import computing_in
 from hf_zero.engine.divided import local_grad, with_local
 from hf_zero.engine.flat import NamedShard, ParamInfo
@@ -107,6 +108,8 @@ class ZeroEngine(Uncopyable):
         self._depth = 0  # how many forwards of hooked modules are under way, one in another
         self._is_order_known = comm.num_ranks == 1 or not self.blocks
         self._notes = True  # whether the outermost forward under way is to be followed by a backward
+        self._watch: Watch | None = None  # None but in the first forward of each kind
+        self._watched_kinds: set[tuple[bool, bool]] = set()  # forwards in training or not, with gradients or not
         self._running: list[Unit] = []  # units whose forward is under way
         self._last: Unit | None = None  # the block that has just been called, still attached
         self._is_backward_open = False
@@ -148,6 +151,7 @@ class ZeroEngine(Uncopyable):
         self._attach_root()
         if self._depth == 1 and self.blocks:
             self.blocks[0].read_ahead()
+            self._open_watch()
 
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
         """After it: what is left of its stack is passed over, so that all ranks gather the same."""
@@ -158,10 +162,29 @@ class ZeroEngine(Uncopyable):
             self._take([] if failed else rest, stack)
             stack.carries_grad = False
         self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self._close_watch(failed)
         if stack is not None or self._depth == 0:
             self._detach_last()
         if self._depth == 0 and (failed or not torch.is_grad_enabled()):
             self.root.detach()
+        if self._depth == 0 and not failed:
+            self._refuse_misuse()  # while the graph still holds what it took: backward lets go of it, the latest first
+
+    def _open_watch(self) -> None:
+        """Looks in the first forward of each kind whether it uses parameters that are away."""
+        kind = (self.model.training, self._notes)
+        if kind not in self._watched_kinds and any(unit.is_sharded for unit in self.blocks):
+            self._watched_kinds.add(kind)
+            self._watch = Watch([flat for unit in self.units for flat in unit.flats])
+            self._watch.__enter__()
+
+    def _close_watch(self, failed: bool) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)
+        if watch is not None and failed:
+            self._watched_kinds.clear()
 
     def leaves_alone(self, unit: Unit) -> bool:
         """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
@@ -189,6 +212,7 @@ class ZeroEngine(Uncopyable):
         if unit in self._running:
             self._running.remove(unit)
         if not in_backward() and unit not in self._running:
+            unit.end_use()
             self._last = unit
 
     def _detach_last(self) -> None:
@@ -335,7 +359,7 @@ class ZeroEngine(Uncopyable):
             raise LifecycleError(
                 f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through "
                 "the outputs of its forward, so its parameters were away; return the tensor from the block's forward, "
-                "in a tuple or dict, or use stage 2"
+                "in a tuple or dict, use the parameter nowhere else, or use stage 2"
             )
         if gradient.full is None:
             unit.lend_gradients()
@@ -449,13 +473,18 @@ class ZeroEngine(Uncopyable):
 
         Raises:
             `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, after `unshard`, or when someone wrote to a
-                parameter whose data is away.
+                parameter whose data is away, or used it.
         """
         if not self.handles:
             raise LifecycleError("the model was unsharded: shard it again, and build the optimizer on the new engine")
         writes.refuse_lost(self)
         self._refuse_held("new values")
         self.comm.fence()
+
+    def _refuse_misuse(self) -> None:
+        for unit in self.units:
+            if not unit.is_whole:
+                unit.refuse_misuse()
 
     def _refuse_held(self, what: str) -> None:
         if self.is_cast:

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Comm, Pending
 from hf_zero.config import Place, Residency, StagePlan
+from hf_zero.engine.away import num_holders
 from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.ferry import Ferry
 from hf_zero.engine.opaque import companions_of
-from hf_zero.engine.placeholder import Placeholders
+from hf_zero.engine.placeholder import Placeholders, is_untouched
 from hf_zero.engine.source import give_data, source_of
 from hf_zero.errors import LifecycleError
 from hf_zero.shard.bits import bits_of
@@ -82,6 +83,7 @@ class Flat:
     shown: list[Tensor]  # what the parameters' data was made last, one per parameter
     bits: Tensor | None = None  # of the compute copy as the master last gave it, see `writes`; None: it is the master
     versions: list[int]  # of the parameters, when what is in them was last known to be the engine's
+    holders: list[int] | None = None  # of each parameter when its use was over, see `away`; None while it is used
 
     def __init__(
         self,
@@ -328,9 +330,16 @@ class Flat:
 
     def attach(self) -> None:
         self._put(self.views if self.cast is None else [view.to(self.cast) for view in self.views])
+        self.holders = None
 
     def detach(self) -> None:
         self._put(self.placeholders)
+        if self.holders is None:
+            self.end_use()
+
+    def end_use(self) -> None:
+        """The module that the parameters belong to has used them; they may stay for a while."""
+        self.holders = num_holders(self.params)
 
     def _put(self, values: list[Tensor]) -> None:
         self.shown = values
@@ -399,7 +408,9 @@ class Flat:
     def assigned(self) -> Iterator[int]:
         """The parameters whose data is not what the engine made it: somebody has assigned other."""
         for index, (p, shown) in enumerate(zip(self.params, self.shown)):
-            if local_of(p).data_ptr() != shown.data_ptr() and p.numel():
+            values = local_of(p)
+            # a placeholder is asked first: who takes its address counts as one who writes to it
+            if not is_untouched(values) and values.data_ptr() != shown.data_ptr() and p.numel():
                 yield index
 
     def take_assigned(self, index: int) -> None:

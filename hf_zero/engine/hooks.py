@@ -108,7 +108,18 @@ def _hook_outputs(output, inputs, hook) -> None:
     handed_in = {id(tensor) for tensor in tensors_in(inputs)}
     for tensor in tensors_in(output):
         if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in handed_in:
-            tensor.register_hook(hook)
+            _written_through(tensor, handed_in).register_hook(hook)
+
+
+def _written_through(tensor: Tensor, handed_in: set[int]) -> Tensor:
+    """The tensor that changes when a caller writes to this one in place: of a view, its base.
+
+    Such a write gives a view another history, which passes by the node that made it, and so by a hook on it. A base
+    keeps its node behind the write. A base that was handed in is another module's.
+    """
+    base = tensor._base
+    is_own = base is not None and base.requires_grad and not base.is_leaf and id(base) not in handed_in
+    return base if is_own else tensor
 
 
 def _guard_state_dict(engine: ZeroEngine) -> None:

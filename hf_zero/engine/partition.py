@@ -1,5 +1,7 @@
 """Which parameters form a unit, read off the model's structure: its repeated blocks, and the root with the rest."""
 
+from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +10,9 @@ from torch import nn
 from hf_zero.engine.opaque import can_be_moved, is_opaque, is_reordered
 from hf_zero.engine.source import COMPUTED, fits, source_of
 from hf_zero.errors import UnsupportedError
+
+
+SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # the dtypes that gradients may have
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,14 @@ def partition(model: nn.Module) -> Partition:
 
     Blocks are the members of a repeated container (`ModuleList`, `Sequential`) whose class the model names in
     `_no_split_modules`; without such names, the members of the longest containers. A parameter that two blocks share,
-    or that lies outside of all blocks, belongs to the root.
+    or that a module outside of all blocks has too, belongs to the root.
 
     Args:
         model (`nn.Module`): any module. Ties are found by identity.
     """
     names = canonical_names(model)
     containers = _containers(model)
-    users = _count_users(containers)
+    users = _count_users(model, containers)
     stacks: dict[nn.Module, list[UnitSpec]] = {}
     taken: set[int] = set()
     for path, container in containers:
@@ -103,8 +108,8 @@ def refuse_what_cannot_be_sharded(
         is_ready (`bool`): what requires gradients now is what will be trained.
 
     Raises:
-        `UnsupportedError`: for uninitialised, sparse parameters, subclasses but for frozen dense ones, and
-            compiled modules.
+        `UnsupportedError`: for uninitialised, sparse parameters, subclasses but for frozen dense ones, trained ones
+            of other than real floating-point dtypes, and compiled modules.
     """
     _refuse_compiled(model)
     biases = _biases_beside_opaque(model)
@@ -125,6 +130,7 @@ def refuse_what_cannot_be_sharded(
                 f"{name}: {type(p).__name__} is on {p.device}, and its scales do not follow it to {device}; "
                 "load the model on the device that trains it"
             )
+        refuse_what_cannot_be_summed(name, p)
         bias = biases.get(id(p))
         if is_ready and bias is not None and bias.requires_grad:
             raise UnsupportedError(
@@ -138,6 +144,24 @@ def refuse_what_cannot_be_sharded(
             raise UnsupportedError(
                 f"{name}: has no data (meta device) and no file to read it from; load or initialise the model first"
             )
+
+
+def refuse_what_cannot_be_summed(name: str, param: nn.Parameter) -> None:
+    """Refuses a parameter whose gradient cannot be averaged over the ranks.
+
+    Raises:
+        `UnsupportedError`: it is trained in a complex or an 8-bit dtype.
+    """
+    if param.requires_grad and param.dtype not in SUMMED:
+        remedy = (
+            "keep it as real numbers (torch.view_as_real), with one more dimension of 2, or freeze it"
+            if param.dtype.is_complex
+            else "cast it to bfloat16 or float32, or freeze it"
+        )
+        raise UnsupportedError(
+            f"{name}: is trained in {str(param.dtype).removeprefix('torch.')}, whose gradients cannot be averaged "
+            f"over the ranks; {remedy}"
+        )
 
 
 def _biases_beside_opaque(model: nn.Module) -> dict[int, nn.Parameter]:
@@ -208,15 +232,26 @@ def _members(container: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(key, module) for key, module in container.named_children() if any(True for _ in module.parameters())]
 
 
-def _count_users(containers: list[tuple[str, nn.Module]]) -> dict[int, int]:
-    """How many different blocks use each parameter."""
-    users: dict[int, int] = {}
-    seen: set[int] = set()
-    for _, container in containers:
-        for _, block in _members(container):
-            if id(block) in seen:
-                continue
-            seen.add(id(block))
-            for p in block.parameters():
-                users[id(p)] = users.get(id(p), 0) + 1
+def _count_users(model: nn.Module, containers: list[tuple[str, nn.Module]]) -> dict[int, int]:
+    """How many use each parameter: the different blocks that hold it, and whatever holds it outside of them."""
+    blocks = {id(block): block for _, container in containers for _, block in _members(container)}
+    users = Counter(id(p) for block in blocks.values() for p in block.parameters())
+    users.update({id(p) for module in _around(model, blocks) for p in module.parameters(recurse=False)})
     return users
+
+
+def _around(model: nn.Module, blocks: Container[int]) -> dict[nn.Module, None]:
+    """The modules that can be reached without entering a block; one may lie inside a block all the same.
+
+    Args:
+        model (`nn.Module`): which holds the blocks.
+        blocks (`Container[int]`): their `id`s.
+    """
+    found: dict[nn.Module, None] = {}
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        if module not in found and id(module) not in blocks:
+            found[module] = None
+            todo += module.children()
+    return found

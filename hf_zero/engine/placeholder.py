@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from hf_zero.errors import LifecycleError
-
 
 class Placeholders:
-    """NaN in any shape at the cost of one element: all placeholders of a dtype are views of one number.
+    """NaN in any shape at the cost of one element.
 
-    Most writes raise, since all elements share memory. Those that torch lets through (`fill_`, or one element) change
-    that number, and `check` finds it.
+    Most writes raise, since all elements share memory. For those that torch lets through (`fill_`, or one element),
+    every placeholder is a lazy copy of one number: the first write gives it memory of its own. So no other changes,
+    and `is_untouched` knows of it without a look at the value, for which the host would have to wait for the device.
 
     Args:
         device (`torch.device`): of the parameters.
@@ -24,23 +23,21 @@ class Placeholders:
         """A placeholder: NaN, or 0 for dtypes that have none."""
         if dtype not in self._numbers:
             self._numbers[dtype] = torch.full((), _away(dtype), dtype=dtype, device=self._device)
-        return self._numbers[dtype].expand(shape)
+        return torch._lazy_clone(self._numbers[dtype]).expand(shape)
 
-    def check(self) -> None:
-        """Looks whether someone has written to a placeholder, and makes it NaN again.
 
-        Raises:
-            `LifecycleError`: when someone has.
-        """
-        if self._device.type != "cpu":
-            return  # reading the number would make the host wait for the device
-        for dtype, number in self._numbers.items():
-            if dtype.is_floating_point and number == number:
-                number.fill_(_away(dtype))
-                raise LifecycleError(
-                    "a parameter was written while its data is away, and the write is lost; write inside "
-                    "`with hf_zero.gathered(parameter, writeback=True):`"
-                )
+def is_untouched(tensor: Tensor) -> bool:
+    """Whether a tensor is a placeholder that nobody has written to, as far as can be known on the host."""
+    return torch._C._is_cow_tensor(tensor)
+
+
+def is_written(placeholder: Tensor) -> bool:
+    """Whether a placeholder that was touched has another value: kernels that may write, and do not, touch it too."""
+    if not placeholder.numel() or placeholder.device.type == "meta":
+        return False
+    number = placeholder.as_strided((), ())
+    is_away = number.float().isnan() if placeholder.dtype.is_floating_point else number == 0
+    return not bool(is_away)
 
 
 def _away(dtype: torch.dtype) -> float:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
+from hf_zero.engine.away import refuse_uses, refuse_writes
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.phase import Phase, moved
@@ -102,8 +103,15 @@ class Unit(Uncopyable):
             self.phase = moved(self.name, self.phase, Phase.GATHERED)
 
     def attach(self) -> None:
-        """Makes the parameters whole; they must have been gathered."""
+        """Makes the parameters whole; they must have been gathered.
+
+        Raises:
+            `LifecycleError`: when someone wrote to them, or used them, while their data was away.
+        """
+        self.refuse_misuse()
         if self.phase is Phase.ATTACHED:
+            for flat in self.flats:
+                flat.holders = None
             return
         self.settle()
         self.phase = moved(self.name, self.phase, Phase.ATTACHED)
@@ -116,6 +124,23 @@ class Unit(Uncopyable):
             for flat in self.flats:
                 flat.detach()
             self.phase = moved(self.name, self.phase, Phase.GATHERED)
+
+    def end_use(self) -> None:
+        """The forward of its block has ended. What a `gathered` context holds may be used by others."""
+        if self.is_sharded and not self.pins:
+            for flat in self.flats:
+                flat.end_use()
+
+    def refuse_misuse(self) -> None:
+        """Looks whether someone wrote to parameters whose data is away, or used them outside of their forward.
+
+        Raises:
+            `LifecycleError`: when someone has.
+        """
+        for flat in self.flats if self.is_sharded else ():
+            if self.phase is not Phase.ATTACHED:
+                refuse_writes(flat)
+            refuse_uses(flat)
 
     def evict(self) -> None:
         """Gives up the slot's contents: another unit takes it, or the values have changed."""
@@ -169,6 +194,7 @@ class Unit(Uncopyable):
         if self.pins or not self.is_sharded:
             self.pins += 1
             return
+        self.refuse_misuse()
         self._was_attached = self.phase is Phase.ATTACHED
         if not self._was_attached:
             self._leave_slot()

@@ -87,12 +87,12 @@ def _follow(engine: "ZeroEngine", flat: Flat) -> None:
 
 
 def refuse_lost(engine: "ZeroEngine") -> None:
-    """Refuses values that were written to copies which are given up, or put in place of data that is away.
+    """Refuses values that were written to copies which are given up, or put in place of data that is away, and uses of
+    such data.
 
     Raises:
         `LifecycleError`: with the parameter's name; its data is put back.
     """
-    engine.placeholders.check()
     for unit in engine.units if any(unit.is_sharded for unit in engine.units) else ():
         for flat in unit.flats if not unit.pins else ():
             index = next(flat.assigned(), None)
@@ -102,6 +102,8 @@ def refuse_lost(engine: "ZeroEngine") -> None:
                     f"{flat.infos[index].name}: was given other data while its own is sharded, and that is lost; "
                     + _INSIDE
                 )
+            if not unit.is_whole:
+                unit.refuse_misuse()
             if flat.trainable and (index := flat.rewritten()) is not None:
                 flat.note()
                 raise LifecycleError(

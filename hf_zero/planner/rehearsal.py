@@ -16,6 +16,7 @@ from hf_zero.config import Place, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine, in_backward
 from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.partition import refuse_what_cannot_be_summed
 from hf_zero.errors import UnsupportedError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.planner.attention import device_attention
@@ -84,6 +85,8 @@ class Rehearsal:
         on_cpu: bool,
         blocks: tuple[str, int] | None = None,
     ):
+        for name, param in model.named_parameters():
+            refuse_what_cannot_be_summed(name, param)
         self.meter = Meter()
         self._on_cpu = on_cpu
         with self.meter:

@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
+from hf_zero.engine.phase import Phase
+from hf_zero.errors import LifecycleError
 from tests.distributed import run_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of
 from tests.engine.reference import (
@@ -242,3 +244,26 @@ def _called_while_handling():
 
 def test_a_model_may_be_called_in_an_exception_handler():
     run_ranks(_called_while_handling, 2, timeout=LIMIT)
+
+
+def _late_gradient(stage):
+    """As when something keeps a gradient back that the engine had no reason to wait for."""
+    model = build_seeded(Tower)
+    engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+    unit = engine.blocks[2]
+
+    def come_late(grad):
+        assert unit.phase is not Phase.ATTACHED or stage == 2
+        gradient = unit.gradients[0]
+        unit.lend_gradients()
+        gradient.receive(0, torch.ones_like(gradient.views[0]))
+        return grad
+
+    model.layers[0].up.bias.register_hook(come_late)
+    with pytest.raises(LifecycleError, match="unit 'layers.2': a gradient came after its gradients were reduced"):
+        loss_of(model(inputs(dist.get_rank(), 0))).backward()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_comes_after_its_unit_was_reduced_is_not_lost_in_silence(stage):
+    run_ranks(_late_gradient, 2, stage, timeout=LIMIT)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import hf_zero
 from hf_zero.engine.partition import canonical_names, partition, refuse_what_cannot_be_sharded
 from hf_zero.errors import UnsupportedError
 from tests.engine.models import WIDTH, Block, Tower
@@ -257,3 +258,32 @@ def test_parameters_that_are_no_dense_tensors_are_refused_by_name(make):
 
 def test_ordinary_models_are_not_refused():
     refuse_what_cannot_be_sharded(Tower())
+
+
+def _trained_in(dtype: torch.dtype) -> nn.Module:
+    model = Tower(2)
+    model.layers[1].up.weight = nn.Parameter(torch.ones(2 * WIDTH, WIDTH, dtype=torch.float32).to(dtype))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"), [(torch.complex64, "view_as_real"), (torch.float8_e4m3fn, "cast it to bfloat16")]
+)
+def test_a_trained_parameter_whose_gradients_cannot_be_averaged_is_refused_by_name(dtype, remedy):
+    model = _trained_in(dtype)
+    shown = str(dtype).removeprefix("torch.")
+    with pytest.raises(UnsupportedError, match=f"layers.1.up.weight: is trained in {shown}, .*{remedy}"):
+        hf_zero.shard(model, stage=2)
+    model.layers[1].up.weight.requires_grad_(False)
+    refuse_what_cannot_be_sharded(model)
+
+
+def test_a_parameter_that_a_module_outside_of_the_blocks_has_too_is_the_roots():
+    model = Tower(3)
+    model.out = nn.Linear(WIDTH, 2 * WIDTH)
+    model.out.weight = model.layers[1].up.weight
+    model.again = model.layers[2].norm
+    model.first = model.layers[0]  # a block under another name is a block
+    parts = partition(model)
+    assert {"layers.1.up.weight", "layers.2.norm.weight", "layers.2.norm.bias"} <= parts.root.params.keys()
+    assert len(parts.stacks[0].units[0].params) == len(list(model.layers[0].parameters()))

@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import hf_zero
+from hf_zero.engine import direct
 from tests.distributed import run_ranks
-from tests.engine.models import Tower, inputs, loss_of
+from tests.engine.models import WIDTH, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, assert_exact_or_refused, assert_stages_match, build_seeded
 
 
@@ -253,3 +255,61 @@ def _captured_everywhere():
 
 def test_a_loss_on_the_inner_activations_of_all_blocks_is_exact_or_refused():
     run_ranks(_captured_everywhere, 2, timeout=LIMIT)
+
+
+# Writes to what a block has returned
+
+
+class Returning(nn.Module):
+    """A block whose output is what `kind` says: a fresh tensor, or a view of one."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.kind = kind
+
+    def forward(self, hidden):
+        hidden = self.lin(hidden)
+        if self.kind == "view":
+            hidden = (hidden * 2).view(hidden.shape)
+        elif self.kind == "slice":
+            hidden = torch.cat([hidden, hidden], dim=-1)[..., :WIDTH]
+        elif self.kind == "view of a part":
+            hidden = (hidden + 1).chunk(2, dim=-1)[1].repeat(1, 1, 2)[..., :].view(hidden.shape)
+        return hidden
+
+
+class Writing(Tower):
+    """Writes to the blocks' outputs in place, whole and in part, and takes them in chunks."""
+
+    def __init__(self, kind: str):
+        super().__init__(3, block=lambda _width: Returning(kind))
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+            hidden.mul_(1.5)
+            hidden[..., :2] += 0.1
+            first, second = hidden.chunk(2, dim=-1)
+            hidden = torch.cat([first, torch.relu(second)], dim=-1)
+        return self.head(hidden)
+
+
+def _writes_to_outputs(min_numel):
+    def one_backward_in_rows(model, rank, step):
+        loss = loss_of(model(inputs(rank, step, (2, 5, 3))).mul_(1.1))
+        loss.backward()
+        return [loss.detach()]
+
+    before, direct.MIN_NUMEL = direct.MIN_NUMEL, min_numel
+    try:
+        for kind in ("fresh", "view", "slice", "view of a part"):
+            assert_stages_match(lambda kind=kind: Writing(kind), one_backward_in_rows)
+    finally:
+        direct.MIN_NUMEL = before
+
+
+@pytest.mark.parametrize("min_numel", [0, 2**16], ids=["direct", "small"])
+def test_what_a_block_returns_may_be_written_to(min_numel):
+    run_ranks(_writes_to_outputs, 2, min_numel, timeout=LIMIT)

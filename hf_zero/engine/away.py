@@ -1,0 +1,125 @@
+"""What must not happen to parameters while their data is away, and how the host notices it without a look at a value.
+
+A write gives a placeholder memory of its own (`Placeholders`), or puts another tensor in its place. A use whose
+backward needs the parameter holds it once more: that backward would run at a time of its own, when the values are NaN
+or another unit's. Uses that hold nothing are seen by `Watch`.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from hf_zero.engine.divided import local_of, put
+from hf_zero.engine.placeholder import Placeholders, is_untouched, is_written
+from hf_zero.errors import LifecycleError
+
+
+if TYPE_CHECKING:
+    from hf_zero.engine.flat import Flat
+
+
+WRITTEN = (
+    "{name}: a parameter was written while its data is away, and the write is lost; write inside "
+    "`with hf_zero.gathered(parameter, writeback=True):`"
+)
+USED = (
+    "{name}: is used outside of its block's forward, where its data is away and reads NaN; make the module that holds "
+    "it an attribute of a module outside of the blocks too, so that it stays whole, or use it and run the backward "
+    "inside `with hf_zero.gathered(...):`, or use stage 2"
+)
+
+
+def num_holders(params: list[nn.Parameter]) -> list[int]:
+    """How many hold each parameter, among them autograd for a backward to come."""
+    return [param._use_count() for param in params]
+
+
+def refuse_uses(flat: "Flat") -> None:
+    """Looks whether parameters were used since their forward has ended.
+
+    Raises:
+        `LifecycleError`: when one was, and its backward is to come.
+    """
+    for info, param, before in zip(flat.infos, flat.params, flat.holders or ()):
+        if param._use_count() > before:
+            flat.holders = num_holders(flat.params)  # said once
+            raise LifecycleError(USED.format(name=info.name))
+
+
+def refuse_writes(flat: "Flat") -> None:
+    """Looks whether placeholders were written to, or others put in their place, and puts new ones there.
+
+    Raises:
+        `LifecycleError`: when someone has.
+    """
+    found = None
+    for index, param in enumerate(flat.params):
+        values = local_of(param)
+        if is_untouched(values):
+            continue
+        placeholder = flat.placeholders[index]
+        is_other = values.untyped_storage()._cdata != placeholder.untyped_storage()._cdata
+        if is_other or is_written(placeholder):
+            found = found or flat.infos[index].name
+        flat.placeholders[index] = Placeholders(placeholder.device).of(placeholder.shape, placeholder.dtype)
+        put(param, flat.placeholders[index])
+    if found is not None:
+        flat.note()
+        raise LifecycleError(WRITTEN.format(name=found))
+
+
+class Watch(TorchDispatchMode):
+    """Refuses computation with parameters whose data is away, for as long as the context lasts. It takes about ten
+    microseconds for every operation, so it looks at the first forward of each kind alone.
+
+    Args:
+        flats (`list[Flat]`): the buffers of the model.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, flats: "list[Flat]"):
+        super().__init__()
+        self._names = {
+            placeholder.untyped_storage()._cdata: info.name
+            for flat in flats
+            for info, placeholder in zip(flat.infos, flat.placeholders)
+        }
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        read = next(filter(None, map(self._name_of, _tensors(*args, *kwargs.values()))), None)
+        result = func(*args, **kwargs)
+        if read is not None and not _is_about_shape(func) and not self._is_view(result):
+            raise LifecycleError(USED.format(name=read))
+        return result
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        """The parameter whose placeholder a tensor is, or a view of it."""
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor) or not is_untouched(tensor):
+            return None
+        return self._names.get(tensor.untyped_storage()._cdata)
+
+    def _is_view(self, result) -> bool:
+        outputs = list(_tensors(result))
+        return bool(outputs) and all(self._name_of(output) for output in outputs)
+
+
+def _is_about_shape(func) -> bool:
+    """Whether an operation looks at shape, dtype and device alone."""
+    name = func.__name__.partition(".")[0]
+    return name.endswith("_like") or name.startswith(("new_", "is_"))
+
+
+def _tensors(*values):
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(*value)
