@@ -1,6 +1,14 @@
 """What can go wrong, one class per kind. Every message says: subject, found, expected, what to do."""
 
 
+def size_text(nbytes: int) -> str:
+    """A size as people read it, for messages: 17 bytes, 3.4 KiB, 812.0 MiB, 15.4 GiB."""
+    if nbytes < 1024:
+        return f"{nbytes} bytes"
+    unit = min((nbytes.bit_length() - 1) // 10, 4)
+    return f"{nbytes / 1024**unit:,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
+
+
 class HfZeroError(Exception):
     """Base of all errors that hf_zero raises on purpose."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.checksum import Range
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, size_text
 
 
 # Read, converted and copied off a device in pieces of this size: a whole tensor is never held twice, and a piece is
@@ -57,7 +57,7 @@ class SafetensorsFile:
         except OSError as error:
             file.close()
             raise CheckpointError(
-                f"{file.path}: {layout.nbytes} bytes could not be reserved ({error.strerror}); "
+                f"{file.path}: {size_text(layout.nbytes)} could not be reserved ({error.strerror}); "
                 "free space there or save to another folder"
             ) from error
         return file

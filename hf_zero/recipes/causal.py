@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
 from hf_zero.recipes import loading
 from hf_zero.recipes.adapters import AdapterArguments, adapt, check_adapter
-from hf_zero.recipes.common import CommonArguments
+from hf_zero.recipes.common import CommonArguments, SourceArguments
 from hf_zero.recipes.data import Data, Rows, check_sources
 from hf_zero.recipes.data.chat import read_template
 from hf_zero.recipes.data.collate import Collate
@@ -24,6 +24,7 @@ from hf_zero.recipes.data.tokens import sample_of
 from hf_zero.recipes.loading import quiet
 from hf_zero.recipes.memory import MemoryRecorder
 from hf_zero.recipes.models import check_model, resolve_model
+from hf_zero.recipes.positions import check_positions
 from hf_zero.recipes.report import usage_command
 from hf_zero.recipes.token_trainer import TokenTrainer, mean_token_loss
 from hf_zero.trainer import ZeroTrainingArguments
@@ -67,11 +68,12 @@ class CausalArguments(AdapterArguments, LoadArguments, CommonArguments):
     )
 
 
-def check(arguments: CausalArguments) -> None:
+def check(arguments: CausalArguments, training: Mapping[str, Any]) -> None:
     """Refuses what cannot work, before a process is started.
 
     Args:
         arguments ([`CausalArguments`]): The parsed arguments.
+        training (`Mapping[str, Any]`): The fields of the training arguments.
 
     Raises:
         ConfigError: If the model is missing, or settings contradict each other.
@@ -85,7 +87,9 @@ def check(arguments: CausalArguments) -> None:
     check_dtype(arguments)
     if arguments.packing and arguments.dataset_streaming:
         raise ConfigError("packing: takes all rows to be known, so it cannot be had with dataset_streaming")
+    check_stream(arguments, training)
     check_model(arguments)
+    check_positions(arguments, arguments.max_length)
 
 
 def check_dtype(arguments: LoadArguments) -> None:
@@ -108,8 +112,9 @@ def check_template(arguments: TemplateArguments) -> None:
         read_template(arguments.chat_template_path)
 
 
-def check_stream(arguments: CausalArguments, training: ZeroTrainingArguments) -> None:
-    """Refuses a stream without a number of steps, for nobody knows how long it is, or with several to read it.
+def check_stream(arguments: SourceArguments, training: Mapping[str, Any]) -> None:
+    """Refuses a stream without a number of steps, for nobody knows how long it is, or with several to read it, or in
+    an order for which all rows have to be known.
 
     `datasets` shares out the files of a stream among the workers: with fewer files some would have no rows.
 
@@ -118,9 +123,15 @@ def check_stream(arguments: CausalArguments, training: ZeroTrainingArguments) ->
     """
     if not arguments.dataset_streaming:
         return
-    if training.max_steps <= 0:
+    if training["max_steps"] <= 0:
         raise ConfigError("dataset_streaming: the number of rows is not known; set --max_steps")
-    if (workers := training.dataloader_num_workers) > 1:
+    strategy = training["train_sampling_strategy"]
+    if strategy not in ("random", "sequential"):
+        raise ConfigError(
+            f"train_sampling_strategy {strategy}: the lengths of a stream (dataset_streaming) are not known; give "
+            "random or sequential"
+        )
+    if (workers := training["dataloader_num_workers"]) > 1:
         raise ConfigError(
             f"dataloader_num_workers {workers}: one worker reads a stream (dataset_streaming); set 0 or 1"
         )
@@ -189,24 +200,21 @@ def load_model(arguments: CausalArguments, training: ZeroTrainingArguments, data
     Raises:
         ConfigError: it does not load as a language model, or does not fit the settings.
     """
-    model = load_causal_model(arguments, data.processing_class, arguments.max_length)
+    model = load_causal_model(arguments, data.processing_class)
     if arguments.packing:
         check_packing(model)
     return adapt(model, arguments)
 
 
-def load_causal_model(
-    arguments: LoadArguments, tokenizer: PreTrainedTokenizerBase, max_length: int | None
-) -> PreTrainedModel:
+def load_causal_model(arguments: LoadArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A language model as it was saved, its weights still in their files.
 
     Args:
         arguments ([`LoadArguments`]): with the name of the model.
         tokenizer (`PreTrainedTokenizerBase`): whose tokens it is to know.
-        max_length (`int`, *optional*): of the rows, in tokens.
 
     Raises:
-        ConfigError: it does not load as a language model, or does not fit the tokenizer or the rows.
+        ConfigError: it does not load as a language model, or does not fit the tokenizer.
     """
     path = resolve_model(arguments.model_name_or_path)
     options = {"revision": arguments.model_revision} if arguments.model_revision else {}
@@ -220,7 +228,7 @@ def load_causal_model(
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"{path}: does not load as a causal language model ({reason})") from error
-    _check_sizes(model, arguments.model_name_or_path, tokenizer, max_length)
+    _check_vocabulary(model, arguments.model_name_or_path, tokenizer)
     return model
 
 
@@ -277,17 +285,10 @@ def after(
     say(f"try it: {usage_command(trainer.args.output_dir, data.extra['prompt'], 'text-generation')}")
 
 
-def _check_sizes(
-    model: PreTrainedModel, name: str, tokenizer: PreTrainedTokenizerBase, max_length: int | None
-) -> None:
+def _check_vocabulary(model: PreTrainedModel, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_embeddings:
         raise ConfigError(
             f"{name}: its tokenizer has {len(tokenizer)} tokens, the model {num_embeddings}; "
             "give the tokenizer that belongs to it"
-        )
-    num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if num_positions and max_length and max_length > num_positions:
-        raise ConfigError(
-            f"max_length {max_length}: {name} has {num_positions} positions; set --max_length {num_positions} or less"
         )

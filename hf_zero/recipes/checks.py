@@ -2,11 +2,21 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from hf_zero.config import REDUCE_DTYPES, STAGES, choose
-from hf_zero.errors import ConfigError
-from hf_zero.trainer.arguments import LAUNCHER_VARIABLES, check_output_dir, refuse_other_engines
+from hf_zero.errors import ConfigError, size_text
+from hf_zero.recipes.settings import Settings
+from hf_zero.recipes.tasks import TASKS
+from hf_zero.trainer.arguments import LAUNCHER_VARIABLES, ZeroArgumentsMixin, refuse_other_engines
+from hf_zero.trainer.checks import check_arguments, check_output_dir
+
+
+try:
+    import resource
+except ImportError:  # not a Unix
+    resource = None
 
 
 def check_training_settings(settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
@@ -17,13 +27,61 @@ def check_training_settings(settings: Mapping[str, Any], environment: Mapping[st
         environment (`Mapping[str, str]`, *optional*): Instead of `os.environ`.
 
     Raises:
-        ConfigError: If a setting of ZeRO is not valid, another sharding engine is asked for, or `output_dir` cannot be
-            written. What only the training arguments know about each other is found when they are made.
+        ConfigError: If a setting of ZeRO is not valid, another sharding engine is asked for, `output_dir` cannot be
+            written, or a value cannot work. What only the training arguments know about each other is found when they
+            are made.
     """
-    choose("zero_stage", settings["zero_stage"], STAGES)
-    choose("zero_reduce_dtype", settings["zero_reduce_dtype"], REDUCE_DTYPES)
+    ZeroArgumentsMixin.zero_config(SimpleNamespace(**settings))
     refuse_other_engines(settings, environment)
     check_output_dir(settings.get("output_dir"))
+    check_arguments(settings)
+
+
+def check_file_sizes(model: str | None) -> None:
+    """Refuses to train a model whose files could not be written here again, for all the room there is.
+
+    Args:
+        model (`str`, *optional*): A folder; of a hub id the files need not be here yet.
+
+    Raises:
+        ConfigError: If the process may not write files of that size.
+    """
+    folder = Path(model or "").expanduser()
+    if resource is None or not folder.is_dir():
+        return
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    largest = max((path.stat().st_size for path in folder.glob("*.safetensors")), default=0)
+    if resource.RLIM_INFINITY != limit < largest:
+        raise ConfigError(
+            f"ulimit -f: a file may have {size_text(limit)} here, and the largest one of {model} has "
+            f"{size_text(largest)}; raise the limit (ulimit -f unlimited)"
+        )
+
+
+def check_test_set(settings: Settings) -> None:
+    """Refuses evaluation where there is nothing to evaluate on.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+
+    Raises:
+        ConfigError: If nothing is, naming the setting that asks for it.
+    """
+    arguments, training = settings.arguments, settings.training
+    if TASKS[settings.task].holds_out or arguments.test_file or arguments.dataset_test_split:
+        return
+    strategy = training["eval_strategy"]
+    asks = {
+        f"eval_strategy {getattr(strategy, 'value', strategy)}": strategy != "no",
+        "eval_on_start": training["eval_on_start"],
+        "load_best_model_at_end": training["load_best_model_at_end"],
+    }
+    for name, is_asked in asks.items():
+        if is_asked:
+            raise ConfigError(
+                f"{name}: there is no test set to evaluate on; give --dataset_test_split or --test_file, or leave "
+                "it out"
+            )
 
 
 def launched_world_size(num_processes: int | None, environment: Mapping[str, str] | None = None) -> int | None:

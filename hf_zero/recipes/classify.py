@@ -1,9 +1,11 @@
 """Fine-tunes a model to tell classes of texts or images apart, and leaves a folder that plain transformers loads."""
 
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -23,6 +25,7 @@ from hf_zero.recipes.data.sources import check_sources, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
 from hf_zero.recipes.memory import MemoryRecorder
 from hf_zero.recipes.models import check_model, resolve_model
+from hf_zero.recipes.positions import check_positions, num_positions
 from hf_zero.recipes.report import memory_table, usage_command
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
@@ -59,11 +62,12 @@ class Arguments(AdapterArguments, CommonArguments):
     max_length: int = field(default=128, metadata={"help": "Longer texts are cut to so many tokens."})
 
 
-def check(arguments: Arguments) -> None:
+def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
     """Refuses what cannot work, before a process is started.
 
     Args:
         arguments ([`Arguments`]): The parsed arguments.
+        training (`Mapping[str, Any]`): The fields of the training arguments.
 
     Raises:
         ConfigError: If the model is missing, or not exactly one data source is given.
@@ -84,6 +88,8 @@ def check(arguments: Arguments) -> None:
         first = load_rows(replace(arguments, dataset_streaming=True, dataset_train_split=base), "train")
         _inputs(first, arguments)
     check_model(arguments)
+    if arguments.max_length != Arguments.max_length:  # the default is cut to what the model takes
+        check_positions(arguments, arguments.max_length)
 
 
 def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
@@ -95,6 +101,7 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
     """
     with training.main_process_first():
         rows, test_rows = _load_rows(arguments)
+    arguments = replace(arguments, max_length=min(arguments.max_length, num_positions(arguments) or sys.maxsize))
     inputs, bad = _inputs(rows, arguments), BadRows(arguments.skip_bad_rows)
     if training.train_sampling_strategy == "group_by_length" and not inputs.has_lengths:
         raise ConfigError("train_sampling_strategy group_by_length: images have no length; leave it out")

@@ -74,7 +74,12 @@ def _main(argv: list[str]) -> None:
 def _run_task_of(task: str, argv: list[str]) -> None:
     if task not in TASKS:
         raise ConfigError(unknown_task_message(task, (*TASKS, *TOOLS)))
-    from hf_zero.recipes.checks import check_training_settings, launched_world_size
+    from hf_zero.recipes.checks import (
+        check_file_sizes,
+        check_test_set,
+        check_training_settings,
+        launched_world_size,
+    )
     from hf_zero.recipes.resuming import check_resume
     from hf_zero.recipes.run import run_task
     from hf_zero.recipes.settings import parse_settings
@@ -82,7 +87,10 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     settings = parse_settings(task, argv)
     world_size = launched_world_size(settings.num_processes)
     check_training_settings(settings.training)
-    TASKS[task].load().check(settings.arguments)
+    check_test_set(settings)
+    TASKS[task].load().check(settings.arguments, settings.training)
+    if not settings.arguments.use_peft:
+        check_file_sizes(settings.arguments.model_name_or_path)
     if settings.dry_run:
         from hf_zero.recipes.dry_run import dry_run
 

@@ -1,6 +1,6 @@
 """Direct preference optimization through TRL: a language model learns to prefer chosen answers to rejected ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from hf_zero.recipes.data.stats import cut_note, plural
 from hf_zero.recipes.data.stream import shuffled
 from hf_zero.recipes.memory import MemoryRecorder
 from hf_zero.recipes.models import check_model
+from hf_zero.recipes.positions import check_positions
 from hf_zero.recipes.report import usage_command
 
 
@@ -47,14 +48,15 @@ class Arguments(TemplateArguments, AdapterArguments, LoadArguments, SourceArgume
     """What `dpo` takes beside the training arguments; `max_length` and `dataset_num_proc` are among those."""
 
 
-def check(arguments: Arguments) -> None:
+def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
     """Refuses what cannot work, before a process is started.
 
     Args:
         arguments ([`Arguments`]): The parsed arguments.
+        training (`Mapping[str, Any]`): The fields of the training arguments.
 
     Raises:
-        ConfigError: If the model is missing, or settings contradict each other.
+        ConfigError: If the model is missing, settings contradict each other, or one of TRL's has no effect here.
         DataError: If a file is missing.
         CheckpointError: If the weights are truncated.
     """
@@ -62,18 +64,19 @@ def check(arguments: Arguments) -> None:
     check_adapter(arguments)
     check_dtype(arguments)
     check_template(arguments)
+    _check_training(training)
+    check_stream(arguments, training)
     check_model(arguments)
+    check_positions(arguments, training["max_length"])
 
 
 def load_data(arguments: Arguments, training: ZeroDPOConfig) -> Data:
     """Reads the preferences. TRL tokenizes them when it makes the trainer.
 
     Raises:
-        ConfigError: If a setting of TRL's is given that has no effect here.
+        ConfigError: If a setting does not fit the rows.
         DataError: If the data cannot be trained on.
     """
-    _check_training(training)
-    check_stream(arguments, training)
     tokenizer = load_tokenizer(arguments)
     with training.main_process_first():
         train, is_chat, notes = _load_split(arguments, training, "train")
@@ -104,7 +107,7 @@ def load_model(arguments: Arguments, training: ZeroDPOConfig, data: Data) -> Pre
     Raises:
         ConfigError: It does not load as a language model, or does not fit the settings.
     """
-    return load_causal_model(arguments, data.processing_class, training.max_length)
+    return load_causal_model(arguments, data.processing_class)
 
 
 def make_trainer(model: nn.Module, arguments: Arguments, training: ZeroDPOConfig, data: Data) -> ZeroDPOTrainer:
@@ -160,12 +163,12 @@ def after(
     say(f"try it: {usage_command(folder, data.extra['prompt'], 'text-generation')}")
 
 
-def _check_training(training: ZeroDPOConfig) -> None:
-    if training.model_init_kwargs:
+def _check_training(training: Mapping[str, Any]) -> None:
+    if training["model_init_kwargs"]:
         raise ConfigError("model_init_kwargs: has no effect; give dtype, attn_implementation or model_revision")
-    if training.label_smoothing_factor:
+    if training["label_smoothing_factor"]:
         raise ConfigError("label_smoothing_factor: has no effect; give label_smoothing, that of DPO's loss")
-    if training.trust_remote_code:
+    if training["trust_remote_code"]:
         raise ConfigError("trust_remote_code: not supported; train such a model with hf_zero.trl.ZeroDPOTrainer")
 
 

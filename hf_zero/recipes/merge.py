@@ -14,7 +14,7 @@ from hf_zero.checkpoint.folders import remove_replaced, sync_all, sync_path, tak
 from hf_zero.config import choose
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.loading import adapter_config, attach, load_base, load_model, one_line, quiet
-from hf_zero.trainer.arguments import check_output_dir
+from hf_zero.trainer.checks import check_output_dir
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -18,7 +18,7 @@ from hf_zero.recipes.loading import one_line, quiet
 from hf_zero.recipes.models import resolve_config
 from hf_zero.recipes.shapes import example_batch
 from hf_zero.trainer import ZeroArgumentsMixin
-from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
+from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
 
 POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not needed")

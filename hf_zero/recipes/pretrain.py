@@ -15,7 +15,6 @@ from hf_zero.recipes.causal import (
     after,
     before,
     check,
-    check_stream,
     load_model,
     load_tokenizer,
     make_data,
@@ -46,7 +45,6 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
         ConfigError: settings do not fit the tokenizer.
         DataError: rows cannot be trained on.
     """
-    check_stream(arguments, training)
     tokenizer = load_tokenizer(arguments)
     notes: list[str] = []
     with training.main_process_first(desc="data"):

@@ -22,9 +22,9 @@ def run_task(settings: Settings) -> None:
         settings ([`Settings`]): What to do; the rank comes from the environment.
     """
     training = settings.training_arguments()
-    told = finished(settings, training)
-    if told is not None:
-        _sayer(training)(told)
+    has_ended = finished(settings, training)
+    if has_ended is not None:
+        _sayer(training)(has_ended)
         training.distributed_state.destroy_process_group()
         return
     train(settings, training).accelerator.end_training()

@@ -1,7 +1,9 @@
 """Supervised fine-tuning: a language model learns to complete prompts, and to answer in chats, as the rows do."""
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -14,7 +16,6 @@ from hf_zero.recipes.causal import (
     TemplateArguments,
     after,
     before,
-    check_stream,
     check_template,
     load_model,
     load_tokenizer,
@@ -49,11 +50,12 @@ class Arguments(TemplateArguments, CausalArguments):
     )
 
 
-def check(arguments: Arguments) -> None:
+def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
     """Refuses what cannot work, before a process is started.
 
     Args:
         arguments ([`Arguments`]): The parsed arguments.
+        training (`Mapping[str, Any]`): The fields of the training arguments.
 
     Raises:
         ConfigError: If the model is missing, or settings contradict each other.
@@ -63,7 +65,7 @@ def check(arguments: Arguments) -> None:
     if arguments.dataset_format not in (None, *FORMAT_NAMES):
         raise ConfigError(f"dataset_format {arguments.dataset_format!r}: expected one of {', '.join(FORMAT_NAMES)}")
     check_template(arguments)
-    causal.check(arguments)
+    causal.check(arguments, training)
 
 
 def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
@@ -73,7 +75,6 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
         ConfigError: settings do not fit the rows or the tokenizer.
         DataError: rows cannot be trained on.
     """
-    check_stream(arguments, training)
     tokenizer = load_tokenizer(arguments)
     with training.main_process_first(desc="data"):
         rows = {split: load_rows(arguments, split) for split in ("train", "test")}

@@ -3,7 +3,8 @@
 A task trains. It is a module with
 
 - `Arguments`, a dataclass over `CommonArguments`, and `Training`, the class of its training arguments;
-- `check(arguments)`, which refuses what cannot work before a process is started;
+- `check(arguments, training)`, which refuses what cannot work before a process is started; `training` is a mapping
+  still, of fields to values;
 - `load_data(arguments, training)`, which gives its [`Data`]: no model is loaded yet;
 - `load_model(arguments, training, data)`: the model, its weights still in files where that can be;
 - `make_trainer(model, arguments, training, data)`;
@@ -29,11 +30,13 @@ class Task:
         module (`str`): Where it lives; imported only when it is asked for, so that `--help` stays quick.
         decisive (`tuple[str, ...]`): Which of its training arguments decide, as its own arguments do, what it learns
             of its rows: a run that goes on has to keep them.
+        holds_out (`bool`): Whether it tests on a part of its rows where no test set is given.
     """
 
     summary: str
     module: str
     decisive: tuple[str, ...] = ()
+    holds_out: bool = False
 
     def load(self) -> ModuleType:
         """Imports the module, and with it torch and transformers."""
@@ -41,7 +44,9 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    "classify": Task("fine-tune a model to tell classes of texts or images apart", "hf_zero.recipes.classify"),
+    "classify": Task(
+        "fine-tune a model to tell classes of texts or images apart", "hf_zero.recipes.classify", holds_out=True
+    ),
     "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft"),
     "pretrain": Task("train a language model further on plain texts", "hf_zero.recipes.pretrain"),
     "dpo": Task(

@@ -8,7 +8,7 @@ from hf_zero.checkpoint import WeightFiles, check_pretrained
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.verify import Scans, check_checksums, check_finite, check_state, check_ties, scan_files
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
-from hf_zero.errors import CheckpointError, HfZeroError
+from hf_zero.errors import CheckpointError, HfZeroError, size_text
 from hf_zero.recipes.loading import (
     adapter_config,
     attach,
@@ -100,7 +100,7 @@ class Inspection:
                 f"{self.folder / self.files.index_name}: tensor {strange[0]!r} is in a file, and not in the index; "
                 "copy or download the folder again"
             )
-        return f"{len(self.files.file_of)} tensors in {len(self.files.layouts)} files, {nbytes} bytes"
+        return f"{len(self.files.file_of)} tensors in {len(self.files.layouts)} files, {size_text(nbytes)}"
 
     def check_values(self) -> str:
         return f"all finite in {check_finite(self.folder, self._scanned())} tensors"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_zero.comm import Comm, Counters, Pending
 from hf_zero.comm.agreement import together
-from hf_zero.errors import StorageError
+from hf_zero.errors import StorageError, size_text
 
 
 PAGE_NBYTES = 4096  # direct access wants offsets, lengths and addresses that are multiples of a disk's sector
@@ -129,8 +129,8 @@ class SwapFile:
         except OSError as error:
             os.ftruncate(self._plain, start)
             raise StorageError(
-                f"{self.where}: {nbytes} more bytes are needed there and {free_nbytes} are free ({error.strerror}); "
-                "free space, give another offload_dir, or use more ranks"
+                f"{self.where}: {size_text(nbytes)} more are needed there and {size_text(free_nbytes)} are free "
+                f"({error.strerror}); free space, give another offload_dir, or use more ranks"
             ) from error
 
     def read(self, offset: int, memory: Tensor) -> Pending:

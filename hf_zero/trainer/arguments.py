@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +12,9 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from hf_zero.config import NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
+from hf_zero.trainer.checks import check_arguments, check_output_dir
 from hf_zero.trainer.compat import check_overrides
 
-
-# The values of `--optim` whose optimizers run on shards, see `hf_zero.optim.grain`.
-SUPPORTED_OPTIMS = frozenset(
-    "adamw_torch adamw_torch_fused adamw_torch_npu_fused sgd adagrad rmsprop lion_32bit paged_lion_32bit "
-    "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit adafactor schedule_free_adamw schedule_free_radam "
-    "schedule_free_sgd adamw_torch_8bit adamw_torch_4bit adamw_bnb_8bit adamw_8bit paged_adamw_8bit lion_8bit "
-    "paged_lion_8bit rmsprop_bnb_8bit".split()
-)
 
 # What a launcher such as torchrun sets, all together.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -159,6 +151,7 @@ class ZeroArgumentsMixin:
         self.zero_config()
         refuse_other_engines(vars(self))
         self._refuse_unsupported()
+        check_arguments(vars(self))
         launched = _launched_ranks()
         if launched > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # without it, every rank would take itself for the only one
@@ -229,31 +222,12 @@ class ZeroArgumentsMixin:
             setattr(self, precision, True)
 
     def _refuse_unsupported(self) -> None:
-        optim = getattr(self.optim, "value", self.optim)
-        if optim not in SUPPORTED_OPTIMS:
-            raise ConfigError(
-                f"optim: {optim} is not known to run on shards; use one of {', '.join(sorted(SUPPORTED_OPTIMS))}, or "
-                "for Muon optimizer_cls_and_kwargs=(hf_zero.MuonWithAdamW, {...})"
-            )
+        """What takes more than the settings to know."""
         if self.auto_find_batch_size and _launched_ranks() > 1:
             raise ConfigError(
                 "auto_find_batch_size: where one rank runs out of memory, the others wait for it within the step; "
                 "find the batch size in one process, or with hf-zero plan, and set it"
             )
-        # the newer name, and the older one
-        is_checkpointed = any(getattr(self, f"{name}_checkpointing", False) for name in ("activation", "gradient"))
-        for name in ("zero_offload_activations", "zero_partition_activations"):
-            if getattr(self, name) and not is_checkpointed:
-                raise ConfigError(
-                    f"{name}: says where inputs of checkpointed blocks rest, and nothing is checkpointed; add "
-                    "--gradient_checkpointing"
-                )
-            if getattr(self, name) and self.torch_compile:
-                raise ConfigError(
-                    f"{name}: compiled blocks keep their inputs inside their graphs; leave --torch_compile out"
-                )
-        if self.zero_autocast and not (self.bf16 or self.fp16):
-            raise ConfigError("zero_autocast: says how --bf16 or --fp16 is done, and neither is set; add --bf16")
 
 
 check_overrides(ZeroArgumentsMixin, TrainingArguments, ("place_model_on_device",))
@@ -284,27 +258,6 @@ def refuse_other_engines(settings: Mapping[str, Any], environment: Mapping[str, 
     variables = [name for name in OTHER_ENGINES if _is_on(environment.get(name, ""))]
     for found in (*flags, *variables):
         raise ConfigError(f"{found}: found beside hf_zero, which shards by itself; remove it and use --zero_stage")
-
-
-def check_output_dir(output_dir: str | None) -> None:
-    """Makes sure that a folder can be written without creating it yet.
-
-    Args:
-        output_dir (`str`, *optional*): The folder; it may not exist so far.
-
-    Raises:
-        ConfigError: If none is given, or something that is not a writable folder is in the way.
-    """
-    if not output_dir:
-        raise ConfigError(
-            "output_dir: not set; say where the trained model goes, for instance --output_dir outputs/mine"
-        )
-    folder = Path(output_dir).expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not existing.is_dir():
-        raise ConfigError(f"output_dir {output_dir!r}: {existing} is not a folder; give a folder that can be written")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir {output_dir!r}: {existing} is not writable for this user; give another folder")
 
 
 def _launched_ranks() -> int:

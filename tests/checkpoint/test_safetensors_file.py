@@ -158,7 +158,7 @@ def test_a_file_cut_while_it_is_read_names_the_tensor(tmp_path):
 
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
     huge = FileLayout.build([TensorEntry("weight", torch.float32, (2**48,))])
-    with pytest.raises(CheckpointError, match="bytes could not be reserved .*free space there or save to another"):
+    with pytest.raises(CheckpointError, match="B could not be reserved .*free space there or save to another"):
         SafetensorsFile.create(tmp_path / "ours", huge)
     with pytest.raises(CheckpointError, match=r"nowhere/ours: not found"):
         SafetensorsFile.create(tmp_path / "nowhere" / "ours", huge)

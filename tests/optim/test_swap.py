@@ -381,7 +381,7 @@ def test_a_disk_without_room_for_the_state_is_refused_before_the_first_step(tmp_
     engine = hf_zero.shard(models.build("mlp"), **settings)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    message = r"^offload_dir .* more bytes are needed there and 100 are free .*; free space, give another offload_dir"
+    message = r"^offload_dir .* more are needed there and 100 bytes are free .*; free space, give another offload_dir"
     with pytest.raises(StorageError, match=message):
         hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
     with pytest.raises(StorageError, match=message):

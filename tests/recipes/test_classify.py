@@ -47,7 +47,7 @@ def load(tiny_model, tmp_path, monkeypatch):
         reset_accelerate()
         settings = {"model_name_or_path": tiny_model, "output_dir": tmp_path / "out", **settings}
         parsed = parse_settings("classify", [f"--{name}={value}" for name, value in settings.items()])
-        classify.check(parsed.arguments)
+        classify.check(parsed.arguments, parsed.training)
         training = parsed.training_arguments()
         call.model = lambda data: classify.load_model(parsed.arguments, training, data)
         return classify.load_data(parsed.arguments, training)

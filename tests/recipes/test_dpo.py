@@ -144,7 +144,7 @@ def load(tiny_llama, tmp_path):
         (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
         parsed = parse_settings("dpo", flags(tiny_llama, tmp_path / "rows.jsonl", **settings)[1:])
         dpo = TASKS["dpo"].load()
-        dpo.check(parsed.arguments)
+        dpo.check(parsed.arguments, parsed.training)
         return dpo.load_data(parsed.arguments, parsed.training_arguments())
 
     return call

@@ -13,7 +13,7 @@ from hf_zero.recipes.migrate import migrated, rendered
 from hf_zero.recipes.migrate_rules import Flag
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.trainer import ZeroTrainingArguments
-from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
+from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
 
 RULES = DEEPSPEED.rules

@@ -28,7 +28,7 @@ def run(task: str, cache: Path, argv: list[str], do: str = "train") -> dict:
     datasets.config.HF_DATASETS_CACHE = cache
     settings = parse_settings(task, [*argv, *QUIET])
     module = TASKS[task].load()
-    module.check(settings.arguments)
+    module.check(settings.arguments, settings.training)
     training = settings.training_arguments()
     data = module.load_data(settings.arguments, training)
     found = {"notes": data.notes, "sample": data.sample}

@@ -10,6 +10,7 @@ from tests.recipes.data.conftest import chats, completions, write_lines
 from tests.recipes.data.tasks import run
 
 
+TRAINING = {"max_steps": -1, "dataloader_num_workers": 0, "train_sampling_strategy": "random"}
 ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
 
 
@@ -34,7 +35,7 @@ def test_settings_that_cannot_work_are_refused_at_once(task, given, message, tmp
     write_lines(tmp_path / "rows.jsonl", ROWS["text"])
     arguments = {"model_name_or_path": str(language_models["Llama"]), "train_file": str(tmp_path / "rows.jsonl")}
     with pytest.raises(ConfigError, match=message) as caught:
-        task.check(task.Arguments(**{**arguments, **given}))
+        task.check(task.Arguments(**{**arguments, **given}), TRAINING)
     assert "\n" not in str(caught.value)
 
 

@@ -39,12 +39,21 @@ def test_a_stream_is_shuffled_alike_in_every_process_and_otherwise_in_every_pass
     assert max(n - place for place, n in enumerate(near)) < 5 and near != in_order
 
 
-def test_several_workers_for_a_stream_are_refused():
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dataloader_num_workers": 2}, "dataloader_num_workers 2: one worker reads a stream"),
+        ({"max_steps": -1}, "dataset_streaming: the number of rows is not known; set --max_steps"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy group_by_length: the lengths of a"),
+    ],
+)
+def test_what_a_stream_cannot_be_read_with_is_refused(changed, message):
     streaming = CausalArguments(dataset_streaming=True)
-    with pytest.raises(ConfigError, match="dataloader_num_workers 2: one worker reads a stream"):
-        check_stream(streaming, SimpleNamespace(max_steps=3, dataloader_num_workers=2))
-    check_stream(streaming, SimpleNamespace(max_steps=3, dataloader_num_workers=1))
-    check_stream(CausalArguments(), SimpleNamespace(max_steps=-1, dataloader_num_workers=2))
+    training = {"max_steps": 3, "dataloader_num_workers": 1, "train_sampling_strategy": "random"}
+    check_stream(streaming, training)
+    check_stream(CausalArguments(), training | changed)
+    with pytest.raises(ConfigError, match=message):
+        check_stream(streaming, training | changed)
 
 
 @pytest.mark.parametrize(("suffix", "unit"), [("jsonl", "line"), ("parquet", "row")])

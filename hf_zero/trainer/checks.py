@@ -1,0 +1,265 @@
+"""What training arguments cannot be, in one table: gone through before anything is loaded, by scripts and recipes."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import Trainer, get_scheduler
+from transformers.integrations import integration_utils
+from transformers.training_args import OptimizerNames
+from transformers.utils import is_liger_kernel_available
+
+from hf_zero.config import nearest
+from hf_zero.errors import ConfigError
+
+
+Settings = Mapping[str, Any]  # fields of the training arguments, by name
+
+# The values of `--optim` whose optimizers run on shards, see `hf_zero.optim.grain`.
+SUPPORTED_OPTIMS = frozenset(
+    "adamw_torch adamw_torch_fused adamw_torch_npu_fused sgd adagrad rmsprop lion_32bit paged_lion_32bit "
+    "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit adafactor schedule_free_adamw schedule_free_radam "
+    "schedule_free_sgd adamw_torch_8bit adamw_torch_4bit adamw_bnb_8bit adamw_8bit paged_adamw_8bit lion_8bit "
+    "paged_lion_8bit rmsprop_bnb_8bit".split()
+)
+
+# The smallest value and the largest; a setting that is None is left to its default.
+RANGES: dict[str, tuple[float, float]] = {
+    "learning_rate": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "adam_epsilon": (0, math.inf),
+    "warmup_steps": (0, math.inf),
+    "label_smoothing_factor": (0, 1),
+    "per_device_train_batch_size": (1, math.inf),
+    "per_device_eval_batch_size": (1, math.inf),
+    "gradient_accumulation_steps": (1, math.inf),
+    "dataloader_num_workers": (0, math.inf),
+    "ddp_timeout": (1, math.inf),
+    "seed": (0, 2**32 - 1),
+    "data_seed": (0, 2**32 - 1),
+}
+
+# Reporters that transformers does not tell to be installed or not.
+UNTOLD = ("azure_ml", "flyte")
+NUM_TRIED_STEPS = 1000  # of a schedule whose length is not known yet
+
+
+def check_arguments(settings: Settings) -> None:
+    """Refuses the first setting that cannot work.
+
+    Args:
+        settings (`Mapping[str, Any]`): the fields of the training arguments, parsed but not yet acted upon.
+
+    Raises:
+        ConfigError: saying which, what was found and what to do.
+    """
+    for check in CHECKS:
+        problem = check(settings)
+        if problem is not None:
+            raise ConfigError(problem)
+
+
+def check_output_dir(output_dir: str | None, name: str = "output_dir") -> None:
+    """Makes sure that a folder can be written without creating it yet.
+
+    Args:
+        output_dir (`str`, *optional*): The folder; it may not exist so far.
+        name (`str`): Of the setting.
+
+    Raises:
+        ConfigError: If none is given, or something that is not a writable folder is in the way.
+    """
+    if not output_dir:
+        raise ConfigError(f"{name}: not set; say where the trained model goes, for instance --{name} outputs/mine")
+    folder = Path(output_dir).expanduser().absolute()
+    try:
+        existing = next(path for path in (folder, *folder.parents) if _is_there(path))
+    except (OSError, ValueError) as error:  # a name that is too long, or with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{name} {output_dir!r}: {reason}; give another folder") from error
+    if not existing.is_dir():
+        raise ConfigError(f"{name} {output_dir!r}: {existing} is not a folder; give a folder that can be written")
+    reason = _unwritable(existing)
+    if reason is not None:
+        raise ConfigError(
+            f"{name} {output_dir!r}: {existing} is not writable for this user ({reason}); give another folder"
+        )
+
+
+def _supported_optimizer(settings: Settings) -> str | None:
+    optim = _value(settings["optim"])
+    if optim in SUPPORTED_OPTIMS:
+        return None
+    return (
+        f"optim: {optim} is not known to run on shards; use one of {', '.join(sorted(SUPPORTED_OPTIMS))}, or for Muon "
+        "optimizer_cls_and_kwargs=(hf_zero.MuonWithAdamW, {...})"
+    )
+
+
+def _activations(settings: Settings) -> str | None:
+    # the newer name, and the older one
+    is_checkpointed = any(settings.get(f"{name}_checkpointing") for name in ("activation", "gradient"))
+    for name in ("zero_offload_activations", "zero_partition_activations"):
+        if settings[name] and not is_checkpointed:
+            return (
+                f"{name}: says where inputs of checkpointed blocks rest, and nothing is checkpointed; add "
+                "--gradient_checkpointing"
+            )
+        if settings[name] and settings["torch_compile"]:
+            return f"{name}: compiled blocks keep their inputs inside their graphs; leave --torch_compile out"
+    return None
+
+
+def _autocast(settings: Settings) -> str | None:
+    if settings["zero_autocast"] and not (settings["bf16"] or settings["fp16"]):
+        return "zero_autocast: says how --bf16 or --fp16 is done, and neither is set; add --bf16"
+    return None
+
+
+def _ranges(settings: Settings) -> str | None:
+    for name, (low, high) in RANGES.items():
+        value = settings.get(name)
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            return f"{name}: {value} is out of range; expected {_range(low, high)}"
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= settings[name] < 1:
+            return f"{name}: {settings[name]} is out of range; expected 0 or more, and less than 1"
+    return None
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low} or more" if high == math.inf else f"{low} to {high}"
+
+
+def _length(settings: Settings) -> str | None:
+    epochs = settings["num_train_epochs"]
+    if settings["max_steps"] <= 0 and not 0 <= epochs < math.inf:
+        return f"num_train_epochs: {epochs} is out of range; expected 0 or more, or give --max_steps"
+    return None
+
+
+def _intervals(settings: Settings) -> str | None:
+    for act in ("logging", "eval", "save"):
+        steps = settings[f"{act}_steps"]
+        if _value(settings[f"{act}_strategy"]) == "steps" and steps is not None and not steps > 0:
+            return f"{act}_steps: {steps} is no interval; give 1 or more, or --{act}_strategy no"
+    return None
+
+
+def _reporters(settings: Settings) -> str | None:
+    given = settings["report_to"] or []
+    names = [given] if isinstance(given, str) else given
+    if names in (["all"], ["none"]):
+        return None
+    known = integration_utils.INTEGRATION_TO_CALLBACK
+    installed = {*integration_utils.get_available_reporting_integrations(), *UNTOLD}
+    for name in names:
+        if name not in known:
+            found = nearest(name, known)
+            hint = f"did you mean {found}?" if found else f"expected one of {', '.join(sorted(known))}, all, none"
+            return f"report_to: {name!r} is not known; {hint}"
+        if name not in installed:
+            return f"report_to: {name} is not installed; pip install {name}, or give --report_to none"
+    return None
+
+
+def _liger(settings: Settings) -> str | None:
+    if settings["use_liger_kernel"] and not is_liger_kernel_available():
+        return "use_liger_kernel: liger-kernel is not installed; pip install liger-kernel, or leave it out"
+    return None
+
+
+def _schedule(settings: Settings) -> str | None:
+    """Makes the schedule of one parameter: transformers knows which numbers each of them takes."""
+    kind, given = _value(settings["lr_scheduler_type"]), settings["lr_scheduler_kwargs"] or {}
+    try:
+        kwargs = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        return f"lr_scheduler_kwargs: {given!r} is no JSON ({error}); write it as '{{\"num_cycles\": 2}}'"
+    if not isinstance(kwargs, Mapping):
+        return f"lr_scheduler_kwargs: {given!r} holds no names; write it as '{{\"num_cycles\": 2}}'"
+    if kwargs and kind in ("constant", "constant_with_warmup"):
+        return f"lr_scheduler_kwargs: {kind} takes none, found {', '.join(kwargs)}; leave them out"
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=settings["learning_rate"])
+    num_steps = settings["max_steps"] if settings["max_steps"] > 0 else NUM_TRIED_STEPS
+    try:
+        get_scheduler(kind, optimizer, 0, num_steps, scheduler_specific_kwargs=dict(kwargs))
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        return (
+            f"lr_scheduler_type {kind}: cannot be made with lr_scheduler_kwargs {dict(kwargs)} ({_reason(error)}); "
+            "give what it takes, and nothing else"
+        )
+    return None
+
+
+def _optimizer(settings: Settings) -> str | None:
+    """Lets transformers look for the optimizer's package, and read its arguments."""
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(
+            SimpleNamespace(**{**settings, "optim": OptimizerNames(settings["optim"])})
+        )
+    except (ValueError, ImportError, RuntimeError) as error:
+        arguments = f" with optim_args {settings['optim_args']!r}" if settings["optim_args"] else ""
+        return f"optim {_value(settings['optim'])}{arguments}: {_reason(error)}"
+    return None
+
+
+def _offload_folder(settings: Settings) -> str | None:
+    given = settings["zero_offload_dir"]
+    if given is None:
+        return None
+    folder = Path(given).expanduser().absolute()
+    if not folder.is_dir():
+        return f"zero_offload_dir {given!r}: no such folder; make it, best on an NVMe disk of this machine"
+    reason = _unwritable(folder)
+    return None if reason is None else f"zero_offload_dir {given!r}: cannot be written ({reason}); give another folder"
+
+
+# In this order: a later check may rely on the earlier ones.
+CHECKS: tuple[Callable[[Settings], str | None], ...] = (
+    _supported_optimizer,
+    _activations,
+    _autocast,
+    _ranges,
+    _length,
+    _intervals,
+    _reporters,
+    _liger,
+    _schedule,
+    _optimizer,
+    _offload_folder,
+)
+
+
+def _value(choice: Any) -> str:
+    """Of an enum, or of the text that stands for it."""
+    return str(getattr(choice, "value", choice))
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be written into a folder; `None` where a file without a name could be."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "no permission"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:  # a file system that is read-only, or refuses the superuser of another host
+        return error.strerror
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,135 @@
+"""Every setting that cannot work is refused in one line: before a process is started, and in scripts as well."""
+
+import errno
+import os
+import re
+import resource
+
+import pytest
+
+from hf_zero import ZeroTrainingArguments
+from hf_zero.errors import ConfigError, size_text
+from hf_zero.recipes import checks as recipe_checks
+from hf_zero.recipes import launch
+from hf_zero.recipes.cli import main
+from hf_zero.recipes.settings import make_parser
+from hf_zero.trainer import checks
+from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
+
+
+# Flag and value on the command line, which is also the argument's in a script; what the line says.
+ARGUMENTS = [
+    ("learning_rate", "-1", "learning_rate: -1.0 is out of range; expected 0 or more"),
+    ("learning_rate", "nan", "learning_rate: nan is out of range"),
+    ("weight_decay", "-0.1", "weight_decay: -0.1 is out of range"),
+    ("adam_beta2", "1", "adam_beta2: 1.0 is out of range; expected 0 or more, and less than 1"),
+    ("label_smoothing_factor", "2", "label_smoothing_factor: 2.0 is out of range; expected 0 to 1"),
+    ("per_device_train_batch_size", "0", "per_device_train_batch_size: 0 is out of range; expected 1 or more"),
+    ("per_device_eval_batch_size", "0", "per_device_eval_batch_size: 0 is out of range"),
+    ("gradient_accumulation_steps", "0", "gradient_accumulation_steps: 0 is out of range"),
+    ("dataloader_num_workers", "-1", "dataloader_num_workers: -1 is out of range"),
+    ("seed", "-1", "seed: -1 is out of range; expected 0 to 4294967295"),
+    ("ddp_timeout", "0", "ddp_timeout: 0 is out of range"),
+    ("num_train_epochs", "-1", "num_train_epochs: -1.0 is out of range; expected 0 or more, or give --max_steps"),
+    ("save_steps", "0", "save_steps: 0.0 is no interval; give 1 or more, or --save_strategy no"),
+    ("report_to", "wandbb", "report_to: 'wandbb' is not known; did you mean wandb?"),
+    ("report_to", "qxz", "report_to: 'qxz' is not known; expected one of azure_ml, "),
+    ("use_liger_kernel", "true", "use_liger_kernel: liger-kernel is not installed; pip install liger-kernel"),
+    ("lr_scheduler_kwargs", '{"num_cycle": 2}', "lr_scheduler_type linear: cannot be made with lr_scheduler_kwargs"),
+    ("lr_scheduler_kwargs", "num_cycles=2", "lr_scheduler_kwargs: 'num_cycles=2' is no JSON"),
+    ("lr_scheduler_kwargs", "[2]", "lr_scheduler_kwargs: '[2]' holds no names"),
+    ("lr_scheduler_type", "warmup_stable_decay", "argument: 'num_decay_steps'); give what it takes"),
+    ("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler_type cosine_with_min_lr: cannot be made"),
+    ("optim_args", "colour=red,3", "optim adamw_torch_fused with optim_args 'colour=red,3': "),
+    ("zero_offload_dir", "nowhere", "offload_dir: says how to offload, and offload is 'none'"),
+    ("zero_offload_activations", "true", "nothing is checkpointed; add --gradient_checkpointing"),
+    ("zero_autocast", "true", "zero_autocast: says how --bf16 or --fp16 is done, and neither is set"),
+    ("optim", "galore_adamw", "optim: galore_adamw is not known to run on shards; use one of ada"),
+    ("zero_bucket_mb", "0", "zero_bucket_mb: 0 is not a size; give 1 or more (MiB), or auto"),
+    ("output_dir", "x" * 300, "File name too long; give another folder"),
+]
+# Of the recipes alone: they know the data and the model.
+OF_RECIPES = [
+    (
+        "--eval_strategy=epoch",
+        "eval_strategy epoch: there is no test set to evaluate on; give --dataset_test_split or",
+    ),
+    ("--eval_on_start", "eval_on_start: there is no test set to evaluate on"),
+    ("--max_length=65", "max_length 65: .* has 64 positions; set --max_length 64 or less"),
+    ("--dataset_streaming", "dataset_streaming: the number of rows is not known; set --max_steps"),
+]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checks, "is_liger_kernel_available", lambda: False)
+
+
+@pytest.fixture
+def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
+    """Calls the command line of a task; gives the one line that it says."""
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr("hf_zero.recipes.run.run_task", lambda *_: pytest.fail("the run was started"))
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_: pytest.fail("a model was loaded"))
+
+    def call(task: str, *bad: str) -> str:
+        good = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", "--max_length=64"]
+        assert main([task, *good, "--output_dir=out", *bad]) == 2
+        output = capsys.readouterr()
+        assert output.out == "" and output.err.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
+        return output.err.removeprefix("hf_zero.recipes: ").rstrip("\n")
+
+    return call
+
+
+@pytest.mark.parametrize(("name", "value", "message"), ARGUMENTS)
+def test_an_argument_that_cannot_work_is_refused_by_the_command_line(refusal, name, value, message):
+    assert message in refusal("pretrain", f"--{name}={value}")
+
+
+@pytest.mark.parametrize(("name", "value", "message"), ARGUMENTS)
+def test_an_argument_that_cannot_work_is_refused_in_a_script(name, value, message):
+    kind = next(action.type for action in make_parser("pretrain")._actions if action.dest == name)
+    given = {"output_dir": "out", "use_cpu": True, name: float(value) if name == "save_steps" else kind(value)}
+    with pytest.raises(ConfigError) as caught:
+        ZeroTrainingArguments(**given)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_offload_folder_that_is_missing_is_refused(refusal):
+    assert "zero_offload_dir 'nowhere': no such folder; make it" in refusal(
+        "sft", "--zero_offload=optimizer", "--zero_offload_dir=nowhere"
+    )
+
+
+def test_a_folder_that_refuses_a_file_is_no_output_dir_whatever_its_mode_says(refusal, monkeypatch):
+    def refuse(**_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(checks.tempfile, "TemporaryFile", refuse)
+    assert "is not writable for this user (Read-only file system); give another folder" in refusal("sft")
+
+
+def test_a_limit_of_file_sizes_below_the_model_is_refused(refusal, monkeypatch):
+    limits = {resource.RLIMIT_FSIZE: (2048, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(recipe_checks.resource, "getrlimit", limits.get)
+    line = refusal("pretrain")
+    assert re.match(r"ulimit -f: a file may have 2.0 KiB here, and the largest one of .* has \d+\.\d KiB; raise", line)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**60, "1,048,576.0 TiB")],
+)
+def test_sizes_are_read_by_people(nbytes, text):
+    assert size_text(nbytes) == text
+
+
+@pytest.mark.parametrize("task", ["sft", "pretrain", "dpo"])
+@pytest.mark.parametrize(("flag", "message"), OF_RECIPES)
+def test_what_only_a_recipe_knows_is_refused_by_every_task(refusal, task, flag, message):
+    assert re.match(message, refusal(task, flag))
