@@ -9,6 +9,9 @@ from hf_zero.errors import CheckpointError, HfZeroError
 
 Result = TypeVar("Result")
 
+# How errors of what writes the files of `torch.save` are signed, and those of what reads them.
+TORCH_WRITER, TORCH_READER = ("PytorchStreamWriter", "inline_container"), "PytorchStreamReader"
+
 
 def together(comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZeroError] = CheckpointError) -> Result:
     """Runs `act` on this rank, and lets every rank know how it went.
@@ -62,12 +65,18 @@ def reraise(failure: BaseException | None) -> None:
         raise failure
 
 
+def _is_of_torchs_writer(message: str) -> bool:
+    return TORCH_READER not in message and any(sign in message for sign in TORCH_WRITER)
+
+
 def _readable(error: BaseException, subject: str, kind: type[HfZeroError]) -> BaseException:
-    if not isinstance(error, OSError):
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        reason = f"{error.strerror or error}{where}"
+    elif isinstance(error, RuntimeError) and _is_of_torchs_writer(str(error)):
+        reason = "torch.save could not write a file"  # it does not say why the system refused
+    else:
         return error
-    where = f" ({error.filename})" if error.filename else ""
-    readable = kind(
-        f"{subject}: {error.strerror or error}{where}; check that the folder exists, is writable and has room"
-    )
+    readable = kind(f"{subject}: {reason}; check that the folder exists, is writable and has room")
     readable.__cause__ = error
     return readable

@@ -13,6 +13,7 @@ from hf_zero.checkpoint.folders import restore_replaced
 from hf_zero.checkpoint.foreign import detect
 from hf_zero.checkpoint.manifest import manifest_path
 from hf_zero.errors import CheckpointError
+from hf_zero.trainer.archives import check_archives
 from hf_zero.trainer.position import Position
 from hf_zero.trainer.rotation import checkpoints_in, step_of
 from hf_zero.trainer.saving import mean_over_ranks
@@ -85,7 +86,13 @@ class Resumed:
 
 
 def resumed_from(folder: str | None) -> Resumed:
-    """Reads the record of a checkpoint; weights without a state have none."""
+    """Reads the record of a checkpoint; weights without a state have none.
+
+    Raises:
+        `CheckpointError`: it cannot be read, or the schedule or random states beside it.
+    """
+    if folder is not None and Path(folder).is_dir():
+        check_archives(folder)
     if folder is None or not manifest_path(folder).is_file():
         return Resumed()
     manifest = Manifest.read(folder)
@@ -134,6 +141,7 @@ def check_state(folder: str | Path) -> None:
     """
     if detect(folder) is None:
         check_checkpoint(folder)
+    check_archives(folder)
     path = Path(folder) / "trainer_state.json"
     try:
         json.loads(path.read_text(encoding="utf-8"))["global_step"]

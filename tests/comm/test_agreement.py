@@ -1,7 +1,9 @@
 import errno
 import os
+import resource
 
 import pytest
+import torch
 
 from hf_zero.comm.agreement import gathered, on_first, together
 from hf_zero.errors import CheckpointError, ConfigError
@@ -39,3 +41,18 @@ def test_what_the_system_refuses_becomes_one_line():
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/full/file")
     with pytest.raises(CheckpointError, match=r"^saving: No space left on device \(/full/file\); check that"):
         together(world_of_one(), "saving", lambda: fail(error))
+
+
+def test_a_file_that_torch_cannot_write_becomes_one_line(tmp_path):
+    """It says neither that the disk is full nor that the file is too large."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="^saving: torch.save could not write a file; .* has room"):
+            together(world_of_one(), "saving", lambda: torch.save(torch.ones(10000), tmp_path / "state.pt"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (tmp_path / "state.pt").write_bytes(b"damaged")
+    with pytest.raises(RuntimeError, match="failed reading|invalid") as caught:
+        together(world_of_one(), "loading", lambda: torch._C.PyTorchFileReader(str(tmp_path / "state.pt")))
+    assert not isinstance(caught.value, CheckpointError)

@@ -34,6 +34,7 @@ ARGUMENTS = [
     ("save_steps", "0", "save_steps: 0.0 is no interval; give 1 or more, or --save_strategy no"),
     ("report_to", "wandbb", "report_to: 'wandbb' is not known; did you mean wandb?"),
     ("report_to", "qxz", "report_to: 'qxz' is not known; expected one of azure_ml, "),
+    ("report_to", "comet_ml", "report_to: comet_ml is not installed; pip install comet_ml, or give --report_to none"),
     ("use_liger_kernel", "true", "use_liger_kernel: liger-kernel is not installed; pip install liger-kernel"),
     ("lr_scheduler_kwargs", '{"num_cycle": 2}', "lr_scheduler_type linear: cannot be made with lr_scheduler_kwargs"),
     ("lr_scheduler_kwargs", "num_cycles=2", "lr_scheduler_kwargs: 'num_cycles=2' is no JSON"),
@@ -66,6 +67,7 @@ def alone(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "is_liger_kernel_available", lambda: False)
+    monkeypatch.setattr(checks.integration_utils, "get_available_reporting_integrations", lambda: ["wandb"])
 
 
 @pytest.fixture

@@ -110,6 +110,21 @@ def test_an_error_in_the_processes_comes_out_as_one_line(flags, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        pytest.param("--learning_rate=-1", "learning_rate: -1.0 is out of range", marks=pytest.mark.rotating),
+        ("--lr_scheduler_type=warmup_stable_decay", "'num_decay_steps'"),
+        pytest.param("--max_length=65", "has 64 positions", marks=pytest.mark.rotating),
+    ],
+)
+def test_what_cannot_work_ends_a_real_process_with_one_line(flags, tmp_path, bad, message):
+    result = run_command([*RUN, *flags, "--num_processes", "2", bad], tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_settings_that_contradict_each_other_come_out_as_one_line(flags, tmp_path):
     result = run_command([*RUN, *flags, "--num_processes", "2", "--bf16", "--fp16"], tmp_path)
     assert result.returncode == 2

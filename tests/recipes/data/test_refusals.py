@@ -63,6 +63,7 @@ def test_data_that_cannot_work_are_refused_in_one_line(task, rows, flags, messag
     write_lines(tmp_path / "rows.jsonl", ROWS[rows])
     flags = [str(tmp_path / flag) if flag == "chat.jinja" else flag for flag in flags]
     argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", str(tmp_path / "rows.jsonl")]
+    argv += ["--max_length", "64"]
     with pytest.raises(RemoteError, match=message) as caught:
         run_ranks(run, 1, task, cache, [*argv, "--output_dir", str(tmp_path / "out"), *flags])
     assert caught.value.kind in ("ConfigError", "DataError")
@@ -72,6 +73,7 @@ def test_data_that_cannot_work_are_refused_in_one_line(task, rows, flags, messag
 def test_columns_of_no_format_are_refused_in_one_line(tmp_path, cache, language_models):
     write_lines(tmp_path / "rows.jsonl", [{"question": "Hi"}])
     argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", str(tmp_path / "rows.jsonl")]
+    argv += ["--max_length", "64"]
     with pytest.raises(RemoteError, match=r"DataError: .*rows.jsonl: columns found \['question'\], expected text, or"):
         run_ranks(run, 2, "sft", cache, argv)
 

@@ -1,0 +1,52 @@
+"""An empty or damaged file of Trainer's own is named, and its checkpoint is not resumed from."""
+
+import os
+import re
+
+import pytest
+import torch
+
+from hf_zero.errors import CheckpointError
+from hf_zero.trainer.archives import check_archives
+from hf_zero.trainer.resuming import newest_complete
+from tests.distributed import RemoteError, run_ranks
+from tests.trainer.harness import train
+
+
+STEPS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth", "rng_state_3.pth"])
+def test_an_archive_that_is_empty_or_cut_off_is_named(tmp_path, name):
+    torch.save({"last_epoch": 3, "rates": torch.ones(100)}, tmp_path / name)
+    check_archives(tmp_path)
+    content = (tmp_path / name).read_bytes()
+    for part in (b"", content[: len(content) // 2]):
+        (tmp_path / name).write_bytes(part)
+        with pytest.raises(CheckpointError, match=rf"{name}: cannot be read \({len(part)} bytes; .*\); resume from"):
+            check_archives(tmp_path)
+
+
+def test_a_bit_of_the_schedule_that_has_changed_is_noticed(tmp_path):
+    torch.save({"rates": torch.ones(100)}, tmp_path / "scheduler.pt")
+    content = bytearray((tmp_path / "scheduler.pt").read_bytes())
+    content[content.index(torch.ones(2).numpy().tobytes())] ^= 1
+    (tmp_path / "scheduler.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match="data/0 was damaged since it was saved|Bad CRC"):
+        check_archives(tmp_path)
+
+
+def _resumes(folder, name):
+    train(3, folder, **STEPS)
+    if torch.distributed.get_rank() == 0:
+        os.truncate(f"{folder}/checkpoint-4/{name}", 0)
+    torch.distributed.barrier()
+    assert newest_complete(folder, is_first=False) == f"{folder}/checkpoint-2"
+    train(3, folder, resume=f"{folder}/checkpoint-4", **STEPS)
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state_0.pth"])
+def test_a_checkpoint_with_an_empty_file_is_passed_over_and_refused_by_name(tmp_path, name):
+    with pytest.raises(RemoteError, match=re.escape(f"checkpoint-4/{name}: cannot be read (0 bytes; ")) as caught:
+        run_ranks(_resumes, 2, str(tmp_path), name, timeout=120)
+    assert caught.value.kind == "CheckpointError"
