@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,8 +69,10 @@ def load_weights(
         report = _report(origins, ignored_pattern(engine.model))
         if strict:
             _refuse_differences(folder, report)
-        _refuse_mismatches(folder, origins)
+        grown = _buffers_of_other_shapes(tensors, origins)
+        _refuse_mismatches(folder, origins, spared=grown)
         with OpenFiles(folder, files) as opened:
+            _offer_buffers(engine.model, opened, folder, grown)
             _read_all(engine, opened, tensors, origins)
         return report, files, opened.ranges, saved_checksums(folder)
 
@@ -102,12 +104,43 @@ def _refuse_differences(folder: str | os.PathLike, report: LoadReport) -> None:
         raise CheckpointError(f"{folder}: {', '.join(parts)}; give a folder that was saved from this model")
 
 
-def _refuse_mismatches(folder: str | os.PathLike, origins: Origins) -> None:
+def _refuse_mismatches(folder: str | os.PathLike, origins: Origins, *, spared: Collection[str]) -> None:
     for name, found, wanted in origins.mismatched:
+        if name not in spared:
+            raise CheckpointError(
+                f"{folder}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; "
+                "load with the config saved beside it"
+            )
+
+
+def _buffers_of_other_shapes(tensors: Sequence[SavedTensor], origins: Origins) -> dict[str, tuple[SavedTensor, list]]:
+    """By their keys in the files, with the shapes there: a model may let a buffer grow while it trains."""
+    buffers = {saved.key: saved for saved in tensors if saved.buffer is not None}
+    return {key: (buffers[key], list(found)) for key, found, _ in origins.mismatched if key in buffers}
+
+
+def _offer_buffers(
+    model: nn.Module, opened: OpenFiles, folder: str | os.PathLike, grown: dict[str, tuple[SavedTensor, list]]
+) -> None:
+    """Gives the model's own `load_state_dict` the buffers whose shapes only it can change.
+
+    Raises:
+        `CheckpointError`: when it does not take one.
+    """
+    values = {}
+    for key, (saved, shape) in grown.items():
+        values[saved.name] = saved.buffer.new_empty(shape)
+        flat = torch.empty(values[saved.name].numel(), dtype=saved.dtype)
+        opened.read_range(key, 0, flat)
+        values[saved.name].copy_(flat.view(shape))
+    try:
+        if values:
+            model.load_state_dict(values, strict=False)
+    except RuntimeError as error:
         raise CheckpointError(
-            f"{folder}: tensor {name!r} has shape {list(found)}, the model's has {list(wanted)}; "
-            "load with the config saved beside it"
-        )
+            f"{folder}: buffers have other shapes than the model's, whose load_state_dict does not take them "
+            f"({' '.join(str(error).split())}); load with the config saved beside it"
+        ) from error
 
 
 def _read_all(engine: Engine, opened: OpenFiles, tensors: Sequence[SavedTensor], origins: Origins) -> None:

@@ -123,8 +123,8 @@ def _written_through(tensor: Tensor, handed_in: set[int]) -> Tensor:
 
 
 def _guard_state_dict(engine: ZeroEngine) -> None:
-    def check(module, *_args, **_kwargs):
-        units = {unit_of(param) for param in module.parameters()} - {None}
+    def refuse_away(params) -> None:
+        units = {unit_of(param) for param in params} - {None}
         away = next((unit.name for unit in units if not unit.is_whole), None)
         if away is not None:
             raise LifecycleError(
@@ -132,10 +132,16 @@ def _guard_state_dict(engine: ZeroEngine) -> None:
                 "save with hf_zero.save_pretrained(engine, folder), or read inside `with hf_zero.gathered(model):`"
             )
 
+    def check(module, *_args, **_kwargs) -> None:
+        refuse_away(module.parameters())
+
+    def check_loading(module, state_dict, prefix, *_) -> None:  # of buffers alone nothing is away
+        refuse_away(param for name, param in module.named_parameters() if prefix + name in state_dict)
+
     for module in engine.model.modules():
         if any(True for _ in module.parameters()):
             engine.handles.append(module.register_state_dict_pre_hook(check))
-            engine.handles.append(module.register_load_state_dict_pre_hook(check))
+            engine.handles.append(module.register_load_state_dict_pre_hook(check_loading))
 
 
 def _guard_loading(engine: ZeroEngine) -> None:
@@ -169,13 +175,14 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
 
 
 def _outer_modules(model: nn.Module, blocks: dict[Unit, nn.Module], root: Unit) -> list[nn.Module]:
-    """The modules around the blocks, and those that own parameters of the root: any may be called on its own."""
+    """The modules around the blocks, and those that own parameters of the root, where these go away: any may be called
+    on its own."""
     inside = {id(m) for block in blocks.values() for m in block.modules()}
     root_params = {id(p) for flat in root.flats for p in flat.params}
     outer = []
     for module in model.modules():
         holds_block = any(id(child) in inside for child in module.modules())
-        owns_root = any(id(p) in root_params for p in module.parameters(recurse=False))
+        owns_root = root.is_sharded and any(id(p) in root_params for p in module.parameters(recurse=False))
         if module is model or (id(module) not in inside and (holds_block or owns_root)):
             outer.append(module)
     return outer

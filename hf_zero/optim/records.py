@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hf_zero.config import Place
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
+from hf_zero.errors import LifecycleError
 from hf_zero.optim import state as run_state
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.runs import Run
@@ -88,6 +89,47 @@ class StateRecords(torch.optim.Optimizer):
             if state:
                 self.state[param] = {key: run_state.part_of(value, run.param, window) for key, value in state.items()}
         return parts
+
+    def state_dict(self) -> dict:
+        """The groups and this rank's state, as torch gives them, with the stretches of its shards in place of
+        parameters: for who looks at them, and for `load_state_dict` on the same rank of the same run. Checkpoints,
+        which go by parameters' names, are written by `hf_zero.save_state`. All ranks call it.
+
+        Raises:
+            `LifecycleError`: where the state rests on disk.
+        """
+        self._refuse_on_disk("state_dict")
+        self.engine.settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Takes back what `state_dict` gave on this rank. All ranks call it.
+
+        Raises:
+            `LifecycleError`: for groups or stretches that are not these: of another rank, stage or run.
+        """
+        self._refuse_on_disk("load_state_dict")
+        self.engine.settle()
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        params = [param for group in self.param_groups for param in group["params"]]
+        found = [len(group["params"]) for group in groups]
+        wanted = [len(group["params"]) for group in self.param_groups]
+        if found != wanted or any(not _fits(params[index], values) for index, values in state.items()):
+            raise LifecycleError(
+                f"load_state_dict: the state is of {found} stretches of shards and not of these {wanted}; load what "
+                "state_dict() gave on this rank, or a checkpoint with hf_zero.load_state(...)"
+            )
+        self.state.clear()
+        for index, values in state.items():
+            self.state[params[index]] = {key: _copied(value) for key, value in values.items()}
+        for group, saved in zip(self.param_groups, groups):
+            group.update((key, value) for key, value in saved.items() if key != "params")
+
+    def _refuse_on_disk(self, what: str) -> None:
+        if self.engine.disk is not None:
+            raise LifecycleError(
+                f"{what}: the optimizer's state rests on disk; use hf_zero.save_state(...) and hf_zero.load_state(...)"
+            )
 
     def _make_early_state(self) -> None:
         """The state of optimizers that make it when they are built (Adagrad), for the runs."""
@@ -191,3 +233,13 @@ class StateRecords(torch.optim.Optimizer):
                 owned = [names for names, own in zip(self._group_names, self._inner_of) if own is inner]
                 nbytes += found * sum(sizes[name] for names in owned for name in names) // held
         return nbytes
+
+
+def _fits(param: nn.Parameter, values: dict) -> bool:
+    """Whether state may be that of a stretch: what has a value for each element is 1-D, or of a parameter's shape."""
+    shaped = [value for value in values.values() if isinstance(value, Tensor) and value.dim() == param.dim() > 0]
+    return not shaped or any(value.shape == param.shape for value in shaped)
+
+
+def _copied(value):
+    return value.clone() if isinstance(value, Tensor) else value

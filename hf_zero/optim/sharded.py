@@ -369,12 +369,6 @@ class ShardedOptimizer(StateRecords):
         ]
         self._share_groups()
 
-    def state_dict(self):
-        raise LifecycleError("state_dict: the optimizer's state is sharded; save with hf_zero.save_state(...)")
-
-    def load_state_dict(self, state_dict):
-        raise LifecycleError("load_state_dict: the optimizer's state is sharded; load with hf_zero.load_state(...)")
-
 
 @contextmanager
 def _lent(grads: Gradients) -> Iterator[list[nn.Parameter]]:

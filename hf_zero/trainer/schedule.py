@@ -1,9 +1,10 @@
-"""A learning-rate schedule that is resumed: what of it is not as it was is said before training."""
+"""Learning-rate schedules: what is not as it was is said before a resumed training; Adafactor's shows its rates."""
 
 import math
 from collections.abc import Iterator
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers.optimization import AdafactorSchedule
 
 
 def changes(
@@ -42,3 +43,22 @@ def changes(
                     "--lr_scheduler_type, --lr_scheduler_kwargs and --warmup_steps of before"
                 )
             return
+
+
+class ShardedAdafactorSchedule(AdafactorSchedule):
+    """Shows the rates of the parameters that this rank updates. The stock one looks at gradients, which are consumed
+    in the step."""
+
+    def get_lr(self) -> list[float]:
+        optimizer = self.optimizer
+        rates = []
+        for group, base in zip(optimizer.param_groups, self.base_lrs):
+            state = optimizer.state.get(group["params"][0], {})
+            rates.append(optimizer._get_lr(group, state) if group.get("relative_step") and "step" in state else base)
+        return rates
+
+
+def show_rates(scheduler: LRScheduler | None) -> None:
+    """Lets the schedule of transformers' Adafactor show the rates of an optimizer over shards."""
+    if type(scheduler) is AdafactorSchedule:
+        scheduler.__class__ = ShardedAdafactorSchedule

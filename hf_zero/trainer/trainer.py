@@ -29,7 +29,7 @@ from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.quantized import refuse_quantized_model
 from hf_zero.comm.agreement import on_first, reraise, together
-from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.engine import ZeroEngine, engine_of, materialize
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
 from hf_zero.optim import ShardedOptimizer, grain_of, inner_optimizers, refuse_unknown, sharded_of
@@ -46,7 +46,7 @@ from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
 from hf_zero.trainer.rotation import keep_best, rotation
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks
-from hf_zero.trainer.schedule import changes
+from hf_zero.trainer.schedule import changes, show_rates
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.uneven import Supply, evened
 
@@ -108,10 +108,10 @@ class ZeroTrainerMixin(PushMixin):
         if is_adapter_model(self.model):
             refuse_adapters(self.model)
 
+        if isinstance(model, (str, os.PathLike)) and self.args.world_size == 1 and self.args.zero_offload == "none":
+            materialize(self.model)  # one process holds it whole anyway: it can be read and copied, as under Trainer
+        show_rates(self.lr_scheduler)
         self.stop_on_signal = StopOnSignal(self)
-        self.add_callback(self.stop_on_signal)
-        self.add_callback(CompareLoss(self))
-        self.add_callback(TellMemory(self))
 
     def _check_arguments(self, args) -> None:
         if not isinstance(args, ZeroArgumentsMixin):
@@ -176,9 +176,14 @@ class ZeroTrainerMixin(PushMixin):
         self.resumed = resumed_from(resume_from_checkpoint or None)
         self._start = self.resumed.position
         before = self.stop_on_signal.install()
+        own = (self.stop_on_signal, CompareLoss(self), TellMemory(self))
+        for callback in own:  # only now: people list a trainer's callbacks
+            self.add_callback(callback)
         try:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
+            for callback in own:
+                self.remove_callback(callback)
             self.stop_on_signal.remove(before)
 
     def _warn_of_token(self, checkpoint: str | os.PathLike | None) -> None:

@@ -1,5 +1,7 @@
 """Elementwise optimizers over flat shards move weights as they do over whole parameters."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ import hf_zero
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
-from tests.training import Plain, Record, Sharded, assert_close, assert_equal, loss_of, train
+from tests.training import Plain, Record, Sharded, adamw, assert_close, assert_equal, loss_of, train
 
 
 # Weights may part by steps * lr * rounding error of a clipped gradient (0.1 * 2^-23) / eps, see test_parity.
@@ -225,12 +227,42 @@ def test_an_optimizer_that_has_stepped_is_refused():
         hf_zero.ShardedOptimizer(engine, optimizer)
 
 
-def test_state_dict_points_to_the_functions_that_work():
-    optimizer = hf_zero.ShardedOptimizer(_engine(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(LifecycleError, match="save_state"):
+def _state_dict_and_back() -> None:
+    """What one rank was given it can take back: a step after it is the one that was taken before."""
+    for stage in range(4):
+        subject = Sharded(models.build("mlp"), adamw, stage)
+        assert set(subject.optimizer.state_dict()) == {"state", "param_groups"}
+        train(subject, "mlp", num_steps=2)
+        saved, weights = copy.deepcopy(subject.optimizer.state_dict()), subject.weights()
+        assert saved["state"]
+        after = train(subject, "mlp", num_steps=2)
+        with hf_zero.gathered(subject.model, writeback=True), torch.no_grad():
+            for name, p in subject.model.named_parameters():
+                p.copy_(weights[name])
+        subject.optimizer.load_state_dict(saved)
+        assert_equal(train(subject, "mlp", num_steps=2), after, f"stage {stage}: taken back")
+        shards = {id(run.param) for run in subject.optimizer.runs}
+        assert {id(param) for param in subject.optimizer.inner.state} == shards, "one state for both optimizers"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_state_dict_can_be_taken_back(num_ranks):
+    run_ranks(_state_dict_and_back, num_ranks)
+
+
+def test_a_state_dict_of_another_run_is_refused():
+    optimizer = hf_zero.ShardedOptimizer(_engine(), torch.optim.AdamW, lr=0.1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["params"].append(9)
+    with pytest.raises(LifecycleError, match="not of these.*hf_zero.load_state"):
+        optimizer.load_state_dict(saved)
+
+
+def test_a_state_dict_of_state_on_disk_is_refused(tmp_path):
+    engine = hf_zero.shard(models.build("mlp"), offload="optimizer", offload_dir=str(tmp_path))
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=0.1)
+    with pytest.raises(LifecycleError, match="rests on disk; use hf_zero.save_state"):
         optimizer.state_dict()
-    with pytest.raises(LifecycleError, match="load_state"):
-        optimizer.load_state_dict({})
 
 
 def _evaluation(subject, batch):

@@ -1,5 +1,6 @@
 """What users of Trainer do, and expect of any trainer."""
 
+import copy
 import logging
 import os
 
@@ -10,7 +11,7 @@ import hf_zero
 from hf_zero.errors import CheckpointError
 from tests import models
 from tests.distributed import run_ranks
-from tests.trainer.harness import Rows, make, reset_accelerate, train
+from tests.trainer.harness import PLAIN, Rows, assert_equal, make, reset_accelerate, train, weights_of
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
@@ -100,3 +101,105 @@ def test_a_schedule_that_is_not_as_it_was_is_told_before_training(tmp_path):
         "step 6: the learning rate goes from 0.0004 to 0.00075, since its schedule has other" in x for x in other
     )
     assert not any("learning rate" in line for lines in second for line in lines), "rank 0 speaks"
+
+
+class _Growing(torch.nn.Module):
+    """Counts its batches in a buffer that grows, and says so when it is loaded."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, **inputs):
+        if self.training:
+            self.seen = torch.cat([self.seen, torch.ones(1)])
+        return self.inner(**inputs)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        if f"{prefix}seen" in state_dict:
+            self.seen = torch.empty_like(state_dict[f"{prefix}seen"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _Grown(_Growing):
+    """Does not say so."""
+
+    _load_from_state_dict = torch.nn.Module._load_from_state_dict
+
+
+def _resumes_grown_buffers(folder) -> None:
+    settings = {**SAVING, "remove_unused_columns": False}
+    for stage in (1, 3):
+        own = f"{folder}/{stage}"
+        whole = train(stage, own, model=_Growing(models.build("bert")), **settings)
+        model = _Growing(models.build("bert"))
+        again = train(stage, own, model=model, resume=f"{own}/checkpoint-2", **settings)
+        assert_equal(again, whole, f"stage {stage}: resumed and unbroken")
+        assert model.seen.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
+        with pytest.raises(CheckpointError, match="buffers have other shapes than the model's, whose load_state_dict"):
+            train(stage, own, model=_Grown(models.build("bert")), resume=f"{own}/checkpoint-2", **settings)
+
+
+def test_a_buffer_that_grew_is_resumed_where_the_model_takes_it(tmp_path):
+    run_ranks(_resumes_grown_buffers, 2, str(tmp_path), timeout=240)
+
+
+def _no_more_callbacks_than_trainer_has(folder) -> None:
+    plain, own = (make(kind, folder, models.build("bert"), Rows("bert")) for kind in (PLAIN, 3))
+    names = [[type(callback).__name__ for callback in t.callback_handler.callbacks] for t in (plain, own)]
+    assert names[0] == names[1]
+    own.train()
+    assert [type(callback).__name__ for callback in own.callback_handler.callbacks] == names[0]
+
+
+def test_callbacks_of_ours_are_there_while_it_trains_alone(tmp_path):
+    run_ranks(_no_more_callbacks_than_trainer_has, 1, str(tmp_path))
+
+
+def _leaves_the_embeddings(folder) -> None:
+    model = models.build("llama")
+    trainer = make(2, folder, model, Rows("llama"), neftune_noise_alpha=5, bf16=True, use_cpu=True)
+    trainer.train()
+    embeddings = model.get_input_embeddings()
+    assert not embeddings._forward_hooks and not hasattr(embeddings, "neftune_noise_alpha")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_hook_stays_on_embeddings_that_never_go_away(tmp_path, num_ranks):
+    run_ranks(_leaves_the_embeddings, num_ranks, str(tmp_path))
+
+
+def _shows_the_rate(folder) -> None:
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    rates = {}
+    for kind in (PLAIN, 1, 3):
+        model = models.build("bert")
+        optimizer = Adafactor(model.parameters(), scale_parameter=False, relative_step=True, warmup_init=True, lr=None)
+        parts = {"optimizers": (optimizer, AdafactorSchedule(optimizer))}
+        rates[kind] = train(kind, folder, model=model, parts=parts).rates
+    assert len(rates[PLAIN]) == 4 and all(rates[PLAIN][1:]), f"{rates}: 0 is what the first step begins with"
+    assert rates[1] == rates[3] == rates[PLAIN]
+
+
+def test_the_schedule_of_adafactor_shows_the_rate(tmp_path):
+    run_ranks(_shows_the_rate, 1, str(tmp_path))
+    run_ranks(_shows_the_rate, 2, str(tmp_path))
+
+
+def _can_be_read(folder, stage) -> None:
+    models.build("bert").save_pretrained(f"{folder}/model")
+    trainer = make(stage, folder, f"{folder}/model", Rows("bert"))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    copy.deepcopy(trainer.model)
+    wanted = dict(models.build("bert").named_parameters())
+    assert all(torch.equal(before[name], wanted[name]) for name in wanted)
+    trainer.train()
+    after = weights_of(trainer.model)
+    assert any(not torch.equal(before[name], after[name]) for name in after)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_given_by_name_can_be_read_and_cloned_before_training(tmp_path, stage):
+    run_ranks(_can_be_read, 1, str(tmp_path), stage)
