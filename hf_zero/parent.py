@@ -8,9 +8,11 @@ import ctypes
 import os
 import signal
 import sys
+from multiprocessing import parent_process
 
 
-PARENT = os.getppid()  # when this was imported: by the time of `end_with_parent` the launcher may have ended
+# When this was imported: by the time of `end_with_parent` the launcher may have ended.
+PARENT, _SELF = os.getppid(), os.getpid()
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # prctl(2)
 
 
@@ -32,8 +34,9 @@ def end_with_parent(parent: int = PARENT) -> None:
 
 def end_with_launcher() -> None:
     """As `end_with_parent` where torch's launcher (torchrun, `accelerate launch`) is the parent, and where nobody has
-    said otherwise already."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and not _death_signal():
+    said otherwise already. What a rank has started itself inherits the environment, and is left alone."""
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ and os.getpid() == _SELF and parent_process() is None
+    if is_rank and not _death_signal():
         end_with_parent()
 
 

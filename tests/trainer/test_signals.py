@@ -12,6 +12,7 @@ import psutil
 import pytest
 from transformers import TrainerCallback
 
+from hf_zero.parent import end_with_launcher
 from hf_zero.trainer import signals
 from hf_zero.trainer.signals import Stopped
 from tests.distributed import RemoteError, run_ranks
@@ -82,3 +83,17 @@ def test_no_rank_outlives_a_torchrun_that_is_killed(tmp_path, number):
         for rank in ranks:
             if rank.is_running():
                 rank.kill()
+
+
+def _ends_forked_from_a_rank() -> int:
+    """How a process ends that a rank has forked and that makes arguments of its own."""
+    pid = os.fork()
+    if pid == 0:
+        os.environ["TORCHELASTIC_RUN_ID"] = "inherited"
+        end_with_launcher()
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_what_a_rank_has_started_itself_is_left_alone():
+    assert run_ranks(_ends_forked_from_a_rank, 1) == [7]
