@@ -109,7 +109,7 @@ def kills(root: Path, whole: Path, num_trials: int, generator: random.Random) ->
     """
     counts = {AT_RANDOM: Count(), AT_CALLS: Count(), NAMED: Count()}
     measured = _measure(root / "measured")
-    folder, number, open_trials = root / "0", 0, []
+    folder, number, open_trials, known = root / "0", 0, [], set()
     for trial in range(num_trials * 5):
         is_over = counts[AT_RANDOM].trials + counts[AT_CALLS].trials >= num_trials
         if is_over and not open_trials:
@@ -123,7 +123,7 @@ def kills(root: Path, whole: Path, num_trials: int, generator: random.Random) ->
             count.trials += 1
             open_trials.append(kind)
             _look_at_survivors(run, victims, counts[NAMED])
-        _judge(count, folder / "out", before, has_ended)
+        _judge(count, folder / "out", before, has_ended, known)
         if run.codes == [0] * NUM_RANKS:
             for each in open_trials:
                 counts[each].survived += is_equal(folder, whole)
@@ -171,8 +171,9 @@ def _look_at_survivors(run: Run, victims: list[int], named: Count) -> None:
             print(f"  says no name: {line[:200]}", flush=True)
 
 
-def _judge(count: Count, out: Path, before: list[int], has_ended: bool) -> None:
-    after, wrong = steps_in(out), incomplete_in(out)
+def _judge(count: Count, out: Path, before: list[int], has_ended: bool, known: set[str]) -> None:
+    after, wrong = steps_in(out), [each for each in incomplete_in(out) if each not in known]
+    known.update(wrong)  # counted once, although it stays
     count.hung += not has_ended
     count.incomplete += bool(wrong)
     count.lost += bool(before) and (not after or after[-1] < before[-1])
