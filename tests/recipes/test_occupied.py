@@ -27,6 +27,7 @@ def call(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
     def call(task: str, *more: str, left=(RESOLVED_NAME, REPORT_NAME, "model.safetensors")) -> tuple[int, str, bool]:
         ran.clear()
         argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", f"--output_dir={tmp_path / 'out'}"]
+        argv.append("--max_length=64")
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         (tmp_path / "out").mkdir()
         texts = {RESOLVED_NAME: resolved_text(parse_settings(task, argv))}
