@@ -146,9 +146,9 @@ class Checkpoint:
             self._failure = error
 
     def _write(self, after: Callable[[], None] | None) -> None:
-        checksums = self._staged.write(self._parts)
+        self._staged.write(self._parts)
         if self._state is not None:
-            self._staged.write_beside(lambda path: self._state.write_manifest(path, self._parts, checksums))
+            self._staged.write_beside(self._state.write_manifest)
 
         def replaced() -> None:
             remove_replaced(self.folder)

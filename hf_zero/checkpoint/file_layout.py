@@ -173,7 +173,7 @@ def _parse(prefix: bytes, path: str) -> list[tuple[TensorEntry, int, int]]:
     try:
         header = json.loads(prefix[8:])
         return [_parse_entry(name, header[name]) for name in header if name != _METADATA_KEY]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{path}: the header cannot be understood ({type(error).__name__}: {error}); {_AGAIN}"
         ) from error

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.conversion import Origin, Origins, is_pretrained, origins_by_name, origins_in
 from hf_zero.checkpoint.interfaces import Engine
-from hf_zero.checkpoint.manifest import Checksums, saved_checksums
+from hf_zero.checkpoint.manifest import recorded
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
+from hf_zero.checkpoint.table import Table
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors, shortened
 from hf_zero.checkpoint.transfer import incoming
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
@@ -61,8 +62,13 @@ def load_weights(
     if keys is not None:
         tensors = renamed(tensors, keys)
 
-    def read() -> tuple[LoadReport, WeightFiles, Ranges, Checksums]:
+    def read() -> tuple[LoadReport, WeightFiles, Ranges, Table]:
+        table = recorded(folder) or Table()
         files = WeightFiles.read(folder, weights_name)
+        for name, layout in files.layouts.items():
+            table.check_layout(folder, name, layout)
+        if files.index_name is not None:
+            table.check_file(folder, files.index_name)
         entries = {name: files.entry(name) for name in files.file_of}
         converts = keys is None and is_pretrained(engine.model)
         origins = origins_in(engine.model, tensors, entries) if converts else origins_by_name(tensors, entries)
@@ -74,10 +80,11 @@ def load_weights(
         with OpenFiles(folder, files) as opened:
             _offer_buffers(engine.model, opened, folder, grown)
             _read_all(engine, opened, tensors, origins)
-        return report, files, opened.ranges, saved_checksums(folder)
+        return report, files, opened.ranges, table
 
-    report, files, ranges, checksums = together(engine.comm, f"loading {folder}", read)
-    check_ranges(engine.comm.all_gather_object(ranges), files, checksums, folder)
+    subject = f"loading {folder}"
+    report, files, ranges, table = together(engine.comm, subject, read)
+    check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, table.tensors_in(), folder)
     engine.mark_updated()
     return report
 

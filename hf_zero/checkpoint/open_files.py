@@ -10,6 +10,8 @@ from torch import Tensor
 from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.weight_files import WeightFiles
+from hf_zero.comm import Comm
+from hf_zero.comm.agreement import together
 from hf_zero.errors import CheckpointError
 
 
@@ -54,6 +56,10 @@ class OpenFiles:
         """See `SafetensorsFile.read_range`; the range is noted."""
         self.note(tensor, self._file(tensor).read_range(tensor, start, out))
 
+    def checksum(self, tensor: str) -> int:
+        """See `SafetensorsFile.checksum`."""
+        return self._file(tensor).checksum(tensor)
+
     def note(self, tensor: str, found: Range) -> None:
         """Takes a range of a tensor into `ranges`."""
         noted = self.ranges.setdefault(tensor, [])
@@ -97,28 +103,56 @@ class OpenFiles:
 
 
 def check_ranges(
-    ranges: Iterable[Ranges], files: WeightFiles, checksums: Mapping[str, Mapping[str, int]], folder: str | os.PathLike
+    comm: Comm,
+    subject: str,
+    ranges: Iterable[Ranges],
+    files: WeightFiles,
+    checksums: Mapping[str, Mapping[str, int]],
+    folder: str | os.PathLike,
 ) -> None:
-    """Compares what was read with what was written.
+    """Compares what was read with what was written. Collective.
+
+    A tensor that the ranks have read in ranges that do not add up to it (one that is transposed on loading) is read
+    again for its checksum, by one of them.
 
     Args:
-        ranges (`Iterable[Ranges]`): what each rank has read. A tensor that they have not read whole is not checked.
+        comm (`Comm`): the ranks.
+        subject (`str`): for messages.
+        ranges (`Iterable[Ranges]`): what each rank has read. A tensor that none has read is not compared.
         files (`WeightFiles`): the files that they were read from.
         checksums (`Mapping`): file to tensor to CRC-32 of its bytes when it was saved.
-        folder (`str` or `os.PathLike`): where the files lie, for the message.
+        folder (`str` or `os.PathLike`): where the files lie.
 
     Raises:
         `CheckpointError`: naming the file and the tensor whose bytes have changed.
     """
     ranges = list(ranges)
+    again: list[str] = []
     for tensor, name in files.file_of.items():
         expected = checksums.get(name, {}).get(tensor)
-        if expected is None:
-            continue
         parts = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
+        if expected is None or not parts:
+            continue
         found = crc_of_whole(parts, files.entry(tensor).nbytes)
-        if found is not None and found != expected:
-            raise CheckpointError(
-                f"{Path(folder) / name}: tensor {tensor!r} has checksum {found:08x}, it was saved with "
-                f"{expected:08x}: the file was damaged since; resume from another checkpoint"
-            )
+        if found is None:
+            again.append(tensor)
+        elif found != expected:
+            raise _damaged(Path(folder) / name, tensor, found, expected)
+
+    def check_own() -> None:
+        with OpenFiles(folder, files) as opened:
+            for tensor in again[comm.rank :: comm.num_ranks]:
+                name = files.file_of[tensor]
+                found, expected = opened.checksum(tensor), checksums[name][tensor]
+                if found != expected:
+                    raise _damaged(Path(folder) / name, tensor, found, expected)
+
+    if again:
+        together(comm, subject, check_own)
+
+
+def _damaged(path: Path, tensor: str, found: int, expected: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: tensor {tensor!r} has checksum {found:08x}, it was saved with {expected:08x}: the file was damaged "
+        "since; resume from another checkpoint"
+    )

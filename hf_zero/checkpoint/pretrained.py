@@ -1,20 +1,23 @@
 """`hf_zero.load_pretrained`: the model as transformers builds it, its weights left in files until it is sharded."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint.plain import read_json
 from hf_zero.checkpoint.quantized import checkpoint_quantizer
 from hf_zero.checkpoint.unread import leaving_weights_in_files
-from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles
+from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.engine.source import source_of
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
 logger = logging.getLogger(__name__)
 
+CONFIG_NAMES = ("config.json", "adapter_config.json")
 # Arguments of `from_pretrained` that give parameters a place of their own, which sharding is to give.
 _PLACING = ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config")
 # Those that say where a checkpoint is found.
@@ -167,9 +170,21 @@ def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
-    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+    if not any((folder / name).exists() for name in CONFIG_NAMES):
         raise CheckpointError(f"{folder}: there is no config.json in it; give the folder of a saved model")
+    check_configs(folder)
     check_weights(folder, variant=variant)
+
+
+def check_configs(folder: str | os.PathLike) -> None:
+    """Checks that the configs in a folder can be understood.
+
+    Raises:
+        `CheckpointError`: naming the one that cannot.
+    """
+    for name in CONFIG_NAMES:
+        with contextlib.suppress(FileNotFoundError):
+            read_json(Path(folder) / name, "copy or download it again")
 
 
 def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
@@ -181,8 +196,15 @@ def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> N
     present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]
     for name in present:
         WeightFiles.read(folder, name)
+    for name in (ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME):  # variants name their index otherwise
+        parts = [path.name for path in folder.glob("*.safetensors") if is_weight_file(path.name, name)]
+        if parts and name not in present:
+            raise CheckpointError(
+                f"{folder}: holds {min(parts)} but no {name}.index.json, which says what lies in such files: it is "
+                "incomplete; copy or download it again"
+            )
     other_formats = ("*.bin", "*.bin.index.json", "*.safetensors", "*.gguf")
     if not present and not any(any(folder.glob(pattern)) for pattern in other_formats):
-        raise CheckpointError(
+        raise MissingCheckpointError(
             f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; give the folder of a saved model"
         )

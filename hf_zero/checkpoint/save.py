@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from hf_zero.checkpoint.conversion import FileTensor, file_tensors
 from hf_zero.checkpoint.folders import remove_replaced, take_name
 from hf_zero.checkpoint.interfaces import Engine
-from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.replacing import inside, move_into
 from hf_zero.checkpoint.staging import Part, Staged, connected
+from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
@@ -206,16 +208,18 @@ def _publish(staged: Path, folder: Path, files: WeightFiles, weights_name: str) 
     an index does so by its rename or, after a single file, by that file's removal. Only where the names of old and new
     parts coincide must the old index go first: for that moment the folder has no weights, rather than mixed ones.
     """
-    new = {path.name for path in staged.iterdir()}
+    new = {path.name for path in staged.iterdir()} - {TABLE_NAME}
     stale = [path for path in folder.iterdir() if is_weight_file(path.name, weights_name) and path.name not in new]
-    manifest_path(folder).unlink(missing_ok=True)  # the state there belongs to the old weights
-    for name in sorted(new - set(files.layouts) - {files.index_name}):
-        os.replace(staged / name, folder / name)
-    if files.index_name is not None and any((folder / name).exists() for name in files.layouts):
-        (folder / files.index_name).unlink(missing_ok=True)
-    for name in files.layouts:
-        os.replace(staged / name, folder / name)
-    if files.index_name is not None:
-        os.replace(staged / files.index_name, folder / files.index_name)
-    for path in stale:
-        path.unlink()
+    gone = {path.name for path in stale}
+    with inside(staged, folder, replaces=lambda name: name in gone or name.startswith(f"{STATE_FOLDER}/")):
+        manifest_path(folder).unlink(missing_ok=True)  # the state there belongs to the old weights
+        for name in sorted(new - set(files.layouts) - {files.index_name}):
+            move_into(staged / name, folder / name)
+        if files.index_name is not None and any((folder / name).exists() for name in files.layouts):
+            (folder / files.index_name).unlink(missing_ok=True)
+        for name in files.layouts:
+            os.replace(staged / name, folder / name)
+        if files.index_name is not None:
+            os.replace(staged / files.index_name, folder / files.index_name)
+        for path in stale:
+            path.unlink()

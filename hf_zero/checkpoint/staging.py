@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
 from hf_zero.checkpoint.folders import STAGED_PREFIX, make_folder, make_staged, remove_left_over, sync_all, sync_path
-from hf_zero.checkpoint.manifest import Checksums
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
 from hf_zero.checkpoint.places import Places
 from hf_zero.checkpoint.replication import replicate_files, replicate_ranges
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
+from hf_zero.checkpoint.table import Checksums, Table
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import gathered, together
@@ -60,6 +60,7 @@ class Staged:
         self.root = root
         self.path = root / destination.name
         self._names: set[str] = set()  # of the safetensors files, relative to `path`
+        self._checksums: Checksums = {}  # of those that were written, by the same paths
         self._lock: int | None = None  # marks `root` as in use, on a writer until the end
         self.places = places
         self._subject = f"saving to {destination}"
@@ -106,17 +107,13 @@ class Staged:
                 SafetensorsFile.create(folder / name, layout).close()
         self.path.mkdir(exist_ok=True)
 
-    def write(self, parts: Sequence[Part]) -> Checksums:
+    def write(self, parts: Sequence[Part]) -> None:
         """Writes all ranks' pieces to disk.
-
-        Returns:
-            `Checksums`: file, relative to the destination, to tensor to CRC-32 of its bytes.
 
         Raises:
             `CheckpointError`: the system refused a write, or elements that nobody wrote.
         """
         with self._or_discard():
-            checksums: Checksums = {}
             for part in parts:
                 folder = self.path / part.subfolder
                 write = partial(_write, folder, part, keeps_all=not self.places.are_one)
@@ -126,15 +123,14 @@ class Staged:
                 reread = folder if self.places.is_writer else None
                 check = partial(_checked, ranges, part.files, self._subject, reread)
                 for name, crcs in together(self.comm, self._subject, check).items():
-                    checksums[os.path.join(part.subfolder, name)] = crcs
-            return checksums
+                    self._checksums[os.path.join(part.subfolder, name)] = crcs
 
     def write_beside(self, write: Callable[[Path], None]) -> None:
         """Lets each place's writer write small files into the temporary folder."""
         self._on_writers(lambda: write(self.path))
 
     def publish(self, publish: Callable[[Path], None], after: Callable[[], None] | None = None) -> None:
-        """Sees to it that everything is on disk, and gives it its name.
+        """Writes the table of checksums, sees to it that everything is on disk, and gives it its name.
 
         Args:
             publish (`Callable`): called by each place's writer with the temporary folder.
@@ -146,6 +142,7 @@ class Staged:
                 replicate_files(self.comm, self._subject, self.places, self.path, self._names)
 
         def act():
+            Table.of_folder(self.path, self._checksums).write(self.path)
             sync_all(self.path)
             publish(self.path)
             sync_path(self.root.parent)

@@ -5,8 +5,8 @@ of parameters whose saved weights are of another dtype, `zero/manifest.json` the
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from torch import Tensor
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.folders import sync_path
 from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
-from hf_zero.checkpoint.manifest import STATE_FOLDER, Checksums, Manifest, manifest_path
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, manifest_path, recorded
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
-from hf_zero.checkpoint.pretrained import check_weights
-from hf_zero.checkpoint.safetensors_file import SafetensorsFile
+from hf_zero.checkpoint.pretrained import check_configs, check_weights
+from hf_zero.checkpoint.replacing import inside
 from hf_zero.checkpoint.staging import Part, Staged, connected
+from hf_zero.checkpoint.table import Table
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
@@ -46,8 +47,8 @@ def save_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike, 
     """
     state = plan_state(engine, optimizer, extra=extra or {})
     staged = Staged.open(connected(engine.comm), folder, [state.part], inside=True)
-    checksums = staged.write([state.part])
-    staged.write_beside(lambda path: state.write_manifest(path, [state.part], checksums))
+    staged.write([state.part])
+    staged.write_beside(state.write_manifest)
     staged.publish(lambda path: _publish(path, staged.destination))
 
 
@@ -58,29 +59,9 @@ class State:
     part: Part
     manifest: Manifest
 
-    def write_manifest(self, folder: Path, parts: Sequence[Part], checksums: Checksums) -> None:
-        """Writes the manifest of a checkpoint into a folder, once the files that it lists are complete.
-
-        Args:
-            folder (`Path`): the checkpoint.
-            parts (`Sequence[Part]`): what all ranks have written. Safetensors files that others have put beside it (an
-                adapter) are listed, too.
-            checksums (`Checksums`): of the parts.
-        """
-        files = {
-            os.path.join(part.subfolder, name): layout.nbytes
-            for part in parts
-            for name, layout in part.files.layouts.items()
-        }
-        checksums = dict(checksums)
-        for path in sorted(folder.rglob("*.safetensors")):
-            name = str(path.relative_to(folder))
-            if name not in files:
-                with SafetensorsFile.open(path) as file:
-                    files[name] = file.layout.nbytes
-                    checksums[name] = {tensor: file.checksum(tensor) for tensor in file.layout.entries}
-        manifest = replace(self.manifest, files=files, checksums=checksums)
-        manifest_path(folder).write_text(manifest.text(), encoding="utf-8")
+    def write_manifest(self, folder: Path) -> None:
+        """Writes the manifest of a checkpoint into a folder."""
+        manifest_path(folder).write_text(self.manifest.text(), encoding="utf-8")
 
 
 def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
@@ -131,7 +112,7 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
     engine.begin_update()
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
     manifest = together(comm, subject, lambda: Manifest.read(folder))
-    files = together(comm, subject, lambda: _read_files(state_folder, manifest))
+    table, files = together(comm, subject, lambda: _read_files(folder, manifest))
 
     def read() -> tuple[set[str], Ranges]:
         optimizer.load_groups_state(manifest.groups)
@@ -142,7 +123,7 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
 
     names, ranges = zip(*gathered(comm, subject, read))
     consumed = set().union(*names)
-    check_ranges(ranges, files, manifest.checksums_in(STATE_FOLDER), state_folder)
+    check_ranges(comm, subject, ranges, files, table.tensors_in(STATE_FOLDER), state_folder)
     left = [name for name in files.file_of if name not in consumed and files.entry(name).numel]
     if left:
         raise CheckpointError(
@@ -154,25 +135,21 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
 
 
 def check_checkpoint(folder: str | os.PathLike) -> None:
-    """Checks that a checkpoint is complete: its weights and, where it has a state, all files of that. Costs a read of
-    the headers.
+    """Checks that a checkpoint is complete and, but for the values of its tensors, as it was saved.
+
+    Costs a read of headers and small files; `hf_zero.checkpoint.verify.check_checksums` reads the tensors, too.
 
     Raises:
         `CheckpointError`: says what is missing or damaged.
     """
     folder = Path(folder)
+    table = recorded(folder)
+    if table is not None:
+        table.check_files(folder)
     check_weights(folder)
-    if not (folder / STATE_FOLDER).is_dir():
-        return
-    manifest = Manifest.read(folder)
-    for name, nbytes in manifest.files.items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != nbytes:
-            raise CheckpointError(
-                f"{path}: {'is missing' if found is None else f'{found} bytes'}, its manifest says {nbytes} bytes; "
-                "resume from another checkpoint"
-            )
+    check_configs(folder)
+    if (folder / STATE_FOLDER).is_dir():
+        _read_files(folder, Manifest.read(folder))
 
 
 def _manifest(engine: Engine, layouts: Mapping[str, FileLayout], **content) -> Manifest:
@@ -233,10 +210,13 @@ def _merged_scalars(
     return merged
 
 
-def _read_files(state_folder: Path, manifest: Manifest) -> WeightFiles:
-    # a name with a folder in it could lead out of the checkpoint
-    names = [Path(path).name for path in manifest.files if Path(path).parent.name == STATE_FOLDER]
-    return WeightFiles.of({name: FileLayout.read(state_folder / name) for name in names})
+def _read_files(folder: str | os.PathLike, manifest: Manifest) -> tuple[Table, WeightFiles]:
+    """The state's files, their headers as they were saved."""
+    table = recorded(folder) or Table()
+    layouts = {name: FileLayout.read(Path(folder) / STATE_FOLDER / name) for name in manifest.state_files}
+    for name, layout in layouts.items():
+        table.check_layout(folder, f"{STATE_FOLDER}/{name}", layout)
+    return table, WeightFiles.of(layouts)
 
 
 def _read_state(opened: OpenFiles, optimizer: Optimizer) -> set[str]:
@@ -264,13 +244,15 @@ def _read_shard(opened: OpenFiles, name: str, shard: Shard) -> None:
 
 
 def _publish(staged: Path, folder: Path) -> None:
-    manifest, new = manifest_path(folder), staged / STATE_FOLDER
-    manifest.parent.mkdir(exist_ok=True)
-    manifest.unlink(missing_ok=True)
-    for name in (OPTIMIZER_NAME, MASTER_NAME):
-        if (new / name).exists():
-            os.replace(new / name, manifest.parent / name)
-        else:
-            (manifest.parent / name).unlink(missing_ok=True)
-    os.replace(new / manifest.name, manifest)
-    sync_path(manifest.parent)
+    new = staged / STATE_FOLDER
+    with inside(staged, folder, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/")):
+        manifest = manifest_path(folder)
+        manifest.parent.mkdir(exist_ok=True)
+        manifest.unlink(missing_ok=True)
+        for name in (OPTIMIZER_NAME, MASTER_NAME):
+            if (new / name).exists():
+                os.replace(new / name, manifest.parent / name)
+            else:
+                (manifest.parent / name).unlink(missing_ok=True)
+        os.replace(new / MANIFEST_NAME, manifest)
+        sync_path(manifest.parent)

@@ -4,17 +4,20 @@ Everything streams: no more than one piece of a tensor is in memory at a time.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
-from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, manifest_path
+from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, recorded
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.state import MASTER_NAME
+from hf_zero.checkpoint.table import STATE_PATTERNS, Table
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.errors import CheckpointError
 
@@ -63,29 +66,77 @@ def scan_file(path: str | os.PathLike) -> dict[str, TensorScan]:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
 
 
-def check_checksums(folder: str | os.PathLike, scans: Scans | None = None) -> int:
-    """Compares every tensor with the checksum that the manifest in `folder/zero` has of it.
+@dataclass(frozen=True)
+class Compared:
+    """What agrees with its checksum.
 
     Args:
-        folder (`str` or `os.PathLike`): the checkpoint.
+        num_tensors (`int`): of safetensors files.
+        num_files (`int`): of all kinds.
+        left_out (`tuple[str, ...]`): files of the run's state, all of which have stayed behind when the folder was
+            pushed or copied without them.
+        are_whole (`bool`): whether files were compared whole; otherwise tensors alone have checksums.
+    """
+
+    num_tensors: int
+    num_files: int
+    left_out: tuple[str, ...]
+    are_whole: bool
+
+
+def check_checksums(folder: str | os.PathLike, scans: Scans | None = None) -> Compared | None:
+    """Compares every file with the checksums that were saved with a folder.
+
+    Args:
+        folder (`str` or `os.PathLike`): the checkpoint, or model.
         scans (`Scans`, *optional*): of its files, where they have been read already; files that lack there are read.
 
     Returns:
-        `int`: how many tensors agree; 0 for a folder without a manifest, or whose manifest has no checksums.
+        [`Compared`] or `None`: `None` for a folder that was saved without checksums.
 
     Raises:
-        `CheckpointError`: names the file and the tensor that differs, lacks, or came after the manifest was written.
+        `CheckpointError`: names the file, and the tensor, that differs or lacks.
     """
-    if not manifest_path(folder).is_file():
-        return 0
-    count = 0
-    for file, expected in Manifest.read(folder).checksums.items():
+    table = recorded(folder)
+    if table is None:
+        return None
+    left_out = _left_out(folder, table)
+    num_files = table.check_files(folder, without=left_out)
+    units = [unit for unit in tensors_of(table) if unit[0] not in left_out]
+    unread = [unit for unit in units if unit[0] not in (scans or {})]
+    check_tensors(folder, unread)
+    for file, tensor in set(units) - set(unread):
+        _refuse(Path(folder) / file, tensor, scans[file][tensor].crc32, table.files[file].tensors[tensor])
+    return Compared(len(units), num_files, left_out, all(found.crc32 is not None for found in table.files.values()))
+
+
+def check_tensors(folder: str | os.PathLike, tensors: Iterable[tuple[str, str]]) -> None:
+    """Reads tensors and compares them with their checksums: one rank's part of `check_checksums`.
+
+    Args:
+        folder (`str` or `os.PathLike`): the checkpoint.
+        tensors (`Iterable[tuple[str, str]]`): of `tensors_of`.
+
+    Raises:
+        `CheckpointError`: names the file and the tensor that differs.
+    """
+    table = recorded(folder) or Table()
+    for file, names in groupby(tensors, key=lambda unit: unit[0]):
         path = Path(folder) / file
-        if not path.resolve().is_relative_to(Path(folder).resolve()):
-            raise CheckpointError(f"{manifest_path(folder)}: file {file!r} is not in {folder}; {_AGAIN}")
-        found = (scans or {}).get(file) or scan_file(path)
-        count += _compare(path, expected, found)
-    return count
+        with SafetensorsFile.open(path) as opened:
+            for _, tensor in names:
+                _refuse(path, tensor, opened.checksum(tensor), table.files[file].tensors[tensor])
+
+
+def tensors_of(table: Table) -> list[tuple[str, str]]:
+    """(file, tensor) of every tensor that has a checksum, in the order of the files."""
+    return [(file, tensor) for file, found in table.files.items() for tensor in found.tensors or ()]
+
+
+def _left_out(folder: str | os.PathLike, table: Table) -> tuple[str, ...]:
+    """The files of the run's state, where none of them is there. A part of them is no state."""
+    state = [name for name in table.files if any(fnmatch(name, pattern) for pattern in STATE_PATTERNS)]
+    return () if any((Path(folder) / name).exists() for name in state) else tuple(state)
 
 
 def check_finite(folder: str | os.PathLike, scans: Scans) -> int:
@@ -151,14 +202,9 @@ def check_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]]
     manifest = Manifest.read(folder)
     trained = {name for group in manifest.groups for name in group["param_names"]}
     owner_of: dict[str, str] = {}
-    for name, nbytes in manifest.files.items():
-        if Path(name).parent.name != STATE_FOLDER:
-            continue
-        path = Path(folder) / STATE_FOLDER / Path(name).name
-        layout = FileLayout.read(path)
-        if layout.nbytes != nbytes:
-            raise CheckpointError(f"{path}: {layout.nbytes} bytes, the manifest says {nbytes}; {_AGAIN}")
-        for tensor, entry in layout.entries.items():
+    for name in manifest.state_files:
+        path = Path(folder) / STATE_FOLDER / name
+        for tensor, entry in FileLayout.read(path).entries.items():
             owner_of[tensor] = _owner(path, entry, trained, shapes)
     _check_groups(folder, manifest, owner_of)
     return len(owner_of)
@@ -194,17 +240,11 @@ def _check_groups(folder: str | os.PathLike, manifest: Manifest, owner_of: Mappi
                 )
 
 
-def _compare(path: Path, expected: Mapping[str, int], found: Mapping[str, TensorScan]) -> int:
-    strange = sorted(set(expected) ^ set(found))
-    if strange:
-        where = "in the manifest only" if strange[0] in expected else "in the file only"
-        raise CheckpointError(f"{path}: tensor {strange[0]!r} is {where}; {_AGAIN}")
-    for name, crc32 in expected.items():
-        if found[name].crc32 != crc32:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} has checksum {found[name].crc32:08x}, saved was {crc32:08x}; {_AGAIN}"
-            )
-    return len(expected)
+def _refuse(path: Path, tensor: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise CheckpointError(
+            f"{path}: tensor {tensor!r} has checksum {found:08x}, saved was {expected:08x}; {_AGAIN}"
+        )
 
 
 def _scan(file: SafetensorsFile, entry: TensorEntry) -> TensorScan:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.checkpoint.plain import is_file_name, read_json
 from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
@@ -164,13 +165,7 @@ def _parse_nbytes(size: int | str) -> int:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: the index cannot be understood ({type(error).__name__}: {error}); copy or download it again"
-        ) from error
-    # A name with a folder in it could lead out of the checkpoint.
-    if not isinstance(weight_map, dict) or any(Path(str(name)).name != name for name in weight_map.values()):
+    weight_map = read_json(path, "copy or download it again").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(map(is_file_name, weight_map.values())):
         raise CheckpointError(f"{path}: the index does not map tensors to files beside it; copy or download it again")
     return weight_map

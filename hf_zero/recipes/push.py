@@ -9,6 +9,7 @@ from typing import TypeVar
 from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
+from hf_zero.checkpoint.table import STATE_PATTERNS
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, is_weight_file
 from hf_zero.errors import ConfigError, HubError
@@ -29,12 +30,7 @@ WAIT_SECONDS = 1.0
 # first row and folders of this machine.
 LEFT_OUT = [
     *NOT_PUSHED,
-    "zero/*",
-    "optimizer.pt",
-    "optimizer.bin",
-    "scheduler.pt",
-    "scaler.pt",
-    "rng_state*.pth",
+    *STATE_PATTERNS,
     "checkpoint-*",
     "_*",
     ".*",

@@ -11,7 +11,7 @@ from hf_zero.recipes.occupied import check_model_is_kept, left_in
 from hf_zero.recipes.resolved import check_unchanged
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
-from hf_zero.trainer.resuming import check_state, checkpoint_faults, newest_of
+from hf_zero.trainer.resuming import check_state, newest_whole
 
 
 # Trainer leaves what begins so out of what it uploads.
@@ -42,7 +42,7 @@ def check_resume(settings: Settings) -> None:
     checkpoint = Path(settings.resume)
     if not checkpoint.is_dir():
         raise ConfigError(f"resume {settings.resume!r}: no such folder; give auto, never or a checkpoint's folder")
-    check_state(checkpoint)
+    check_state(checkpoint, needs_config=True)
     check_unchanged(settings, checkpoint.absolute().parent)
     if checkpoint.resolve().parent != folder.resolve():
         check_model_is_kept(settings, folder)
@@ -78,14 +78,19 @@ def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | 
 
 
 def _newest_complete(training: ZeroTrainingArguments) -> str | None:
-    faults = checkpoint_faults(training.output_dir)
-    if faults and None not in faults.values():
-        reasons = "; ".join(f"{Path(path).name}: {fault}" for path, fault in faults.items())
+    choice = newest_whole(
+        training.output_dir,
+        is_first=training.process_index == 0,
+        strict=training.zero_resume_strict,
+        needs_config=True,
+    )
+    if choice.folder is None and choice.faults:
+        reasons = "; ".join(f"{Path(path).name}: {fault}" for path, fault in choice.faults.items())
         raise CheckpointError(
             f"{training.output_dir}: none of its checkpoints can be resumed from ({reasons}); --resume never starts "
             "anew"
         )
-    return newest_of(faults, is_first=training.process_index == 0)
+    return choice.folder
 
 
 def told(checkpoint: str) -> str:

@@ -55,6 +55,8 @@ class ZeroArgumentsMixin:
             precision. By default parameters compute as half-precision copies of fp32 masters.
         zero_offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory.
         zero_partition_activations (`bool`): inputs of checkpointed blocks are divided over tensor-parallel ranks.
+        zero_resume_strict (`bool`): `resume_from_checkpoint=True` refuses a newest checkpoint that is damaged, instead
+            of going on from the next older one that is whole.
         zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone.
         zero_nonfinite (`str`): what is done about gradients with an infinity or a NaN: "stop" ends the run before a
             step is taken on them, "skip" leaves the step out on all ranks, "ignore" takes it.
@@ -128,6 +130,13 @@ class ZeroArgumentsMixin:
         default=False,
         metadata={
             "help": "Inputs of checkpointed blocks are divided over the ranks of the model's tensor parallelism."
+        },
+    )
+    zero_resume_strict: bool = field(
+        default=False,
+        metadata={
+            "help": "Resuming from the newest checkpoint refuses it when it is damaged, instead of saying so and "
+            "going on from the next older one that is whole."
         },
     )
     zero_async_save: bool = field(

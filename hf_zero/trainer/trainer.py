@@ -26,24 +26,28 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.folders import restore_replaced
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
+from hf_zero.checkpoint.foreign.trusted import load_small
 from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.quantized import refuse_quantized_model
+from hf_zero.checkpoint.replacing import added
+from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import on_first, reraise, together
 from hf_zero.engine import ZeroEngine, engine_of, materialize
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
-from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
+from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.optim import ShardedOptimizer, grain_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.accelerator import ZeroAccelerator
 from hf_zero.trainer.adapters import is_adapter_model, load_adapters, plan_prompts, refuse_adapters, save_adapters
 from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
+from hf_zero.trainer.belonging import schedule_position
 from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub import PushMixin
 from hf_zero.trainer.hub_tokens import token_warning, without_tokens
 from hf_zero.trainer.memory import TellMemory
 from hf_zero.trainer.parallel import apart, arrange, refuse_divided
 from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
-from hf_zero.trainer.resuming import CompareLoss, Resumed, newest_complete, resumed_from
+from hf_zero.trainer.resuming import CompareLoss, Resumed, chosen, refuse_damaged, resumed_from
 from hf_zero.trainer.rotation import keep_best, rotation
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks
 from hf_zero.trainer.schedule import changes, show_rates
@@ -162,16 +166,14 @@ class ZeroTrainerMixin(PushMixin):
         return measure(self.accelerator.shard(self.model), sharded_of(self.optimizer))
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        """As `Trainer.train`. `True` resumes from the newest checkpoint that is complete. SIGTERM and SIGUSR1 end the
-        training after the step under way, with a checkpoint and the exit code 128 + the signal's number."""
+        """As `Trainer.train`. `True` resumes from the newest checkpoint that is as it was saved. SIGTERM and SIGUSR1
+        end the training after the step under way, with a checkpoint and the exit code 128 + the signal's number."""
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             restore_replaced(Path(resume_from_checkpoint).parent)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_complete(self.args.output_dir, is_first=self.args.process_index == 0)
-            if resume_from_checkpoint is None:
-                raise MissingCheckpointError(
-                    f"{self.args.output_dir}: holds no complete checkpoint to resume from; train from the start"
-                )
+            resume_from_checkpoint = chosen(self.args, needs_config=self._has_config())
+        elif resume_from_checkpoint:
+            refuse_damaged(Path(resume_from_checkpoint), needs_config=self._has_config())
         self._warn_of_token(resume_from_checkpoint)
         self.resumed = resumed_from(resume_from_checkpoint or None)
         self._start = self.resumed.position
@@ -329,6 +331,7 @@ class ZeroTrainerMixin(PushMixin):
             "extra": {
                 "position": asdict(position) if position is not None else None,
                 "accumulation": self.args.gradient_accumulation_steps,
+                "schedule": schedule_position(self.lr_scheduler),
             },
         }
 
@@ -343,12 +346,13 @@ class ZeroTrainerMixin(PushMixin):
             self.wait_for_checkpoint()
         if self._zero_optimizer is not None:
             self._zero_optimizer.eval()
-        if is_adapter_model(self.model):
-            save_adapters(engine, output_dir)
-        elif not self._saver.is_saving:
+        if not self._saver.is_saving and not is_adapter_model(self.model):
             save_pretrained(engine, output_dir)
-        beside = (lambda: self._save_beside(output_dir)) if self.args.should_save else (lambda: None)
-        together(engine.comm, f"saving to {output_dir}", beside)
+        with nullcontext(output_dir) if self._saver.is_saving else added(engine.comm, output_dir) as folder:
+            if is_adapter_model(self.model):
+                save_adapters(engine, folder)
+            beside = (lambda: self._save_beside(folder)) if self.args.should_save else (lambda: None)
+            together(engine.comm, f"saving to {output_dir}", beside)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -375,9 +379,15 @@ class ZeroTrainerMixin(PushMixin):
             folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
             self._saver.push_later(lambda: self._push_from_checkpoint(folder))
         else:
+            if self.is_world_process_zero():  # Trainer copies single files over those that the table is of
+                Path(self.args.output_dir, TABLE_NAME).unlink(missing_ok=True)
             super()._push_from_checkpoint(checkpoint_folder)
 
     # Loading
+
+    def _has_config(self) -> bool:
+        """Whether a checkpoint of the model has a config in its folder."""
+        return not is_adapter_model(self.model) and hasattr(getattr(self.model, "config", None), "save_pretrained")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint)
@@ -417,7 +427,7 @@ class ZeroTrainerMixin(PushMixin):
             raise CheckpointError(
                 f"{path}: is missing, so the schedule would start anew; resume from another checkpoint"
             )
-        saved = torch.load(path, weights_only=True) if os.path.isfile(path) else None
+        saved = load_small(Path(path)) if os.path.isfile(path) else None
         groups = self.optimizer.param_groups
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,10 +1,12 @@
 """An engine and an optimizer that only slice, and ranks that are real gloo processes."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from hf_zero.checkpoint.table import TABLE_NAME, Table
 from hf_zero.comm import connect
 from tests import distributed
 
@@ -125,3 +127,16 @@ class FakeOptimizer:
 def expected_moment(info, key: str) -> torch.Tensor:
     offset = sum(map(ord, info.name + key))
     return torch.arange(info.shape.numel(), dtype=torch.float32) / 7 + offset
+
+
+def as_former_version(folder: Path) -> None:
+    """Makes a checkpoint what it was before there was a table: the manifest had the checksums of the tensors."""
+    table = {name: found for name, found in Table.read(folder).files.items() if found.tensors is not None}
+    (folder / TABLE_NAME).unlink()
+    path = folder / "zero" / "manifest.json"
+    content = json.loads(path.read_text(encoding="utf-8")) | {
+        "format_version": 2,
+        "files": {name: found.nbytes for name, found in table.items()},
+        "checksums": {name: found.tensors for name, found in table.items()},
+    }
+    path.write_text(json.dumps(content), encoding="utf-8")

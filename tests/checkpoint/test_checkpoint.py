@@ -23,6 +23,8 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.open_files import OpenFiles
 from hf_zero.checkpoint.places import Places
+from hf_zero.checkpoint.table import Table
+from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
@@ -51,9 +53,13 @@ def test_the_folder_holds_model_state_and_record(tmp_path):
         "zero/manifest.json",
         "zero/master.safetensors",
         "zero/optimizer.safetensors",
+        "zero_checksums.json",
     }
-    manifest = Manifest.read(folder)
-    assert manifest.files == {name: (folder / name).stat().st_size for name in manifest.checksums}
+    table = Table.read(folder)
+    others = set(content_of(folder)) - {"zero_checksums.json"}
+    assert {name: found.nbytes for name, found in table.files.items()} == {
+        name: (folder / name).stat().st_size for name in others
+    }
     check_checkpoint(folder)
     assert models.tied_llama().from_pretrained(folder).config.vocab_size == 61
 
@@ -177,6 +183,7 @@ def test_hosts_that_share_no_file_system_get_the_whole_each(tmp_path, monkeypatc
                 assert data == reference[name], f"host {host}: {name}"
         assert json.loads(found["zero/manifest.json"])["step"] == 7
         check_checkpoint(folder)
+        assert check_checksums(folder).num_files == len(found) - 1
 
 
 def fail_on_one_disk(comm, folder):
@@ -206,7 +213,7 @@ def test_a_checkpoint_that_lost_a_file_or_a_part_of_one_is_incomplete(tmp_path):
     save(world_of_one(), tmp_path)
     folder = tmp_path / "checkpoint-1"
     os.rename(folder / "zero" / "master.safetensors", tmp_path / "kept")
-    with pytest.raises(CheckpointError, match=r"master.safetensors: is missing, its manifest says \d+ bytes"):
+    with pytest.raises(CheckpointError, match=r"master.safetensors: is missing, it was saved with \d+ bytes"):
         check_checkpoint(folder)
     os.rename(tmp_path / "kept", folder / "zero" / "master.safetensors")
     os.truncate(folder / "model.safetensors", 5000)
@@ -246,7 +253,7 @@ def save_in_many_ranges(comm, folder):
 def test_a_tensor_written_in_more_ranges_than_are_kept_has_its_checksum_all_the_same(tmp_path):
     run_ranks(save_in_many_ranges, 2, tmp_path)
     save(world_of_one(), tmp_path, "reference")
-    assert Manifest.read(tmp_path / "many").checksums == Manifest.read(tmp_path / "reference").checksums
+    assert Table.read(tmp_path / "many").tensors_in() == Table.read(tmp_path / "reference").tensors_in()
 
 
 def wait_in_the_next_save(comm, folder):

@@ -95,17 +95,13 @@ def end(processes: list) -> None:
 
 
 def assert_complete(folder: str) -> None:
-    from hf_zero.checkpoint import Manifest, check_checkpoint
-    from hf_zero.checkpoint.safetensors_file import SafetensorsFile
+    from hf_zero.checkpoint import check_checkpoint
+    from hf_zero.checkpoint.verify import check_checksums
 
     for step in steps_in(folder):
         path = Path(folder, f"checkpoint-{step}")
         check_checkpoint(path)
-        for name, crcs in Manifest.read(path).checksums.items():
-            with SafetensorsFile.open(path / name) as file:
-                for tensor, crc in crcs.items():
-                    view = memoryview(bytearray(file.layout.entries[tensor].nbytes))
-                    assert file.read_bytes(tensor, 0, view) == crc, f"{path / name}: {tensor}"
+        assert check_checksums(path).num_tensors > 0
 
 
 def test_ranks_killed_in_the_middle_of_saves_lose_nothing(tmp_path):

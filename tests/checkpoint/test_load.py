@@ -204,8 +204,15 @@ def test_weights_in_other_formats_are_left_to_transformers(saved):
     check_pretrained(saved.parent)
 
 
-def test_what_transformers_finds_wrong_becomes_one_line(saved):
+def test_a_config_that_is_cut_off_is_one_line(saved):
     (saved.parent / "config.json").write_text(json.dumps({"model_type": "llama"})[:-3])
+    with pytest.raises(CheckpointError, match="config.json: cannot be read .*; copy or download it again"):
+        load_pretrained(AutoModelForCausalLM, saved.parent)
+
+
+def test_what_transformers_finds_wrong_becomes_one_line(saved):
+    saved.unlink()
+    (saved.parent / "model.gguf").touch()  # of no format that it finds by itself
     with pytest.raises(CheckpointError, match="the model cannot be loaded .*; check the name") as caught:
         load_pretrained(AutoModelForCausalLM, saved.parent)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 from pathlib import Path
 
@@ -6,11 +7,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import Manifest, load_state, load_weights, save_pretrained, save_state
+from hf_zero.checkpoint import Manifest, check_checkpoint, load_state, load_weights, save_pretrained, save_state
 from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.table import TABLE_NAME, Table
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
-from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
+from tests.checkpoint.fakes import (
+    FakeEngine,
+    FakeOptimizer,
+    as_former_version,
+    expected_moment,
+    run_ranks,
+    world_of_one,
+)
 
 
 HALF = {"save_dtype": torch.bfloat16, "master_dtype": torch.float32}
@@ -65,7 +74,7 @@ def test_state_is_stored_whole_by_parameter_name_in_plain_formats(tmp_path):
         assert torch.equal(moments[f"{info.name}.exp_avg"], expected_moment(info, "exp_avg").view(info.shape))
         assert torch.equal(masters[info.name].reshape(-1), engine.masters[info.name])
     manifest = json.loads((tmp_path / "zero" / "manifest.json").read_text())
-    assert (manifest["format_version"], manifest["stage"], manifest["num_ranks"]) == (2, 2, 2)
+    assert (manifest["format_version"], manifest["stage"], manifest["num_ranks"]) == (3, 2, 2)
     assert manifest["dtypes"]["weights"] == ["bfloat16"] and manifest["dtypes"]["master.safetensors"] == ["float32"]
     assert manifest["scalars"]["model.norm.weight"] == {"step": 12.0}
 
@@ -105,6 +114,67 @@ def edit(path: Path, change) -> None:
     path.write_text(json.dumps(content))
 
 
+def edit_sealed(folder: Path, change) -> None:
+    """By somebody who also knows how to write the table of checksums."""
+    edit(folder / "zero" / "manifest.json", change)
+    Table.of_folder(folder, {}).write(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest["groups"][0].update(lr=2 * manifest["groups"][0]["lr"]),
+        lambda manifest: manifest["scalars"]["model.norm.weight"].update(step=math.nan),
+        lambda manifest: manifest.update(step=13),
+    ],
+)
+def test_an_edit_of_a_number_of_the_manifest_is_noticed(saved, change):
+    edit(saved / "zero" / "manifest.json", change)
+    refused(saved, "manifest.json: has changed since it was saved; resume from another checkpoint")
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (lambda manifest: manifest["scalars"]["model.norm.weight"].update(step=math.nan), "scalars"),
+        (lambda manifest: manifest["groups"][0].update(lr=math.nan), "groups"),
+        (lambda manifest: manifest.update(groups=[{}]), "groups"),
+        (lambda manifest: manifest.update(scalars=[1]), "scalars"),
+        (lambda manifest: manifest.update(num_ranks="two"), "num_ranks"),
+        (lambda manifest: manifest.update(dtypes={"../optimizer.safetensors": []}), "dtypes"),
+        (lambda manifest: manifest.update(dtypes={"a\0b": []}), "dtypes"),
+        (lambda manifest: manifest.update(extra=None), "extra"),
+    ],
+)
+def test_a_manifest_of_wrong_types_is_one_line(saved, change, name):
+    edit_sealed(saved, change)
+    refused(saved, f"manifest.json: {name} is not what a run writes; resume from another checkpoint")
+
+
+def test_a_manifest_nested_deeply_is_one_line(saved):
+    (saved / "zero" / "manifest.json").write_text('{"a":' + "[" * 200_000)
+    (saved / TABLE_NAME).unlink()
+    refused(saved, "manifest.json: cannot be read")
+
+
+def test_a_checkpoint_of_the_former_version_resumes_and_its_tensors_are_compared(saved):
+    as_former_version(saved)
+    engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
+    load_state(engine, FakeOptimizer(engine), saved)
+    check_checkpoint(saved)
+    path = saved / "zero" / "optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="has checksum"):
+        load_state(engine, FakeOptimizer(engine), saved)
+
+
+def test_a_table_that_has_gone_is_noticed(saved):
+    (saved / TABLE_NAME).unlink()
+    refused(saved, f"{TABLE_NAME} is missing: the checkpoint is incomplete; resume from another checkpoint")
+
+
 def test_state_that_is_not_there_or_incomplete_is_refused(saved):
     refused(saved / "absent", r"manifest.json: not found: .* holds no complete optimizer state; resume from another")
     (saved / "zero" / "master.safetensors").unlink()
@@ -116,10 +186,14 @@ def test_state_that_is_not_there_or_incomplete_is_refused(saved):
 def test_a_manifest_of_another_version_or_a_damaged_one_is_refused(saved):
     path = saved / "zero" / "manifest.json"
     edit(path, lambda manifest: manifest.pop("groups"))
+    refused(saved, "manifest.json: has changed since it was saved; resume from another checkpoint")
+    edit_sealed(saved, lambda manifest: None)
     refused(saved, "manifest.json: groups missing")
-    edit(path, lambda manifest: manifest.update(format_version=9))
-    refused(saved, "format version 9, this hf_zero reads 2; resume with the version")
+    edit_sealed(saved, lambda manifest: manifest.update(format_version=9))
+    refused(saved, "format version 9, this hf_zero reads 2 and 3; resume with the version")
     path.write_text("{")
+    refused(saved, "manifest.json: has changed")
+    (saved / TABLE_NAME).unlink()
     refused(saved, "manifest.json: cannot be read")
 
 

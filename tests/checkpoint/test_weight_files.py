@@ -60,8 +60,10 @@ def test_a_damaged_part_is_named(sharded):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be understood"),
-        ("{}", "cannot be understood"),
+        ("{", "cannot be read"),
+        ("{}", "does not map tensors to files beside it"),
+        ('{"weight_map": {"a": "b\\u0000c"}}', "does not map tensors to files beside it"),
+        ('{"a": ' + "[" * 200_000, "cannot be read"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "does not map tensors to files beside it"),
         ('{"weight_map": {"a": 3}}', "does not map tensors to files beside it"),
     ],

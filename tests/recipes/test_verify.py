@@ -10,11 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_zero
-from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint import verify as room
+from hf_zero.checkpoint.table import TABLE_NAME, Table
 from hf_zero.errors import CheckpointError
 from hf_zero.recipes.cli import main
 from tests import models
+from tests.checkpoint.fakes import as_former_version
 from tests.trainer.harness import Rows, make
 
 
@@ -69,10 +70,11 @@ def verified(folder, capsys):
 
 @pytest.fixture
 def checksums(folder):
-    """Those of the manifest, which are what the library's reading of the files gives."""
+    """Those of the table, which are what the library's reading of the files gives."""
     files = [WEIGHTS, *(f"zero/{path.name}" for path in (folder / "zero").glob("*.safetensors"))]
     expected = {file: _crc32s(folder / file) for file in files}
-    assert Manifest.read(folder).checksums == expected
+    table = Table.read(folder)
+    assert {name: found.tensors for name, found in table.files.items() if found.tensors is not None} == expected
     return expected
 
 
@@ -98,15 +100,32 @@ def test_a_checkpoint_passes_every_check(verified, checksums):
     assert code == 0
     assert list(lines) == ["files", "values", "state", "checksums", "ties", "loads"]
     assert all(line.startswith("ok ") for line in lines.values())
-    assert f"{sum(map(len, checksums.values()))} tensors as they were saved" in lines["checksums"]
+    assert f"{sum(map(len, checksums.values()))} tensors and 5 files as they were saved" in lines["checksums"]
     assert "LlamaForCausalLM" in lines["loads"]
 
 
-def test_a_folder_of_transformers_alone_passes(tiny_model, capsys):
+def test_a_folder_of_transformers_alone_passes_and_has_no_checksums_to_be_ok(tiny_model, capsys):
     assert main(["verify", str(tiny_model)]) == 0
     output = capsys.readouterr().out
-    assert "none were saved with this folder" in output
+    assert "open   checksums: none were saved with this folder" in output
+    assert "4 checks passed, 1 could not be made (checksums)" in output
     assert "BertModel" in output
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "zero/manifest.json", TABLE_NAME])
+def test_a_changed_digit_of_any_small_file_is_found(verified, folder, name):
+    content = (folder / name).read_text(encoding="utf-8")
+    place = max(content.rfind(str(digit)) for digit in range(10))
+    (folder / name).write_text(content[:place] + str(9 - int(content[place])) + content[place + 1 :], encoding="utf-8")
+    code, lines, _ = verified()
+    assert code == 1 and lines["checksums"].startswith("wrong") and name.rpartition("/")[2] in lines["checksums"]
+
+
+def test_a_checkpoint_of_the_former_version_says_that_only_tensors_have_checksums(verified, folder):
+    as_former_version(folder)
+    code, lines, _ = verified()
+    assert code == 0
+    assert "tensors as they were saved; a former version, which kept none of other files" in lines["checksums"]
 
 
 def test_a_bit_that_has_flipped_is_found_in_its_tensor_and_file(verified, checksums, folder):
@@ -140,10 +159,11 @@ def test_tensors_are_read_in_pieces(folder, monkeypatch):
 
 
 def test_checksums_of_files_elsewhere_are_not_followed(verified, checksums, folder):
+    as_former_version(folder)
     path = folder / "zero" / "manifest.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**content, "checksums": {"../other.safetensors": {}}}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="is not in"):
+    path.write_text(json.dumps({**content, "files": {"../other.safetensors": 3}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="files and checksums are not what a run writes"):
         room.check_checksums(folder)
 
 
@@ -203,10 +223,7 @@ def test_state_that_lacks_a_tensor_is_incomplete(verified, folder):
         del tensors["model.norm.weight.exp_avg_sq"]
 
     _change(folder / STATE, drop)
-    path = folder / "zero" / "manifest.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content["files"][STATE] = (folder / STATE).stat().st_size
-    path.write_text(json.dumps(content), encoding="utf-8")
+    Table.of_folder(folder, {}).write(folder)
     assert "model.norm.weight has no exp_avg_sq" in verified()[1]["state"]
 
 
@@ -221,9 +238,10 @@ def test_a_manifest_that_makes_no_sense_is_told_in_one_line(verified, folder):
     path = folder / "zero" / "manifest.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**content, "groups": [{}]}), encoding="utf-8")
+    Table.of_folder(folder, {}).write(folder)
     code, lines, _ = verified()
     assert code == 1
-    assert "the check of state failed (KeyError: 'param_names')" in lines["state"]
+    assert "manifest.json: groups is not what a run writes; resume from another checkpoint" in lines["state"]
 
 
 def test_a_state_file_that_is_missing_is_named(verified, folder):
@@ -241,9 +259,9 @@ def test_a_truncated_file_stops_everything_with_one_line(verified, folder):
 
 def test_a_config_that_is_no_config_is_told_in_one_line(verified, folder):
     (folder / "config.json").write_text("{", encoding="utf-8")
-    code, lines, _ = verified()
+    code, _, error = verified()
     assert code == 1
-    assert lines["loads"].startswith("wrong")
+    assert "config.json: cannot be read" in error
 
 
 def test_a_folder_that_is_not_there_is_one_line(capsys):

@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer
 
 import hf_zero
-from hf_zero.checkpoint import Manifest
+from hf_zero.checkpoint.table import Table
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests import models
 from tests.distributed import run_ranks
@@ -72,7 +72,7 @@ def test_adapters_are_saved_whole_and_resume(tmp_path, stage):
     # 3 layers, q and v, A and B of rank 3, and the head; in all below 24 KB with the header
     assert size < 24_000, "only the adapters are saved"
     name = "adapter_model.safetensors"
-    assert len(Manifest.read(tmp_path / "checkpoint-4").checksums[name]) == 3 * 2 * 2 + 1
+    assert len(Table.read(tmp_path / "checkpoint-4").files[name].tensors) == 3 * 2 * 2 + 1
     with open(tmp_path / "checkpoint-4" / name, "r+b") as file:
         file.seek(-2, 2)
         file.write(b"?!")
@@ -244,6 +244,7 @@ def _prompts_alone(folder, stage):
     config = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
     trainer = make(stage, folder, get_peft_model(models.build("llama"), config), Rows("llama"))
     trainer.save_model()
+    trainer.state.save_to_json(f"{folder}/trainer_state.json")
     with pytest.raises(CheckpointError, match="holds the prompts of adapter 'default' but not prompt_encoder.default"):
         trainer.train(resume_from_checkpoint=folder)
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState, Piece
 from hf_zero.checkpoint.foreign.trusted import load_bytes, load_index
 from hf_zero.checkpoint.foreign.whole import full_state, full_weights, state_by_name
+from hf_zero.checkpoint.plain import is_file_name
 from hf_zero.errors import CheckpointError
 
 
 INDEX_NAME = ".metadata"
 FSDP_WEIGHTS, FSDP_STATE = "pytorch_model_fsdp", "optimizer"
+MAX_RUNS = 10_000_000  # of one tensor, whose places are held in memory
 WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 
 
@@ -130,11 +132,35 @@ class _Folder:
         record = self.index.state_dict_metadata[key]
         shape = tuple(record.size)
         pieces = []
+        num_runs = 0
         for chunk in record.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            num_runs += self._checked_runs(key, shape, offsets, sizes)
+            if num_runs > MAX_RUNS:
+                raise CheckpointError(
+                    f"{self.folder}: {key} is cut into more than {MAX_RUNS} pieces; save it in fewer, for instance by "
+                    "rows alone"
+                )
             for start, within, numel in _runs(shape, offsets, sizes):
                 pieces.append(Piece(start, numel, self._reader(key, offsets, within)))
         return FileTensor.build(key, shape, pieces)
+
+    def _checked_runs(self, key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+        """Into how many runs a box falls, after a look whether it lies in the tensor, and its bytes in their file."""
+        numbers = (*shape, *offsets, *sizes)
+        is_box = len(shape) == len(offsets) == len(sizes) and all(type(n) is int and n >= 0 for n in numbers)
+        if not is_box or any(first + size > full for first, size, full in zip(offsets, sizes, shape)):
+            raise CheckpointError(
+                f"{self.folder}: its index has {key} at {list(offsets)} with sizes {list(sizes)}, outside of its "
+                f"shape {list(shape)}; copy the checkpoint again"
+            )
+        numel = math.prod(sizes)
+        if numel and numel > (info := self._place(key, offsets)).length:
+            raise CheckpointError(
+                f"{self.folder}: its index has {numel} elements of {key} in {info.length} bytes; copy the checkpoint "
+                "again"
+            )
+        return numel and math.prod(sizes[: _outer(shape, sizes)])
 
     def _reader(self, key: str, offsets: tuple[int, ...], within: int):
         return lambda first, last: self._load(key, offsets).reshape(-1)[within + first : within + last]
@@ -148,8 +174,6 @@ class _Folder:
         with open(path, "rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
-        if len(data) != info.length:
-            raise CheckpointError(f"{path}: ends inside {key}; it is incomplete, copy it again")
         loaded = load_bytes(data, f"{path}: {key}")
         self.last = ((key, offsets), loaded)
         return loaded
@@ -158,23 +182,36 @@ class _Folder:
         info = self.places.get((key, offsets))
         if info is None:
             raise CheckpointError(f"{self.folder}: its index has no place for {key}; save the checkpoint again")
-        if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
+        if not is_file_name(info.relative_path) or getattr(info, "transform_descriptors", None):
             raise CheckpointError(
-                f"{self.folder}: {key} lies in {info.relative_path}, compressed or outside the folder; "
+                f"{self.folder}: {key} lies in {info.relative_path!r}, compressed or outside the folder; "
                 "save it with torch's FileSystemWriter and no extensions"
             )
+        path = self.folder / info.relative_path
+        nbytes = path.stat().st_size if path.is_file() else 0
+        bounds = (info.offset, info.length)
+        if not all(type(number) is int and number >= 0 for number in bounds) or sum(bounds) > nbytes:
+            raise CheckpointError(
+                f"{path}: ends inside {key}: it has {nbytes} bytes, the index says {info.length} from {info.offset} "
+                "on; it is incomplete, copy it again"
+            )
         return info
+
+
+def _outer(shape: Sequence[int], sizes: Sequence[int]) -> int:
+    """How many of the first dimensions divide a box into runs."""
+    # From here on the box is as wide as the tensor: one run takes all these dimensions and part of the one before.
+    full = len(shape)
+    while full > 0 and sizes[full - 1] == shape[full - 1]:
+        full -= 1
+    return max(full - 1, 0)
 
 
 def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """A box of a tensor as (start in the flattened tensor, start in the flattened box, elements)."""
     if math.prod(sizes) == 0:
         return
-    # From here on the box is as wide as the tensor: one run takes all these dimensions and part of the one before.
-    full = len(shape)
-    while full > 0 and sizes[full - 1] == shape[full - 1]:
-        full -= 1
-    outer = max(full - 1, 0)
+    outer = _outer(shape, sizes)
     numel = math.prod(sizes[outer:])
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(offset * stride for offset, stride in zip(offsets, strides))

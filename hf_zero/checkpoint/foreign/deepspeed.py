@@ -22,10 +22,12 @@ from torch import Tensor
 
 from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState, Piece, pieces_of
 from hf_zero.checkpoint.foreign.trusted import load_mapped
+from hf_zero.checkpoint.plain import is_file_name
 from hf_zero.errors import CheckpointError
 
 
 _OPTIM_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MAX_TAG_NBYTES = 4096
 _FLAT_KEYS = {2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 _STATE_KEYS = {2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
@@ -34,8 +36,9 @@ def tag_folder(folder: Path) -> Path | None:
     """The folder `global_step...` that a checkpoint's `latest` names, or the folder itself; None for others."""
     latest = folder / "latest"
     if latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
-        if tag and Path(tag).name == tag and (folder / tag).is_dir():
+        with open(latest, "rb") as file:
+            tag = file.read(_MAX_TAG_NBYTES).decode(errors="replace").strip()
+        if is_file_name(tag) and (folder / tag).is_dir():
             return folder / tag
     return folder if any(folder.glob("*_optim_states.pt")) else None
 

@@ -1,6 +1,5 @@
 """Whose checkpoint a folder is, and what of a run it holds."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from hf_zero.checkpoint.foreign import dcp, deepspeed, whole
 from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState
 from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.plain import read_json
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def carried(folder: str | os.PathLike) -> Carried:
     position = folder / "trainer_state.json"
     num_steps = None
     if position.exists():
-        num_steps = json.loads(position.read_text(encoding="utf-8")).get("global_step")
+        num_steps = read_json(position).get("global_step")
     elif detect(folder) is DEEPSPEED:
         num_steps = deepspeed.num_steps(folder)
     rng = [path for path in folder.glob("rng_state*.pth") if re.fullmatch(r"rng_state(_\d+)?\.pth", path.name)]

@@ -3,7 +3,8 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hf_zero.checkpoint.interfaces import Engine, Optimizer
 from hf_zero.checkpoint.load import ignored_pattern, load_weights
 from hf_zero.checkpoint.tensor_names import saved_tensors, shortened
 from hf_zero.comm.agreement import together
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, HfZeroError
 
 
 # Parts of names that wrappers of modules leave in state dicts.
@@ -64,7 +65,8 @@ def load_foreign_weights(engine: Engine, folder: str | os.PathLike) -> None:
         return
 
     def read() -> None:
-        found = _by_own_name(engine.model, kind.read_weights(Path(folder)))
+        with _understood(folder):
+            found = _by_own_name(engine.model, kind.read_weights(Path(folder)))
         buffers = [saved for saved in saved_tensors(engine.model, engine.param_infos()) if saved.buffer is not None]
         _check_weights(engine, folder, found, {saved.name: tuple(saved.shape) for saved in buffers})
         with torch.no_grad():
@@ -96,7 +98,8 @@ def load_foreign_state(engine: Engine, optimizer: Optimizer, folder: str | os.Pa
 
     def read() -> None:
         groups = optimizer.groups_state()
-        state = kind.read_state(Path(folder), groups)
+        with _understood(folder):
+            state = kind.read_state(Path(folder), groups)
         state.tensors = _by_own_name(engine.model, state.tensors)
         state.numbers = _by_own_name(engine.model, state.numbers)
         state.settings = _by_own_name(engine.model, state.settings)
@@ -117,6 +120,20 @@ def load_foreign_state(engine: Engine, optimizer: Optimizer, folder: str | os.Pa
     engine.begin_update()
     together(engine.comm, f"loading the optimizer of {folder}", read)
     engine.mark_updated()
+
+
+@contextmanager
+def _understood(folder: str | os.PathLike) -> Iterator[None]:
+    """Files of others may hold anything: whatever their readers stumble over becomes one line."""
+    try:
+        yield
+    except (HfZeroError, OSError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise CheckpointError(
+            f"{folder}: cannot be understood ({type(error).__name__}: {reason}); copy the checkpoint again"
+        ) from error
 
 
 def _known(folder: str | os.PathLike) -> Kind:

@@ -7,6 +7,7 @@ which torch itself uses `pickle.load`: here an unpickler reads it that knows a d
 import io
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from hf_zero.errors import CheckpointError
 
+
+# A schedule, or the states of generators: a few KiB.
+MAX_SMALL_NBYTES = 64 * 2**20
 
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}
 
@@ -64,15 +68,48 @@ def load_mapped(path: Path) -> Any:
             raise _refusal(path, foreign[0])
         with safe_globals([(type("StandIn", (StandIn,), {}), name) for name in unknown]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # damaged files fail in every way there is
         raise _readable(path, error) from error
+
+
+def load_small(path: Path) -> Any:
+    """Loads a small file of `torch.save`, which takes no more memory than it has bytes. Raises as `load_mapped`."""
+    check_archive(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _readable(path, error) from error
+
+
+def check_archive(path: Path) -> None:
+    """Checks that a file is a small one of `torch.save` and claims no more than it holds. Nothing is loaded.
+
+    Raises:
+        `CheckpointError`: it is empty, cut off, too large, compressed, or asks for memory by a number.
+    """
+    try:
+        nbytes = path.stat().st_size
+        if nbytes > MAX_SMALL_NBYTES:
+            raise CheckpointError(f"{path}: has {nbytes} bytes, such a file has a few thousand; copy it again")
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            held = sum(member.file_size for member in members)
+            if held > nbytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise CheckpointError(f"{path}: unpacks to {held} bytes, more than it has; copy it again")
+            pickled = [archive.read(member) for member in members if member.filename.endswith(".pkl")]
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _readable(path, error) from error
+    if any(b"bytearray" in content for content in pickled):  # torch lets a file make one of any size
+        raise CheckpointError(f"{path}: names bytearray, which is none of what such a file holds; copy it again")
 
 
 def load_bytes(data: bytes, subject: str) -> Any:
     """Loads what `torch.save` made of one object, from memory. Raises as `load_mapped`."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:
         raise _readable(subject, error) from error
 
 

@@ -1,0 +1,250 @@
+"""`zero_checksums.json`: size and CRC-32 of every file that was saved in a folder, and of each tensor of large files.
+
+It is written last, when the files are complete, and ends with the CRC-32 of its own bytes: no entry can change, lack
+or be renamed without being noticed. CRC-32 finds what disks, copies and editors do; it does not prove who wrote the
+files.
+
+A safetensors file has one checksum for its header, which holds names, shapes and offsets, and one for each tensor: any
+number of ranks can check those while they read their own ranges. Other files have one for the whole. Not listed are
+what people change (`README.md`) and hidden files. Files that are added later are nobody's concern.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_zero.checkpoint.file_layout import FileLayout
+from hf_zero.checkpoint.plain import is_inner_path, parse_json, read_bytes
+from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES, SafetensorsFile
+from hf_zero.errors import CheckpointError
+
+
+TABLE_NAME = "zero_checksums.json"
+TABLE_VERSION = 1
+WEIGHTS_SUFFIX = ".safetensors"
+
+# What a run needs to go on, and the model does not. An upload leaves it out, all of it.
+STATE_PATTERNS = ("zero/*", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+
+# Nothing reads it, pushes leave it out, and one that holds a token is to be deleted.
+DISPENSABLE = ("training_args.bin",)
+
+Checksums = dict[str, dict[str, int]]  # file, to tensor, to the CRC-32 of its bytes
+
+CARD_NAME = "README.md"  # people edit it
+_CHANGEABLE = (CARD_NAME, TABLE_NAME)
+_SEAL = ',\n "crc32": '
+_AGAIN = "copy or download it again, or use another checkpoint"
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What is known of a file.
+
+    Args:
+        nbytes (`int`): its size.
+        crc32 (`int`, *optional*): of all its bytes or, where it has tensors, of its header. `None` in checkpoints of
+            former versions, which did not keep it.
+        tensors (`Mapping[str, int]`, *optional*): CRC-32 of each tensor's bytes, for safetensors files.
+    """
+
+    nbytes: int
+    crc32: int | None
+    tensors: Mapping[str, int] | None = None
+
+    def entry(self) -> dict:
+        """As it stands in the table."""
+        of = "crc32" if self.tensors is None else "header_crc32"
+        return {"nbytes": self.nbytes, of: self.crc32} | ({} if self.tensors is None else {"tensors": self.tensors})
+
+
+@dataclass(frozen=True)
+class Table:
+    """The checksums of a folder, by path in it.
+
+    Args:
+        files (`Mapping[str, FileSum]`): what was saved.
+    """
+
+    files: Mapping[str, FileSum] = field(default_factory=dict)
+
+    @classmethod
+    def of_folder(cls, folder: Path, known: Checksums) -> "Table":
+        """Reads the files of a folder, but not the tensors that are known.
+
+        Args:
+            folder (`Path`): complete.
+            known (`Checksums`): of safetensors files, taken while they were written.
+        """
+        names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        return cls({name: _sum_of(folder / name, known.get(name)) for name in sorted(names) if is_listed(name)})
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike) -> "Table | None":
+        """The table of a folder; `None` where it has none.
+
+        Raises:
+            `CheckpointError`: it has changed since it was written.
+        """
+        path = Path(folder) / TABLE_NAME
+        try:
+            content = read_bytes(path, _AGAIN)
+        except FileNotFoundError:
+            return None
+        body, _, _ = content.rpartition(_SEAL.encode())
+        if content != _sealed(body):
+            raise CheckpointError(
+                f"{path}: has changed since it was written, so nothing can be compared with it; {_AGAIN}"
+            )
+        return _parsed(parse_json(content, path, _AGAIN), path)
+
+    @classmethod
+    def covering(cls, folder: str | os.PathLike) -> "Table | None":
+        """The table of a folder, or that part of its parent's: adapters have folders of their own."""
+        folder = Path(folder)
+        table = cls.read(folder)
+        if table is None and (above := cls.read(folder.absolute().parent)) is not None:
+            prefix = f"{folder.absolute().name}/"
+            table = cls({name.removeprefix(prefix): s for name, s in above.files.items() if name.startswith(prefix)})
+        return table if table is None or table.files else None
+
+    def write(self, folder: Path) -> None:
+        """Writes it into a folder, under its name at once."""
+        content = {"format": TABLE_VERSION, "files": {name: found.entry() for name, found in self.files.items()}}
+        body = json.dumps(content, indent=1).removesuffix("\n}").encode()
+        temporary = folder / f".{TABLE_NAME}"
+        with open(temporary, "wb") as file:
+            file.write(_sealed(body))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / TABLE_NAME)
+
+    def replaced(self, new: "Table", gone: Iterable[str] = ()) -> "Table":
+        """With the files of another one instead of those of the same names, and without those that are gone."""
+        gone = set(gone)
+        left = {name: found for name, found in self.files.items() if name not in gone}
+        return Table(left | dict(new.files))
+
+    def tensors_in(self, subfolder: str = "") -> Checksums:
+        """The checksums of the tensors in one folder, by the files' names."""
+        return {
+            os.path.basename(name): dict(found.tensors)
+            for name, found in self.files.items()
+            if found.tensors is not None and os.path.dirname(name) == subfolder
+        }
+
+    def check_files(self, folder: str | os.PathLike, *, without: Iterable[str] = ()) -> int:
+        """Compares everything but the tensors: sizes, headers, and other files whole.
+
+        Args:
+            folder (`str` or `os.PathLike`): where the files lie.
+            without (`Iterable[str]`): names that are left out.
+
+        Returns:
+            `int`: how many files agree.
+
+        Raises:
+            `CheckpointError`: naming the first file that lacks or differs.
+        """
+        without = set(without)
+        names = [name for name in self.files if name not in without]
+        for name in names:
+            self.check_file(folder, name)
+        return len(names)
+
+    def check_file(self, folder: str | os.PathLike, name: str) -> None:
+        """See `check_files`; of one file, if it is listed."""
+        expected, path = self.files.get(name), Path(folder) / name
+        if expected is None:
+            return
+        found = path.stat().st_size if path.is_file() else None
+        if found is None and path.name in DISPENSABLE:
+            return
+        if found != expected.nbytes:
+            raise CheckpointError(
+                f"{path}: {'is missing' if found is None else f'has {found} bytes'}, it was saved with "
+                f"{expected.nbytes} bytes; {_AGAIN}"
+            )
+        if expected.tensors is not None:
+            self.check_layout(folder, name, FileLayout.read(path))
+        elif (crc := _crc_of(path)) != expected.crc32:
+            raise CheckpointError(
+                f"{path}: has checksum {crc:08x}, it was saved with {expected.crc32:08x}: it has changed since; "
+                f"{_AGAIN}"
+            )
+
+    def check_layout(self, folder: str | os.PathLike, name: str, layout: FileLayout) -> None:
+        """Compares the header of a safetensors file with the one that was saved.
+
+        Args:
+            folder (`str` or `os.PathLike`): where the file lies.
+            name (`str`): its path in it. One that is not listed is not compared.
+            layout (`FileLayout`): as read.
+        """
+        expected, path = self.files.get(name), Path(folder) / name
+        if expected is None or expected.tensors is None:
+            return
+        if strange := sorted(set(expected.tensors) ^ set(layout.entries)):
+            where = "was saved, and is not in the file" if strange[0] in expected.tensors else "is in the file only"
+            raise CheckpointError(f"{path}: tensor {strange[0]!r} {where}; {_AGAIN}")
+        if expected.crc32 not in (None, found := zlib.crc32(layout.header)):
+            raise CheckpointError(
+                f"{path}: its header has checksum {found:08x}, it was saved with {expected.crc32:08x}: it has changed "
+                f"since; {_AGAIN}"
+            )
+
+
+def is_listed(name: str) -> bool:
+    """Whether a file of that path in a folder belongs into the folder's table."""
+    path = Path(name)
+    return path.name not in _CHANGEABLE and not any(part.startswith(".") for part in path.parts)
+
+
+def _sum_of(path: Path, tensors: Mapping[str, int] | None) -> FileSum:
+    if path.suffix != WEIGHTS_SUFFIX:
+        return FileSum(path.stat().st_size, _crc_of(path))
+    with SafetensorsFile.open(path) as file:
+        if tensors is None:
+            tensors = {tensor: file.checksum(tensor) for tensor in file.layout.entries}
+        return FileSum(file.layout.nbytes, zlib.crc32(file.layout.header), tensors)
+
+
+def _crc_of(path: Path) -> int:
+    crc = 0
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(PIECE_NBYTES):
+                crc = zlib.crc32(piece, crc)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
+    return crc
+
+
+def _sealed(body: bytes) -> bytes:
+    return body + f"{_SEAL}{zlib.crc32(body)}\n}}\n".encode()
+
+
+def _parsed(content: dict, path: Path) -> Table:
+    """Checks types, too: the seal is no secret."""
+    if content.get("format") != TABLE_VERSION:
+        raise CheckpointError(
+            f"{path}: format {content.get('format')!r}, this hf_zero reads {TABLE_VERSION}; use the version that "
+            "saved it"
+        )
+    files = content.get("files")
+    if not isinstance(files, dict) or not all(is_inner_path(name) for name in files):
+        raise CheckpointError(f"{path}: lists files that are not in its folder; {_AGAIN}")
+    return Table({name: _file_sum(name, entry, path) for name, entry in files.items()})
+
+
+def _file_sum(name: str, entry: object, path: Path) -> FileSum:
+    entry = entry if isinstance(entry, dict) else {}
+    tensors = entry.get("tensors")
+    crc = entry.get("crc32" if tensors is None else "header_crc32")
+    values = [entry.get("nbytes"), crc, *(tensors.values() if isinstance(tensors, dict) else ())]
+    if not (tensors is None or isinstance(tensors, dict)) or not all(type(value) is int for value in values):
+        raise CheckpointError(f"{path}: what it says of {name!r} is no size and checksums; {_AGAIN}")
+    return FileSum(entry["nbytes"], crc, tensors)

@@ -1,0 +1,125 @@
+"""Files that claim more than they hold, or are nested without end: one line, in bounded memory."""
+
+import pickle
+import tracemalloc
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_zero.checkpoint.file_layout import FileLayout
+from hf_zero.checkpoint.foreign import dcp
+from hf_zero.checkpoint.foreign.deepspeed import tag_folder
+from hf_zero.checkpoint.foreign.trusted import load_mapped, load_small
+from hf_zero.errors import CheckpointError
+
+
+def archive(path, pickled: bytes, compression=zipfile.ZIP_STORED):
+    """A file of `torch.save` with another pickle in it."""
+    torch.save({"last_epoch": 3}, path)
+    with zipfile.ZipFile(path) as file:
+        members = {member.filename: file.read(member) for member in file.infolist()}
+    with zipfile.ZipFile(path, "w", compression) as file:
+        for name, content in members.items():
+            file.writestr(name, pickled if name.endswith("data.pkl") else content)
+    return path
+
+
+def refuse(act, match):
+    """One line, for which Python has taken no more than 64 MiB."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=match) as error:
+            act()
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(error.value)
+
+
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused_unread(tmp_path):
+    path = archive(tmp_path / "scheduler.pt", b"\0" * 300_000_000, zipfile.ZIP_DEFLATED)
+    refuse(lambda: load_small(path), "unpacks to 300000... bytes, more than it has")
+
+
+def test_a_small_file_that_asks_for_gigabytes_by_a_number_is_refused(tmp_path):
+    asks = b"\x80\x02cbuiltins\nbytearray\nJ" + (2**30).to_bytes(4, "little") + b"\x85R."
+    path = archive(tmp_path / "scheduler.pt", asks)
+    refuse(lambda: load_small(path), "names bytearray")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02}.", b"\0" * 100])
+def test_a_small_file_that_is_none_is_one_line(tmp_path, content):
+    (tmp_path / "scheduler.pt").write_bytes(content)
+    refuse(lambda: load_small(tmp_path / "scheduler.pt"), "scheduler.pt: cannot be read")
+    refuse(lambda: load_mapped(tmp_path / "scheduler.pt"), "scheduler.pt: cannot be read")
+
+
+def test_a_large_file_in_place_of_a_small_one_is_refused_unread(tmp_path):
+    with open(tmp_path / "scheduler.pt", "wb") as file:
+        file.truncate(2**40)
+    refuse(lambda: load_small(tmp_path / "scheduler.pt"), "has 1099511627776 bytes, such a file has a few thousand")
+
+
+def index_of(folder, *, shape, offsets, sizes, name="data.distcp", offset=0, length=100):
+    """An index with one chunk of one tensor, as `dcp` sees it when it is read."""
+    (folder / "data.distcp").write_bytes(b"\0" * 100)
+    chunk = SimpleNamespace(offsets=offsets, sizes=sizes)
+    place = SimpleNamespace(relative_path=name, offset=offset, length=length)
+    index = SimpleNamespace(state_dict_metadata={"model.w": SimpleNamespace(size=shape, chunks=[chunk])})
+    try:
+        places = {("model.w", tuple(offsets)): place}
+    except TypeError:
+        places = {}
+    return dcp._Folder(folder, index, places)
+
+
+HUGE = 10**12
+
+
+@pytest.mark.parametrize(
+    "index, match",
+    [
+        ({"shape": (HUGE, 2), "offsets": (0, 0), "sizes": (HUGE, 1)}, "has 1000000000000 elements of model.w in 100"),
+        (
+            {"shape": (HUGE, 2), "offsets": (0, 0), "sizes": (HUGE, 1), "length": 4 * HUGE},
+            "it has 100 bytes, the index says 4000000000000 from 0 on",
+        ),
+        ({"shape": (4, 2), "offsets": (2, 0), "sizes": (4, 2)}, "outside of its shape"),
+        ({"shape": (4, 2), "offsets": (0,), "sizes": (4, 2)}, "outside of its shape"),
+        ({"shape": (4, -2), "offsets": (0, 0), "sizes": (4, -2)}, "outside of its shape"),
+        ({"shape": (4, "2"), "offsets": (0, 0), "sizes": (4, 2)}, "outside of its shape"),
+        ({"shape": (4,), "offsets": (0,), "sizes": (4,), "name": "a\0b"}, "compressed or outside the folder"),
+        ({"shape": (4,), "offsets": (0,), "sizes": (4,), "name": "../data"}, "compressed or outside the folder"),
+        ({"shape": (4,), "offsets": (0,), "sizes": (4,), "name": 7}, "compressed or outside the folder"),
+        ({"shape": (4,), "offsets": (0,), "sizes": (4,), "offset": -1}, "ends inside model.w"),
+    ],
+)
+def test_an_index_that_claims_what_its_files_do_not_hold_is_one_line(tmp_path, index, match):
+    refuse(lambda: index_of(tmp_path, **index).tensor("model.w"), match)
+
+
+def test_a_tensor_cut_into_too_many_pieces_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(dcp, "MAX_RUNS", 10)
+    index_of(tmp_path, shape=(10, 2), offsets=(0, 0), sizes=(10, 2)).tensor("model.w")
+    wide = index_of(tmp_path, shape=(11, 2), offsets=(0, 0), sizes=(11, 1))
+    refuse(lambda: wide.tensor("model.w"), "cut into more than 10 pieces")
+
+
+def test_a_header_nested_without_end_is_one_line(tmp_path):
+    text = b'{"a":' + b"[" * 200_000
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    refuse(lambda: FileLayout.read(tmp_path / "model.safetensors"), "the header cannot be understood")
+
+
+@pytest.mark.parametrize("tag", [b"\xff\xfe", b"a\0b", b"../up", b"x" * 10_000])
+def test_a_tag_that_is_no_name_is_no_checkpoint_of_deepspeed(tmp_path, tag):
+    (tmp_path / "latest").write_bytes(tag)
+    assert tag_folder(tmp_path) is None
+
+
+def test_an_index_pickle_of_wrong_types_is_one_line(tmp_path):
+    for content in (3, {"a": 1}, [], "text"):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+        refuse(lambda: dcp.read_weights(tmp_path), "is no index of a torch distributed checkpoint")

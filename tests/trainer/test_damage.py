@@ -1,0 +1,250 @@
+"""Damage to a trainer's checkpoint: resume and `verify` notice it in any file, and older checkpoints are taken."""
+
+import json
+import logging
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from hf_zero.checkpoint.table import TABLE_NAME, Table
+from hf_zero.checkpoint.verify import check_checksums
+from hf_zero.errors import CheckpointError
+from hf_zero.recipes.cli import main
+from hf_zero.trainer.resuming import check_state, newest_whole, refuse_damaged
+from tests import models
+from tests.checkpoint.fakes import as_former_version
+from tests.distributed import run_ranks
+from tests.trainer.harness import Rows, assert_equal, make, train
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+class Tokenizer:
+    """Has a file in each checkpoint, as tokenizers do."""
+
+    def save_pretrained(self, folder):
+        Path(folder, "vocab.txt").write_text("a\nb\nc\n")
+
+
+def _saves(folder):
+    train(3, folder, parts={"processing_class": Tokenizer()}, **SAVING)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """What a run of two ranks has left: checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("run")
+    run_ranks(_saves, 2, str(folder), timeout=240)
+    return folder
+
+
+@pytest.fixture
+def output_dir(run, tmp_path) -> Path:
+    return shutil.copytree(run, tmp_path / "run")
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _flip(path: Path, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def test_a_checkpoint_has_all_its_files_in_the_table(run):
+    folder = run / "checkpoint-4"
+    names = set(_files(folder))
+    assert {"scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json", "vocab.txt"} <= names
+    assert {"training_args.bin", "config.json", "zero/manifest.json"} <= names
+    assert set(Table.read(folder).files) == names - {TABLE_NAME}
+
+
+def test_a_bit_of_any_file_is_noticed_and_the_next_older_checkpoint_is_taken(output_dir, caplog):
+    folder, generator = output_dir / "checkpoint-4", random.Random(0)
+    before = newest_whole(str(output_dir), is_first=True)
+    assert (before.folder, before.faults) == (str(folder), {})
+    for name in _files(folder):
+        nbits = 8 * (folder / name).stat().st_size
+        for bit in {0, nbits - 1, nbits // 2, *(generator.randrange(nbits) for _ in range(3))}:
+            _flip(folder / name, bit)
+            choice = newest_whole(str(output_dir), is_first=True)
+            assert choice.folder == str(output_dir / "checkpoint-2"), f"{name}: bit {bit}"
+            assert Path(name).name in choice.faults[str(folder)] and "\n" not in choice.faults[str(folder)]
+            with pytest.raises(CheckpointError, match="--zero_resume_strict"):
+                newest_whole(str(output_dir), is_first=True, strict=True)
+            with pytest.raises(CheckpointError):  # what `verify` calls
+                check_checksums(folder)
+            _flip(folder / name, bit)
+    assert f"going on from {output_dir / 'checkpoint-2'}" in caplog.text
+    assert newest_whole(str(output_dir), is_first=True).folder == str(folder)
+
+
+def test_a_file_that_lacks_or_is_of_another_step_or_rank_is_noticed(output_dir):
+    folder, older = output_dir / "checkpoint-4", output_dir / "checkpoint-2"
+    for name in _files(folder):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        if name == "training_args.bin":
+            check_state(folder)  # nothing reads it, and one that holds a token is to be deleted
+        else:
+            with pytest.raises(CheckpointError, match="missing|not found"):
+                check_state(folder)
+        if content != (older / name).read_bytes():
+            shutil.copy(older / name, folder / name)
+            with pytest.raises(CheckpointError):
+                check_state(folder)
+                check_checksums(folder)
+        (folder / name).write_bytes(content)
+    shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_1.pth")
+    with pytest.raises(CheckpointError, match="rng_state_1.pth: has"):
+        check_state(folder)
+
+
+def test_verify_and_resume_refuse_the_same(output_dir, capsys):
+    folder = output_dir / "checkpoint-4"
+    assert main(["verify", str(folder)]) == 0
+    for name in ("scheduler.pt", "rng_state_1.pth", "trainer_state.json", "config.json", "zero/manifest.json"):
+        _flip(folder / name, 77)
+        with pytest.raises(CheckpointError) as error:
+            check_state(folder)
+        capsys.readouterr()
+        assert main(["verify", str(folder)]) == 1
+        output = capsys.readouterr()
+        assert str(error.value) in output.out + output.err
+        _flip(folder / name, 77)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        (
+            "trainer_state.json",
+            lambda state: state.update(global_step=2),
+            "is of step 4, trainer_state.json of step 2",
+        ),
+        ("zero/manifest.json", lambda manifest: manifest.update(step=3), "is of step 3, trainer_state.json of step 4"),
+        (
+            "zero/manifest.json",
+            lambda manifest: manifest["extra"]["position"].update(step=5),
+            r"\(place in the data\): is of step 5",
+        ),
+        ("zero/manifest.json", lambda manifest: manifest["extra"].update(position=[1]), "is no place in the data"),
+        (
+            "zero/manifest.json",
+            lambda manifest: manifest["extra"].update(schedule=9),
+            "scheduler.pt: its schedule was moved on 4 times, its manifest says 9",
+        ),
+        ("trainer_state.json", lambda state: state.update(global_step="4"), "global_step is '4', no number of steps"),
+    ],
+)
+def test_files_of_different_steps_are_noticed_even_where_their_checksums_agree(output_dir, name, change, message):
+    folder = output_dir / "checkpoint-4"
+    content = json.loads((folder / name).read_text())
+    change(content)
+    (folder / name).write_text(json.dumps(content))
+    Table.of_folder(folder, {}).write(folder)
+    with pytest.raises(CheckpointError, match=message):
+        check_state(folder)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("rng_state_1.pth", None, "rng_state_1.pth: is missing"),
+        ("rng_state_1.pth", b"", "rng_state_1.pth: cannot be read"),
+        ("scheduler.pt", None, "scheduler.pt: is missing, so the schedule would start anew"),
+        ("scheduler.pt", b"", "scheduler.pt: cannot be read"),
+        ("config.json", None, "config.json: is missing"),
+        ("config.json", b"{", "config.json: cannot be read"),
+        ("config.json", b"[" * 200_000, "config.json: cannot be read"),
+        ("trainer_state.json", b'{"global_step": ' + b"[" * 200_000, "trainer_state.json: cannot be read"),
+        ("trainer_state.json", None, "trainer_state.json: is missing"),
+    ],
+)
+def test_a_checkpoint_of_the_former_version_without_a_file_is_refused(output_dir, name, change, message):
+    folder = output_dir / "checkpoint-4"
+    as_former_version(folder)
+    check_state(folder, needs_config=True)
+    if change is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(change)
+    with pytest.raises(CheckpointError, match=message) as error:
+        check_state(folder, needs_config=True)
+    assert "\n" not in str(error.value)
+
+
+def test_a_named_checkpoint_that_does_not_exist_is_one_line(output_dir):
+    with pytest.raises(CheckpointError, match="checkpoint-9: does not exist"):
+        refuse_damaged(output_dir / "checkpoint-9", needs_config=True)
+
+
+def _falls_back(folder):
+    whole = train(3, folder, **SAVING)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = Path(folder, "checkpoint-4", "zero", "optimizer.safetensors")
+        _flip(path, 8 * path.stat().st_size - 20)  # a value of the last tensor: the headers are whole
+    dist.barrier()
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("hf_zero.trainer.resuming").addHandler(handler)
+    with pytest.raises(CheckpointError, match="optimizer.safetensors: tensor .* has checksum .*--zero_resume_strict"):
+        train(3, f"{folder}", resume=True, zero_resume_strict=True, **SAVING)
+    with pytest.raises(CheckpointError, match="optimizer.safetensors: tensor .* has checksum"):
+        train(3, f"{folder}", resume=f"{folder}/checkpoint-4", **{**SAVING, "max_steps": 5})
+    resumed = train(3, folder, resume=True, **SAVING)
+    assert_equal(resumed, whole, "resumed and unbroken")
+    return records
+
+
+def test_a_damaged_value_is_said_and_the_run_goes_on_from_the_next_older(tmp_path):
+    said, silent = run_ranks(_falls_back, 2, str(tmp_path), timeout=240)
+    assert "checkpoint-4 is skipped" in said[0] and "optimizer.safetensors: tensor" in said[0]
+    assert said[1].endswith("checkpoint-2") and len(said) == 2 and not silent
+
+
+class Extra(TrainerCallback):
+    """Adds a file to a checkpoint that is complete, as callbacks do."""
+
+    def on_save(self, args, state, control, **kwargs):
+        Path(args.output_dir, f"checkpoint-{state.global_step}", "mine.txt").write_text("mine")
+
+
+def _saves_final(folder):
+    trainer = make(
+        3,
+        folder,
+        models.build("bert"),
+        Rows("bert"),
+        parts={"processing_class": Tokenizer(), "callbacks": [Extra()]},
+        **{**SAVING, "max_steps": 2},
+    )
+    trainer.train()
+    for _ in range(2):  # the second save replaces the files of the first
+        trainer.save_model()
+
+
+def test_the_final_model_has_checksums_of_all_that_was_saved_with_it(tmp_path):
+    torch.set_num_threads(1)
+    run_ranks(_saves_final, 2, str(tmp_path), timeout=240)
+    names = {"config.json", "model.safetensors", "training_args.bin", "vocab.txt"}
+    assert set(Table.read(tmp_path).files) == names
+    (tmp_path / "README.md").write_text("a card")
+    (tmp_path / "all_results.json").write_text("{}")
+    assert check_checksums(tmp_path).num_files == len(names)
+    _flip(tmp_path / "vocab.txt", 3)
+    with pytest.raises(CheckpointError, match="vocab.txt: has checksum"):
+        check_checksums(tmp_path)
+    check_state(tmp_path / "checkpoint-2")  # with the file that the callback has added
