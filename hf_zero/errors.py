@@ -29,6 +29,19 @@ class MissingCheckpointError(CheckpointError, ValueError):
     """There is no checkpoint where one was expected: for this Trainer raises a `ValueError`."""
 
 
+class NoRoomError(CheckpointError):
+    """A disk that has no room for what is saved.
+
+    Args:
+        message (`str`): what it says.
+        missing_nbytes (`int`): how much more room it takes.
+    """
+
+    def __init__(self, message: str, missing_nbytes: int = 0):
+        super().__init__(message)
+        self.missing_nbytes = missing_nbytes
+
+
 class StorageError(HfZeroError, RuntimeError):
     """Files in which states rest during training: no such folder, no room, a read or write that the disk refused."""
 

@@ -21,7 +21,7 @@ from hf_zero.checkpoint.table import Checksums, Table
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import gathered, together
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, NoRoomError
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,10 @@ class Staged:
         remove_left_over(parent)
         nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(parent).free
         if free_nbytes < nbytes:
-            raise CheckpointError(
+            raise NoRoomError(
                 f"{self.destination}: saving takes {nbytes} bytes, {free_nbytes} are free; "
-                "free space there or save to another folder"
+                "free space there or save to another folder",
+                nbytes - free_nbytes,
             )
         self._lock = make_staged(self.root)
         for part in parts:

@@ -163,6 +163,11 @@ def _manifest(engine: Engine, layouts: Mapping[str, FileLayout], **content) -> M
     )
 
 
+def masters_nbytes(engine: Engine) -> int:
+    """Bytes of this rank's part of the masters that are saved beside the weights."""
+    return sum(shard.tensor.numel() * shard.tensor.element_size() for _, shard in _master_pieces(engine, values=False))
+
+
 def _state_pieces(optimizer: Optimizer, values: bool = True) -> Iterator[tuple[str, Shard]]:
     for key, shard in optimizer.named_state_shards(values=values):
         yield f"{shard.name}.{key}", shard

@@ -58,6 +58,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
         if moved is not None:
             say(f"what a run before has left is in {moved} now")
     write_configuration(trainer, settings)
+    trainer.leaves_model = True
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
     task.after(trainer, data, watch.memory, settings.arguments, say)

@@ -60,6 +60,8 @@ class ZeroArgumentsMixin:
         zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone.
         zero_nonfinite (`str`): what is done about gradients with an infinity or a NaN: "stop" ends the run before a
             step is taken on them, "skip" leaves the step out on all ranks, "ignore" takes it.
+        zero_save_fallback (`str`, *optional*): a folder, best on another disk, for the trained model when its own has
+            no room; without it the run waits for room.
     """
 
     zero_stage: int = field(
@@ -153,6 +155,13 @@ class ZeroArgumentsMixin:
             "on them, skip leaves the step out on all ranks, ignore takes it."
         },
     )
+    zero_save_fallback: str | None = field(
+        default=None,
+        metadata={
+            "help": "A folder, best on another disk, for the trained model when the disk of its own has no room; "
+            "without it the run waits for room."
+        },
+    )
 
     def __post_init__(self):
         end_with_launcher()
@@ -168,6 +177,8 @@ class ZeroArgumentsMixin:
             raise ConfigError("fp16: this process trains on the CPU, which has no fp16 training; use --bf16")
         super().__post_init__()
         check_output_dir(self.output_dir)
+        if self.zero_save_fallback:
+            check_output_dir(self.zero_save_fallback, name="zero_save_fallback")
         if launched != self.world_size:
             raise ConfigError(
                 f"WORLD_SIZE is {launched} but this process sees {self.world_size} rank(s); start it with torchrun, "

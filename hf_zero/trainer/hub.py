@@ -107,6 +107,8 @@ class PushMixin:
     memory_of_ranks: tuple = ()  # by rank; a push gathers it
     card_dataset: str | None = None  # what the data is called
     card_sections: Mapping[str, str] = MappingProxyType({})  # Markdown by title
+    saved_elsewhere: str | None = None  # where the model is, when its own folder had no room
+    _is_pushing = False
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Creates the repository from rank 0. All ranks get to know its name: they ask for it before each push."""
@@ -130,12 +132,32 @@ class PushMixin:
     ):
         """As `Trainer.push_to_hub`; the model is saved by all ranks, and uploaded by rank 0."""
         subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
+        self._refuse_elsewhere(subject)
         self.memory_of_ranks = tuple(gathered(self._ranks(), subject, self.memory_report))
         # The other ranks do not wait for the upload: it may take longer than a collective may.
         subject = f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"
-        with hub_errors(subject), uploading():
-            return super().push_to_hub(
-                commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
+        self._is_pushing = True
+        try:
+            with hub_errors(subject), uploading():
+                return super().push_to_hub(
+                    commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
+                )
+        finally:
+            self._is_pushing = False
+
+    def note_elsewhere(self, wanted: str, folder: str) -> None:
+        """The model had to be saved elsewhere than wanted. It is not uploaded: reports and cards are not with it."""
+        self.saved_elsewhere = folder
+        if self.is_world_process_zero():
+            logger.warning("%s: no room, so the model is in %s", wanted, folder)
+        if self._is_pushing:
+            self._refuse_elsewhere(f"pushing {wanted}")
+
+    def _refuse_elsewhere(self, subject: str) -> None:
+        if self.saved_elsewhere is not None:
+            raise HubError(
+                f"{subject}: the model is in {self.saved_elsewhere}, as {self.args.output_dir} had no room for it; "
+                "push that folder with `hf-zero push`"
             )
 
     def create_model_card(

@@ -63,8 +63,9 @@ class StopOnSignal(TrainerCallback):
             return {}  # Python lets no other thread have handlers
         before = {number: signal.getsignal(number) for number in self.signals}
         before = {number: handler for number, handler in before.items() if handler in NOT_HANDLED}
-        self._received = self._stopping = 0
-        self._since.clear()
+        if before:  # else they are taken already, and what has come is not forgotten
+            self._received = self._stopping = 0
+            self._since.clear()
         for number in before:
             signal.signal(number, self._receive)
         return before
@@ -88,12 +89,16 @@ class StopOnSignal(TrainerCallback):
             # not print: what is interrupted may be printing
             os.write(2, b"\nCtrl-C: the step under way is finished and saved; once more stops at once\n")
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def agreed(self) -> int:
+        """The signal that a rank was sent, the same on all ranks; 0 for none. Collective."""
         comm = self._trainer.zero_engine.comm
         if comm.device.type != "cpu":
             comm = comm.aside("signals")  # a vote on the device would make the host wait for the step
         votes = comm.all_gather_vector(torch.tensor([self._received], dtype=torch.int32, device=comm.device))
-        self._stopping = int(votes.max())
+        return int(votes.max())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._stopping = self.agreed()
         if self._stopping:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # there may be little time, and it could decide against saving

@@ -1,6 +1,7 @@
 """`ZeroTrainer`: the Hugging Face `Trainer` over sharded models."""
 
 import inspect
+import io
 import logging
 import os
 import warnings
@@ -48,6 +49,7 @@ from hf_zero.trainer.memory import TellMemory
 from hf_zero.trainer.parallel import apart, arrange, refuse_divided
 from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, chosen, refuse_damaged, resumed_from
+from hf_zero.trainer.room import check_room, save_with_room
 from hf_zero.trainer.rotation import keep_best, rotation
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks
 from hf_zero.trainer.schedule import changes, show_rates
@@ -91,6 +93,7 @@ class ZeroTrainerMixin(PushMixin):
 
     args: ZeroArgumentsMixin
     arguments_class: type[ZeroArgumentsMixin] = ZeroTrainingArguments  # made where none are given
+    leaves_model: bool = False  # whether `save_model` is known to come at the end, and needs room
 
     def __init__(self, *args, **kwargs):
         given = _by_name(type(self), args, kwargs)
@@ -253,6 +256,8 @@ class ZeroTrainerMixin(PushMixin):
 
     def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
         """As in Trainer; an epoch that is gone on with may be shorter, in batches of the present size."""
+        if epoch == kwargs["epochs_trained"]:  # the first one
+            check_room(self)
         if self._goes_on() and epoch == self._start.epoch:
             steps_in_epoch = self._data.batches(self._start.sample)
             num_update_steps_per_epoch = self._data.steps(self._start.sample)
@@ -342,10 +347,22 @@ class ZeroTrainerMixin(PushMixin):
         """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         engine = self.accelerator.shard(self.model)
-        if not self._saver.is_saving:
-            self.wait_for_checkpoint()
         if self._zero_optimizer is not None:
             self._zero_optimizer.eval()
+        if self._saver.is_saving:
+            self._write_model(output_dir)
+            return
+        self.wait_for_checkpoint()
+        fallback = self.args.zero_save_fallback
+        folder = save_with_room(engine.comm, output_dir, fallback, self._write_model, self.stop_on_signal)
+        self.saved_elsewhere = None
+        if folder != output_dir:
+            self.note_elsewhere(output_dir, folder)
+        elif self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write_model(self, output_dir: str) -> None:
+        engine = self.zero_engine
         if not self._saver.is_saving and not is_adapter_model(self.model):
             save_pretrained(engine, output_dir)
         with nullcontext(output_dir) if self._saver.is_saving else added(engine.comm, output_dir) as folder:
@@ -353,14 +370,14 @@ class ZeroTrainerMixin(PushMixin):
                 save_adapters(engine, folder)
             beside = (lambda: self._save_beside(folder)) if self.args.should_save else (lambda: None)
             together(engine.comm, f"saving to {output_dir}", beside)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_beside(self, output_dir: str) -> None:
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(output_dir)
-        torch.save(without_tokens(self.args), os.path.join(output_dir, TRAINING_ARGS_NAME))
+        buffer = io.BytesIO()  # torch's own writer says of a full disk only that it failed
+        torch.save(without_tokens(self.args), buffer)
+        Path(output_dir, TRAINING_ARGS_NAME).write_bytes(buffer.getvalue())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._saver.is_saving:

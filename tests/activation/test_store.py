@@ -1,5 +1,9 @@
 """The store of checkpointed inputs by itself: what comes back, when, and what is held meanwhile."""
 
+import gc
+import weakref
+
+import pytest
 import torch
 
 from hf_zero.activation.store import Store
@@ -112,3 +116,41 @@ def test_memory_that_is_not_one_stretch_stays_and_a_transposed_one_comes_back_as
     assert counters.sent_nbytes["down"] == NBYTES
     assert torch.equal(store.take(tickets[0]), sliced)
     assert torch.equal(store.take(tickets[1]).as_strided(turned.shape, turned.stride()), turned)
+
+
+class Flight:
+    """A copy under way: memory that it reads may be given up once it has been waited for."""
+
+    def __init__(self, has_landed: bool):
+        self.events = []
+        self.has_landed = lambda: has_landed  # as far as the host knows
+
+    def wait(self) -> None:
+        self.events.append("wait")
+
+
+class SlowBus(Bus):
+    """Its copies to the host are under way until they are waited for."""
+
+    def __init__(self, has_landed: bool):
+        super().__init__(torch.device("cpu"), Counters())
+        self.flights, self._has_landed = [], has_landed
+
+    def down(self, out, values):
+        super().down(out, values)
+        flight = Flight(self._has_landed)
+        weakref.finalize(values, flight.events.append, "freed")
+        self.flights.append(flight)
+        return flight
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_memory_that_a_copy_reads_is_given_up_after_the_copy(is_given_up):
+    bus = SlowBus(has_landed=not is_given_up)
+    store = Store(bus, None, 4096)
+    tickets = _forward(store, 4)[1]
+    assert len(bus.flights) >= 3
+    if is_given_up:
+        del tickets  # a forward that failed
+        gc.collect()
+    assert [flight.events for flight in bus.flights] == [["wait", "freed"]] * len(bus.flights)
