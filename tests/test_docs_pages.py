@@ -20,6 +20,7 @@ from tests.public_models import CONFIGS, MILLIONS, empty_model
 from tests.recipes import conftest
 from tests.recipes.test_run import run_command
 from tests.test_readme import SCRIPT, fenced_blocks, patched
+from tests.trials.__main__ import make_parser
 
 
 tiny_model = conftest.tiny_model
@@ -187,6 +188,8 @@ def check_command(words: list[str]) -> None:
         _check_recipe(arguments)
     elif words[:3] == ["python", "-m", "hf_zero.recipes"]:
         _check_recipe(words[3:])
+    elif words[:3] == ["python", "-m", "tests.trials"]:
+        make_parser().parse_args(words[3:])
     elif program == "torchrun":
         parsed = get_args_parser().parse_args(arguments)
         if parsed.module:

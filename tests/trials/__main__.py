@@ -10,6 +10,18 @@ import time
 from pathlib import Path
 
 
+NUMBERS = {"kills": 200, "damage": 200, "disks": 20, "signals": 40, "launchers": 20}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.trials", description=__doc__)
+    for kind, number in NUMBERS.items():
+        parser.add_argument(f"--{kind}", type=int, help=f"how many; {number} where no kind is named")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="kept if given; a temporary folder otherwise")
+    return parser
+
+
 def main() -> int:
     """Runs what is asked for. The exit code is 1 if anything was lost, hung, incomplete or unnoticed."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -21,14 +33,8 @@ def main() -> int:
     from tests.trials.table import table
 
     kinds = {"kills": kills, "damage": damage, "disks": disks, "signals": signals, "launchers": launchers}
-    numbers = {"kills": 200, "damage": 200, "disks": 20, "signals": 40, "launchers": 20}
-    parser = argparse.ArgumentParser(prog="python -m tests.trials", description=__doc__)
-    for kind, number in numbers.items():
-        parser.add_argument(f"--{kind}", type=int, help=f"how many; {number} where no kind is named")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="kept if given; a temporary folder otherwise")
-    asked = parser.parse_args()
-    chosen = {kind: getattr(asked, kind) for kind in kinds if getattr(asked, kind)} or numbers
+    asked = make_parser().parse_args()
+    chosen = {kind: getattr(asked, kind) for kind in kinds if getattr(asked, kind)} or NUMBERS
     root = asked.folder or Path(tempfile.mkdtemp(prefix="hf_zero_trials_"))
     counts = {}
     try:
