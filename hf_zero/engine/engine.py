@@ -169,7 +169,7 @@ class ZeroEngine(Uncopyable):
         if self._depth == 0 and (failed or not torch.is_grad_enabled()):
             self.root.detach()
         if self._depth == 0 and not failed:
-            self._refuse_misuse()  # while the graph still holds what it took: backward lets go of it, the latest first
+            self.refuse_misuse()  # while the graph still holds what it took: backward lets go of it, the latest first
 
     def _open_watch(self) -> None:
         """Looks in the first forward of each kind whether it uses parameters that are away."""
@@ -481,7 +481,13 @@ class ZeroEngine(Uncopyable):
         self._refuse_held("new values")
         self.comm.fence()
 
-    def _refuse_misuse(self) -> None:
+    def refuse_misuse(self) -> None:
+        """Looks whether parameters were used or written to while their data was away. Before a backward it still finds
+        what a loss has taken of them: that backward would begin with it, and then let go of it.
+
+        Raises:
+            `LifecycleError`: with a parameter's name.
+        """
         for unit in self.units:
             if not unit.is_whole:
                 unit.refuse_misuse()

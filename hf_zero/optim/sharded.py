@@ -204,9 +204,15 @@ class ShardedOptimizer(StateRecords):
         found = f"after {self.num_steps} optimizer steps: the gradient {trace(self.engine)} is not finite"
         if setting == "stop":
             done = "units before it were updated in backward" if self._host.is_spent else "no step was taken on it"
+            is_sharded = any(unit.is_sharded for unit in self.engine.units)
             raise NonFiniteError(
                 f"{found}; {done}: look at that rank's batch and loss and at the learning rate, or leave such steps "
                 "out with nonfinite='skip' (--zero_nonfinite skip)"
+                + (
+                    "; a loss that uses parameters itself, outside of hf_zero.gathered, reads NaN"
+                    if is_sharded
+                    else ""
+                )
             )
         if self.engine.comm.rank == 0:
             logger.warning("%s; the step is left out", found)

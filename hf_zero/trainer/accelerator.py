@@ -114,7 +114,13 @@ class ZeroAccelerator(Accelerator):
 
     def backward(self, loss, **kwargs) -> None:
         """As ever; the loss is noted. The step's last backward updates what is offloaded as it goes, where nothing
-        stands between it and the step."""
+        stands between it and the step.
+
+        Raises:
+            `LifecycleError`: when the loss was made of parameters whose data was away, such as a penalty on all.
+        """
+        for engine in filter(None, map(engine_of, self._models)):
+            engine.refuse_misuse()
         self.last_step.add(loss.detach(), ends=self.sync_gradients)
         optimizers = [sharded_of(optimizer) for optimizer in self._optimizers]
         is_last = self.sync_gradients and not self.clips and self.scaler is None and len(optimizers) == 1

@@ -9,7 +9,7 @@ from torch import nn
 import hf_zero
 from hf_zero.engine import away
 from hf_zero.engine.placeholder import Placeholders, is_untouched
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import LifecycleError, NonFiniteError
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import SETTINGS, assert_equal_weights, assert_stages_match, build_seeded, sgd, weights_of
@@ -166,6 +166,26 @@ def _penalty_alone():
 
 def test_a_backward_through_parameters_that_are_away_names_one():
     run_ranks(_penalty_alone, 2, timeout=LIMIT)
+
+
+def _penalty_beside():
+    """Nobody of ours runs between the end of the forward and the beginning of the penalty's backward."""
+    model = build_seeded(Tower)
+    engine = hf_zero.shard(model, stage=3, **SETTINGS)
+    optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+    wanted = weights_of(model)
+    loss = loss_of(model(inputs(dist.get_rank(), 0))) + sum(p.pow(2).sum() for p in model.parameters())
+    with pytest.raises(LifecycleError, match=r"layers\.\d\.\w+\.\w+: is used outside"):
+        engine.refuse_misuse()  # as `ZeroAccelerator.backward` does
+    loss.backward()
+    with pytest.raises(NonFiniteError, match="a loss that uses parameters itself"):
+        optimizer.step()
+    found = weights_of(model)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_no_step_is_taken_on_a_penalty_of_parameters_that_are_away():
+    run_ranks(_penalty_beside, 2, timeout=LIMIT)
 
 
 def _penalty_inside():

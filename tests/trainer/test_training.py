@@ -5,8 +5,10 @@ import os
 import pytest
 import torch
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 
 import hf_zero
+from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import (
@@ -54,6 +56,27 @@ def _trains_strictly(folder, name):
 
 def test_one_strict_process_trains_as_trainer_does(tmp_path):
     run_ranks(_trains_strictly, 1, str(tmp_path), "llama-tied", timeout=240)
+
+
+def _penalises(folder):
+    """A loss of Trainer's users: at stage 3 the parameters of blocks are away when it is made."""
+
+    class Penalised(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
+
+    for stage in (2, 3):
+        trainer = make(stage, folder, models.build("bert"), Rows("bert"), mixin_on=Penalised)
+        if stage == 2:
+            trainer.train()
+            continue
+        with pytest.raises(LifecycleError, match="is used outside of its block's forward"):
+            trainer.train()
+
+
+def test_a_loss_of_parameters_that_are_away_is_refused_by_name(tmp_path):
+    run_ranks(_penalises, 2, str(tmp_path), timeout=240)
 
 
 def _accumulates(folder):
