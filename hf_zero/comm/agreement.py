@@ -45,7 +45,8 @@ def gathered(
         result = act()
     except BaseException as caught:  # an interrupt too: the other ranks must not wait for this one
         error = _readable(caught, subject, kind)
-    outcomes = comm.all_gather_object((result, None if error is None else f"{type(error).__name__}: {error}"))
+    own = (result, None if error is None else f"{type(error).__name__}: {error}")
+    outcomes = comm.all_gather_object(own, what=subject)
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(outcomes):

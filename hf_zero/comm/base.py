@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from threading import Lock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.bucket import Bucket
@@ -154,8 +152,9 @@ class Comm:
         """
         return DONE
 
-    def all_gather_vector(self, vector: Tensor) -> Tensor:
-        """The vectors of all ranks, stacked in rank order: shape `(num_ranks, vector.numel())`, on the CPU."""
+    def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
+        """The vectors of all ranks, stacked in rank order: shape `(num_ranks, vector.numel())`, on the CPU. Where a
+        rank is not reached, the error says `what` they are."""
         return vector.detach().cpu().reshape(1, -1)
 
     def broadcast_(self, tensor: Tensor) -> None:
@@ -182,80 +181,6 @@ class Comm:
         """Rank 0's `obj`, on every rank (pickled: small, trusted objects only)."""
         return obj
 
-    def all_gather_object(self, obj) -> list:
+    def all_gather_object(self, obj, *, what: str = "an exchange of objects") -> list:
         """The objects of all ranks, in rank order (pickled: small, trusted objects only)."""
         return [obj]
-
-
-class DistributedComm(Comm):
-    """What all `torch.distributed` backends share: the small, rare collectives.
-
-    Args:
-        group (`dist.ProcessGroup`): the data-parallel ranks.
-        device (`torch.device`): where the tensors live.
-        timeout_seconds (`float`): how long one exchange may take.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float):
-        super().__init__(device, timeout_seconds)
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
-        self._first = dist.get_global_rank(group, 0)
-        self._asides: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
-
-    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
-        ops = [dist.P2POp(dist.irecv, tensor, self._global(rank), self.group) for tensor, rank in receives]
-        ops += [dist.P2POp(dist.isend, tensor, self._global(rank), self.group) for tensor, rank in sends]
-        self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
-        works = dist.batch_isend_irecv(ops) if ops else []
-
-        def finish():
-            for work in works:
-                work.wait()
-
-        return Pending(finish)
-
-    def all_gather_vector(self, vector: Tensor) -> Tensor:
-        rows = [torch.empty_like(vector) for _ in range(self.num_ranks)]
-        dist.all_gather(rows, vector.contiguous(), group=self.group)
-        self.counters.add("scalar", vector.numel() * vector.element_size() * (self.num_ranks - 1))
-        return torch.stack(rows).cpu()
-
-    def broadcast_(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, self._first, group=self.group)
-        self.counters.add("broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
-
-    def barrier(self) -> None:
-        dist.barrier(self.group)
-
-    def aside(self, purpose: str) -> Comm:
-        if purpose not in self._asides:
-            group = dist.new_group(
-                dist.get_process_group_ranks(self.group),
-                timeout=timedelta(seconds=self.timeout_seconds),
-                backend="gloo",
-                use_local_synchronization=True,  # the ranks of other groups have no part in it
-            )
-            self._asides[purpose] = DistributedComm(group, torch.device("cpu"), self.timeout_seconds)
-        return self._asides[purpose]
-
-    def send(self, tensor: Tensor, rank: int) -> None:
-        dist.send(tensor, self._global(rank), group=self.group)
-        self.counters.add("send", tensor.numel() * tensor.element_size())
-
-    def receive(self, tensor: Tensor, rank: int) -> None:
-        dist.recv(tensor, self._global(rank), group=self.group)
-
-    def _global(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, rank)
-
-    def broadcast_object(self, obj):
-        box = [obj]
-        dist.broadcast_object_list(box, src=self._first, group=self.group)
-        return box[0]
-
-    def all_gather_object(self, obj) -> list:
-        box: list = [None] * self.num_ranks
-        dist.all_gather_object(box, obj, group=self.group)
-        return box

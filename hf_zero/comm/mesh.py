@@ -1,5 +1,7 @@
 """Two axes of ranks: those that hold different parts of the model, and those that hold the same and see other data."""
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from hf_zero.errors import ConfigError
@@ -19,7 +21,7 @@ def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup
         )
 
 
-def ranks_alike(dividing: dist.ProcessGroup) -> dist.ProcessGroup:
+def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
     """The group of the ranks of the world that hold the same parts as this one. All ranks of the world call it.
 
     Raises:
@@ -35,4 +37,4 @@ def ranks_alike(dividing: dist.ProcessGroup) -> dist.ProcessGroup:
             f"the {len(divisions)} ranks form no rectangle of data-parallel by {len(own)} tensor-parallel ranks; give "
             "hf_zero.shard the data-parallel ranks as `group`"
         )
-    return dist.new_group(alike, use_local_synchronization=True)
+    return dist.new_group(alike, timeout=timedelta(seconds=timeout_seconds), use_local_synchronization=True)

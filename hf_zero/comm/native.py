@@ -5,14 +5,15 @@ own streams, ordered after the work that the current stream had when they were i
 """
 
 from collections import deque
-from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm.base import DistributedComm, Pending
+from hf_zero.comm.base import Pending
 from hf_zero.comm.bucket import Bucket
+from hf_zero.comm.distributed import DistributedComm
 
 
 # torch 2.13 deprecates the `_tensor` names for these; 2.11 does not have the new ones.
@@ -37,11 +38,13 @@ class NativeComm(DistributedComm):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
         super().__init__(group, device, timeout_seconds)
-        ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
+        ranks = dist.get_process_group_ranks(group)
         # local: the members of a part of the world make their groups without the others; all of the group's backend
-        settings = {"timeout": timeout, "use_local_synchronization": True, "backend": dist.get_backend_config(group)}
-        self._gather_group = dist.new_group(ranks, **settings)
-        self._reduce_group = dist.new_group(ranks, **settings)
+        backend = dist.get_backend_config(group)
+        settings = {"timeout": self._timeout, "use_local_synchronization": True, "backend": backend}
+        with self._reaching("connecting the ranks"):
+            self._gather_group = dist.new_group(ranks, **settings)
+            self._reduce_group = dist.new_group(ranks, **settings)
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream()
         self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
@@ -50,17 +53,19 @@ class NativeComm(DistributedComm):
     def buckets(self) -> list[Bucket]:
         return self._buckets
 
-    def all_gather_vector(self, vector: Tensor) -> Tensor:
-        return super().all_gather_vector(vector.to(self.device))  # what rests on the host is counted there
+    def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
+        return super().all_gather_vector(vector.to(self.device), what=what)  # what rests on the host is counted there
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        work = self._collect(full, shard)
+        under_way = f"gather of unit {what!r}"
+        with self._reaching(under_way):
+            work = self._collect(full, shard)
         self.counters.add("gather", shard.numel() * shard.element_size() * (self.num_ranks - 1), what)
-        return Pending(work.wait)
+        return Pending(partial(self._finish, work, under_way))
 
     def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         self._stream.wait_stream(self._backend.current_stream())
-        with self._backend.stream(self._stream):
+        with self._backend.stream(self._stream), self._reaching(f"reduce of unit {what!r}"):
             if full.dtype is dtype:
                 self._reduce_in_place(full, out, accumulate)
             else:
@@ -97,6 +102,10 @@ class NativeComm(DistributedComm):
             under_way.append((self._sum(bucket.view(-1), total), total, out[start:stop]))
         while under_way:
             finish_one()
+
+    def _finish(self, work: dist.Work, what: str) -> None:
+        with self._reaching(what):
+            work.wait()
 
     def _collect(self, full: Tensor, shard: Tensor):
         return _all_gather(full, shard, group=self._gather_group, async_op=True)

@@ -4,16 +4,15 @@ gloo reduces by an all-reduce and slices, and gathers through copies. Here every
 that the peer needs, straight from the memory where it lies, and receives straight into the memory where it belongs.
 """
 
-from datetime import timedelta
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from hf_zero.comm.base import DistributedComm, Pending
+from hf_zero.comm.base import DONE, Pending
 from hf_zero.comm.bucket import Bucket
-from hf_zero.errors import CommError
+from hf_zero.comm.distributed import DistributedComm
 
 
 # Bytes summed at a time: small enough that the scratch stays in the processor's cache between the passes.
@@ -30,41 +29,34 @@ class PairwiseComm(DistributedComm):
         bucket_nbytes (`int`): size of the staging buffer for received summands, shared by all reductions.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
         super().__init__(group, device, timeout_seconds)
-        self._timeout = timedelta(seconds=timeout_seconds)
         self._staging = Bucket(bucket_nbytes, device)  # for the summands of all peers
         self._scratch = Bucket(SUM_NBYTES, device)
         self._reducing = Pending()
-        self._peers = [dist.get_global_rank(group, peer) for peer in range(self.num_ranks)]
 
     @property
     def buckets(self) -> list[Bucket]:
         return [self._staging, self._scratch]
 
     def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
-        numel, tag = shard.numel(), tag_of("gather", what)
-        works = []
-        for distance in range(1, self.num_ranks):
-            source = (self.rank - distance) % self.num_ranks
-            works.append((source, self._receive(full[source * numel : (source + 1) * numel], source, tag)))
-        for distance in range(1, self.num_ranks):
-            target = (self.rank + distance) % self.num_ranks
-            works.append((target, self._send(shard, target, tag, "gather", what)))
+        numel = shard.numel()
+        receives = [(full[rank * numel : (rank + 1) * numel], rank) for rank in reversed(self._other_ranks())]
+        pending = self._begin_messages("gather", what, receives, [(shard, rank) for rank in self._other_ranks()])
         own = full[self.rank * numel : (self.rank + 1) * numel]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return Pending(lambda: self._wait(works, f"gather of unit {what!r}"))
+        return pending
 
     def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
         # The first piece travels while the caller computes; the others follow when it is waited for.
         pieces = self._staging.pieces(out.numel(), self.num_ranks - 1, full.dtype)
-        works = self._exchange(full, pieces[0], what) if pieces else []
+        first = self._exchange(full, pieces[0], what) if pieces else DONE
 
         def finish():
             for index, piece in enumerate(pieces):
-                self._wait(works if index == 0 else self._exchange(full, piece, what), f"reduction of unit {what!r}")
+                (first if index == 0 else self._exchange(full, piece, what)).wait()
                 start, stop = piece
                 summands = [self._summand(full, peer, piece) for peer in range(self.num_ranks)]
                 average(summands, out[start:stop], self._scratch_of(dtype), accumulate)
@@ -73,27 +65,17 @@ class PairwiseComm(DistributedComm):
         return self._reducing
 
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
-        tag = tag_of("exchange", what)
-        works = [(source, self._receive(tensor, source, tag)) for tensor, source in receives]
-        works += [(target, self._send(tensor, target, tag, "exchange", what)) for tensor, target in sends]
-        return Pending(lambda: self._wait(works, f"exchange of unit {what!r}"))
+        return self._begin_messages("exchange", what, receives, sends)
 
     def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
         """The part of the staging buffer that receives `peer`'s summand of a piece."""
         return self._staging.rows(self.num_ranks - 1, numel, dtype)[peer if peer < self.rank else peer - 1]
 
-    def _exchange(self, full: Tensor, piece: tuple[int, int], what: str) -> list:
-        (start, stop), tag = piece, tag_of("reduce", what)
-        numel = full.numel() // self.num_ranks
-        works = []
-        for distance in range(1, self.num_ranks):
-            source = (self.rank - distance) % self.num_ranks
-            works.append((source, self._receive(self._staged(full.dtype, source, stop - start), source, tag)))
-        for distance in range(1, self.num_ranks):
-            target = (self.rank + distance) % self.num_ranks
-            range_ = full[target * numel + start : target * numel + stop]
-            works.append((target, self._send(range_, target, tag, "reduce", what)))
-        return works
+    def _exchange(self, full: Tensor, piece: tuple[int, int], what: str) -> Pending:
+        (start, stop), numel = piece, full.numel() // self.num_ranks
+        receives = [(self._staged(full.dtype, rank, stop - start), rank) for rank in reversed(self._other_ranks())]
+        sends = [(full[rank * numel + start : rank * numel + stop], rank) for rank in self._other_ranks()]
+        return self._begin_messages("reduce", what, receives, sends)
 
     def _summand(self, full: Tensor, peer: int, piece: tuple[int, int]) -> Tensor:
         """A rank's summand of a piece of this rank's range: in its place, or where it was received."""
@@ -106,25 +88,13 @@ class PairwiseComm(DistributedComm):
     def _scratch_of(self, dtype: torch.dtype) -> Tensor:
         return self._scratch.rows(1, SUM_NBYTES // dtype.itemsize, dtype)[0]
 
-    def _send(self, tensor: Tensor, target: int, tag: int, verb: str, what: str):
-        self.counters.add(verb, tensor.numel() * tensor.element_size(), what)
-        return dist.isend(tensor, self._peers[target], group=self.group, tag=tag)
-
-    def _receive(self, tensor: Tensor, source: int, tag: int):
-        return dist.irecv(tensor, self._peers[source], group=self.group, tag=tag)
-
-    def _wait(self, works: list, what: str) -> None:
-        for peer, work in works:
-            try:
-                work.wait(self._timeout)
-            except RuntimeError as error:
-                raise self._failed(what, peer, error) from error
-
-    def _failed(self, what: str, peer: int, reason) -> CommError:
-        return CommError(
-            f"{what}: rank {self.rank} waited for rank {peer} (limit {self.timeout_seconds:.0f} s): {reason}; "
-            f"look at the log of rank {peer} first"
-        )
+    def _begin_messages(
+        self, verb: str, what: str, receives: list[tuple[Tensor, int]], sends: list[tuple[Tensor, int]]
+    ) -> Pending:
+        under_way = f"{verb} of unit {what!r}"
+        works = self._post(receives, sends, tag_of(verb, what), under_way)
+        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+        return Pending(lambda: self._wait(works, under_way))
 
 
 def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool) -> None:

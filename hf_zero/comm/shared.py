@@ -3,7 +3,8 @@
 [Note: messages] A rank tells its peers where its values lie (READY), reads theirs when they are ready, and tells when
 it has read them (DONE), after which the owner may write there again. All ranks begin their collectives in the same
 order, so the n-th READY of each belongs together; a tag says which unit it is, to notice when they do not. FENCE says
-that a rank has come to a fence; MEMORY and COMMON introduce memory.
+that a rank has come to a fence, and how many collectives it had begun by then: as many as all others had. MEMORY and
+COMMON introduce memory.
 """
 
 import os
@@ -20,6 +21,7 @@ from hf_zero.comm.base import Pending
 from hf_zero.comm.bucket import Bucket
 from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
 from hf_zero.comm.peers import Kind, Peer, close, mapped
+from hf_zero.comm.ranks import name_of
 from hf_zero.errors import CommError
 
 
@@ -39,7 +41,7 @@ class SharedComm(PairwiseComm):
 
     Args:
         group, device, timeout_seconds, bucket_nbytes: as for `PairwiseComm`.
-        connections (`dict[int, socket.socket]`): to every other rank, see `meet`.
+        connections (`dict[int, socket.socket]`): to every other rank, see `hf_zero.comm.meeting`.
     """
 
     shares_memory = True
@@ -52,6 +54,8 @@ class SharedComm(PairwiseComm):
         self._boards: list[Tensor] = []  # two, on which each rank has a row of bytes, used in turn
         self._num_begun = 0
         self._num_fences = 0
+        self._num_begun_at_fence = 0  # the last
+        self._tags: dict[int, str] = {}  # what the tags mean that were used so far
         weakref.finalize(self, close, list(connections.values()))
 
     @property
@@ -70,11 +74,7 @@ class SharedComm(PairwiseComm):
         return first.memory[first.common.popleft()][: numel * dtype.itemsize].view(dtype)
 
     def fence(self) -> None:
-        self._num_fences += 1
-        for peer in self._others:
-            self._tell(peer, Kind.FENCE)
-        for peer in self._others:
-            self._hear_until(peer, lambda peer=peer: peer.counts[Kind.FENCE] >= self._num_fences, "a fence")
+        self._fence("a fence")
 
     def read_common(self, full: Tensor, common: Tensor, *, what: str) -> None:
         full.copy_(common)
@@ -103,7 +103,7 @@ class SharedComm(PairwiseComm):
 
         return self._begin("reduce", what, full, numel, take)
 
-    def all_gather_vector(self, vector: Tensor) -> Tensor:
+    def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         nbytes = vector.numel() * vector.element_size()
         if not self._boards or self._boards[0].shape[1] < nbytes:
             numel = self.num_ranks * max(nbytes, 4096)
@@ -111,7 +111,7 @@ class SharedComm(PairwiseComm):
         self._boards.reverse()  # whoever still reads the last one has not come to this fence
         rows = self._boards[0][:, :nbytes]
         rows[self.rank].copy_(vector.detach().contiguous().view(torch.uint8))
-        self.fence()
+        self._fence(what)
         self.counters.add("scalar", nbytes * (self.num_ranks - 1))
         return rows.clone(memory_format=torch.contiguous_format).view(vector.dtype)
 
@@ -137,13 +137,22 @@ class SharedComm(PairwiseComm):
     def _is_shared(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._own
 
+    def _fence(self, what: str) -> None:
+        self._num_fences += 1
+        self._num_begun_at_fence = self._num_begun
+        for peer in self._others:
+            self._tell(peer, Kind.FENCE, 0, 0, self._num_begun)
+        for peer in self._others:
+            self._hear_until(peer, lambda peer=peer: peer.counts[Kind.FENCE] >= self._num_fences, what)
+
     def _begin(self, verb: str, what: str, own: Tensor, numel: int, take: Callable) -> Pending:
-        tag = tag_of(verb, what)
+        tag, under_way = tag_of(verb, what), f"{verb} of unit {what!r}"
+        self._tags[tag] = under_way
         number, _ = self._own[own.untyped_storage().data_ptr()]
         for peer in self._others:
             self._tell(peer, Kind.READY, tag, number, own.storage_offset() * own.element_size())
         self._num_begun += 1
-        exchange = _Exchange(self._num_begun, tag, f"{verb} of unit {what!r}", own, take)
+        exchange = _Exchange(self._num_begun, tag, under_way, own, take)
         self._under_way.append(exchange)
         self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1), what)
         self.progress()
@@ -166,10 +175,7 @@ class SharedComm(PairwiseComm):
         for peer in self._others:
             tag, number, offset = peer.ready.popleft()
             if tag != exchange.tag:
-                raise CommError(
-                    f"{exchange.what}: rank {peer.rank} has come to another unit or step; the ranks do not run the "
-                    f"same program; look at the log of rank {peer.rank} first"
-                )
+                raise self._out_of_step(exchange.what, peer, self._tags.get(tag))
             there = peer.memory[number][offset : offset + own.numel() * own.element_size()]
             values[peer.rank] = there.view(own.dtype)
         exchange.take([values[rank] for rank in range(self.num_ranks)])
@@ -182,12 +188,33 @@ class SharedComm(PairwiseComm):
                 self._hear(other, 0.001, "sending")
 
     def _hear_until(self, peer: Peer, is_there: Callable[[], bool], what: str) -> None:
+        self._refuse_out_of_step(peer, what)
         while not is_there():
             if not self._hear(peer, self.timeout_seconds, what):
-                raise self._failed(what, peer.rank, "nothing came")
+                raise self._failed(what, peer.rank, "timed out")
+            self._refuse_out_of_step(peer, what)
 
     def _hear(self, peer: Peer, seconds: float, what: str) -> bool:
         try:
             return peer.hear(seconds)
         except OSError as error:
             raise self._failed(what, peer.rank, error) from error
+
+    def _refuse_out_of_step(self, peer: Peer, what: str) -> None:
+        """Between two fences all ranks begin equally many collectives: what has come may show that a rank does not."""
+        num_fences = peer.counts[Kind.FENCE]
+        if num_fences < self._num_fences:  # this rank waits for it at a fence
+            if peer.counts[Kind.READY] > self._num_begun:
+                raise self._out_of_step(what, peer, self._tags.get(peer.ready[-1][0]))
+        elif num_fences > self._num_fences:  # it waits for this rank
+            if self._num_begun > peer.num_begun_at_fence:
+                raise self._out_of_step(what, peer, "a fence")
+        elif self._num_begun_at_fence != peer.num_begun_at_fence:
+            raise self._out_of_step(what, peer, "this fence with other collectives behind it")
+
+    def _out_of_step(self, what: str, peer: Peer, there: str | None) -> CommError:
+        there = there or "another unit or step"
+        return CommError(
+            f"{what}: {name_of(self.group, peer.rank)} has come to {there}; the ranks do not run the same program; "
+            "look at its log first"
+        )

@@ -9,11 +9,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hf_zero.comm import ranks
 from hf_zero.comm.bandwidth import bucket_of_hosts, bucket_of_link
-from hf_zero.comm.base import Comm, DistributedComm
+from hf_zero.comm.base import Comm
+from hf_zero.comm.distributed import DistributedComm
+from hf_zero.comm.meeting import meet
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import PairwiseComm
-from hf_zero.comm.peers import meet
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.staged import StagedComm
 from hf_zero.errors import ConfigError
@@ -38,7 +40,8 @@ def connect(
     Args:
         device (`torch.device`): where the tensors live.
         group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world when `None`.
-        timeout_seconds (`float`): how long one exchange may take.
+        timeout_seconds (`float`): how long one exchange may take. A limit that the group was made with stays for
+            exchanges through the backend alone.
         bucket_nbytes (`int` or `str`): size in bytes of each buffer through which values are exchanged; "auto" chooses
             one by the bandwidth, the same on all ranks.
         shared_memory (`bool`): lets gloo's ranks, where they are all on one host, share memory instead.
@@ -66,6 +69,8 @@ def connect(
     group = group or dist.group.WORLD
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
+    ranks.take_timeout(group, timeout_seconds)
+    ranks.introduce(group)
     kind, extra = _kind_of(group, device, shared_memory)
     if bucket_nbytes == "auto":
         bucket_nbytes = _chosen_bucket(kind, group, device, timeout_seconds)
@@ -78,7 +83,9 @@ def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool
         return NativeComm, []
     if device.type != "cpu":
         return StagedComm, []
-    connections = meet(group) if shared_memory else None
+    connections, why = meet(group) if shared_memory else (None, None)
+    if why is not None and dist.get_rank(group) == 0:
+        logger.warning("hf_zero: ranks of one host send messages instead of sharing memory: %s", why)
     return (SharedComm, [connections]) if connections else (PairwiseComm, [])
 
 

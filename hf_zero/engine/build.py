@@ -59,7 +59,7 @@ def shard_with(
     dividing = dividing_group(model)
     refuse_what_cannot_be_sharded(model, device)
     if dividing is not None:
-        group = group or ranks_alike(dividing)
+        group = group or ranks_alike(dividing, config.timeout_seconds)
         refuse_dividing(group, dividing)
     return build(model, config, _connect(device, config, group), dividing and _connect(device, config, dividing))
 

@@ -532,7 +532,7 @@ class ZeroEngine(Uncopyable):
     def _agree_on_order(self) -> None:
         """After the first step, the order in which all ranks called the blocks becomes the one that is expected."""
         own = [[unit.index for unit in stack.seen] for stack in self.schedule.stacks]
-        if all(other == own for other in self.comm.all_gather_object(own)):
+        if all(other == own for other in self.comm.all_gather_object(own, what="the end of a step")):
             for stack in self.schedule.stacks:
                 stack.order(stack.seen + [unit for unit in stack.units if unit not in stack.seen])
             reassign_slots([unit for stack in self.schedule.stacks for unit in stack.units])

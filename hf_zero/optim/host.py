@@ -200,7 +200,8 @@ class HostSteps:
         def start():
             own = [used for gradient in unit.gradients for used in gradient.used]
             own += [not bus.has_failed, not update.is_over, self._takes(unit)]
-            rows = comm.all_gather_vector(torch.tensor(own, dtype=torch.uint8))  # also when something has failed here
+            # also when something has failed here
+            rows = comm.all_gather_vector(torch.tensor(own, dtype=torch.uint8), what="an update in backward")
             is_used = rows[:, :-3].amax(dim=0).all()  # else `step` does it, which cuts runs where need be
             update.is_finite = update.is_finite and bool(rows[:, -1].all())
             if is_used and rows[:, -3:].all() and update.is_finite:

@@ -10,6 +10,7 @@ from hf_zero.engine.gradient import Gradient
 # torch's fp32 norm of a long CPU tensor is off by 1e-5 at 1 M elements and 3e-4 at 10 M; by rows of so many elements,
 # which are then added in fp64, it is exact to 4e-9, and no slower.
 ROW_NUMEL = 1024
+WHAT = "the gradient norm"
 
 
 def global_norm(
@@ -32,11 +33,11 @@ def global_norm(
     whole = _measure([gradient for gradient in gradients if not gradient.flat.is_divided], comm, norm_type)
     add = torch.Tensor.amax if norm_type == float("inf") else torch.Tensor.sum
     if divided_over is None:
-        total = add(comm.all_gather_vector(whole), dim=0)
+        total = add(comm.all_gather_vector(whole, what=WHAT), dim=0)
     else:
         divided = _measure([gradient for gradient in gradients if gradient.flat.is_divided], comm, norm_type)
-        rows = comm.all_gather_vector(torch.cat([whole, divided]))
-        rows = divided_over.all_gather_vector(add(rows, dim=0).to(comm.device))
+        rows = comm.all_gather_vector(torch.cat([whole, divided]), what=WHAT)
+        rows = divided_over.all_gather_vector(add(rows, dim=0).to(comm.device), what=WHAT)
         total = add(torch.stack([rows[0, 0], add(rows[:, 1], dim=0)]), dim=0)
     total = total.reshape(())
     return (total if norm_type == float("inf") else total.pow(1.0 / norm_type)).float()

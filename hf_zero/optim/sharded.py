@@ -362,7 +362,7 @@ class ShardedOptimizer(StateRecords):
         if not own:
             return
         flags = self.engine.comm.all_gather_vector(
-            torch.tensor(own, dtype=torch.uint8, device=self.engine.comm.device)
+            torch.tensor(own, dtype=torch.uint8, device=self.engine.comm.device), what="the optimizer's step"
         )
         anywhere = flags.amax(dim=0).tolist()
         for gradient in gradients if not all(own) else ():

@@ -6,6 +6,7 @@ from functools import partial
 
 import transformers
 
+from hf_zero.comm.ranks import transport_errors
 from hf_zero.recipes.leaving import leave, write_configuration
 from hf_zero.recipes.occupied import finished
 from hf_zero.recipes.resuming import checkpoint_of, set_aside, told
@@ -27,7 +28,8 @@ def run_task(settings: Settings) -> None:
         _sayer(training)(has_ended)
         training.distributed_state.destroy_process_group()
         return
-    train(settings, training).accelerator.end_training()
+    with transport_errors(settings.task):
+        train(settings, training).accelerator.end_training()
 
 
 def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
+from hf_zero.comm.ranks import take_timeout
 from hf_zero.config import NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
@@ -176,6 +177,8 @@ class ZeroArgumentsMixin:
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             raise ConfigError("fp16: this process trains on the CPU, which has no fp16 training; use --bf16")
         super().__post_init__()
+        if dist.is_initialized():
+            take_timeout(dist.group.WORLD, float(self.ddp_timeout))  # accelerate sets it on accelerators alone
         check_output_dir(self.output_dir)
         if self.zero_save_fallback:
             check_output_dir(self.zero_save_fallback, name="zero_save_fallback")

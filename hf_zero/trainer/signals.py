@@ -94,8 +94,8 @@ class StopOnSignal(TrainerCallback):
         comm = self._trainer.zero_engine.comm
         if comm.device.type != "cpu":
             comm = comm.aside("signals")  # a vote on the device would make the host wait for the step
-        votes = comm.all_gather_vector(torch.tensor([self._received], dtype=torch.int32, device=comm.device))
-        return int(votes.max())
+        own = torch.tensor([self._received], dtype=torch.int32, device=comm.device)
+        return int(comm.all_gather_vector(own, what="a vote on signals").max())
 
     def on_step_end(self, args, state, control, **kwargs):
         self._stopping = self.agreed()

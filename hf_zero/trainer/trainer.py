@@ -33,6 +33,7 @@ from hf_zero.checkpoint.quantized import refuse_quantized_model
 from hf_zero.checkpoint.replacing import added
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import on_first, reraise, together
+from hf_zero.comm.ranks import transport_errors
 from hf_zero.engine import ZeroEngine, engine_of, materialize
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, ConfigError
@@ -109,7 +110,8 @@ class ZeroTrainerMixin(PushMixin):
                 is_ready = name == "model" and given.get("peft_config") is None
                 _refuse_model(name, given[name], settings, is_ready=is_ready)
         _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
-        super().__init__(**given)
+        with transport_errors("making the trainer"):  # ranks take turns in it, where it prepares data
+            super().__init__(**given)
         self.is_distributed_loading_by_transformers = False  # whose own ways to train it are not ours
         _refuse_model("model", self.model, self.args, is_ready=True)
         if is_adapter_model(self.model):
@@ -185,7 +187,8 @@ class ZeroTrainerMixin(PushMixin):
         for callback in own:  # only now: people list a trainer's callbacks
             self.add_callback(callback)
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            with transport_errors("training"):
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             for callback in own:
                 self.remove_callback(callback)
@@ -222,7 +225,7 @@ class ZeroTrainerMixin(PushMixin):
             if self._zero_optimizer is not None:
                 self._zero_optimizer.eval()  # schedule-free ones: Trainer does it when the model is shown already
             shown = engine.computing_in(dtype)
-        with shown, evened(self, dataloader) as dataloader:
+        with transport_errors(description), shown, evened(self, dataloader) as dataloader:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )

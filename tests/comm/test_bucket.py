@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_zero
-from hf_zero.comm.base import DistributedComm
 from hf_zero.comm.bucket import Bucket
+from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.native import NativeComm
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import build, opaque, partition
@@ -77,7 +77,7 @@ def fake_ranks(monkeypatch) -> Iterator[None]:
         monkeypatch.setattr(module, "is_opaque", lambda param: False)
     monkeypatch.setattr(partition, "can_be_moved", lambda param: True)
     monkeypatch.setattr(Placeholders, "check", lambda self: None)
-    monkeypatch.setattr(DistributedComm, "all_gather_object", lambda self, obj: [obj] * self.num_ranks)
+    monkeypatch.setattr(DistributedComm, "all_gather_object", lambda self, obj, **_: [obj] * self.num_ranks)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=NUM_RANKS)
     yield

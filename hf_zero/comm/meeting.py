@@ -1,0 +1,160 @@
+"""How the ranks of one host come to a Unix socket for each two of them, which nobody else can take part in.
+
+Each rank listens in a folder that only its user can enter. All know one another's folders before they are made, and
+remove them when all have connected: also those of ranks that were killed meanwhile.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hf_zero.comm.peers import close
+from hf_zero.comm.ranks import name_of, transport_errors
+
+
+# All ranks listen before any connects: one that does not come at once does not come at all.
+MEETING_SECONDS = 10.0
+GREETING_SECONDS = 1.0  # and says at once which one it is
+_GREETING = struct.Struct("<I16s")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+@dataclass(frozen=True)
+class _Door:
+    """What the others must know to find a rank: its host, where it will listen, and what to say there."""
+
+    host: str | None  # None where memory cannot be handed over
+    boot: str | None
+    folder: str
+    password: bytes
+
+    @classmethod
+    def own(cls) -> "_Door":
+        host = host_name()
+        folder = os.path.join(tempfile.gettempdir(), f"hf_zero_{secrets.token_hex(8)}")
+        return cls(host, host and _boot_id(), folder, secrets.token_bytes(16))
+
+
+def meet(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str | None]:
+    """Connects this rank with every other one by a Unix socket; with none where they are not all on one host.
+
+    Args:
+        group (`dist.ProcessGroup`): the ranks; all of them call.
+
+    Returns:
+        `tuple`: connections by rank, or `None`; then also why, where the ranks do share a host.
+    """
+    doors, rank = _all_gather(_Door.own(), group), dist.get_rank(group)
+    if any(door.host is None or door.boot != doors[0].boot for door in doors):
+        return None, None
+    if any(door.host != doors[0].host for door in doors):
+        return None, "they are in network namespaces of their own"
+    listener, connections = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), {}
+    try:
+        failure = _agreed(group, lambda: _listen(listener, doors[rank].folder))
+        failure = failure or _agreed(group, lambda: connections.update(_connected(listener, doors, rank)))
+    finally:
+        listener.close()
+        for door in doors:
+            shutil.rmtree(door.folder, ignore_errors=True)
+    if failure is None:
+        return connections, None
+    close(connections.values())
+    return None, failure
+
+
+def _agreed(group: dist.ProcessGroup, act: Callable[[], None]) -> str | None:
+    """Runs `act` on all ranks, and returns why it failed on one of them, if it did."""
+    failure = None
+    try:
+        act()
+    except OSError as error:  # the ranks are in containers of their own, say
+        # who waited in vain comes behind those that know why
+        failure = isinstance(error, TimeoutError), f"{name_of(group, dist.get_rank(group))}: {error}"
+    failures = [each for each in _all_gather(failure, group) if each is not None]
+    return min(failures)[1] if failures else None
+
+
+def _listen(listener: socket.socket, folder: str) -> None:
+    os.mkdir(folder, 0o700)
+    with _in(folder) as path:
+        listener.bind(path)
+    listener.listen(socket.SOMAXCONN)
+
+
+def _connected(listener: socket.socket, doors: list[_Door], rank: int) -> dict[int, socket.socket]:
+    connections, end = {}, time.monotonic() + MEETING_SECONDS
+    for lower in range(rank):
+        connections[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connections[lower].settimeout(MEETING_SECONDS)
+        with _in(doors[lower].folder) as path:
+            connections[lower].connect(path)
+        if _user_of(connections[lower]) != os.geteuid():
+            raise PermissionError(f"another user listens in {doors[lower].folder}")
+        connections[lower].send(_GREETING.pack(rank, doors[lower].password))
+    while len(connections) < len(doors) - 1:
+        listener.settimeout(max(0.001, end - time.monotonic()))
+        connection, _ = listener.accept()
+        guest = _greeted(connection, doors[rank].password)
+        if guest is None:
+            connection.close()  # a rank may come behind it
+        else:
+            connections[guest] = connection
+    for connection in connections.values():
+        connection.setblocking(False)
+    return connections
+
+
+@contextmanager
+def _in(folder: str) -> Iterator[str]:
+    """The path of the socket in a folder, by way of the opened folder: such paths have at most 107 bytes."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/rank"
+    finally:
+        os.close(descriptor)
+
+
+def _greeted(connection: socket.socket, password: bytes) -> int | None:
+    """The rank that has connected, or `None` where it is none of them."""
+    if _user_of(connection) != os.geteuid():
+        return None
+    connection.settimeout(GREETING_SECONDS)
+    with suppress(OSError, struct.error):
+        guest, said = _GREETING.unpack(connection.recv(_GREETING.size))
+        if secrets.compare_digest(said, password):
+            return guest
+    return None
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Whose process is at the other end; the kernel says so."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1]
+
+
+def host_name() -> str | None:
+    """What ranks that can reach one another's sockets have in common; `None` where memory cannot be handed over."""
+    return _boot_id() + os.readlink("/proc/self/ns/net") if sys.platform == "linux" else None
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read()
+
+
+def _all_gather(obj, group: dist.ProcessGroup) -> list:
+    box: list = [None] * dist.get_world_size(group)
+    with transport_errors("connecting the ranks", group):
+        dist.all_gather_object(box, obj, group=group)
+    return box

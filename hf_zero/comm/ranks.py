@@ -1,0 +1,152 @@
+"""Who the ranks of a process group are, and which of them is the reason when the others are no longer reached.
+
+Backends say that a connection was closed, and seldom whose. Here an error of theirs becomes one that names the rank,
+its host and its process.
+"""
+
+import os
+import re
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from hf_zero.errors import CommError, HfZeroError
+
+
+# Of no message that is meant to arrive: sending one only asks whether the connection is open.
+PROBE_TAG = 0x3FFFFFFF
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank of the world runs."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+_PLACES: WeakKeyDictionary[dist.ProcessGroup, list[Place]] = WeakKeyDictionary()
+
+
+def introduce(group: dist.ProcessGroup) -> None:
+    """Lets the ranks of a group know one another's host and process. All of them call it."""
+    if group not in _PLACES:
+        places: list = [None] * dist.get_world_size(group)
+        own = Place(dist.get_rank(), socket.gethostname(), os.getpid())
+        with transport_errors("introducing the ranks", group):
+            dist.all_gather_object(places, own, group=group)
+        _PLACES[group] = places
+
+
+def same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+    """Notes that `group` has the ranks of `other`, in the same order."""
+    if other in _PLACES:
+        _PLACES[group] = _PLACES[other]
+
+
+def name_of(group: dist.ProcessGroup, rank: int) -> str:
+    """A rank of a group in words; its number is the world's, as in its log."""
+    if group in _PLACES:
+        return str(_PLACES[group][rank])
+    return f"rank {dist.get_global_rank(group, rank)}"
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether tensors in the host's memory go through gloo."""
+    return CPU in group._device_types and group._get_backend(CPU).name().lower() == "gloo"
+
+
+def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Gives gloo's collectives in a group a limit, unless whoever made the group has chosen one."""
+    backend = group._get_backend(CPU) if is_gloo(group) else None
+    if backend is not None and backend.options._timeout == default_pg_timeout:
+        backend._set_default_timeout(timedelta(seconds=seconds))
+
+
+def ended(group: dist.ProcessGroup) -> set[int]:
+    """The ranks whose connections are closed, as far as gloo serves the group: no message can be sent to them."""
+    closed = set()
+    for rank in range(dist.get_world_size(group)) if is_gloo(group) else ():
+        try:
+            if rank != dist.get_rank(group):
+                dist.isend(torch.zeros(1), dist.get_global_rank(group, rank), group=group, tag=PROBE_TAG)
+        except RuntimeError as error:
+            if _is_closed(error):  # and not given up by this rank, which had waited long enough
+                closed.add(rank)
+    return closed
+
+
+def failure(
+    what: str,
+    group: dist.ProcessGroup,
+    error: BaseException | str,
+    *,
+    peer: int | None = None,
+    gone: Collection[int] = (),
+    seconds: float | None = None,
+) -> CommError:
+    """The error to raise when ranks are not reached.
+
+    Args:
+        what (`str`): what was under way.
+        group (`dist.ProcessGroup`): the ranks that took part.
+        error (`BaseException` or `str`): what the transport says.
+        peer (`int`, *optional*): the rank of the group that was waited for, if it was a single one.
+        gone (`Collection[int]`): ranks that are known to have ended.
+        seconds (`float`, *optional*): how long was waited at most.
+    """
+    reason, limit = str(error).strip().partition("\n")[0], "" if seconds is None else f" within {seconds:.0f} s"
+    has_waited = bool(re.search("time(d )?out", reason, re.IGNORECASE))
+    if has_waited and peer is not None:  # others that have waited for it may have ended before
+        return CommError(f"{what}: {name_of(group, peer)} does not answer{limit}; look at its log first")
+    gone = ended(group).union(gone, [peer] if peer is not None and _is_closed(error) else [])
+    names = " and ".join(name_of(group, rank) for rank in sorted(gone))
+    if len(gone) == 1:
+        return CommError(f"{what}: {names} has ended; look at its log first")
+    if gone:
+        return CommError(f"{what}: {names} have ended; look at their logs first")
+    if has_waited:
+        return CommError(f"{what}: a rank does not answer{limit}; look at the logs of all ranks")
+    who = "a rank" if peer is None else name_of(group, peer)
+    return CommError(f"{what}: {who} cannot be reached: {reason}; look at the logs of all ranks")
+
+
+@contextmanager
+def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Names the ranks that are not reached where code that is not ours communicates, such as Trainer's.
+
+    Args:
+        what (`str`): what is under way.
+        group (`dist.ProcessGroup`, *optional*): the ranks; by default the world.
+
+    Raises:
+        `CommError`: instead of an error of the transport. All other errors pass.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, HfZeroError) or not _is_of_transport(error) or not dist.is_initialized():
+            raise
+        raise failure(what, group or dist.group.WORLD, error) from error
+
+
+def _is_of_transport(error: RuntimeError) -> bool:
+    # gloo raises plain RuntimeErrors, most of them with the place in its sources
+    return isinstance(error, dist.DistError) or bool(re.search("/gloo/|pair closure", str(error))) or _is_closed(error)
+
+
+def _is_closed(error: BaseException | str) -> bool:
+    closed = "Connection closed by peer|Connection reset by peer|Broken pipe"
+    return isinstance(error, ConnectionError) or bool(re.search(closed, str(error)))

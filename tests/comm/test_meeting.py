@@ -1,0 +1,177 @@
+"""Ranks of one host meet in folders that are theirs alone, whoever else knocks, and leave nothing there."""
+
+import logging
+import os
+import signal
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hf_zero.comm import connect, meeting
+from hf_zero.comm.pairwise import PairwiseComm
+from hf_zero.comm.shared import SharedComm
+from tests.comm.test_pairwise import CPU
+from tests.distributed import RemoteError, run_ranks
+
+
+def _connect():
+    return connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)
+
+
+def _left_over(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("hf_zero_*")]
+
+
+def _knocks_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank first plays a stranger of this user at every door: silent, with a wrong password, gone at once."""
+    real = meeting._connected
+
+    def knocking(listener, doors, rank):
+        strangers = []
+        for door in doors:
+            for said in (None, b"?", meeting._GREETING.pack(0, bytes(16))):
+                strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                with meeting._in(door.folder) as path:
+                    strangers[-1].connect(path)
+                if said is not None:
+                    strangers[-1].send(said)
+            strangers.pop(0).close()
+        return real(listener, doors, rank)
+
+    monkeypatch.setattr(meeting, "_connected", knocking)
+    monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.1)
+
+
+def _shares_memory_all_the_same() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _knocks_before_it_connects(monkeypatch)
+        comm = _connect()
+    assert type(comm) is SharedComm
+    comm.fence()
+
+
+def test_strangers_do_not_keep_ranks_from_sharing_memory():
+    run_ranks(_shares_memory_all_the_same, 3)
+
+
+def _another_user_connects_first() -> None:
+    """The kernel's word counts: whose first connection is another user's is answered at the next."""
+    real, seen = meeting._user_of, []
+
+    def user_of(connection) -> int:
+        seen.append(connection)
+        return -1 if connection.getsockname() and len(seen) == 1 else real(connection)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() == 0:
+            monkeypatch.setattr(meeting, "_user_of", user_of)
+        else:
+            _knocks_before_it_connects(monkeypatch)
+        assert type(_connect()) is SharedComm
+
+
+def test_another_users_connection_is_closed_and_the_next_one_heard():
+    run_ranks(_another_user_connects_first, 2)
+
+
+def _looks_at_the_folders(folder: str) -> None:
+    real, seen = meeting._connected, []
+
+    def looking(listener, doors, rank):
+        for door in doors:
+            assert Path(door.folder).parent == Path(folder)
+            seen.append(stat.S_IMODE(os.stat(door.folder).st_mode))
+        return real(listener, doors, rank)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(meeting.tempfile, "tempdir", folder)
+        monkeypatch.setattr(meeting, "_connected", looking)
+        assert type(_connect()) is SharedComm
+    assert seen == [0o700] * dist.get_world_size()
+
+
+def test_the_folders_are_private_and_removed_when_all_have_connected(tmp_path):
+    deep = tmp_path / ("long" * 30)  # longer than the path of a socket may be
+    deep.mkdir()
+    run_ranks(_looks_at_the_folders, 2, str(deep))
+    assert _left_over(deep) == []
+
+
+def _one_is_killed_while_they_meet(folder: str) -> None:
+    def killed(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(meeting.tempfile, "tempdir", folder)
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(meeting, "_connected", killed)
+        with pytest.raises(RuntimeError, match=r"^connecting the ranks: rank 1 \(.*\) has ended"):
+            _connect()
+    Path(folder, f"said{dist.get_rank()}").touch()
+
+
+def test_the_folder_of_a_rank_that_is_killed_is_removed_by_the_others(tmp_path):
+    with pytest.raises(RemoteError):
+        run_ranks(_one_is_killed_while_they_meet, 2, str(tmp_path))
+    assert (tmp_path / "said0").exists() and _left_over(tmp_path) == []
+
+
+def _says_why(hinder) -> list[str]:
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("hf_zero.comm.world")
+    logger.addHandler(handler)
+    try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            hinder(monkeypatch)
+            assert type(_connect()) is PairwiseComm
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def _refused(monkeypatch) -> None:
+    def refuse(*_):
+        raise ConnectionRefusedError("refused")
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(meeting, "_connected", refuse)
+
+
+def _nowhere_to_listen(monkeypatch) -> None:
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(meeting.tempfile, "tempdir", "/nowhere")
+
+
+def _apart(monkeypatch) -> None:
+    name = f"a network of rank {dist.get_rank()}"
+    monkeypatch.setattr(meeting, "host_name", lambda: name)
+
+
+def _several_hosts(monkeypatch) -> None:
+    _apart(monkeypatch)
+    name = f"the boot of rank {dist.get_rank()}"
+    monkeypatch.setattr(meeting, "_boot_id", lambda: name)
+
+
+REASONS = [
+    (_refused, "rank 1 (", "refused"),
+    (_nowhere_to_listen, "rank 1 (", "No such file or directory"),
+    (_apart, "", "they are in network namespaces of their own"),
+]
+
+
+@pytest.mark.parametrize("hinder, who, why", REASONS)
+def test_rank_0_says_once_why_ranks_of_one_host_share_no_memory(hinder, who, why):
+    first, second = run_ranks(_says_why, 2, hinder)
+    assert len(first) == 1 and second == []
+    beginning = f"hf_zero: ranks of one host send messages instead of sharing memory: {who}"
+    assert first[0].startswith(beginning) and why in first[0]
+
+
+def test_nothing_is_said_where_memory_could_not_be_shared():
+    assert run_ranks(_says_why, 2, _several_hosts) == [[], []]

@@ -1,0 +1,209 @@
+"""Whatever a rank is waited for, those that wait say which one has ended, or does not answer."""
+
+import os
+import re
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from hf_zero.comm import connect
+from hf_zero.comm.agreement import together
+from hf_zero.comm.base import Comm
+from hf_zero.comm.native import NativeComm
+from hf_zero.comm.ranks import is_gloo, take_timeout, transport_errors
+from hf_zero.errors import CommError
+from hf_zero.trainer import ZeroTrainingArguments
+from tests import models
+from tests.comm.test_pairwise import CPU
+from tests.distributed import RemoteError, run_ranks
+from tests.trainer.harness import Rows, make, reset_accelerate
+
+
+VICTIM = 1
+NUMEL = 1024
+
+
+def _reduce(comm: Comm) -> None:
+    full, out = comm.empty(NUMEL * comm.num_ranks, torch.float32), torch.empty(NUMEL)
+    comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="layers.3").wait()
+
+
+def _gather(comm: Comm) -> None:
+    full = comm.empty(NUMEL * comm.num_ranks, torch.float32)
+    comm.gather(full, full.chunk(comm.num_ranks)[comm.rank], what="layers.3").wait()
+
+
+def _exchange(comm: Comm) -> None:
+    values = [torch.empty(NUMEL) for _ in range(comm.num_ranks)]
+    others = [rank for rank in range(comm.num_ranks) if rank != comm.rank]
+    sends, receives = [(torch.ones(NUMEL), rank) for rank in others], [(values[rank], rank) for rank in others]
+    comm.exchange(sends, receives, what="layers.3").wait()
+
+
+COLLECTIVES = {
+    "gather": _gather,
+    "reduce": _reduce,
+    "exchange": _exchange,
+    "fence": lambda comm: comm.fence(),
+    "barrier": lambda comm: comm.barrier(),
+    "vector": lambda comm: comm.all_gather_vector(torch.ones(3)),
+    "object": lambda comm: comm.all_gather_object({"rank": comm.rank}),
+    "broadcast": lambda comm: comm.broadcast_(torch.ones(3)),
+    "broadcast object": lambda comm: comm.broadcast_object("all"),
+    "receive": lambda comm: comm.receive(torch.ones(3), VICTIM),
+    "agreement": lambda comm: together(comm, "saving", lambda: None),
+    "aside": lambda comm: comm.aside("files").all_gather_object(comm.rank),
+}
+# Without shared memory a fence is nothing.
+CASES = [(kind, name) for kind in ("shared", "messages", "native") for name in COLLECTIVES]
+CASES = [(kind, name) for kind, name in CASES if kind == "shared" or name != "fence"]
+
+
+def _connected(kind: str, timeout_seconds: float = 60.0) -> Comm:
+    group = dist.new_group()  # that of the other tests stays whole
+    shared = kind == "shared"
+    comm = connect(CPU, group=group, timeout_seconds=timeout_seconds, bucket_nbytes=2**20, shared_memory=shared)
+    return NativeComm(comm.group, CPU, timeout_seconds, 2**20) if kind == "native" else comm
+
+
+def _lose_one(kind: str, name: str, folder: Path) -> None:
+    """All collectives but the last go well; before that, a rank is killed."""
+    comm = _connected(kind)
+    comm.aside("files")
+    comm.barrier()
+    _note_place(folder)
+    comm.barrier()
+    if comm.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        while True:  # what a rank has sent before its end still arrives
+            COLLECTIVES[name](comm)
+    assert time.monotonic() - begin < 20.0
+    _end(folder, caught.value)
+
+
+def _end(folder: Path, error: CommError) -> None:
+    """As a process does that nobody catches the error in."""
+    (folder / f"said{dist.get_rank()}").write_text(str(error), encoding="utf-8")
+    os._exit(1)
+
+
+def _note_place(folder: Path) -> None:
+    place = f"rank {dist.get_rank()} ({socket.gethostname()}, pid {os.getpid()})"
+    (folder / f"place{dist.get_rank()}").write_text(place, encoding="utf-8")
+
+
+def _said(folder: Path) -> tuple[str, list[str]]:
+    """The place of the victim, and what the other ranks said."""
+    said = [(folder / f"said{rank}").read_text(encoding="utf-8") for rank in range(3) if rank != VICTIM]
+    return (folder / f"place{VICTIM}").read_text(encoding="utf-8"), said
+
+
+@pytest.mark.parametrize("kind, name", CASES)
+def test_a_rank_that_is_killed_is_named_by_all_others(kind, name, tmp_path):
+    with pytest.raises(RemoteError):
+        run_ranks(_lose_one, 3, kind, name, tmp_path)
+    victim, said = _said(tmp_path)
+    for line in said:
+        # a rank that heard of it first may have ended too when the next one looks
+        assert victim in line and re.search(r" (has|have) ended; look at (its log|their logs) first$", line), line
+        assert "\n" not in line
+
+
+def _lose_one_in_training(folder: Path) -> None:
+    """The next that the others do is a collective of Trainer's own."""
+    rank = dist.get_rank()
+    trainer = make(3, folder / "run", models.build("bert"), Rows("bert"))
+    log = trainer._maybe_log_save_evaluate
+
+    def log_or_die(*values, **named):
+        if trainer.state.global_step == 2:
+            _note_place(folder)
+            trainer.zero_engine.comm.barrier()
+            if rank == VICTIM:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return log(*values, **named)
+
+    trainer._maybe_log_save_evaluate = log_or_die
+    with pytest.raises(CommError) as caught:
+        trainer.train()
+    _end(folder, caught.value)
+
+
+def test_a_rank_that_is_killed_is_named_where_trainer_communicates(tmp_path):
+    with pytest.raises(RemoteError):
+        run_ranks(_lose_one_in_training, 3, tmp_path)
+    victim, said = _said(tmp_path)
+    assert all(victim in line and line.startswith("training: ") for line in said), said
+
+
+def _one_stays_away(kind: str, name: str) -> str:
+    comm = _connected(kind, timeout_seconds=2.0)
+    comm.aside("files")
+    if comm.rank == VICTIM:
+        time.sleep(4.0)
+        return ""
+    with pytest.raises(CommError) as caught:
+        COLLECTIVES[name](comm)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["shared", "messages"])
+@pytest.mark.parametrize("name", ["vector", "object", "barrier", "aside", "agreement"])
+def test_a_rank_that_does_not_answer_is_named(kind, name):
+    for rank, line in enumerate(run_ranks(_one_stays_away, 3, kind, name)):
+        if rank != VICTIM:
+            pattern = rf": rank {VICTIM} \(.*, pid \d+\) does not answer within 2 s; look at its log first$"
+            assert re.search(pattern, line), line
+
+
+def _others_pass() -> None:
+    with pytest.raises(RuntimeError, match="^out of memory$") as caught, transport_errors("training"):
+        raise RuntimeError("out of memory")
+    assert type(caught.value) is RuntimeError
+    with pytest.raises(ValueError), transport_errors("training"):
+        raise ValueError("Connection reset by peer")
+    first = CommError("saving: rank 1 has ended")
+    with pytest.raises(CommError) as caught, transport_errors("training"):
+        raise first
+    assert caught.value is first
+
+
+def test_other_errors_pass():
+    run_ranks(_others_pass, 2)
+
+
+def _takes_timeouts() -> None:
+    chosen = dist.new_group(timeout=timedelta(seconds=40))
+    for group, wanted in ((dist.new_group(), 5), (chosen, 40)):
+        assert is_gloo(group)
+        take_timeout(group, 5.0)
+        assert group._get_backend(CPU).options._timeout == timedelta(seconds=wanted)
+
+
+def test_a_limit_that_was_chosen_for_a_group_stays():
+    run_ranks(_takes_timeouts, 2)
+
+
+def _calls_a_collective_alone(folder: Path) -> None:
+    reset_accelerate()
+    backend = dist.group.WORLD._get_backend(CPU)
+    backend._set_default_timeout(default_pg_timeout)  # as in a group that accelerate has made
+    ZeroTrainingArguments(output_dir=str(folder), use_cpu=True, ddp_timeout=2, report_to=[])
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="Timed out waiting 2000ms"):
+            dist.all_reduce(torch.ones(1))
+    else:
+        time.sleep(5.0)
+
+
+def test_ddp_timeout_limits_the_collectives_of_the_world(tmp_path):
+    run_ranks(_calls_a_collective_alone, 2, tmp_path, timeout=30.0)
