@@ -16,7 +16,6 @@ from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.native import NativeComm
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import build, opaque, partition
-from hf_zero.engine.placeholder import Placeholders
 from hf_zero.errors import ConfigError
 
 
@@ -76,7 +75,6 @@ def fake_ranks(monkeypatch) -> Iterator[None]:
     for module in (build, opaque, partition):
         monkeypatch.setattr(module, "is_opaque", lambda param: False)
     monkeypatch.setattr(partition, "can_be_moved", lambda param: True)
-    monkeypatch.setattr(Placeholders, "check", lambda self: None)
     monkeypatch.setattr(DistributedComm, "all_gather_object", lambda self, obj, **_: [obj] * self.num_ranks)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=NUM_RANKS)

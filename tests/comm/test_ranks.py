@@ -199,11 +199,15 @@ def _calls_a_collective_alone(folder: Path) -> None:
     backend._set_default_timeout(default_pg_timeout)  # as in a group that accelerate has made
     ZeroTrainingArguments(output_dir=str(folder), use_cpu=True, ddp_timeout=2, report_to=[])
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="Timed out waiting 2000ms"):
+        with pytest.raises(RuntimeError) as caught:
             dist.all_reduce(torch.ones(1))
+        (folder / "said").write_text(str(caught.value), encoding="utf-8")
     else:
         time.sleep(5.0)
+    os._exit(1)  # connections that have timed out are closed: other tests take new ranks
 
 
 def test_ddp_timeout_limits_the_collectives_of_the_world(tmp_path):
-    run_ranks(_calls_a_collective_alone, 2, tmp_path, timeout=30.0)
+    with pytest.raises(RemoteError):
+        run_ranks(_calls_a_collective_alone, 2, tmp_path, timeout=30.0)
+    assert "Timed out waiting 2000ms" in (tmp_path / "said").read_text(encoding="utf-8")
