@@ -410,7 +410,7 @@ class Flat:
         for index, (p, shown) in enumerate(zip(self.params, self.shown)):
             values = local_of(p)
             # a placeholder is asked first: who takes its address counts as one who writes to it
-            if not is_untouched(values) and values.data_ptr() != shown.data_ptr() and p.numel():
+            if not is_untouched(values) and p.numel() and _memory_of(values) != _memory_of(shown):
                 yield index
 
     def take_assigned(self, index: int) -> None:
@@ -489,3 +489,8 @@ class Flat:
         for piece in self.layout.pieces(low, high):
             info = self.infos[piece.index]
             yield NamedShard(info.name, info.shape, piece.start, window[piece.offset : piece.offset + piece.numel])
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins: unlike its address, this is also known of tensors without data."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()

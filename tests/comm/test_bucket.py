@@ -15,7 +15,7 @@ from hf_zero.comm.bucket import Bucket
 from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.native import NativeComm
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import build, opaque, partition
+from hf_zero.engine import away, build, opaque, partition
 from hf_zero.errors import ConfigError
 
 
@@ -75,6 +75,7 @@ def fake_ranks(monkeypatch) -> Iterator[None]:
     for module in (build, opaque, partition):
         monkeypatch.setattr(module, "is_opaque", lambda param: False)
     monkeypatch.setattr(partition, "can_be_moved", lambda param: True)
+    monkeypatch.setattr(away, "is_written", lambda placeholder: False)
     monkeypatch.setattr(DistributedComm, "all_gather_object", lambda self, obj, **_: [obj] * self.num_ranks)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=NUM_RANKS)
