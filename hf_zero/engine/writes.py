@@ -52,7 +52,7 @@ def take(engine: "ZeroEngine") -> None:
     bits = torch.stack([bits_of(flat.full) for flat in flats])
     known = torch.stack([now if flat.bits is None else flat.bits for now, flat in zip(bits, flats)])
     is_well = torch.full((1,), failure is None, dtype=torch.int64, device=bits.device)
-    rows = comm.all_gather_vector(torch.cat([bits, bits == known, is_well]))
+    rows = comm.all_gather_vector(torch.cat([bits, bits == known, is_well]), what="the optimizer's step")
     if failure is not None:
         raise failure
     _refuse_unlike(engine, flats, rows)
