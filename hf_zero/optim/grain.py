@@ -12,13 +12,13 @@ from hf_zero.optim.combined import CombinedOptimizer
 # Optimizers whose update of an element depends on that element's own history alone, by class name.
 ELEMENTWISE = frozenset(
     "SGD Adam AdamW Adagrad RMSprop NAdam RAdam Adamax ASGD Rprop Adadelta Lion Lion32bit FusedAdam "
-    "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree".split()
+    "AdEMAMix AdamWScheduleFree RAdamScheduleFree SGDScheduleFree".split()
 )
 
 # Optimizers whose state is quantised in blocks of elements that share a scale (torchao's and bitsandbytes').
 BLOCKWISE = frozenset(
     "Adam8bit AdamW8bit Adam4bit AdamW4bit AdamFp8 AdamWFp8 PagedAdam8bit PagedAdamW8bit Lion8bit PagedLion8bit "
-    "RMSprop8bit".split()
+    "RMSprop8bit AdEMAMix8bit".split()
 )
 
 # Optimizers that look at a parameter as a whole, but at no other.

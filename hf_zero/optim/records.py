@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hf_zero.config import Place
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import state as run_state
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.runs import Run
@@ -189,8 +189,12 @@ class StateRecords(torch.optim.Optimizer):
     def state_tensors(self) -> Iterator[tuple[Tensor, Place]]:
         """Every tensor of the state on this rank, and where it rests; of quantised ones, those they are made of."""
         for run in self.runs:
-            for _, tensor in run_state.plain_tensors(self.state.get(run.param, {})):
+            for tensor in self._tensors_of(run):
                 yield tensor, run.flat.master_at
+
+    def _tensors_of(self, run: Run) -> Iterator[Tensor]:
+        for _, tensor in run_state.plain_tensors(self.state.get(run.param, {}), run.is_whole):
+            yield tensor
 
     def expected_state(self) -> Iterator[tuple[torch.dtype, int, Place]]:
         """Dtype, number of elements and resting place of every state tensor on this rank, single numbers left out;
@@ -198,12 +202,12 @@ class StateRecords(torch.optim.Optimizer):
         dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
         for run in self.runs:
             if run.param in self.state:
-                tensors = [tensor for _, tensor in run_state.plain_tensors(self.state[run.param])]
-                yield from ((tensor.dtype, tensor.numel(), run.flat.master_at) for tensor in tensors if tensor.dim())
+                tensors = (tensor for tensor in self._tensors_of(run) if tensor.dim())
+                yield from ((tensor.dtype, tensor.numel(), run.flat.master_at) for tensor in tensors)
             elif self._inner_of[run.group] not in self._exchanges:
                 key = (run.group, run.param.dtype)
                 if key not in dtypes:
-                    dtypes[key] = list(self._try_state(*key).values())
+                    dtypes[key] = list(self._state_dtypes(*key).values())
                 yield from ((dtype, run.param.numel(), run.flat.master_at) for dtype in dtypes[key])
 
     @property
@@ -211,12 +215,34 @@ class StateRecords(torch.optim.Optimizer):
         """The optimizers whose state is not among `expected_state` before the first step."""
         return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
 
-    def _try_state(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """The dtypes by key of the state of a few elements, which the optimizer makes and forgets again."""
+    def _state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """By key the dtypes of the state's tensors, of elements of this dtype."""
+        found = run_state.plain_tensors(self._try_state(group, dtype))
+        return {key: tensor.dtype for key, tensor in found if tensor.dim()}
+
+    def _try_state(self, group: int, dtype: torch.dtype) -> dict:
+        """The state of a few elements, which the optimizer makes and forgets again."""
         param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
         self._step_alone(param, group)
-        found = run_state.plain_tensors(self.state.pop(param, {}))
-        return {key: tensor.dtype for key, tensor in found if tensor.dim()}
+        return self.state.pop(param, {})
+
+    def _refuse_in_files(self) -> None:
+        """Refuses optimizers whose masters or state cannot come from the disk a piece at a time.
+
+        Raises:
+            `ConfigError`: naming the optimizer.
+        """
+        for group, inner in enumerate(self._inner_of):
+            if inner in self._exchanges or hasattr(inner, "eval"):
+                reason = "needs more than a part of the masters at a time"
+            elif any(isinstance(v, Tensor) and v.dim() > 1 for v in self._try_state(group, torch.float32).values()):
+                reason = "keeps more than one value for each element in one tensor of its state"
+            else:
+                continue
+            raise ConfigError(
+                f"offload_dir: {type(inner).__name__} {reason}; use another elementwise optimizer, such as AdamW, or "
+                "offload to the host's memory, without offload_dir"
+            )
 
     def unsharded_state_nbytes(self) -> int:
         """Bytes of the state over whole parameters, as far as it grows with them: what this rank has for each element,
@@ -226,7 +252,7 @@ class StateRecords(torch.optim.Optimizer):
         nbytes = 0
         for inner in self._inners:
             runs = [run for run in self._runs_of(inner) if self.state.get(run.param)]
-            tensors = [t for run in runs for _, t in run_state.plain_tensors(self.state[run.param]) if t.dim()]
+            tensors = [tensor for run in runs for tensor in self._tensors_of(run) if tensor.dim()]
             held = sum(run.stop - run.start for run in runs)
             if held:
                 found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -29,6 +29,7 @@ class Run:
         group (`int`): index of the optimizer group.
         param (`nn.Parameter`): view of the master, 1-D or a whole parameter in its shape. Of a range that this rank
             does not hold, a placeholder but for the time of its update.
+        is_whole (`bool`): the optimizer sees a whole parameter, and may keep state of any shape for it.
     """
 
     unit: Unit
@@ -37,6 +38,7 @@ class Run:
     stop: int
     group: int
     param: nn.Parameter
+    is_whole: bool = False
 
     @property
     def flat(self) -> Flat:
@@ -113,7 +115,7 @@ class Share:
         start, stop = self.ranges[rank]
         if start == stop:
             return None
-        run = Run(self.unit, self.gradient, start, stop, self.group, None)
+        run = Run(self.unit, self.gradient, start, stop, self.group, None, is_whole=self.shape is not None)
         flat, shape = run.flat, self.shape or (stop - start,)
         if run.is_held:
             values = flat.master.detach()[start - flat.held[0] : stop - flat.held[0]].view(shape)

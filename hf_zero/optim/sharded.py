@@ -94,25 +94,20 @@ class ShardedOptimizer(StateRecords):
         """Where masters rest on disk, takes room for the state beside them, and brings both from there.
 
         Raises:
-            `ConfigError`: for optimizers that look at all their masters at a time.
+            `ConfigError`: for optimizers that look at all their masters at a time, or stack their state.
             `StorageError`: on all ranks, when the disk has no room.
         """
         disk = self.engine.disk
         if disk is None:
             return None
-        for inner in self._inners:
-            if inner in self._exchanges or hasattr(inner, "eval"):
-                raise ConfigError(
-                    f"offload_dir: {type(inner).__name__} needs more than a part of the masters at a time; use an "
-                    "elementwise optimizer such as AdamW, or offload to the host's memory, without offload_dir"
-                )
-        try_state = cache(self._try_state)
+        self._refuse_in_files()
+        state_dtypes = cache(self._state_dtypes)
         return Swap(
             disk,
             self.engine.comm,
             runs=[run for run in self.runs if run.flat.on_disk is not None],
             state=self.state,
-            state_of=lambda run: try_state(run.group, run.param.dtype),
+            state_of=lambda run: state_dtypes(run.group, run.param.dtype),
         )
 
     def _in_turn(self, *, writes: bool) -> Iterator[list[Run]]:

@@ -15,14 +15,30 @@ from hf_zero.optim.runs import Run
 TABLES = ("qmap", "qmap1", "qmap2")
 
 
-def plain_tensors(state: dict) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one run's state; of those that are made of others (quantised ones), the others."""
+def plain_tensors(state: dict, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one run's state; of those that are made of others, the others.
+
+    Quantised tensors are made of codes and scales. One that has rows for a stretch of elements (AdEMAMix keeps both of
+    its averages in one tensor) is made of these: each row can be cut where the stretch can.
+
+    Args:
+        state (`dict`): by key.
+        is_whole (`bool`): it belongs to a whole parameter, and is in whatever shape the optimizer likes.
+    """
     for key, value in state.items():
-        if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-            for part in value.__tensor_flatten__()[0]:
-                yield f"{key}_{part}", getattr(value, part)
-        elif isinstance(value, Tensor):
-            yield key, value
+        if isinstance(value, Tensor):
+            yield from _parts(key, value, is_whole)
+
+
+def _parts(key: str, value: Tensor, is_whole: bool) -> Iterator[tuple[str, Tensor]]:
+    if is_traceable_wrapper_subclass(value):
+        for part in value.__tensor_flatten__()[0]:
+            yield f"{key}_{part}", getattr(value, part)
+    elif value.dim() == 2 and not is_whole:
+        for index, row in enumerate(value):
+            yield f"{key}_{index}", row
+    else:
+        yield key, value
 
 
 def is_number(value, run: Run) -> bool:
@@ -41,8 +57,9 @@ def state_shards(run: Run, state: dict, only: tuple[int, int]) -> Iterator[tuple
     Raises:
         `CheckpointError`: for state of several parameters at once.
     """
-    for key, tensor in plain_tensors(state):
-        if is_number(tensor, run) or key.endswith(TABLES):
+    found = {key: value for key, value in state.items() if not is_number(value, run)}
+    for key, tensor in plain_tensors(found, run.is_whole):
+        if key.endswith(TABLES):
             continue
         if tensor.shape == run.param.shape:
             for shard in run.named(tensor, only):
@@ -99,10 +116,12 @@ def set_numbers(run: Run, state: dict, values: dict[str, float], optimizer: str)
 
 
 def part_of(value, param: Tensor, window: slice):
-    """A part of one state value: a window of what is shaped like the run, a copy of what is not."""
-    if isinstance(value, Tensor):
-        return value[window] if value.shape == param.shape and value.dim() == 1 else value.clone()
-    return value
+    """A part of one state value: a window of what is shaped like the run, or has rows that are; a copy of what is
+    not."""
+    if not isinstance(value, Tensor):
+        return value
+    is_cut = param.dim() == 1 and value.dim() in (1, 2) and value.shape[-1:] == param.shape
+    return value[..., window].contiguous() if is_cut else value.clone()
 
 
 def group_as_json(group: dict) -> dict:

@@ -57,9 +57,12 @@ def _sample(make: MakeOptimizer, dtype: torch.dtype) -> dict[str, Tensor]:
     if hasattr(optimizer, "train"):
         optimizer.train()  # schedule-free ones step in training alone
     optimizer.step()
-    tensors = {
-        key: value for key, value in optimizer.state[param].items() if isinstance(value, Tensor) and value.dim()
-    }
+    tensors = {}
+    for key, value in optimizer.state[param].items():
+        if isinstance(value, Tensor) and value.shape[1:] == param.shape:  # several for each element, as in AdEMAMix
+            tensors.update((f"{key}_{index}", row) for index, row in enumerate(value))
+        elif isinstance(value, Tensor) and value.dim():
+            tensors[key] = value
     strange = [key for key, tensor in tensors.items() if tensor.shape != param.shape]
     if strange:
         raise ConfigError(

@@ -47,6 +47,8 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "4-bit AdamW (torchao)": _on_all("torchao.optim", "AdamW4bit", **ADAM),
     "8-bit AdamW (bitsandbytes)": _on_all("bitsandbytes.optim", "AdamW", optim_bits=8, **ADAM),
     "8-bit Lion (bitsandbytes)": _on_all("bitsandbytes.optim", "Lion", optim_bits=8, lr=1e-4),
+    "AdEMAMix (bitsandbytes)": _on_all("bitsandbytes.optim", "AdEMAMix", t_alpha=6, t_beta3=6, **ADAM),
+    "8-bit AdEMAMix (bitsandbytes)": _on_all("bitsandbytes.optim", "AdEMAMix", optim_bits=8, **ADAM),
     "Schedule-free AdamW": _on_all("schedulefree", "AdamWScheduleFree", warmup_steps=2, **ADAM),
     "Schedule-free RAdam": _on_all("schedulefree", "RAdamScheduleFree", **ADAM),
     "Schedule-free SGD": _on_all("schedulefree", "SGDScheduleFree", lr=0.05, warmup_steps=2),

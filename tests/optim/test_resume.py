@@ -52,7 +52,7 @@ def _resume(folder: str, kind: str, stage: int, exact: bool) -> None:
     assert losses == (unbroken if exact else pytest.approx(unbroken, rel=1e-5)), f"stage {stage}"
 
 
-@each_kind(("Muon with AdamW", "8-bit AdamW (torchao)"))
+@each_kind(("Muon with AdamW", "8-bit AdamW (torchao)", "AdEMAMix (bitsandbytes)"))
 def test_a_resumed_run_is_the_unbroken_one_whatever_the_ranks_and_the_stage(tmp_path, kind):
     kinds.skip_without(kind)
     run_ranks(_save, 2, str(tmp_path), kind, 3, timeout=240)
@@ -91,6 +91,21 @@ def test_quantised_state_is_saved_as_codes_and_scales(tmp_path):
     assert found[f"{gate}.exp_avg_codes"][0] == "U8" and found[f"{gate}.exp_avg_scale"] == ("F32", (260 * 128 // 256,))
     assert found["model.norm.weight.exp_avg"] == ("F32", (128,)), "too small to be quantised"
     assert not any(name.endswith("qmap") for name in found), "the tables follow from the optimizer"
+
+
+@pytest.mark.parametrize("num_bits", [8, 32])
+def test_rows_of_state_are_saved_each_by_itself(tmp_path, num_bits):
+    kind = {8: "8-bit AdEMAMix (bitsandbytes)", 32: "AdEMAMix (bitsandbytes)"}[num_bits]
+    kinds.skip_without(kind)
+    run_ranks(_save, 2, str(tmp_path), kind, 3)
+    found = _whole(str(tmp_path), kind)
+    gate = "model.layers.1.mlp.gate_proj.weight"
+    shape = (260, 128) if num_bits == 8 else (52, 24)
+    for key in ("state1_0", "state1_1", "state2"):
+        assert found[f"{gate}.{key}"] == ("U8" if num_bits == 8 else "F32", shape)
+    scales = {name for name in found if name.startswith(f"{gate}.absmax")}
+    assert scales == ({f"{gate}.{key}" for key in ("absmax1_0", "absmax1_1", "absmax2")} if num_bits == 8 else set())
+    assert all(found[name] == ("F32", (260 * 128 // 256,)) for name in scales)
 
 
 class Listing(torch.optim.SGD):

@@ -338,6 +338,25 @@ def test_optimizers_that_need_all_masters_at_a_time_are_refused(tmp_path):
         hf_zero.ShardedOptimizer(engine, torch.optim.Adafactor)
 
 
+class Stacked(torch.optim.SGD):
+    """Keeps two averages of each element in one tensor, as AdEMAMix does."""
+
+    elementwise = True
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["averages"] = torch.stack([p.grad, p.grad])
+
+
+def test_optimizers_that_stack_their_state_are_refused(tmp_path):
+    engine = hf_zero.shard(models.build("mlp"), stage=3, offload="optimizer", offload_dir=str(tmp_path))
+    with pytest.raises(
+        ConfigError, match="^offload_dir: Stacked keeps more than one value for each element in one tensor of its st"
+    ):
+        hf_zero.ShardedOptimizer(engine, Stacked, lr=0.1)
+
+
 class Switched(torch.optim.SGD):
     """Has other parameters to evaluate than to train, as schedule-free optimizers do."""
 

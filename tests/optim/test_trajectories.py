@@ -111,6 +111,44 @@ def test_an_expert_that_nobody_used_is_left_alone(kind):
     run_ranks(_experts, 2, kind)
 
 
+class Pair(nn.Module):
+    """Two layers of one unit, of which one is used at some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, uses_both: bool):
+        return (self.always(x) + (self.sometimes(x) if uses_both else 0)).square().mean()
+
+
+def _pair(kind: str) -> None:
+    make = kinds.KINDS[kind]
+    records = []
+    for stage in (None, 0, 2, 3):
+        torch.manual_seed(0)
+        model = Pair()
+        subject = Plain(model, make) if stage is None else Sharded(model, make, stage)
+        losses = []
+        for step in range(5):
+            torch.manual_seed(10 * step + dist.get_rank())
+            loss = subject(x=torch.randn(4, 8), uses_both=step % 2 == 0)
+            loss.backward()
+            losses.append(loss.detach())
+            subject.optimizer.step()
+            subject.optimizer.zero_grad()
+        records.append(Record(torch.stack(losses), torch.zeros(0), subject.weights()))
+    plain, zero, *others = records
+    assert_close(zero, plain, "stage 0 and DDP")
+    for record in others:
+        assert_equal(record, zero, "stages 2 and 3 and stage 0")
+
+
+def test_rows_of_state_are_divided_where_a_parameter_is_unused_later():
+    kinds.skip_without("AdEMAMix (bitsandbytes)")
+    run_ranks(_pair, 2, "AdEMAMix (bitsandbytes)")
+
+
 def _half(kind: str, num_steps: int) -> None:
     """bf16 compute, fp32 masters, three ranks, a part frozen: bit for bit alike at all stages, and they learn."""
     records = []

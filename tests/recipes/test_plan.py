@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from transformers.utils import is_bitsandbytes_available
 
 from hf_zero.recipes.cli import main
 
@@ -57,6 +58,9 @@ def test_settings_change_what_they_are_for(config_file, capsys):
     assert _mib(offloaded, "in files") > 0 and _mib(offloaded, "at rest") < _mib(text, "at rest")
     momentum = _plan(capsys, config_file, *SETTINGS, "--optim", "lion_32bit")
     assert _mib(momentum, "optimizer state") == pytest.approx(_mib(text, "optimizer state") / 2, abs=0.01)
+    if is_bitsandbytes_available():  # three values for each element, two of them in one tensor
+        mixed = _plan(capsys, config_file, *SETTINGS, "--optim", "ademamix")
+        assert _mib(mixed, "optimizer state") == pytest.approx(1.5 * _mib(text, "optimizer state"), abs=0.02)
     adapted = _plan(capsys, config_file, *SETTINGS, "--use_peft", "--lora_r", "4")
     assert _mib(adapted, "optimizer state") < _mib(text, "optimizer state") / 2
     two = _plan(

@@ -16,6 +16,8 @@ OPTIMS = {
     "adafactor": ("Adafactor", {}),
     "adamw_torch_8bit": ("8-bit AdamW (torchao)", {"max_grad_norm": 1e9}),
     "adamw_bnb_8bit": ("8-bit AdamW (bitsandbytes)", {"max_grad_norm": 1e9}),
+    "ademamix": ("AdEMAMix (bitsandbytes)", {}),
+    "ademamix_8bit": ("8-bit AdEMAMix (bitsandbytes)", {"max_grad_norm": 1e9}),
     "schedule_free_adamw": ("Schedule-free AdamW", {"eval_strategy": "steps", "eval_steps": 2, "warmup_steps": 2}),
     "schedule_free_sgd": ("Schedule-free SGD", {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.05}),
 }
@@ -30,7 +32,7 @@ def _forget_overrides() -> None:
 
 def _run(stage, folder, optim: str):
     feature, settings = OPTIMS[optim]
-    if "bnb" in optim:
+    if "bnb" in optim or "8bit" in optim:
         _forget_overrides()
     torch.manual_seed(0)
     parts = {"eval_dataset": Rows("llama", count=6, seed=1)} if "eval_strategy" in settings else None
