@@ -158,7 +158,7 @@ class Comm:
         return vector.detach().cpu().reshape(1, -1)
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrites `tensor` by rank 0's, in place."""
+        """Overwrites a contiguous `tensor`, of any dtype, by rank 0's."""
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

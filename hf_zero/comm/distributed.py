@@ -41,8 +41,8 @@ class DistributedComm(Comm):
         self._asides: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
-        ops = [dist.P2POp(dist.irecv, tensor, self._peers[rank], self.group) for tensor, rank in receives]
-        ops += [dist.P2POp(dist.isend, tensor, self._peers[rank], self.group) for tensor, rank in sends]
+        ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in receives]
+        ops += [dist.P2POp(dist.isend, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in sends]
         self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
         with self._reaching(f"exchange of unit {what!r}"):
             works = dist.batch_isend_irecv(ops) if ops else []
@@ -63,7 +63,7 @@ class DistributedComm(Comm):
 
     def broadcast_(self, tensor: Tensor) -> None:
         with self._reaching("a broadcast", 0 if self.rank else None):
-            dist.broadcast(tensor, self._peers[0], group=self.group)
+            dist.broadcast(bytes_of(tensor), self._peers[0], group=self.group)
         self.counters.add("broadcast", tensor.numel() * tensor.element_size() if self.rank == 0 else 0)
 
     def barrier(self) -> None:
@@ -89,12 +89,12 @@ class DistributedComm(Comm):
 
     def send(self, tensor: Tensor, rank: int) -> None:
         with self._reaching("sending", rank):
-            dist.send(tensor, self._peers[rank], group=self.group)
+            dist.send(bytes_of(tensor), self._peers[rank], group=self.group)
         self.counters.add("send", tensor.numel() * tensor.element_size())
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         with self._reaching("receiving", rank):
-            dist.recv(tensor, self._peers[rank], group=self.group)
+            dist.recv(bytes_of(tensor), self._peers[rank], group=self.group)
 
     def broadcast_object(self, obj):
         box = [obj]
@@ -159,3 +159,9 @@ class DistributedComm(Comm):
     def _failed(self, what: str, peer: int | None, error: BaseException | str) -> CommError:
         gone = set().union(*(ranks.ended(aside.group) for aside in self._asides.values()))
         return ranks.failure(what, self.group, error, peer=peer, gone=gone, seconds=self.timeout_seconds)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes. What is moved and not summed is moved so: gloo and NCCL know some
+    dtypes only."""
+    return tensor.view(-1).view(torch.uint8)

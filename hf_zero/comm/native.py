@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_zero.comm.base import Pending
 from hf_zero.comm.bucket import Bucket
-from hf_zero.comm.distributed import DistributedComm
+from hf_zero.comm.distributed import DistributedComm, bytes_of
 
 
 # torch 2.13 deprecates the `_tensor` names for these; 2.11 does not have the new ones.
@@ -108,7 +108,7 @@ class NativeComm(DistributedComm):
             work.wait()
 
     def _collect(self, full: Tensor, shard: Tensor):
-        return _all_gather(full, shard, group=self._gather_group, async_op=True)
+        return _all_gather(bytes_of(full), bytes_of(shard), group=self._gather_group, async_op=True)
 
     def _sum(self, full: Tensor, out: Tensor):
         return _reduce_scatter(out, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)

@@ -271,7 +271,7 @@ def _place_buffers(model: nn.Module, comm: Comm) -> None:
                 module._buffers[name] = placed[id(buffer)][1]
     for _, buffer in model.named_buffers():
         if buffer.numel():
-            comm.broadcast_(torch.view_as_real(buffer) if buffer.is_complex() else buffer)
+            comm.broadcast_(buffer)
 
 
 def _keep_in_fp32(model: nn.Module):

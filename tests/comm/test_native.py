@@ -61,6 +61,25 @@ def test_pieces_of_a_reduction_are_its_average(num_ranks, in_dtype, sum_dtype, o
     run_ranks(_reduces, num_ranks, in_dtype, sum_dtype, out_dtype)
 
 
+def _moves(dtypes: list[torch.dtype]) -> None:
+    comm = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL)
+    for dtype in dtypes:
+        shards = [torch.arange(1, 6).add(10 * rank).to(dtype) for rank in range(comm.num_ranks)]
+        full, received = torch.zeros(5 * comm.num_ranks, dtype=dtype), torch.zeros(5, dtype=dtype)
+        comm.gather(full, shards[comm.rank], what="codes").wait()
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(full.chunk(comm.num_ranks), shards)), dtype
+        following, last = (comm.rank + 1) % comm.num_ranks, (comm.rank - 1) % comm.num_ranks
+        comm.exchange([(shards[comm.rank], following)], [(received, last)], what="codes").wait()
+        assert torch.equal(received.float(), shards[last].float()), dtype
+        first = shards[comm.rank].clone()
+        comm.broadcast_(first[0])  # a buffer may be 0-d
+        assert first[0].float() == shards[0][0].float(), dtype
+
+
+def test_values_that_are_not_summed_are_moved_in_any_dtype():
+    run_ranks(_moves, 2, [torch.float8_e4m3fn, torch.int16, torch.uint16, torch.bool])
+
+
 def _pieces_change_no_bit() -> None:
     """Of two ranks the sum has one order: a bucket that holds everything and a tiny one give the same."""
     results = []

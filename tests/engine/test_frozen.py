@@ -240,3 +240,52 @@ def _frozen_later():
 
 def test_a_parameter_frozen_after_sharding_stays_as_it_is():
     run_ranks(_frozen_later, 2, timeout=LIMIT)
+
+
+# gloo's collectives know none of them, NCCL's know float8 alone
+UNSENT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.uint32, torch.bool, torch.complex64)
+
+
+class Coded(nn.Module):
+    """A block over frozen codes in dtypes that are not computed in; a buffer too."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.inner = Block(width)
+        for index, dtype in enumerate(UNSENT):
+            codes = torch.randint(0, 2, (width, width)).to(dtype)
+            self.register_parameter(f"codes_{index}", nn.Parameter(codes, requires_grad=False))
+        self.register_buffer("scale", torch.rand(()).to(torch.float8_e4m3fn))
+
+    def forward(self, hidden):
+        for index, dtype in enumerate(UNSENT):
+            codes = getattr(self, f"codes_{index}")
+            codes = (torch.view_as_real(codes)[..., 0] if dtype.is_complex else codes).float()
+            hidden = hidden + 0.1 * self.scale.float() * hidden @ codes
+        return self.inner(hidden)
+
+
+def _coded(shared_memory: bool) -> None:
+    reference = build_seeded(lambda: Tower(2, block=Coded))
+    wanted = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    losses = [loss_of(reference(inputs(rank, 0))).detach() for rank in range(2)]
+    for stage in ALL_STAGES:
+        torch.manual_seed(dist.get_rank())  # rank 0's values are everyone's
+        model = Tower(2, block=Coded) if dist.get_rank() else build_seeded(lambda: Tower(2, block=Coded))
+        hf_zero.shard(model, stage=stage, shared_memory=shared_memory, **SETTINGS)
+        (loss,) = one_backward(model, dist.get_rank(), 0)
+        torch.testing.assert_close(loss, losses[dist.get_rank()], msg=f"stage {stage}")
+        with hf_zero.gathered(model):
+            for name, p in model.named_parameters():
+                assert p.dtype is wanted[name].dtype
+                assert torch.equal(_bytes(p), _bytes(wanted[name])), f"stage {stage}: {name}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+@pytest.mark.support("Frozen parameters in dtypes that are not computed in", area="Precision", stages=ALL_STAGES)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_frozen_parameters_may_be_of_dtypes_that_are_not_sent_as_numbers(shared_memory):
+    run_ranks(_coded, 2, shared_memory, timeout=LIMIT)
