@@ -25,9 +25,9 @@ WRITTEN = (
     "`with hf_zero.gathered(parameter, writeback=True):`"
 )
 USED = (
-    "{name}: is used outside of its block's forward, where its data is away and reads NaN; make the module that holds "
-    "it an attribute of a module outside of the blocks too, so that it stays whole, or use it and run the backward "
-    "inside `with hf_zero.gathered(...):`, or use stage 2"
+    "{name}: is used outside of its block's forward, where its data is away and reads NaN (a view of it that is kept "
+    "counts too); make the module that holds it an attribute of a module outside of the blocks too, so that it stays "
+    "whole, or use it and run the backward inside `with hf_zero.gathered(...):`, or use stage 2"
 )
 
 
@@ -54,6 +54,8 @@ def refuse_writes(flat: "Flat") -> None:
     Raises:
         `LifecycleError`: when someone has.
     """
+    if flat.shows_placeholders:
+        return
     found = None
     for index, param in enumerate(flat.params):
         values = local_of(param)

@@ -405,8 +405,15 @@ class Flat:
             written = values != master.to(values.dtype)
             master.copy_(torch.where(written, values.to(master.dtype), master))
 
+    @property
+    def shows_placeholders(self) -> bool:
+        """Whether all parameters show placeholders that nobody has written to. Of DTensors it is not known at once."""
+        return all(map(is_untouched, self.params))
+
     def assigned(self) -> Iterator[int]:
         """The parameters whose data is not what the engine made it: somebody has assigned other."""
+        if self.shows_placeholders:
+            return
         for index, (p, shown) in enumerate(zip(self.params, self.shown)):
             values = local_of(p)
             # a placeholder is asked first: who takes its address counts as one who writes to it
@@ -429,6 +436,7 @@ class Flat:
             )
         view.copy_(data)
         put(p, view)
+        self.versions[index] = -1  # it counts as written
 
     def note(self) -> None:
         """The parameters are as the engine made them: whatever changes from now on was written by somebody else."""

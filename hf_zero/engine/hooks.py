@@ -105,20 +105,22 @@ def _hook_outputs(output, inputs, hook) -> None:
     gradient arrives when the backward has come to whoever made it."""
     if not torch.is_grad_enabled():
         return
-    handed_in = {id(tensor) for tensor in tensors_in(inputs)}
+    handed_in = tensors_in(inputs)
+    handed_in += [tensor._base for tensor in handed_in if tensor._base is not None]
+    known = {id(tensor) for tensor in handed_in}
     for tensor in tensors_in(output):
-        if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in handed_in:
-            _written_through(tensor, handed_in).register_hook(hook)
+        if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in known:
+            _written_through(tensor, known).register_hook(hook)
 
 
-def _written_through(tensor: Tensor, handed_in: set[int]) -> Tensor:
+def _written_through(tensor: Tensor, known: set[int]) -> Tensor:
     """The tensor that changes when a caller writes to this one in place: of a view, its base.
 
     Such a write gives a view another history, which passes by the node that made it, and so by a hook on it. A base
-    keeps its node behind the write. A base that was handed in is another module's.
+    keeps its node behind the write. The base of what was handed in (`known`) was made by another module.
     """
     base = tensor._base
-    is_own = base is not None and base.requires_grad and not base.is_leaf and id(base) not in handed_in
+    is_own = base is not None and base.requires_grad and not base.is_leaf and id(base) not in known
     return base if is_own else tensor
 
 
@@ -156,7 +158,7 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
     parameters agrees with them.
 
     Raises:
-        `LifecycleError`: for `assign=True`.
+        `LifecycleError`: for `assign=True`, and where what is loaded would be lost.
     """
     for key, p in module._parameters.items():
         values = state_dict.get(prefix + key)
@@ -168,6 +170,11 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
                 "load without it"
             )
         unit, flat, index = held[id(p)]
+        if unit.pins and not unit.keeps_writes:
+            raise LifecycleError(
+                f"load_state_dict: what is loaded into {prefix + key} would be dropped when hf_zero.gathered is left; "
+                "load inside `with hf_zero.gathered(model, writeback=True):`"
+            )
         fits = values.shape == p.shape and not is_dtensor(p)
         is_finer = flat.master_dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
         if fits and is_finer and unit.keeps_writes and not flat.plan.lags:

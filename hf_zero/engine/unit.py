@@ -1,5 +1,6 @@
 """The unit: parameters that are gathered, attached, released and reduced together."""
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,9 @@ from hf_zero.engine.phase import Phase, moved
 from hf_zero.engine.reader import Reader
 from hf_zero.errors import UnsupportedError
 from hf_zero.shard.slots import Slot
+
+
+logger = logging.getLogger(__name__)
 
 
 class Uncopyable:
@@ -223,10 +227,23 @@ class Unit(Uncopyable):
                 flat.take_back()
         self.pins -= 1
         if not self.pins:
+            if not self.keeps_writes:
+                self._tell_dropped()
             self._leave_home()
             self.keeps_writes = not self.is_sharded
             for flat in self.flats if writeback or self.is_sharded else ():
                 flat.note()
+
+    def _tell_dropped(self) -> None:
+        for flat in self.flats:
+            index = flat.rewritten()
+            index = next(flat.assigned(), None) if index is None else index
+            if index is not None and flat.comm.rank == 0:
+                logger.warning(
+                    "hf_zero: %s was written inside hf_zero.gathered without writeback=True; stage 3 drops that",
+                    flat.infos[index].name,
+                )
+                return
 
     def _leave_home(self) -> None:
         if not self._homes:

@@ -32,7 +32,7 @@ def take(engine: "ZeroEngine") -> None:
 
     Raises:
         `LifecycleError`: on all ranks, when one of them has written what the others have not, or what cannot be taken
-            over; at stage 3, when values were written that are given up.
+            over. At stage 3, where there is nothing to compare, on the rank alone that has written what is given up.
     """
     flats = [flat for unit in engine.units for flat in unit.flats if flat.trainable and not flat.is_sharded]
     failure: LifecycleError | None = None
@@ -49,7 +49,7 @@ def take(engine: "ZeroEngine") -> None:
         if failure is not None:
             raise failure
         return
-    bits = torch.stack([bits_of(flat.full) for flat in flats])
+    bits = torch.stack([_sum_of(flat) for flat in flats])
     known = torch.stack([now if flat.bits is None else flat.bits for now, flat in zip(bits, flats)])
     is_well = torch.full((1,), failure is None, dtype=torch.int64, device=bits.device)
     rows = comm.all_gather_vector(torch.cat([bits, bits == known, is_well]), what="the optimizer's step")
@@ -57,8 +57,13 @@ def take(engine: "ZeroEngine") -> None:
         raise failure
     _refuse_unlike(engine, flats, rows)
     for flat, is_kept in zip(flats, rows[comm.rank, len(flats) : -1].tolist()):
-        if not is_kept:
+        if not is_kept or (flat.rewritten() is not None and not engine.plan.lags):
             _follow(engine, flat)
+
+
+def _sum_of(flat: Flat) -> Tensor:
+    """What tells whether values are as they were; where there is no master beside them, only whether ranks agree."""
+    return bits_of(flat.full) if flat.has_master else flat.full.view(torch.int64).sum()
 
 
 def take_here(engine: "ZeroEngine") -> None:
@@ -70,13 +75,13 @@ def take_here(engine: "ZeroEngine") -> None:
     refuse_lost(engine)
     _take_assigned(engine)
     for flat in (flat for unit in engine.units for flat in unit.flats):
-        if flat.bits is not None and not torch.equal(bits_of(flat.full), flat.bits):
+        if flat.bits is not None and (flat.rewritten() is not None or not torch.equal(_sum_of(flat), flat.bits)):
             _follow(engine, flat)
 
 
 def _follow(engine: "ZeroEngine", flat: Flat) -> None:
-    if flat.refreshing is not None:
-        return  # the engine itself is writing
+    if not flat.has_master or flat.refreshing is not None:
+        return  # values and master are one, or the engine itself is writing
     if engine.plan.lags:
         raise LifecycleError(
             f"{flat.infos[0].name} or a parameter beside it: was written while a delayed update of it is under way; "
@@ -145,5 +150,6 @@ def _refuse_unlike(engine: "ZeroEngine", flats: list[Flat], rows: Tensor) -> Non
     rank = int((bits != bits[0]).any(1).nonzero()[0])
     raise LifecycleError(
         f"{name}: its values on rank {rank} are not those on rank 0, so the ranks do not train one model; write the "
-        f"same on all ranks, or {_INSIDE}, which takes rank 0's"
+        f"same on all ranks, or {_INSIDE}, which takes rank 0's; where nothing is written, unlike processors round "
+        "the replicated update of stage 0 in ways of their own: use stage 1 or 2"
     )

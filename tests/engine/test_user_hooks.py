@@ -310,6 +310,46 @@ def _writes_to_outputs(min_numel):
         direct.MIN_NUMEL = before
 
 
+class Passing(nn.Module):
+    """Hands on views of what it was given: whole, without any computation of its own, or a part."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.lin = nn.Linear(width, width)
+        self.is_skipped = False
+
+    def forward(self, hidden, part):
+        if self.is_skipped:
+            return hidden.view(hidden.shape), hidden[..., :2]
+        return self.lin(hidden).view(hidden.shape), hidden[..., 1:3]
+
+
+class Handing(Tower):
+    def __init__(self):
+        super().__init__(4, block=Passing)
+        self.layers[2].is_skipped = True
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        part = hidden[..., :2]
+        for layer in self.layers:
+            hidden, part = layer(hidden, part)
+        return self.head(hidden) + part
+
+
+def _hands_on_views():
+    def one_backward_in_rows(model, rank, step):
+        loss = loss_of(model(inputs(rank, step, (2, 5, 3))))
+        loss.backward()
+        return [loss.detach()]
+
+    assert_stages_match(Handing, one_backward_in_rows)
+
+
+def test_a_block_may_return_views_of_what_it_was_given():
+    run_ranks(_hands_on_views, 2, timeout=LIMIT)
+
+
 @pytest.mark.parametrize("min_numel", [0, 2**16], ids=["direct", "small"])
 def test_what_a_block_returns_may_be_written_to(min_numel):
     run_ranks(_writes_to_outputs, 2, min_numel, timeout=LIMIT)

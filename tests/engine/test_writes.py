@@ -1,5 +1,7 @@
 """What user code writes to parameters beside the optimizer: it counts, or it raises, at every stage and dtype."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,20 +75,21 @@ def test_what_is_written_between_steps_counts_where_parameters_are_whole(num_ran
     run_ranks(_writes_count, num_ranks, ALL_STAGES[:3], dtype, timeout=LIMIT)
 
 
-def _written_row():
-    """One row that changes place with another leaves every plain sum as it was."""
+def _changed_places():
+    """Values that change places leave every plain sum as it was."""
     for stage in (0, 1, 2):
-        model, engine, optimizer = trained(stage, torch.bfloat16)
-        p = model.get_parameter(NAME)
-        wanted = p.detach().flip(0).clone()
-        p.data.copy_(wanted)
-        freeze(optimizer)
-        take_step(model, optimizer, 1)
-        assert torch.equal(p, wanted), f"stage {stage}"
+        for dims in ((0,), (1,), (0, 1)):
+            model, engine, optimizer = trained(stage, torch.bfloat16)
+            p = model.get_parameter(NAME)
+            wanted = p.detach().flip(dims).clone()
+            p.data.copy_(wanted)
+            freeze(optimizer)
+            take_step(model, optimizer, 1)
+            assert torch.equal(p, wanted), f"stage {stage}, {dims}"
 
 
-def test_rows_that_change_places_count():
-    run_ranks(_written_row, 2, timeout=LIMIT)
+def test_values_that_change_places_count():
+    run_ranks(_changed_places, 2, timeout=LIMIT)
 
 
 def _saved_at_once():
@@ -206,6 +209,34 @@ def test_a_block_that_writes_to_its_parameters_is_refused_at_stage_3(dtype):
     run_ranks(_written_in_forward, 2, dtype, timeout=LIMIT)
 
 
+def _dropped():
+    """Inside `gathered` without writeback: what is written is a copy at stage 3."""
+    model, _, _ = trained(3, None)
+    state = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    with hf_zero.gathered(model), pytest.raises(LifecycleError, match="writeback=True"):
+        model.load_state_dict(state)
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("hf_zero")
+    logger.addHandler(handler)
+    try:
+        with hf_zero.gathered(model):
+            pass
+        assert not said
+        with hf_zero.gathered(model):
+            model.get_parameter(NAME).detach().fill_(1.0)
+        with hf_zero.gathered(model):
+            model.get_parameter(NAME).data = torch.ones(12, 6)
+    finally:
+        logger.removeHandler(handler)
+    assert len(said) == (2 if dist.get_rank() == 0 else 0) and all(NAME in line for line in said), said
+
+
+def test_what_gathered_drops_is_told_or_refused():
+    run_ranks(_dropped, 2, timeout=LIMIT)
+
+
 def _offloaded():
     for stage in (1, 2):
         for settings in ({}, {"delayed_update": 1}):
@@ -228,7 +259,7 @@ def test_what_is_written_counts_where_masters_rest_on_the_host():
     run_ranks(_offloaded, 2, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("num_words", [1, 63, 64, 65, 1000, 64 * 2**16 + 65])
+@pytest.mark.parametrize("num_words", [1, 15, 16, 17, 64, 1000, 16 * 2**17 + 65])
 def test_every_bit_counts_in_the_sum(num_words):
     values = torch.arange(num_words, dtype=torch.int64)
     before = bits_of(values)
@@ -237,3 +268,6 @@ def test_every_bit_counts_in_the_sum(num_words):
         assert bits_of(values) != before, index
         values[index] ^= 1 << 40
     assert bits_of(values) == before
+    if num_words > 1:
+        values[[0, -1]] = values[[-1, 0]]
+        assert bits_of(values) != before, "words that change places"
