@@ -21,7 +21,7 @@ from hf_zero.checkpoint.table import Checksums, Table
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import gathered, together
-from hf_zero.errors import CheckpointError, NoRoomError
+from hf_zero.errors import CheckpointError, NoRoomError, size_text
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Staged:
         nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(parent).free
         if free_nbytes < nbytes:
             raise NoRoomError(
-                f"{self.destination}: saving takes {nbytes} bytes, {free_nbytes} are free; "
+                f"{self.destination}: saving takes {size_text(nbytes)}, {size_text(free_nbytes)} are free; "
                 "free space there or save to another folder",
                 nbytes - free_nbytes,
             )

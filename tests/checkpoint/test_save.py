@@ -192,7 +192,9 @@ def test_too_little_space_is_noticed_before_the_first_byte(tmp_path, monkeypatch
     engine = FakeEngine(models.llama(), world_of_one())
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(staging.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match=r"ours: saving takes \d+ bytes, 1000 are free; free space there or"):
+    with pytest.raises(
+        CheckpointError, match=r"ours: saving takes [0-9.]+ KiB, 1000 bytes are free; free space there or"
+    ):
         save_pretrained(engine, tmp_path / "ours")
     assert os.listdir(tmp_path) == []
 

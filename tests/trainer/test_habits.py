@@ -203,3 +203,41 @@ def _can_be_read(folder, stage) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_given_by_name_can_be_read_and_cloned_before_training(tmp_path, stage):
     run_ranks(_can_be_read, 1, str(tmp_path), stage)
+
+
+def _prepared(stage) -> None:
+    """A loop of one's own under accelerate, whose optimizer and schedule go through `prepare`, and one without it."""
+    from accelerate import Accelerator
+
+    records = []
+    for is_prepared in (False, True):
+        reset_accelerate()
+        torch.manual_seed(0)
+        model = models.build("llama")
+        engine = hf_zero.shard(model, stage=stage)
+        optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        backward = torch.Tensor.backward
+        if is_prepared:
+            # what `prepare` does with a schedule is to step it once for each rank, unless it is told not to
+            accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
+            optimizer, schedule = accelerator.prepare(optimizer, schedule)
+            backward = accelerator.backward
+        losses, rates = [], []
+        for step in range(3):
+            loss = model(**models.batch("llama", seed=10 * step + engine.comm.rank)).loss
+            backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            rates.append(optimizer.param_groups[0]["lr"])
+        records.append((losses, rates, weights_of(model)))
+    (losses, rates, weights), (found_losses, found_rates, found_weights) = records
+    assert found_losses == losses and found_rates == rates == [1e-3 / 2, 1e-3 / 3, 1e-3 / 4]
+    assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1), (2, 3)])
+def test_accelerate_prepares_the_optimizer_and_its_schedule(num_ranks, stage):
+    run_ranks(_prepared, num_ranks, stage)
