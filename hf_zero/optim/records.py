@@ -120,8 +120,11 @@ class StateRecords(torch.optim.Optimizer):
                 "state_dict() gave on this rank, or a checkpoint with hf_zero.load_state(...)"
             )
         self.state.clear()
+        group_of = [group for group in groups for _ in group["params"]]
         for index, values in state.items():
-            self.state[params[index]] = {key: _copied(value) for key, value in values.items()}
+            param, group = params[index], group_of[index]
+            is_on_device = bool(group.get("fused") or group.get("capturable"))  # also numbers, such as the step
+            self.state[param] = {key: _taken(value, param.device, is_on_device) for key, value in values.items()}
         for group, saved in zip(self.param_groups, groups):
             group.update((key, value) for key, value in saved.items() if key != "params")
 
@@ -267,5 +270,10 @@ def _fits(param: nn.Parameter, values: dict) -> bool:
     return not shaped or any(value.shape == param.shape for value in shaped)
 
 
-def _copied(value):
-    return value.clone() if isinstance(value, Tensor) else value
+def _taken(value, device: torch.device, numbers: bool):
+    """A copy of a value of a saved state where the optimizer wants it, as `torch.optim.Optimizer.load_state_dict` puts
+    it: tensors beside their parameter, single numbers only where `numbers` says so."""
+    if not isinstance(value, Tensor):
+        return value
+    moved = value.to(device) if numbers or value.dim() else value
+    return value.clone() if moved is value else moved

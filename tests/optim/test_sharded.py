@@ -250,6 +250,28 @@ def test_a_state_dict_can_be_taken_back(num_ranks):
     run_ranks(_state_dict_and_back, num_ranks)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_dict_goes_where_the_parameters_are(fused):
+    """As in torch: numbers stay in the host's memory, but where the step reads them on the device."""
+    optimizer = hf_zero.ShardedOptimizer(_engine(), torch.optim.AdamW, lr=0.1)
+    for run in optimizer.runs:
+        run.param.grad = torch.zeros_like(run.param)
+    optimizer.inner.step()
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["fused"] = fused
+    for group in optimizer.param_groups:  # the meta device stands for one that is not the host's memory
+        group["params"] = [torch.nn.Parameter(param.to("meta")) for param in group["params"]]
+    optimizer.load_state_dict(saved)
+    assert optimizer.state
+    for values in optimizer.state.values():
+        assert {key: value.device.type for key, value in values.items()} == {
+            "step": "meta" if fused else "cpu",
+            "exp_avg": "meta",
+            "exp_avg_sq": "meta",
+        }
+
+
 def test_a_state_dict_of_another_run_is_refused():
     optimizer = hf_zero.ShardedOptimizer(_engine(), torch.optim.AdamW, lr=0.1)
     saved = optimizer.state_dict()
