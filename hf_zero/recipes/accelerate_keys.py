@@ -64,6 +64,10 @@ def _offload_of_fsdp(value: Any, section: Section) -> Flags:
     return {"zero_offload": "params" if stage == "3" else "optimizer"} if value else {}
 
 
+def _clipping(value: Any, section: Section) -> Flags:
+    return {"max_grad_norm": str(value)} if str(value).lower() != "none" else {}
+
+
 def _prefetch(value: Any, section: Section) -> Flags:
     return {"zero_prefetch_units": "0"} if value == "NO_PREFETCH" else {}
 
@@ -102,7 +106,9 @@ RULES: dict[str, Rule] = {
     DEEPSPEED_FILE: Always("its keys are read too"),
     "deepspeed_config.zero_stage": Flag(("zero_stage",), "2 where accelerate's file has none; here the default is 3"),
     "deepspeed_config.gradient_accumulation_steps": DEEPSPEED_RULES["gradient_accumulation_steps"],
-    "deepspeed_config.gradient_clipping": Flag(("max_grad_norm",), "where there is none, Trainer's own decides"),
+    "deepspeed_config.gradient_clipping": Flag(
+        ("max_grad_norm",), "where there is none, Trainer's own decides", _clipping
+    ),
     "deepspeed_config.offload_optimizer_device": Flag(("zero_offload",), convert=offload("optimizer")),
     "deepspeed_config.offload_optimizer_nvme_path": Flag(
         ("zero_offload_dir",), "where the device is nvme", swap_folder("offload_optimizer_device")
@@ -154,7 +160,13 @@ RULES: dict[str, Rule] = {
 }
 DEFAULTS = (
     Default("deepspeed_config.zero_stage", 2, "distributed_type", ("deepspeed",)),
-    Default("fsdp_config.fsdp_reshard_after_forward", "FULL_SHARD", "distributed_type", ("fsdp",)),
+    Default(
+        "fsdp_config.fsdp_reshard_after_forward",
+        "FULL_SHARD",
+        "distributed_type",
+        ("fsdp",),
+        unless="fsdp_config.fsdp_sharding_strategy",
+    ),
 )
 ACCELERATE = Dialect("accelerate 1.15", RULES, DEFAULTS, "--config_file of accelerate launch")
 

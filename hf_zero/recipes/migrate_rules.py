@@ -77,16 +77,18 @@ class Default:
         value (`Any`): What it takes.
         where (`str`): A key that has to be in the file for that, or empty.
         among (`tuple[str, ...]`): The values of that key under which it does, in small letters; all where it is empty.
+        unless (`str`): Another key that says the same; where it is in the file nothing is left open.
     """
 
     path: str
     value: Any
     where: str = ""
     among: tuple[str, ...] = ()
+    unless: str = ""
 
     def applies(self, values: Mapping[str, Any]) -> bool:
         """Whether a file with these values, by key, leaves it to the program."""
-        if self.path in values:
+        if self.path in values or self.unless in values:
             return False
         if not self.where:
             return True

@@ -348,6 +348,9 @@ def _of_yaml(text: str, tmp_path, capsys) -> str:
         ("MULTI_GPU", "", "--zero_stage 0 --bf16 True"),
         ("FSDP", "", "--bf16 True --zero_stage 3"),
         ("FSDP", "fsdp_config:\n  reshard_after_forward: false\n", "--bf16 True --zero_stage 2"),
+        ("FSDP", "fsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n", "--bf16 True --zero_stage 2"),
+        ("FSDP", "fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n", "--bf16 True --zero_stage 0"),
+        ("DEEPSPEED", "deepspeed_config:\n  gradient_clipping: none\n", "--bf16 True --zero_stage 2"),
         (
             "FSDP",
             FSDP_1,
