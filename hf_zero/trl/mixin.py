@@ -45,7 +45,8 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         refuse_placing("model_init_kwargs", getattr(args, "model_init_kwargs", None) or {})
 
     def _default_arguments(self, model) -> ZeroArgumentsMixin:
-        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        is_name = isinstance(model, (str, os.PathLike))
+        name = os.fspath(model) if is_name else get_config_model_id(model.config)
         kind = self.config_class.__name__.removeprefix("Zero").removesuffix("Config")
         # bf16 is TRL's default, for which a machine without accelerator wants to be told that it is one
         use_cpu = not torch.accelerator.is_available()

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from importlib import metadata
+from unittest import mock
 
 import pytest
 import torch
@@ -70,6 +71,14 @@ def test_arguments_may_be_given_in_the_order_of_the_trainer():
             getattr(hf_zero.trl, f"Zero{name}Trainer")(*order)
     with pytest.raises(TypeError, match="ZeroSFTTrainer takes at most 15 arguments, 16 were given"):
         hf_zero.trl.ZeroSFTTrainer(*range(16))
+
+
+def test_without_arguments_the_output_is_named_after_the_model_s_folder(tmp_path):
+    for folder in (tmp_path / "tiny", str(tmp_path / "tiny")):
+        with mock.patch.object(hf_zero.trl.ZeroSFTTrainer, "_check_arguments", side_effect=InterruptedError) as check:
+            with pytest.raises(InterruptedError):
+                hf_zero.trl.ZeroSFTTrainer(folder)
+            assert check.call_args.args[0].output_dir == "tiny-SFT"
 
 
 @pytest.mark.rotating
