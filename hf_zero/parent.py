@@ -11,9 +11,22 @@ import sys
 from multiprocessing import parent_process
 
 
+_LAUNCHED = b"TORCHELASTIC_RUN_ID="  # what torch's launcher puts into the environment of its ranks
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # prctl(2)
+
+
+def _starts_ranks(process: int) -> bool:
+    """Whether a process may be a launcher. Ranks, and what they have started themselves, have been launched."""
+    try:
+        with open(f"/proc/{process}/environ", "rb") as file:
+            return not any(entry.startswith(_LAUNCHED) for entry in file.read().split(b"\0"))
+    except OSError:  # not Linux, or the process is another user's
+        return False
+
+
 # When this was imported: by the time of `end_with_parent` the launcher may have ended.
 PARENT, _SELF = os.getppid(), os.getpid()
-_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # prctl(2)
+_IS_STARTED_BY_LAUNCHER = _starts_ranks(PARENT)
 
 
 def end_with_parent(parent: int = PARENT) -> None:
@@ -34,9 +47,10 @@ def end_with_parent(parent: int = PARENT) -> None:
 
 def end_with_launcher() -> None:
     """As `end_with_parent` where torch's launcher (torchrun, `accelerate launch`) is the parent, and where nobody has
-    said otherwise already. What a rank has started itself inherits the environment, and is left alone."""
-    is_rank = "TORCHELASTIC_RUN_ID" in os.environ and os.getpid() == _SELF and parent_process() is None
-    if is_rank and not _death_signal():
+    said otherwise already. What a rank has started itself inherits the environment, and is left alone: it may have
+    been started from a thread that ends."""
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ and _IS_STARTED_BY_LAUNCHER
+    if is_launched and os.getpid() == _SELF and parent_process() is None and not _death_signal():
         end_with_parent()
 
 

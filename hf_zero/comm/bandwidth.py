@@ -43,9 +43,16 @@ def bucket_of_hosts(comm: DistributedComm) -> tuple[int, str]:
     Returns:
         `tuple[int, str]`: bytes, and why.
     """
-    own = torch.tensor([crc32((host_name() or "").encode())], device=comm.device)
+    own = torch.tensor([crc32(_host().encode())], device=comm.device)
     hosts = comm.all_gather_vector(own).unique().numel()
     return (ONE_HOST_NBYTES, "ranks of one host") if hosts == 1 else (SEVERAL_HOSTS_NBYTES, f"ranks of {hosts} hosts")
+
+
+def _host() -> str:
+    try:
+        return host_name() or ""
+    except OSError:  # on this rank alone; it takes part all the same
+        return ""
 
 
 def bucket_nbytes(latency: float, seconds_per_byte: float) -> int:

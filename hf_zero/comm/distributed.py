@@ -37,6 +37,7 @@ class DistributedComm(Comm):
         self.num_ranks = dist.get_world_size(group)
         self._timeout = timedelta(seconds=timeout_seconds)
         self._has_gloo = ranks.is_gloo(group)
+        self._is_gloo = ranks.is_gloo(group, device)
         self._peers = [dist.get_global_rank(group, peer) for peer in range(self.num_ranks)]
         self._asides: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
@@ -148,11 +149,14 @@ class DistributedComm(Comm):
 
     @contextmanager
     def _reaching(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Around every call of the backend: what it raises becomes a `CommError` that names the rank."""
+        """Around every call of the backend: what it raises becomes a `CommError` that names the rank. What is wrong
+        with this rank's device is raised as it is."""
         try:
             yield
         except (RuntimeError, OSError) as error:
-            if isinstance(error, HfZeroError):
+            is_known = isinstance(error, (HfZeroError, torch.OutOfMemoryError, torch.AcceleratorError))
+            # not all of gloo's errors can be told from others, which those of other backends can
+            if is_known or not (self._is_gloo or ranks.is_of_transport(error)):
                 raise
             raise self._failed(what, peer, error) from error
 

@@ -37,12 +37,16 @@ class _Door:
     boot: str | None
     folder: str
     password: bytes
+    fault: str | None = None  # why this rank has none
 
     @classmethod
     def own(cls) -> "_Door":
-        host = host_name()
-        folder = os.path.join(tempfile.gettempdir(), f"hf_zero_{secrets.token_hex(8)}")
-        return cls(host, host and _boot_id(), folder, secrets.token_bytes(16))
+        try:
+            host = host_name()
+            folder = os.path.join(tempfile.gettempdir(), f"hf_zero_{secrets.token_hex(8)}")
+            return cls(host, host and _boot_id(), folder, secrets.token_bytes(16))
+        except OSError as error:  # of this rank alone; the others must hear of it
+            return cls(None, None, "", b"", str(error))
 
 
 def meet(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str | None]:
@@ -52,9 +56,12 @@ def meet(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str
         group (`dist.ProcessGroup`): the ranks; all of them call.
 
     Returns:
-        `tuple`: connections by rank, or `None`; then also why, where the ranks do share a host.
+        `tuple`: connections by rank, or `None`; then also why, where the ranks do share a host or cannot tell.
     """
     doors, rank = _all_gather(_Door.own(), group), dist.get_rank(group)
+    for owner, door in enumerate(doors):
+        if door.fault is not None:
+            return None, f"{name_of(group, owner)}: {door.fault}"
     if any(door.host is None or door.boot != doors[0].boot for door in doors):
         return None, None
     if any(door.host != doors[0].host for door in doors):

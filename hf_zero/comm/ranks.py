@@ -63,9 +63,10 @@ def name_of(group: dist.ProcessGroup, rank: int) -> str:
     return f"rank {dist.get_global_rank(group, rank)}"
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether tensors in the host's memory go through gloo."""
-    return CPU in group._device_types and group._get_backend(CPU).name().lower() == "gloo"
+def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
+    """Whether a device's tensors, by default those in the host's memory, go through gloo."""
+    served = {each.type for each in group._device_types}
+    return device.type in served and group._get_backend(device).name().lower() == "gloo"
 
 
 def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:
@@ -137,12 +138,13 @@ def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Itera
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, HfZeroError) or not _is_of_transport(error) or not dist.is_initialized():
+        if isinstance(error, HfZeroError) or not is_of_transport(error) or not dist.is_initialized():
             raise
         raise failure(what, group or dist.group.WORLD, error) from error
 
 
-def _is_of_transport(error: RuntimeError) -> bool:
+def is_of_transport(error: Exception) -> bool:
+    """Whether an error says that a rank was not reached."""
     # gloo raises plain RuntimeErrors, most of them with the place in its sources
     return isinstance(error, dist.DistError) or bool(re.search("/gloo/|pair closure", str(error))) or _is_closed(error)
 

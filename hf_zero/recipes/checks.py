@@ -10,7 +10,7 @@ from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes.settings import Settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer.arguments import LAUNCHER_VARIABLES, ZeroArgumentsMixin, refuse_other_engines
-from hf_zero.trainer.checks import check_arguments, check_output_dir
+from hf_zero.trainer.checks import check_arguments, check_output_dir, check_schedule
 
 
 try:
@@ -35,6 +35,7 @@ def check_training_settings(settings: Mapping[str, Any], environment: Mapping[st
     refuse_other_engines(settings, environment)
     check_output_dir(settings.get("output_dir"))
     check_arguments(settings)
+    check_schedule(settings)
 
 
 def check_file_sizes(model: str | None) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,32 @@ def check_arguments(settings: Settings) -> None:
         problem = check(settings)
         if problem is not None:
             raise ConfigError(problem)
+
+
+def check_schedule(settings: Settings) -> None:
+    """Makes the schedule of one parameter: transformers knows which numbers each kind takes. For callers who know that
+    Trainer is going to make it.
+
+    Args:
+        settings (`Mapping[str, Any]`): as for `check_arguments`, which has gone through them.
+
+    Raises:
+        ConfigError: with what transformers says of it.
+    """
+    kind, kwargs = _value(settings["lr_scheduler_type"]), _schedule_kwargs(settings)
+    if kwargs and kind in ("constant", "constant_with_warmup"):
+        raise ConfigError(f"lr_scheduler_kwargs: {kind} takes none, found {', '.join(kwargs)}; leave them out")
+    rate = settings["learning_rate"]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
+    num_steps = settings["max_steps"] if settings["max_steps"] > 0 else NUM_TRIED_STEPS
+    try:
+        with warnings.catch_warnings(action="ignore"):  # said when Trainer makes it
+            get_scheduler(kind, optimizer, 0, num_steps, scheduler_specific_kwargs=kwargs)
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"lr_scheduler_type {kind}: cannot be made with lr_scheduler_kwargs {kwargs} and learning_rate {rate} "
+            f"({_reason(error)}); give what it takes, and nothing else"
+        ) from error
 
 
 def check_output_dir(output_dir: str | None, name: str = "output_dir") -> None:
@@ -177,26 +204,24 @@ def _liger(settings: Settings) -> str | None:
 
 
 def _schedule(settings: Settings) -> str | None:
-    """Makes the schedule of one parameter: transformers knows which numbers each of them takes."""
-    kind, given = _value(settings["lr_scheduler_type"]), settings["lr_scheduler_kwargs"] or {}
+    given, kind = settings["lr_scheduler_kwargs"], _value(settings["lr_scheduler_type"])
     try:
-        kwargs = json.loads(given) if isinstance(given, str) else given
+        _schedule_kwargs(settings)
     except ValueError as error:
         return f"lr_scheduler_kwargs: {given!r} is no JSON ({error}); write it as '{{\"num_cycles\": 2}}'"
-    if not isinstance(kwargs, Mapping):
+    except TypeError:
         return f"lr_scheduler_kwargs: {given!r} holds no names; write it as '{{\"num_cycles\": 2}}'"
-    if kwargs and kind in ("constant", "constant_with_warmup"):
-        return f"lr_scheduler_kwargs: {kind} takes none, found {', '.join(kwargs)}; leave them out"
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=settings["learning_rate"])
-    num_steps = settings["max_steps"] if settings["max_steps"] > 0 else NUM_TRIED_STEPS
-    try:
-        get_scheduler(kind, optimizer, 0, num_steps, scheduler_specific_kwargs=dict(kwargs))
-    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
-        return (
-            f"lr_scheduler_type {kind}: cannot be made with lr_scheduler_kwargs {dict(kwargs)} ({_reason(error)}); "
-            "give what it takes, and nothing else"
-        )
+    if kind in ("reduce_lr_on_plateau", "greedy") and _value(settings["eval_strategy"]) == "no":
+        return f"lr_scheduler_type {kind}: follows what is evaluated, and nothing is; give --eval_strategy steps"
     return None
+
+
+def _schedule_kwargs(settings: Settings) -> dict[str, Any]:
+    given = settings["lr_scheduler_kwargs"] or {}
+    kwargs = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(kwargs)
+    return dict(kwargs)
 
 
 def _optimizer(settings: Settings) -> str | None:

@@ -43,6 +43,7 @@ from hf_zero.trainer.accelerator import ZeroAccelerator
 from hf_zero.trainer.adapters import is_adapter_model, load_adapters, plan_prompts, refuse_adapters, save_adapters
 from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 from hf_zero.trainer.belonging import schedule_position
+from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub import PushMixin
 from hf_zero.trainer.hub_tokens import token_warning, without_tokens
@@ -102,6 +103,7 @@ class ZeroTrainerMixin(PushMixin):
         if settings is None:
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
+        _check_schedule(type(self), given)
         if isinstance(model, (str, os.PathLike)):
             given["model"] = self._model_of(model, settings)
         for name in ("model", "ref_model"):
@@ -173,26 +175,31 @@ class ZeroTrainerMixin(PushMixin):
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """As `Trainer.train`. `True` resumes from the newest checkpoint that is as it was saved. SIGTERM and SIGUSR1
         end the training after the step under way, with a checkpoint and the exit code 128 + the signal's number."""
-        if isinstance(resume_from_checkpoint, (str, os.PathLike)):
-            restore_replaced(Path(resume_from_checkpoint).parent)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = chosen(self.args, needs_config=self._has_config())
-        elif resume_from_checkpoint:
-            refuse_damaged(Path(resume_from_checkpoint), needs_config=self._has_config())
-        self._warn_of_token(resume_from_checkpoint)
-        self.resumed = resumed_from(resume_from_checkpoint or None)
-        self._start = self.resumed.position
-        before = self.stop_on_signal.install()
+        before = self.stop_on_signal.install()  # checkpoints are read for minutes before the first step
         own = (self.stop_on_signal, CompareLoss(self), TellMemory(self))
         for callback in own:  # only now: people list a trainer's callbacks
             self.add_callback(callback)
         try:
             with transport_errors("training"):
+                resume_from_checkpoint = self._checkpoint_of(resume_from_checkpoint)
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             for callback in own:
                 self.remove_callback(callback)
             self.stop_on_signal.remove(before)
+
+    def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> str | os.PathLike | bool | None:
+        """What Trainer is to resume from, looked through; notes where that run was."""
+        if isinstance(given, (str, os.PathLike)):
+            restore_replaced(Path(given).parent)
+        if given is True:
+            given = chosen(self.args, needs_config=self._has_config())
+        elif given:
+            refuse_damaged(Path(given), needs_config=self._has_config())
+        self._warn_of_token(given)
+        self.resumed = resumed_from(given or None)
+        self._start = self.resumed.position
+        return given
 
     def _warn_of_token(self, checkpoint: str | os.PathLike | None) -> None:
         warning = token_warning(checkpoint) if checkpoint and self.args.process_index == 0 else None
@@ -482,6 +489,17 @@ def _by_name(cls: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     if len(args) > len(names):
         raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, {len(args)} were given")
     return {**dict(zip(names, args)), **kwargs}
+
+
+def _check_schedule(cls: type, given: dict[str, Any]) -> None:
+    """Tries the schedule where Trainer is going to make it: not where one is given, or a subclass makes its own."""
+    optimizer, schedule = given.get("optimizers") or (None, None)
+    makers = ("create_scheduler", "create_optimizer_and_scheduler")
+    if schedule is not None or any(getattr(cls, name) is not getattr(Trainer, name) for name in makers):
+        return
+    _, kwargs = given.get("optimizer_cls_and_kwargs") or (None, {})
+    rate = kwargs.get("lr") if optimizer is None else getattr(optimizer, "defaults", {}).get("lr")
+    check_schedule({**vars(given["args"]), **({} if rate is None else {"learning_rate": float(rate)})})
 
 
 def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_ready: bool) -> None:

@@ -1,5 +1,6 @@
 """Ranks of one host meet in folders that are theirs alone, whoever else knocks, and leave nothing there."""
 
+import errno
 import logging
 import os
 import signal
@@ -147,6 +148,14 @@ def _nowhere_to_listen(monkeypatch) -> None:
         monkeypatch.setattr(meeting.tempfile, "tempdir", "/nowhere")
 
 
+def _no_temporary_folder(monkeypatch) -> None:
+    def refuse():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(meeting.tempfile, "gettempdir", refuse)
+
+
 def _apart(monkeypatch) -> None:
     name = f"a network of rank {dist.get_rank()}"
     monkeypatch.setattr(meeting, "host_name", lambda: name)
@@ -161,6 +170,7 @@ def _several_hosts(monkeypatch) -> None:
 REASONS = [
     (_refused, "rank 1 (", "refused"),
     (_nowhere_to_listen, "rank 1 (", "No such file or directory"),
+    (_no_temporary_folder, "rank 1 (", "No usable temporary directory found"),
     (_apart, "", "they are in network namespaces of their own"),
 ]
 

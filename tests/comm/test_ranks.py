@@ -7,6 +7,7 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from torch.distributed.constants import default_pg_timeout
 from hf_zero.comm import connect
 from hf_zero.comm.agreement import together
 from hf_zero.comm.base import Comm
+from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.ranks import is_gloo, take_timeout, transport_errors
 from hf_zero.errors import CommError
 from hf_zero.trainer import ZeroTrainingArguments
+from hf_zero.trainer import trainer as trainer_module
 from tests import models
 from tests.comm.test_pairwise import CPU
 from tests.distributed import RemoteError, run_ranks
@@ -179,6 +182,39 @@ def _others_pass() -> None:
 
 def test_other_errors_pass():
     run_ranks(_others_pass, 2)
+
+
+def _raises(error: Exception, by: str) -> type[Exception]:
+    comm = DistributedComm(dist.group.WORLD, CPU, 60.0)
+    comm._is_gloo = by == "gloo"
+    with mock.patch.object(dist, "broadcast", side_effect=error), pytest.raises(RuntimeError) as caught:
+        comm.broadcast_(torch.zeros(1))
+    return caught.type
+
+
+def _what_is_not_of_the_connection_passes() -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("device-side assert")):
+        assert {_raises(error, by) for by in ("gloo", "nccl")} == {type(error)}
+    assert _raises(RuntimeError("a kernel was not found"), "nccl") is RuntimeError
+    for error in (dist.DistBackendError("NCCL error"), RuntimeError("Connection closed by peer")):
+        assert {_raises(error, by) for by in ("gloo", "nccl")} == {CommError}
+    assert _raises(RuntimeError("what gloo says"), "gloo") is CommError
+
+
+def test_what_is_wrong_with_the_device_is_not_taken_for_a_rank_that_is_gone():
+    run_ranks(_what_is_not_of_the_connection_passes, 1)
+
+
+def _loses_a_rank_while_a_checkpoint_is_looked_for(folder: str) -> None:
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1")
+    trainer = make(3, folder, models.build("bert"), Rows("bert"))
+    for given, name in ((True, "chosen"), (folder, "refuse_damaged"), (None, "resumed_from")):
+        with mock.patch.object(trainer_module, name, side_effect=error), pytest.raises(CommError, match="^training: "):
+            trainer.train(given)
+
+
+def test_a_rank_that_is_lost_while_a_checkpoint_is_looked_for_is_told(tmp_path):
+    run_ranks(_loses_a_rank_while_a_checkpoint_is_looked_for, 1, str(tmp_path))
 
 
 def _takes_timeouts() -> None:

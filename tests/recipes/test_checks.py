@@ -4,10 +4,13 @@ import errno
 import os
 import re
 import resource
+import warnings
 
 import pytest
+import torch
+from transformers import SchedulerType
 
-from hf_zero import ZeroTrainingArguments
+from hf_zero import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes import checks as recipe_checks
 from hf_zero.recipes import launch
@@ -15,6 +18,7 @@ from hf_zero.recipes.cli import main
 from hf_zero.recipes.settings import make_parser
 from hf_zero.trainer import checks
 from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
+from tests import models
 
 
 # Flag and value on the command line, which is also the argument's in a script; what the line says.
@@ -36,11 +40,17 @@ ARGUMENTS = [
     ("report_to", "qxz", "report_to: 'qxz' is not known; expected one of azure_ml, "),
     ("report_to", "comet_ml", "report_to: comet_ml is not installed; pip install comet_ml, or give --report_to none"),
     ("use_liger_kernel", "true", "use_liger_kernel: liger-kernel is not installed; pip install liger-kernel"),
-    ("lr_scheduler_kwargs", '{"num_cycle": 2}', "lr_scheduler_type linear: cannot be made with lr_scheduler_kwargs"),
     ("lr_scheduler_kwargs", "num_cycles=2", "lr_scheduler_kwargs: 'num_cycles=2' is no JSON"),
     ("lr_scheduler_kwargs", "[2]", "lr_scheduler_kwargs: '[2]' holds no names"),
-    ("lr_scheduler_type", "warmup_stable_decay", "argument: 'num_decay_steps'); give what it takes"),
-    ("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler_type cosine_with_min_lr: cannot be made"),
+    *(
+        (
+            "lr_scheduler_type",
+            kind,
+            f"lr_scheduler_type {kind}: follows what is evaluated, and nothing is; give --eval",
+        )
+        for kind in ("reduce_lr_on_plateau", "greedy")
+        if kind in {known.value for known in SchedulerType}  # one of them is newer
+    ),
     ("optim_args", "colour=red,3", "optim adamw_torch_fused with optim_args 'colour=red,3': "),
     ("zero_offload_dir", "nowhere", "offload_dir: says how to offload, and offload is 'none'"),
     ("zero_offload_activations", "true", "nothing is checkpointed; add --gradient_checkpointing"),
@@ -48,6 +58,12 @@ ARGUMENTS = [
     ("optim", "galore_adamw", "optim: galore_adamw is not known to run on shards; use one of ada"),
     ("zero_bucket_mb", "0", "zero_bucket_mb: 0 is not a size; give 1 or more (MiB), or auto"),
     ("output_dir", "x" * 300, "File name too long; give another folder"),
+]
+# Schedules that Trainer could not make: of a trainer that has its own nothing is known.
+SCHEDULES = [
+    ("lr_scheduler_kwargs", '{"num_cycle": 2}', "lr_scheduler_type linear: cannot be made with lr_scheduler_kwargs"),
+    ("lr_scheduler_type", "warmup_stable_decay", "argument: 'num_decay_steps'); give what it takes"),
+    ("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler_type cosine_with_min_lr: cannot be made"),
 ]
 # Of the recipes alone: they know the data and the model.
 OF_RECIPES = [
@@ -88,7 +104,7 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
     return call
 
 
-@pytest.mark.parametrize(("name", "value", "message"), ARGUMENTS)
+@pytest.mark.parametrize(("name", "value", "message"), [*ARGUMENTS, *SCHEDULES])
 def test_an_argument_that_cannot_work_is_refused_by_the_command_line(refusal, name, value, message):
     assert message in refusal("pretrain", f"--{name}={value}")
 
@@ -100,6 +116,47 @@ def test_an_argument_that_cannot_work_is_refused_in_a_script(name, value, messag
     with pytest.raises(ConfigError) as caught:
         ZeroTrainingArguments(**given)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+class HasItsOwn(ZeroTrainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        raise NotImplementedError
+
+
+def _settings(**settings) -> ZeroTrainingArguments:
+    return ZeroTrainingArguments("out", use_cpu=True, **settings)
+
+
+@pytest.mark.parametrize(("name", "value", "message"), SCHEDULES)
+def test_a_schedule_that_cannot_be_made_is_refused_before_a_model_is_loaded(name, value, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ZeroTrainer("nowhere", _settings(**{name: value}))
+
+
+def test_a_trainer_with_a_schedule_of_its_own_takes_any_numbers_for_it():
+    model = models.build("mlp")
+    settings = _settings(lr_scheduler_kwargs={"colour": "red"})
+    HasItsOwn(model, settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    ZeroTrainer(model, settings, optimizers=(optimizer, schedule))
+    with pytest.raises(ConfigError, match="lr_scheduler_type linear: cannot be made"):
+        ZeroTrainer(model, settings, optimizers=(optimizer, None))
+
+
+def test_a_rate_below_the_end_of_a_schedule_is_named_and_is_that_of_the_optimizer():
+    model, settings = models.build("mlp"), _settings(lr_scheduler_type="polynomial", learning_rate=0.0)
+    with pytest.raises(ConfigError, match=r"lr_scheduler_kwargs {} and learning_rate 0.0 \(lr_end .* must be smaller"):
+        ZeroTrainer(model, settings)
+    ZeroTrainer(model, settings, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None))
+    ZeroTrainer(model, settings, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
+
+
+def test_what_transformers_warns_of_is_left_for_it_to_say():
+    kwargs = {"num_decay_steps": 1, "num_stable_steps": 1}  # the second one wins over the run's length
+    settings = _settings(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
+    with warnings.catch_warnings(action="error"):
+        checks.check_schedule(vars(settings))
 
 
 def test_an_offload_folder_that_is_missing_is_refused(refusal):

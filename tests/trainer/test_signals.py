@@ -12,8 +12,10 @@ import psutil
 import pytest
 from transformers import TrainerCallback
 
+from hf_zero import parent
 from hf_zero.parent import end_with_launcher
-from hf_zero.trainer import signals
+from hf_zero.trainer import signals, trainer
+from hf_zero.trainer.resuming import Resumed
 from hf_zero.trainer.signals import Stopped
 from tests.distributed import RemoteError, run_ranks
 from tests.trainer.harness import train
@@ -45,6 +47,24 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     with pytest.raises(RemoteError, match="the process ended"):
         run_ranks(_receive_twice, 1, str(tmp_path), -1.0)
     assert not (tmp_path / "checkpoint-2").exists()
+
+
+def _receive_before_the_first_step(folder: str) -> int:
+    def look_through(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Resumed()
+
+    with mock.patch.object(trainer, "resumed_from", look_through):
+        try:
+            train(3, folder, max_steps=4)
+        except Stopped as stopped:
+            return stopped.code
+    return 0
+
+
+def test_a_signal_that_comes_while_checkpoints_are_looked_through_stops_after_the_first_step(tmp_path):
+    assert run_ranks(_receive_before_the_first_step, 1, str(tmp_path)) == [128 + signal.SIGTERM]
+    assert (tmp_path / "checkpoint-1").is_dir()
 
 
 SCRIPT = """
@@ -97,3 +117,34 @@ def _ends_forked_from_a_rank() -> int:
 
 def test_what_a_rank_has_started_itself_is_left_alone():
     assert run_ranks(_ends_forked_from_a_rank, 1) == [7]
+
+
+CHILD = """
+import runpy, sys, time
+runpy.run_path(sys.argv[1])["end_with_launcher"]()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+RANK = """
+import runpy, subprocess, sys, threading
+
+def start():
+    global child
+    command = [sys.executable, "-c", sys.argv[2], sys.argv[1]]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+
+runpy.run_path(sys.argv[1])["end_with_launcher"]()
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+child.communicate()
+sys.exit(child.returncode)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_process_that_a_thread_of_a_rank_has_started_outlives_the_thread():
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "of the launcher"}
+    rank = subprocess.run([sys.executable, "-c", RANK, parent.__file__, CHILD], env=env, timeout=60)
+    assert rank.returncode == 0
