@@ -4,24 +4,50 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
+from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.leaving import REPORT_FOLDER, REPORT_NAME
 from hf_zero.recipes.log import LOG_NAME, read_log
 from hf_zero.recipes.resolved import HIDDEN_NAME, RESOLVED_NAME, difference
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainingArguments
+from hf_zero.trainer.rotation import checkpoints_in
 
 
-WEIGHTS = ("*.safetensors", "*model*.bin")
-# What a run leaves in its folder beside checkpoints. The folder may hold files of the user's, which stay.
+WEIGHTS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "adapter_model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model-*-of-*.bin",
+    "adapter_model.bin",
+)
+# What a run leaves in its folder beside checkpoints, by exact names: the folder may hold files of the user's
+# (deepspeed_config.json, tokenizer_notes.txt), which stay.
 LEFT = (
     *WEIGHTS,
-    "*.safetensors.index.json",
-    "*config.json",
-    "tokenizer*",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates",
     "training_args.bin",
+    TABLE_NAME,
     "README.md",
     REPORT_NAME,
     REPORT_FOLDER,
@@ -44,7 +70,7 @@ def left_in(folder: Path, *, with_model: bool) -> list[Path]:
         with_model (`bool`): Whether its model, and what belongs to that, are meant too.
     """
     with_model = with_model and holds_model(folder)
-    checkpoints = list(folder.glob("checkpoint-*"))
+    checkpoints = checkpoints_in(folder)
     patterns = LEFT if with_model else (LOG_NAME, RESOLVED_NAME, HIDDEN_NAME) if checkpoints else ()
     return sorted({*checkpoints, *(path for pattern in patterns for path in folder.glob(pattern))})
 
@@ -84,7 +110,7 @@ def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
 
 
 def _told(settings: Settings, folder: Path) -> str | None:
-    is_over = settings.resume == AUTO and holds_model(folder) and not any(folder.glob("checkpoint-*"))
+    is_over = settings.resume == AUTO and holds_model(folder) and not checkpoints_in(folder)
     if not is_over or _why_another(settings, folder) is not None:
         return None
     log = read_log(folder / LOG_NAME) if (folder / LOG_NAME).is_file() else []

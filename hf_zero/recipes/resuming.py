@@ -12,6 +12,7 @@ from hf_zero.recipes.resolved import check_unchanged
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.resuming import check_state, newest_whole
+from hf_zero.trainer.rotation import checkpoints_in
 
 
 # Trainer leaves what begins so out of what it uploads.
@@ -34,7 +35,7 @@ def check_resume(settings: Settings) -> None:
         _check_model_stays(settings, folder)
         return
     if settings.resume == AUTO:
-        if any(folder.glob("checkpoint-*")):
+        if checkpoints_in(folder):
             check_unchanged(settings, folder)
         else:
             check_model_is_kept(settings, folder)

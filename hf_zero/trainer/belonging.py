@@ -73,8 +73,12 @@ def position_of(folder: str | Path, manifest: Manifest) -> Position | None:
 
 
 def schedule_position(scheduler: Any) -> int | None:
-    """How often a schedule was moved on; `None` where it does not count."""
-    position = getattr(scheduler, "last_epoch", None)
+    """How often a schedule was moved on, by the state that it saves; `None` where that does not tell."""
+    return None if scheduler is None else _position_in(scheduler.state_dict())
+
+
+def _position_in(saved: Any) -> int | None:
+    position = saved.get("last_epoch") if isinstance(saved, dict) else None
     return position if _is_count(position) else None
 
 
@@ -87,8 +91,8 @@ def _check_schedule(folder: Path, manifest: Manifest) -> None:
     saved = load_small(path)
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path}: holds no schedule; {_OTHER}")
-    found = saved.get("last_epoch")
-    if expected is not None and found != expected:
+    found = _position_in(saved)
+    if None not in (expected, found) and found != expected:
         raise CheckpointError(
             f"{path}: its schedule was moved on {found} times, its manifest says {expected}; they are of different "
             f"checkpoints: {_OTHER}"

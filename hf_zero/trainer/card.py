@@ -18,6 +18,7 @@ from hf_zero.checkpoint import Manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.planner import MemoryReport
 from hf_zero.trainer.adapters import is_adapter_model
+from hf_zero.trainer.rotation import checkpoints_in
 
 
 TAGS = ("hf_zero", "zero")
@@ -139,7 +140,7 @@ def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
         folder (`Path`): a model or an adapter; its newest checkpoint is asked too.
         model_name (`str`): the title.
     """
-    sources = (folder, *_checkpoints(folder))
+    sources = (folder, *checkpoints_in(folder))
     config, adapter = _json(folder / "config.json"), _json(folder / "adapter_config.json")
     state = next(filter(None, (_json(source / "trainer_state.json") for source in sources)), {})
     manifest = next(filter(None, map(_manifest, sources)), None)
@@ -299,12 +300,6 @@ def _version(name: str) -> str:
 
 def _listed(value: str | Iterable[str] | None) -> tuple[str, ...]:
     return () if value is None else (value,) if isinstance(value, str) else tuple(map(str, value))
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
 
 
 def _json(path: Path) -> dict:

@@ -22,7 +22,7 @@ from hf_zero.trainer.archives import check_archives
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.belonging import check_belonging, position_of
 from hf_zero.trainer.position import Position
-from hf_zero.trainer.rotation import checkpoints_in, step_of
+from hf_zero.trainer.rotation import age_of, checkpoints_in
 from hf_zero.trainer.saving import mean_over_ranks
 
 
@@ -62,7 +62,7 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False, needs
     gather_object([None])  # nobody looks before that is done
     names = {name for found in gather_object([[path.name for path in checkpoints_in(folder)]]) for name in found}
     faults: dict[str, str] = {}
-    for path in sorted((folder / name for name in names), key=step_of, reverse=True):
+    for path in sorted((folder / name for name in names), key=age_of, reverse=True):
         fault = fault_of(path, needs_config=needs_config, reads_tensors=True)
         if fault is None:
             if is_first and faults:

@@ -16,12 +16,13 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a run, the newest first, by their steps: dates change when folders are copied."""
     found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(found, key=age_of, reverse=True)
 
 
-def step_of(checkpoint: Path) -> int:
-    """The optimizer steps that a checkpoint's name tells."""
-    return int(_NAME.fullmatch(checkpoint.name)[1])
+def age_of(checkpoint: Path) -> tuple[int, str]:
+    """A key that sorts checkpoints, the oldest first: the optimizer steps that a name tells, then the name.
+    `checkpoint-5` and `checkpoint-05` tell the same, and all ranks are to have them in the same order."""
+    return int(_NAME.fullmatch(checkpoint.name)[1]), checkpoint.name
 
 
 def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> Callable[[], None]:

@@ -86,8 +86,11 @@ def test_the_model_that_is_trained_further_in_place_is_replaced_only_if_that_is_
 
 def test_all_that_a_run_leaves_is_set_aside_and_what_is_not_its_own_stays(tmp_path):
     mine = {name.replace("*", "x") for name in LEFT}
-    for name in (*mine, "notes.txt", "rows.jsonl", "checkpoint-5"):
+    users = {"notes.txt", "deepspeed_config.json", "my_config.json", "tokenizer_notes.txt", "mine.safetensors"}
+    for name in (*mine, *users):
         (tmp_path / name).touch()
+    for name in ("checkpoint-5", "checkpoint-best"):
+        (tmp_path / name).mkdir()
     assert {path.name for path in left_in(tmp_path, with_model=False)} == {
         "checkpoint-5",
         LOG_NAME,
@@ -96,7 +99,13 @@ def test_all_that_a_run_leaves_is_set_aside_and_what_is_not_its_own_stays(tmp_pa
     }
     assert _set_aside(tmp_path, with_model=True) == str(tmp_path / "_earlier-1")
     assert {path.name for path in (tmp_path / "_earlier-1").iterdir()} == {*mine, "checkpoint-5"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["_earlier-1", "notes.txt", "rows.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"_earlier-1", "checkpoint-best", *users})
+
+
+def test_a_folder_that_is_named_like_a_checkpoint_and_tells_no_step_is_none(tmp_path):
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / RESOLVED_NAME).touch()
+    assert left_in(tmp_path, with_model=False) == []
 
 
 def test_a_run_that_is_begun_anew_has_no_report_until_it_ends(tmp_path):

@@ -15,6 +15,7 @@ from hf_zero.checkpoint.table import TABLE_NAME, Table
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from hf_zero.recipes.cli import main
+from hf_zero.trainer.belonging import schedule_position
 from hf_zero.trainer.resuming import check_state, newest_whole, refuse_damaged
 from tests import models
 from tests.checkpoint.fakes import as_former_version
@@ -182,6 +183,35 @@ def test_a_checkpoint_of_the_former_version_without_a_file_is_refused(output_dir
     with pytest.raises(CheckpointError, match=message) as error:
         check_state(folder, needs_config=True)
     assert "\n" not in str(error.value)
+
+
+def test_checkpoints_of_equal_steps_are_looked_at_in_the_same_order_by_every_process(tmp_path):
+    names = [f"checkpoint-{'0' * zeros}5" for zeros in range(12)]
+    for name in names:
+        (tmp_path / name).mkdir()
+    found = newest_whole(str(tmp_path), is_first=False).faults
+    assert [Path(path).name for path in found] == sorted(names, reverse=True)
+
+
+class Warmup:
+    """A schedule that counts its steps and does not save the number, as schedules of users do."""
+
+    last_epoch = 4
+
+    def state_dict(self):
+        return {"base_lrs": [0.1]}
+
+
+def test_a_schedule_that_does_not_save_its_position_is_compared_with_nothing(output_dir):
+    folder = output_dir / "checkpoint-4"
+    torch.save(Warmup().state_dict(), folder / "scheduler.pt")
+    manifest = json.loads((folder / "zero" / "manifest.json").read_text())
+    assert manifest["extra"]["schedule"] == 4
+    for manifest["extra"]["schedule"] in (schedule_position(Warmup()), 4):  # former ones have the attribute's
+        (folder / "zero" / "manifest.json").write_text(json.dumps(manifest))
+        Table.of_folder(folder, {}).write(folder)
+        check_state(folder)
+    assert schedule_position(Warmup()) is None and schedule_position(None) is None
 
 
 def test_a_named_checkpoint_that_does_not_exist_is_one_line(output_dir):
