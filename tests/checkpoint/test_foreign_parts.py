@@ -1,15 +1,17 @@
 """How a foreign checkpoint's tensors are put together from their pieces."""
 
 import pickle
+import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from hf_zero.checkpoint.foreign.dcp import _runs, read_weights
+from hf_zero.checkpoint.foreign.dcp import _Folder, read_weights
 from hf_zero.checkpoint.foreign.detect import Carried, carried, detect
-from hf_zero.checkpoint.foreign.parts import FileTensor, Piece, pieces_of, window_of
+from hf_zero.checkpoint.foreign.parts import Box, FileTensor, Piece, pieces_of, window_of
 from hf_zero.checkpoint.foreign.trusted import load_index
 from hf_zero.errors import CheckpointError
 
@@ -65,22 +67,58 @@ def test_pieces_that_do_not_tile_the_tensor_are_refused(places):
         ((4, 5), (0, 2), (4, 3)),
         ((3, 4, 5), (1, 1, 0), (2, 2, 5)),
         ((7,), (2,), (4,)),
+        ((3, 4), (1, 2), (1, 1)),
+        ((2, 3, 4), (0, 1, 2), (2, 1, 2)),
         ((), (), ()),
     ],
 )
 def test_boxes_of_any_shape_lie_where_torch_has_them(shape, offsets, sizes):
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    box = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))].reshape(-1)
-    found = {}
-    for start, within, numel in _runs(shape, offsets, sizes):
-        for index in range(numel):
-            found[within + index] = start + index
-    assert [found[index] for index in range(len(found))] == box.tolist()
+    part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))]
+    inside = set(part.reshape(-1).tolist())
+    box = Box(offsets, sizes, lambda: part.contiguous().clone())
+    for start in range(whole.numel()):
+        for stop in range(start, whole.numel() + 1):
+            out = torch.full((2 * (stop - start),), -1)[::2]  # what is filled may have strides
+            box.read_into(shape, start, out)
+            assert out.tolist() == [index if index in inside else -1 for index in range(start, stop)]
 
 
-def test_rows_of_one_shard_are_one_run():
-    assert list(_runs((100, 8, 4), (25, 0, 0), (25, 8, 4))) == [(800, 0, 800)]
-    assert list(_runs((100, 8), (25, 0), (0, 8))) == []
+def test_a_box_is_loaded_only_where_a_range_lies_in_it():
+    box = Box((0, 2), (4, 3), lambda: pytest.fail("nobody reads it"))
+    box.read_into((4, 5), 0, torch.empty(2))
+    box.read_into((4, 5), 5, torch.empty(2))
+    Box((1, 0), (0, 5), box.load).read_into((4, 5), 0, torch.empty(20))
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [((0, 0), (2, 2))],
+        [((0, 0), (2, 2)), ((0, 1), (2, 1))],
+        [((0, 0), (2, 2)), ((0, 1), (1, 2)), ((1, 2), (1, 1))],
+    ],
+)
+def test_boxes_that_do_not_tile_the_tensor_are_refused(places):
+    boxes = [Box(offsets, sizes, lambda: pytest.fail("nobody reads it")) for offsets, sizes in places]
+    with pytest.raises(CheckpointError, match=r"t: its parts .* its shape \[2, 3\] 6"):
+        FileTensor.of_boxes("t", (2, 3), boxes)
+
+
+def test_experts_divided_on_their_last_dimension_take_no_memory_for_each_row(tmp_path):
+    shape, num_ranks = (128, 4096, 14336), 64  # 33.6 million runs of 224 elements
+    sizes = (128, 4096, 14336 // num_ranks)
+    nbytes = 2 * torch.Size(sizes).numel()
+    with open(tmp_path / "data.distcp", "wb") as file:
+        file.truncate(nbytes)  # nothing of it is read, and it takes no room
+    chunks = [SimpleNamespace(offsets=(0, 0, sizes[2] * rank), sizes=sizes) for rank in range(num_ranks)]
+    place = SimpleNamespace(relative_path="data.distcp", offset=0, length=nbytes)
+    index = SimpleNamespace(state_dict_metadata={"model.w": SimpleNamespace(size=shape, chunks=chunks)})
+    tracemalloc.start()
+    tensor = _Folder(tmp_path, index, {("model.w", chunk.offsets): place for chunk in chunks}).tensor("model.w")
+    assert tracemalloc.get_traced_memory()[1] < 2**20  # 64 boxes of some hundred bytes
+    tracemalloc.stop()
+    assert tensor.shape == shape and len(tensor.boxes) == num_ranks
 
 
 def test_tensors_of_every_dtype_and_shape_come_back(tmp_path):

@@ -100,11 +100,14 @@ def test_an_index_that_claims_what_its_files_do_not_hold_is_one_line(tmp_path, i
     refuse(lambda: index_of(tmp_path, **index).tensor("model.w"), match)
 
 
-def test_a_tensor_cut_into_too_many_pieces_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(dcp, "MAX_RUNS", 10)
-    index_of(tmp_path, shape=(10, 2), offsets=(0, 0), sizes=(10, 2)).tensor("model.w")
-    wide = index_of(tmp_path, shape=(11, 2), offsets=(0, 0), sizes=(11, 1))
-    refuse(lambda: wide.tensor("model.w"), "cut into more than 10 pieces")
+def test_a_chunk_of_another_shape_than_its_index_says_is_refused(tmp_path):
+    torch.save(torch.ones(1), tmp_path / "chunk")
+    content = (tmp_path / "chunk").read_bytes()
+    folder = index_of(tmp_path, shape=(4, 2), offsets=(0, 0), sizes=(4, 2))
+    (tmp_path / "data.distcp").write_bytes(content)
+    folder.places["model.w", (0, 0)].length = len(content)
+    tensor = folder.tensor("model.w")
+    refuse(lambda: tensor.read_range(0, torch.empty(8)), r"is \[1\] in its file, its index says \[4, 2\]")
 
 
 def test_a_header_nested_without_end_is_one_line(tmp_path):

@@ -5,16 +5,16 @@ rows of a parameter. Trainer writes two such folders, `pytorch_model_fsdp_0` and
 FULL_STATE_DICT two files of `torch.save`; `get_state_dict` of torch gives one folder with "model" and "optim".
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState, Piece
+from hf_zero.checkpoint.foreign.parts import Box, FileTensor, ForeignState
 from hf_zero.checkpoint.foreign.trusted import load_bytes, load_index
 from hf_zero.checkpoint.foreign.whole import full_state, full_weights, state_by_name
 from hf_zero.checkpoint.plain import is_file_name
@@ -23,7 +23,6 @@ from hf_zero.errors import CheckpointError
 
 INDEX_NAME = ".metadata"
 FSDP_WEIGHTS, FSDP_STATE = "pytorch_model_fsdp", "optimizer"
-MAX_RUNS = 10_000_000  # of one tensor, whose places are held in memory
 WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 
 
@@ -131,22 +130,15 @@ class _Folder:
     def tensor(self, key: str) -> FileTensor:
         record = self.index.state_dict_metadata[key]
         shape = tuple(record.size)
-        pieces = []
-        num_runs = 0
+        boxes = []
         for chunk in record.chunks:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            num_runs += self._checked_runs(key, shape, offsets, sizes)
-            if num_runs > MAX_RUNS:
-                raise CheckpointError(
-                    f"{self.folder}: {key} is cut into more than {MAX_RUNS} pieces; save it in fewer, for instance by "
-                    "rows alone"
-                )
-            for start, within, numel in _runs(shape, offsets, sizes):
-                pieces.append(Piece(start, numel, self._reader(key, offsets, within)))
-        return FileTensor.build(key, shape, pieces)
+            self._check_box(key, shape, offsets, sizes)
+            boxes.append(Box(offsets, sizes, partial(self._load_box, key, offsets, sizes)))
+        return FileTensor.of_boxes(key, shape, boxes)
 
-    def _checked_runs(self, key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-        """Into how many runs a box falls, after a look whether it lies in the tensor, and its bytes in their file."""
+    def _check_box(self, key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """Checks that a box lies in its tensor, and its bytes in their file."""
         numbers = (*shape, *offsets, *sizes)
         is_box = len(shape) == len(offsets) == len(sizes) and all(type(n) is int and n >= 0 for n in numbers)
         if not is_box or any(first + size > full for first, size, full in zip(offsets, sizes, shape)):
@@ -160,10 +152,16 @@ class _Folder:
                 f"{self.folder}: its index has {numel} elements of {key} in {info.length} bytes; copy the checkpoint "
                 "again"
             )
-        return numel and math.prod(sizes[: _outer(shape, sizes)])
 
-    def _reader(self, key: str, offsets: tuple[int, ...], within: int):
-        return lambda first, last: self._load(key, offsets).reshape(-1)[within + first : within + last]
+    def _load_box(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        loaded = self._load(key, offsets)
+        if not isinstance(loaded, Tensor) or tuple(loaded.shape) != sizes:
+            found = list(loaded.shape) if isinstance(loaded, Tensor) else type(loaded).__name__
+            raise CheckpointError(
+                f"{self.folder}: {key} at {list(offsets)} is {found} in its file, its index says {list(sizes)}; copy "
+                "the checkpoint again"
+            )
+        return loaded
 
     def _load(self, key: str, offsets: tuple[int, ...] | None) -> Any:
         """One chunk or object. It is read whole: the largest is what one rank of the saving run held of a tensor."""
@@ -196,24 +194,3 @@ class _Folder:
                 "on; it is incomplete, copy it again"
             )
         return info
-
-
-def _outer(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """How many of the first dimensions divide a box into runs."""
-    # From here on the box is as wide as the tensor: one run takes all these dimensions and part of the one before.
-    full = len(shape)
-    while full > 0 and sizes[full - 1] == shape[full - 1]:
-        full -= 1
-    return max(full - 1, 0)
-
-
-def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """A box of a tensor as (start in the flattened tensor, start in the flattened box, elements)."""
-    if math.prod(sizes) == 0:
-        return
-    outer = _outer(shape, sizes)
-    numel = math.prod(sizes[outer:])
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(offset * stride for offset, stride in zip(offsets, strides))
-    for count, place in enumerate(itertools.product(*(range(size) for size in sizes[:outer]))):
-        yield first + sum(index * stride for index, stride in zip(place, strides)), count * numel, numel

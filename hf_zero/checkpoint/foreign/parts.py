@@ -1,11 +1,14 @@
 """What a foreign checkpoint holds, whatever its format: whole tensors by name, each in pieces that lie in files."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from hf_zero.checkpoint.strided import Copy, Dim, contiguous_strides, within
 from hf_zero.errors import CheckpointError
 
 
@@ -25,11 +28,51 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor.
+
+    A part that is not as wide as the tensor lies in as many places of the flattened one as it has rows, which may be
+    millions. So the box is kept, and cut only where it is read.
+
+    Args:
+        offsets (`tuple[int, ...]`): its first element, by dimension.
+        sizes (`tuple[int, ...]`): how many, by dimension.
+        load (`Callable[[], Tensor]`): reads all of it.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    load: Callable[[], Tensor]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def read_into(self, shape: tuple[int, ...], start: int, out: Tensor) -> None:
+        """Fills those of elements [start, start + out.numel()) of a flattened tensor of that shape that lie in it."""
+        whole, own = contiguous_strides(shape), contiguous_strides(self.sizes)
+        first = sum(map(operator.mul, self.offsets, whole))
+        last = first + sum((size - 1) * stride for size, stride in zip(self.sizes, whole))
+        if not self.numel or not out.numel() or last < start or first >= start + out.numel():
+            return
+        dims = tuple(Dim(*dim) for dim in zip(self.sizes, whole, own) if dim[0] > 1)
+        values = None  # until it is known that it is needed
+        for part in within(Copy("", first, 0, dims), start, start + out.numel()):
+            values = self.load().reshape(-1) if values is None else values
+            sizes = [dim.size for dim in part.dims]
+            read = values.as_strided(sizes, [dim.target for dim in part.dims], values.storage_offset() + part.target)
+            step = out.stride(0)
+            target = [dim.source * step for dim in part.dims]
+            out.as_strided(sizes, target, out.storage_offset() + (part.source - start) * step).copy_(read)
+
+
+@dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a checkpoint: its shape, and the pieces that tile it."""
+    """A tensor of a checkpoint: its shape, and the pieces, or else the boxes, that tile it."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...] = ()
+    boxes: tuple[Box, ...] = ()
 
     @classmethod
     def build(cls, name: str, shape: Iterable[int], pieces: Iterable[Piece]) -> "FileTensor":
@@ -53,6 +96,18 @@ class FileTensor:
         return cls(shape, tuple(ordered))
 
     @classmethod
+    def of_boxes(cls, name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> "FileTensor":
+        """Checks that the boxes, which lie in the tensor, tile it. Raises as `build`."""
+        boxes = tuple(box for box in boxes if box.numel)
+        numel, found = math.prod(shape), sum(box.numel for box in boxes)
+        if found != numel or _overlap(boxes, len(shape)):
+            raise CheckpointError(
+                f"{name}: its parts in the files overlap, or have {found} elements, its shape {list(shape)} {numel}; "
+                "the checkpoint is incomplete, copy all of its files"
+            )
+        return cls(shape, boxes=boxes)
+
+    @classmethod
     def of(cls, tensor: Tensor) -> "FileTensor":
         """A tensor that lies whole in one file, mapped and not read."""
         return cls(tuple(tensor.shape), (Piece(0, tensor.numel(), window_of(tensor)),))
@@ -64,6 +119,8 @@ class FileTensor:
             first, last = max(start, piece.start), min(stop, piece.start + piece.numel)
             if first < last:
                 out[first - start : last - start].copy_(piece.read(first - piece.start, last - piece.start))
+        for box in self.boxes:
+            box.read_into(self.shape, start, out)
 
 
 @dataclass
@@ -86,6 +143,17 @@ class ForeignState:
             self.tensors.setdefault(name, {})[key] = value
         elif value is not None:
             numbers[key] = float(value)
+
+
+def _overlap(boxes: Sequence[Box], num_dims: int) -> bool:
+    """Whether two of the boxes, none of them empty, have an element in common."""
+    if num_dims == 0:
+        return len(boxes) > 1
+    low = torch.tensor([box.offsets for box in boxes], dtype=torch.int64).view(len(boxes), num_dims)
+    high = low + torch.tensor([box.sizes for box in boxes], dtype=torch.int64).view(len(boxes), num_dims)
+    return any(
+        bool(((low[at] < high[at + 1 :]) & (low[at + 1 :] < high[at])).all(dim=1).any()) for at in range(len(boxes))
+    )
 
 
 def window_of(tensor: Tensor) -> Callable[[int, int], Tensor]:
