@@ -103,6 +103,25 @@ def remove_left_over(folder: Path) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that whoever reads it finds the old content or the new one, whatever ends process or machine.
+
+    Args:
+        path (`Path`): of the file; another one stands beside it for a moment.
+        content (`bytes`): all of it.
+    """
+    new = path.with_name(f"_{path.name}.new")  # Trainer uploads nothing that begins so
+    try:
+        with open(new, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+    sync_path(path.parent)
+
+
 def sync_path(path: Path) -> None:
     """Returns when a file or the entries of a folder have reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -18,7 +18,7 @@ FORMAT_VERSION = 3
 FORMER_VERSION = 2  # the manifest held the checksums, of tensors alone
 MANIFEST_NAME = "manifest.json"
 
-_OTHER = "resume from another checkpoint"
+TAKE_ANOTHER = "resume from another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Manifest:
         path = manifest_path(folder)
         missing = sorted({part.name for part in fields(cls)} - set(content))
         if missing:
-            raise CheckpointError(f"{path}: {', '.join(missing)} missing; {_OTHER}")
+            raise CheckpointError(f"{path}: {', '.join(missing)} missing; {TAKE_ANOTHER}")
         _check_types(content, path)
         return cls(**{part.name: content[part.name] for part in fields(cls)})
 
@@ -99,7 +99,7 @@ def recorded(folder: str | os.PathLike) -> Table | None:
     content = _content(folder)
     path, files, tensors = manifest_path(folder), content.get("files"), content.get("checksums")
     if not _is_former(files, tensors):
-        raise CheckpointError(f"{path}: files and checksums are not what a run writes; {_OTHER}")
+        raise CheckpointError(f"{path}: files and checksums are not what a run writes; {TAKE_ANOTHER}")
     return Table({name: FileSum(nbytes, None, tensors.get(name, {})) for name, nbytes in files.items()})
 
 
@@ -112,7 +112,7 @@ def _content(folder: str | os.PathLike) -> dict:
     """The manifest as it was saved, of a version that this hf_zero reads."""
     path, name = manifest_path(folder), f"{STATE_FOLDER}/{MANIFEST_NAME}"
     try:
-        raw = read_bytes(path, _OTHER)
+        raw = read_bytes(path, TAKE_ANOTHER)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path}: not found: {folder} holds no complete optimizer state; "
@@ -121,8 +121,8 @@ def _content(folder: str | os.PathLike) -> dict:
     table = Table.read(folder)
     expected = table.files.get(name) if table is not None else None
     if expected is not None and zlib.crc32(raw) != expected.crc32:
-        raise CheckpointError(f"{path}: has changed since it was saved; {_OTHER}")
-    content = parse_json(raw, path, _OTHER)
+        raise CheckpointError(f"{path}: has changed since it was saved; {TAKE_ANOTHER}")
+    content = parse_json(raw, path, TAKE_ANOTHER)
     version = content.get("format_version")
     if version not in (FORMAT_VERSION, FORMER_VERSION):
         raise CheckpointError(
@@ -131,7 +131,9 @@ def _content(folder: str | os.PathLike) -> dict:
         )
     if expected is None and version == FORMAT_VERSION:
         lacks = "is missing" if table is None else "does not list it"
-        raise CheckpointError(f"{path}: {Path(folder) / TABLE_NAME} {lacks}: the checkpoint is incomplete; {_OTHER}")
+        raise CheckpointError(
+            f"{path}: {Path(folder) / TABLE_NAME} {lacks}: the checkpoint is incomplete; {TAKE_ANOTHER}"
+        )
     return content
 
 
@@ -157,7 +159,7 @@ def _check_types(content: dict, path: Path) -> None:
     }
     for name, is_right in expected.items():
         if not is_right:
-            raise CheckpointError(f"{path}: {name} is not what a run writes; {_OTHER}")
+            raise CheckpointError(f"{path}: {name} is not what a run writes; {TAKE_ANOTHER}")
 
 
 def _is_group(group: Any) -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_zero.checkpoint.folders import sync_path
 from hf_zero.checkpoint.staging import Staged, connected
 from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Table
 from hf_zero.comm import Comm
@@ -30,7 +29,6 @@ def inside(staged: Path, folder: Path, *, replaces: Callable[[str], bool]) -> It
     (folder / TABLE_NAME).unlink(missing_ok=True)
     yield
     before.replaced(new, gone=filter(replaces, before.files)).write(folder)
-    sync_path(folder)
 
 
 def move_into(source: Path, target: Path) -> None:

@@ -112,7 +112,8 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
     engine.begin_update()
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
     manifest = together(comm, subject, lambda: Manifest.read(folder))
-    table, files = together(comm, subject, lambda: _read_files(folder, manifest))
+    table = together(comm, subject, lambda: recorded(folder) or Table())
+    files = together(comm, subject, lambda: _read_files(folder, manifest, table))
 
     def read() -> tuple[set[str], Ranges]:
         optimizer.load_groups_state(manifest.groups)
@@ -135,21 +136,21 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
 
 
 def check_checkpoint(folder: str | os.PathLike) -> None:
-    """Checks that a checkpoint is complete and, but for the values of its tensors, as it was saved.
+    """Checks that what a run reads of a checkpoint is complete and, but for the values of tensors, as it was saved.
 
-    Costs a read of headers and small files; `hf_zero.checkpoint.verify.check_checksums` reads the tensors, too.
+    Costs a read of headers and small files; `hf_zero.checkpoint.verify.check_checksums` reads the tensors, too, and
+    what people may have edited since.
 
     Raises:
         `CheckpointError`: says what is missing or damaged.
     """
     folder = Path(folder)
-    table = recorded(folder)
-    if table is not None:
-        table.check_files(folder)
+    table = recorded(folder) or Table()
+    table.check_files(folder)
     check_weights(folder)
     check_configs(folder)
     if (folder / STATE_FOLDER).is_dir():
-        _read_files(folder, Manifest.read(folder))
+        _read_files(folder, Manifest.read(folder), table)
 
 
 def _manifest(engine: Engine, layouts: Mapping[str, FileLayout], **content) -> Manifest:
@@ -215,13 +216,12 @@ def _merged_scalars(
     return merged
 
 
-def _read_files(folder: str | os.PathLike, manifest: Manifest) -> tuple[Table, WeightFiles]:
+def _read_files(folder: str | os.PathLike, manifest: Manifest, table: Table) -> WeightFiles:
     """The state's files, their headers as they were saved."""
-    table = recorded(folder) or Table()
     layouts = {name: FileLayout.read(Path(folder) / STATE_FOLDER / name) for name in manifest.state_files}
     for name, layout in layouts.items():
         table.check_layout(folder, f"{STATE_FOLDER}/{name}", layout)
-    return table, WeightFiles.of(layouts)
+    return WeightFiles.of(layouts)
 
 
 def _read_state(opened: OpenFiles, optimizer: Optimizer) -> set[str]:

@@ -14,9 +14,11 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 from hf_zero.checkpoint.file_layout import FileLayout
+from hf_zero.checkpoint.folders import write_whole
 from hf_zero.checkpoint.plain import is_inner_path, parse_json, read_bytes
 from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES, SafetensorsFile
 from hf_zero.errors import CheckpointError
@@ -32,12 +34,16 @@ STATE_PATTERNS = ("zero/*", "optimizer.pt", "optimizer.bin", "scheduler.pt", "sc
 # Nothing reads it, pushes leave it out, and one that holds a token is to be deleted.
 DISPENSABLE = ("training_args.bin",)
 
+# What a run reads to go on, beside its state. Nobody edits binary files by hand, so those that a subclass adds count.
+_READ_NAMES = ("config.json", "adapter_config.json", "trainer_state.json")
+_READ_SUFFIXES = (WEIGHTS_SUFFIX, ".index.json", ".bin", ".pt", ".pth")
+
 Checksums = dict[str, dict[str, int]]  # file, to tensor, to the CRC-32 of its bytes
 
 CARD_NAME = "README.md"  # people edit it
 _CHANGEABLE = (CARD_NAME, TABLE_NAME)
 _SEAL = ',\n "crc32": '
-_AGAIN = "copy or download it again, or use another checkpoint"
+COPY_AGAIN = "copy or download it again, or use another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -91,15 +97,15 @@ class Table:
         """
         path = Path(folder) / TABLE_NAME
         try:
-            content = read_bytes(path, _AGAIN)
+            content = read_bytes(path, COPY_AGAIN)
         except FileNotFoundError:
             return None
         body, _, _ = content.rpartition(_SEAL.encode())
         if content != _sealed(body):
             raise CheckpointError(
-                f"{path}: has changed since it was written, so nothing can be compared with it; {_AGAIN}"
+                f"{path}: has changed since it was written, so nothing can be compared with it; {COPY_AGAIN}"
             )
-        return _parsed(parse_json(content, path, _AGAIN), path)
+        return _parsed(parse_json(content, path, COPY_AGAIN), path)
 
     @classmethod
     def covering(cls, folder: str | os.PathLike) -> "Table | None":
@@ -115,12 +121,7 @@ class Table:
         """Writes it into a folder, under its name at once."""
         content = {"format": TABLE_VERSION, "files": {name: found.entry() for name, found in self.files.items()}}
         body = json.dumps(content, indent=1).removesuffix("\n}").encode()
-        temporary = folder / f".{TABLE_NAME}"
-        with open(temporary, "wb") as file:
-            file.write(_sealed(body))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / TABLE_NAME)
+        write_whole(folder / TABLE_NAME, _sealed(body))
 
     def replaced(self, new: "Table", gone: Iterable[str] = ()) -> "Table":
         """With the files of another one instead of those of the same names, and without those that are gone."""
@@ -137,7 +138,7 @@ class Table:
         }
 
     def check_files(self, folder: str | os.PathLike, *, without: Iterable[str] = ()) -> int:
-        """Compares everything but the tensors: sizes, headers, and other files whole.
+        """Compares what a run reads to go on, but not the tensors: sizes, headers, and other files whole.
 
         Args:
             folder (`str` or `os.PathLike`): where the files lie.
@@ -150,10 +151,21 @@ class Table:
             `CheckpointError`: naming the first file that lacks or differs.
         """
         without = set(without)
-        names = [name for name in self.files if name not in without]
+        names = [name for name in self.files if is_read(name) and name not in without]
         for name in names:
             self.check_file(folder, name)
         return len(names)
+
+    def changed_files(self, folder: str | os.PathLike) -> list[str]:
+        """Which of the other files lack or differ. People edit them between runs: a chat template, a tokenizer."""
+        changed = []
+        for name in self.files:
+            try:
+                if not is_read(name):
+                    self.check_file(folder, name)
+            except CheckpointError:
+                changed.append(name)
+        return changed
 
     def check_file(self, folder: str | os.PathLike, name: str) -> None:
         """See `check_files`; of one file, if it is listed."""
@@ -166,14 +178,14 @@ class Table:
         if found != expected.nbytes:
             raise CheckpointError(
                 f"{path}: {'is missing' if found is None else f'has {found} bytes'}, it was saved with "
-                f"{expected.nbytes} bytes; {_AGAIN}"
+                f"{expected.nbytes} bytes; {COPY_AGAIN}"
             )
         if expected.tensors is not None:
             self.check_layout(folder, name, FileLayout.read(path))
         elif (crc := _crc_of(path)) != expected.crc32:
             raise CheckpointError(
                 f"{path}: has checksum {crc:08x}, it was saved with {expected.crc32:08x}: it has changed since; "
-                f"{_AGAIN}"
+                f"{COPY_AGAIN}"
             )
 
     def check_layout(self, folder: str | os.PathLike, name: str, layout: FileLayout) -> None:
@@ -189,11 +201,11 @@ class Table:
             return
         if strange := sorted(set(expected.tensors) ^ set(layout.entries)):
             where = "was saved, and is not in the file" if strange[0] in expected.tensors else "is in the file only"
-            raise CheckpointError(f"{path}: tensor {strange[0]!r} {where}; {_AGAIN}")
+            raise CheckpointError(f"{path}: tensor {strange[0]!r} {where}; {COPY_AGAIN}")
         if expected.crc32 not in (None, found := zlib.crc32(layout.header)):
             raise CheckpointError(
                 f"{path}: its header has checksum {found:08x}, it was saved with {expected.crc32:08x}: it has changed "
-                f"since; {_AGAIN}"
+                f"since; {COPY_AGAIN}"
             )
 
 
@@ -201,6 +213,15 @@ def is_listed(name: str) -> bool:
     """Whether a file of that path in a folder belongs into the folder's table."""
     path = Path(name)
     return path.name not in _CHANGEABLE and not any(part.startswith(".") for part in path.parts)
+
+
+def is_read(name: str) -> bool:
+    """Whether a run that goes on from a folder reads the file of that path in it."""
+    base = os.path.basename(name)
+    if base in DISPENSABLE:
+        return False
+    is_state = any(fnmatch(name, pattern) for pattern in STATE_PATTERNS)
+    return is_state or base in _READ_NAMES or base.endswith(_READ_SUFFIXES)
 
 
 def _sum_of(path: Path, tensors: Mapping[str, int] | None) -> FileSum:
@@ -219,7 +240,7 @@ def _crc_of(path: Path) -> int:
             while piece := file.read(PIECE_NBYTES):
                 crc = zlib.crc32(piece, crc)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {COPY_AGAIN}") from error
     return crc
 
 
@@ -236,7 +257,7 @@ def _parsed(content: dict, path: Path) -> Table:
         )
     files = content.get("files")
     if not isinstance(files, dict) or not all(is_inner_path(name) for name in files):
-        raise CheckpointError(f"{path}: lists files that are not in its folder; {_AGAIN}")
+        raise CheckpointError(f"{path}: lists files that are not in its folder; {COPY_AGAIN}")
     return Table({name: _file_sum(name, entry, path) for name, entry in files.items()})
 
 
@@ -246,5 +267,5 @@ def _file_sum(name: str, entry: object, path: Path) -> FileSum:
     crc = entry.get("crc32" if tensors is None else "header_crc32")
     values = [entry.get("nbytes"), crc, *(tensors.values() if isinstance(tensors, dict) else ())]
     if not (tensors is None or isinstance(tensors, dict)) or not all(type(value) is int for value in values):
-        raise CheckpointError(f"{path}: what it says of {name!r} is no size and checksums; {_AGAIN}")
+        raise CheckpointError(f"{path}: what it says of {name!r} is no size and checksums; {COPY_AGAIN}")
     return FileSum(entry["nbytes"], crc, tensors)

@@ -17,12 +17,9 @@ from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, recorded
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.state import MASTER_NAME
-from hf_zero.checkpoint.table import STATE_PATTERNS, Table
+from hf_zero.checkpoint.table import COPY_AGAIN, STATE_PATTERNS, Table
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.errors import CheckpointError
-
-
-_AGAIN = "copy or download it again, or use another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def scan_file(path: str | os.PathLike) -> dict[str, TensorScan]:
         with SafetensorsFile.open(path) as file:
             return {name: _scan(file, entry) for name, entry in file.layout.entries.items()}
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {COPY_AGAIN}") from error
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Compared:
 
 
 def check_checksums(folder: str | os.PathLike, scans: Scans | None = None) -> Compared | None:
-    """Compares every file with the checksums that were saved with a folder.
+    """Compares every file with the checksums that were saved with a folder, what training reads before the rest.
 
     Args:
         folder (`str` or `os.PathLike`): the checkpoint, or model.
@@ -97,30 +94,37 @@ def check_checksums(folder: str | os.PathLike, scans: Scans | None = None) -> Co
     Raises:
         `CheckpointError`: names the file, and the tensor, that differs or lacks.
     """
+    folder = Path(folder)
     table = recorded(folder)
     if table is None:
         return None
     left_out = _left_out(folder, table)
-    num_files = table.check_files(folder, without=left_out)
+    table.check_files(folder, without=left_out)
     units = [unit for unit in tensors_of(table) if unit[0] not in left_out]
     unread = [unit for unit in units if unit[0] not in (scans or {})]
-    check_tensors(folder, unread)
+    check_tensors(folder, unread, table)
     for file, tensor in set(units) - set(unread):
-        _refuse(Path(folder) / file, tensor, scans[file][tensor].crc32, table.files[file].tensors[tensor])
+        _refuse(folder / file, tensor, scans[file][tensor].crc32, table.files[file].tensors[tensor])
+    if changed := table.changed_files(folder):
+        raise CheckpointError(
+            f"{folder}: weights and state are as they were saved, {shortened(changed)} changed since, or went; if "
+            f"nobody edited that, {COPY_AGAIN}"
+        )
+    num_files = len(table.files) - len(left_out)
     return Compared(len(units), num_files, left_out, all(found.crc32 is not None for found in table.files.values()))
 
 
-def check_tensors(folder: str | os.PathLike, tensors: Iterable[tuple[str, str]]) -> None:
+def check_tensors(folder: str | os.PathLike, tensors: Iterable[tuple[str, str]], table: Table) -> None:
     """Reads tensors and compares them with their checksums: one rank's part of `check_checksums`.
 
     Args:
         folder (`str` or `os.PathLike`): the checkpoint.
         tensors (`Iterable[tuple[str, str]]`): of `tensors_of`.
+        table (`Table`): with their checksums.
 
     Raises:
         `CheckpointError`: names the file and the tensor that differs.
     """
-    table = recorded(folder) or Table()
     for file, names in groupby(tensors, key=lambda unit: unit[0]):
         path = Path(folder) / file
         with SafetensorsFile.open(path) as opened:
@@ -184,7 +188,7 @@ def check_ties(folder: str | os.PathLike, scans: Scans, ties: Mapping[str, str])
     return len(pairs)
 
 
-def check_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]]) -> int:
+def check_optimizer_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Checks that the optimizer state in `folder/zero` is whole: files, sizes, and every parameter's tensors.
 
     Costs a read of the headers.
@@ -214,7 +218,7 @@ def _owner(path: Path, entry: TensorEntry, trained: set[str], shapes: Mapping[st
     """The parameter that a tensor of state belongs to. A master has the name of its own, which may be a frozen one."""
     owner = entry.name if path.name == MASTER_NAME else entry.name.rpartition(".")[0]
     if path.name != MASTER_NAME and owner not in trained:
-        raise CheckpointError(f"{path}: tensor {entry.name!r} is of no parameter in the manifest; {_AGAIN}")
+        raise CheckpointError(f"{path}: tensor {entry.name!r} is of no parameter in the manifest; {COPY_AGAIN}")
     if owner in shapes and entry.shape != shapes[owner]:
         raise CheckpointError(
             f"{path}: tensor {entry.name!r} has shape {list(entry.shape)}, its weight {list(shapes[owner])}; "
@@ -243,7 +247,7 @@ def _check_groups(folder: str | os.PathLike, manifest: Manifest, owner_of: Mappi
 def _refuse(path: Path, tensor: str, found: int, expected: int) -> None:
     if found != expected:
         raise CheckpointError(
-            f"{path}: tensor {tensor!r} has checksum {found:08x}, saved was {expected:08x}; {_AGAIN}"
+            f"{path}: tensor {tensor!r} has checksum {found:08x}, saved was {expected:08x}; {COPY_AGAIN}"
         )
 
 

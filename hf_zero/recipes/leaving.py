@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.agreement import on_first, together
 from hf_zero.recipes.charts import Chart, draw
 from hf_zero.recipes.data import Data
-from hf_zero.recipes.files import write_whole
 from hf_zero.recipes.log import LOG_NAME, read_log
 from hf_zero.recipes.measured import MEASURED_NAME, Measured
 from hf_zero.recipes.page import Page, held_nbytes, results_of, tables_of
@@ -45,7 +45,7 @@ def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
         folder = Path(trainer.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = resolved_name(settings)
-        write_whole(folder / name, resolved_text(settings))
+        write_whole(folder / name, resolved_text(settings).encode())
         (folder / ({RESOLVED_NAME, HIDDEN_NAME} - {name}).pop()).unlink(missing_ok=True)
 
     comm = trainer.accelerator.shard(trainer.model).comm
@@ -73,7 +73,7 @@ def leave(trainer: ZeroTrainer, settings: Settings, data: Data, watch: Watch, sa
         found = measured.kept(folder / REPORT_FOLDER / MEASURED_NAME, is_trained=watch.step.num_steps > 0)
         pictures = _draw(folder / REPORT_FOLDER, log, found.step, say)
         page = _page(trainer, settings, data, log, found, pictures)
-        write_whole(folder / REPORT_NAME, page.html())
+        write_whole(folder / REPORT_NAME, page.html().encode())
         trainer.card_sections = _sections(settings, pictures)
         trainer.card_dataset = _name(data.source)
         trainer.create_model_card()

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_zero.recipes.files import write_whole
+from hf_zero.checkpoint.folders import write_whole
 from hf_zero.recipes.step_trace import Moment, Step
 
 
@@ -34,7 +34,7 @@ class Measured:
             is_trained (`bool`): Whether there was a step to train.
         """
         if is_trained:
-            write_whole(path, json.dumps(asdict(self)))
+            write_whole(path, json.dumps(asdict(self)).encode())
             return self
         try:
             return _of(json.loads(path.read_text(encoding="utf-8")))

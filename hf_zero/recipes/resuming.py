@@ -11,7 +11,7 @@ from hf_zero.recipes.occupied import check_model_is_kept, left_in
 from hf_zero.recipes.resolved import check_unchanged
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
-from hf_zero.trainer.resuming import check_state, newest_whole
+from hf_zero.trainer.resuming import check_resumable, newest_whole
 from hf_zero.trainer.rotation import checkpoints_in
 
 
@@ -43,7 +43,7 @@ def check_resume(settings: Settings) -> None:
     checkpoint = Path(settings.resume)
     if not checkpoint.is_dir():
         raise ConfigError(f"resume {settings.resume!r}: no such folder; give auto, never or a checkpoint's folder")
-    check_state(checkpoint, needs_config=True)
+    check_resumable(checkpoint, needs_config=True)
     check_unchanged(settings, checkpoint.absolute().parent)
     if checkpoint.resolve().parent != folder.resolve():
         check_model_is_kept(settings, folder)

@@ -8,7 +8,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
-from hf_zero.checkpoint.verify import Scans, check_checksums, check_finite, check_state, check_ties, scan_files
+from hf_zero.checkpoint.verify import (
+    Scans,
+    check_checksums,
+    check_finite,
+    check_optimizer_state,
+    check_ties,
+    scan_files,
+)
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
 from hf_zero.recipes.loading import (
@@ -21,7 +28,7 @@ from hf_zero.recipes.loading import (
     quiet,
     ties_of,
 )
-from hf_zero.trainer.resuming import check_state as check_to_resume
+from hf_zero.trainer.resuming import check_resumable
 
 
 POSITIONAL = ("folder", "the model folder")
@@ -110,7 +117,7 @@ class Inspection:
 
     def check_files(self) -> str:
         if (self.folder / TRAINER_STATE_NAME).is_file() and manifest_path(self.folder).is_file():
-            check_to_resume(self.folder)  # what a run that goes on from it checks, too
+            check_resumable(self.folder)  # what a run that goes on from it checks, too
         nbytes = sum(layout.data_nbytes for layout in self.files.layouts.values())
         listed = {tensor for layout in self.files.layouts.values() for tensor in layout.entries}
         if strange := sorted(listed - set(self.files.file_of)):
@@ -125,7 +132,7 @@ class Inspection:
 
     def check_state(self) -> str:
         shapes = {name: self.files.entry(name).shape for name in self.files.file_of}
-        count = check_state(self.folder, shapes)
+        count = check_optimizer_state(self.folder, shapes)
         names = [f"{STATE_FOLDER}/{path.name}" for path in sorted((self.folder / STATE_FOLDER).glob("*.safetensors"))]
         self._state = scan_files(self.folder, names)
         check_finite(self.folder, self._state)

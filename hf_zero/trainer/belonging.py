@@ -1,5 +1,6 @@
 """What Trainer writes beside weights and state: whether its files are there, and of the same moment as the rest."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,13 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint.foreign.trusted import check_archive, load_small
-from hf_zero.checkpoint.manifest import FORMAT_VERSION, manifest_path
+from hf_zero.checkpoint.manifest import FORMAT_VERSION, TAKE_ANOTHER, manifest_path
 from hf_zero.checkpoint.plain import read_json
 from hf_zero.errors import CheckpointError
 from hf_zero.trainer.position import Position
 
 
-_OTHER = "resume from another checkpoint"
+_RNG_STATES = re.compile(r"rng_state(_\d+)?\.pth")
 
 
 def check_belonging(folder: Path) -> None:
@@ -28,6 +29,9 @@ def check_belonging(folder: Path) -> None:
     """
     step = read_step(folder)
     if not manifest_path(folder).is_file():
+        for path in sorted(folder.iterdir()):
+            if path.name == SCHEDULER_NAME or _RNG_STATES.fullmatch(path.name):
+                check_archive(path)
         return
     manifest = Manifest.read(folder)
     steps = {manifest_path(folder): manifest.step}
@@ -38,7 +42,7 @@ def check_belonging(folder: Path) -> None:
         if found not in (None, step):
             raise CheckpointError(
                 f"{where}: is of step {found}, {TRAINER_STATE_NAME} of step {step}; they are of different "
-                f"checkpoints: {_OTHER}"
+                f"checkpoints: {TAKE_ANOTHER}"
             )
     if manifest.step is not None:  # saved by a trainer
         _check_schedule(folder, manifest)
@@ -51,9 +55,9 @@ def read_step(folder: Path) -> int:
     try:
         step = read_json(path).get("global_step")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: is missing; {_OTHER}") from error
+        raise CheckpointError(f"{path}: is missing; {TAKE_ANOTHER}") from error
     if type(step) is not int or step < 0:
-        raise CheckpointError(f"{path}: global_step is {step!r}, no number of steps; {_OTHER}")
+        raise CheckpointError(f"{path}: global_step is {step!r}, no number of steps; {TAKE_ANOTHER}")
     return step
 
 
@@ -68,7 +72,7 @@ def position_of(folder: str | Path, manifest: Manifest) -> Position | None:
         return None
     names = ("epoch", "sample", "step")
     if not isinstance(saved, dict) or set(saved) != set(names) or not all(_is_count(saved[name]) for name in names):
-        raise CheckpointError(f"{manifest_path(folder)}: {saved!r} is no place in the data; {_OTHER}")
+        raise CheckpointError(f"{manifest_path(folder)}: {saved!r} is no place in the data; {TAKE_ANOTHER}")
     return Position(**saved)
 
 
@@ -87,15 +91,15 @@ def _check_schedule(folder: Path, manifest: Manifest) -> None:
     if not path.is_file():
         if manifest.format_version == FORMAT_VERSION and expected is None:
             return  # the run had none
-        raise CheckpointError(f"{path}: is missing, so the schedule would start anew; {_OTHER}")
+        raise CheckpointError(f"{path}: is missing, so the schedule would start anew; {TAKE_ANOTHER}")
     saved = load_small(path)
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{path}: holds no schedule; {_OTHER}")
+        raise CheckpointError(f"{path}: holds no schedule; {TAKE_ANOTHER}")
     found = _position_in(saved)
     if None not in (expected, found) and found != expected:
         raise CheckpointError(
             f"{path}: its schedule was moved on {found} times, its manifest says {expected}; they are of different "
-            f"checkpoints: {_OTHER}"
+            f"checkpoints: {TAKE_ANOTHER}"
         )
 
 
@@ -107,7 +111,7 @@ def _check_generators(folder: Path, manifest: Manifest) -> None:
         names = [f"rng_state_{rank}.pth" for rank in range(manifest.num_ranks)]
     for name in names:
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name}: is missing, so its rank's dropout would differ; {_OTHER}")
+            raise CheckpointError(f"{folder / name}: is missing, so its rank's dropout would differ; {TAKE_ANOTHER}")
         check_archive(folder / name)
 
 

@@ -18,7 +18,6 @@ from hf_zero.checkpoint.pretrained import CONFIG_NAMES
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.verify import check_tensors, tensors_of
 from hf_zero.errors import CheckpointError, MissingCheckpointError
-from hf_zero.trainer.archives import check_archives
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.belonging import check_belonging, position_of
 from hf_zero.trainer.position import Position
@@ -67,6 +66,8 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False, needs
         if fault is None:
             if is_first and faults:
                 logger.warning("going on from %s", path)
+            if is_first:
+                _warn_of_changed(path)
             return Choice(str(path), faults)
         if strict:
             raise CheckpointError(
@@ -83,7 +84,7 @@ def fault_of(folder: Path, *, needs_config: bool, reads_tensors: bool) -> Checkp
 
     Args:
         folder (`Path`): the checkpoint.
-        needs_config (`bool`): see `check_state`.
+        needs_config (`bool`): see `check_resumable`.
         reads_tensors (`bool`): reads the tensors, too. Otherwise they are compared when they are loaded.
 
     Returns:
@@ -93,7 +94,7 @@ def fault_of(folder: Path, *, needs_config: bool, reads_tensors: bool) -> Checkp
     if not all(sees):
         found = "is not seen by every rank" if any(sees) else "does not exist"
         return MissingCheckpointError(f"{folder}: {found}; resume from another checkpoint")
-    own = _fault(lambda: check_state(folder, needs_config=needs_config))
+    own = _fault(lambda: check_resumable(folder, needs_config=needs_config))
     seen = gather_object([(own, _identity(folder))])
     fault = next((fault for fault, _ in seen if fault is not None), None)
     if fault is not None or not reads_tensors:
@@ -107,7 +108,7 @@ def fault_of(folder: Path, *, needs_config: bool, reads_tensors: bool) -> Checkp
 def _check_own_tensors(folder: Path, index: int, count: int) -> None:
     table = recorded(folder)
     if table is not None:
-        check_tensors(folder, tensors_of(table)[index::count])
+        check_tensors(folder, tensors_of(table)[index::count], table)
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:
@@ -147,6 +148,15 @@ def refuse_damaged(folder: Path, *, needs_config: bool) -> None:
     fault = fault_of(folder, needs_config=needs_config, reads_tensors=False)
     if fault is not None:
         raise fault
+    if PartialState().is_main_process:
+        _warn_of_changed(folder)
+
+
+def _warn_of_changed(folder: Path) -> None:
+    """Names the files that are not as they were saved, and that a run does not read."""
+    table = recorded(folder)
+    if table is not None and (changed := table.changed_files(folder)):
+        logger.warning("%s: changed since it was saved, and is not read here: %s", folder, ", ".join(changed))
 
 
 @dataclass(frozen=True)
@@ -168,10 +178,8 @@ def resumed_from(folder: str | None) -> Resumed:
     """Reads the record of a checkpoint; weights without a state have none.
 
     Raises:
-        `CheckpointError`: it cannot be read, or the schedule or random states beside it.
+        `CheckpointError`: it cannot be read.
     """
-    if folder is not None and Path(folder).is_dir():
-        check_archives(folder)
     if folder is None or not manifest_path(folder).is_file():
         return Resumed()
     manifest = Manifest.read(folder)
@@ -210,8 +218,8 @@ class CompareLoss(TrainerCallback):
             )
 
 
-def check_state(folder: str | Path, *, needs_config: bool = False) -> None:
-    """Checks that a folder can be resumed from: all of it but the values of the tensors is as it was saved.
+def check_resumable(folder: str | Path, *, needs_config: bool = False) -> None:
+    """Checks that a folder can be resumed from: what that reads, but for the values of tensors, is as it was saved.
 
     Args:
         folder (`str` or `Path`): the checkpoint.
@@ -226,7 +234,6 @@ def check_state(folder: str | Path, *, needs_config: bool = False) -> None:
         if needs_config and not any((folder / name).is_file() for name in CONFIG_NAMES):
             raise CheckpointError(f"{folder / CONFIG_NAMES[0]}: is missing; resume from another checkpoint")
     check_belonging(folder)
-    check_archives(folder)
 
 
 def _fault(check: Callable[[], None]) -> CheckpointError | None:

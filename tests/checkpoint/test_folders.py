@@ -122,3 +122,19 @@ def test_the_names_of_new_folders_are_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "sync_path", synced.append)
     folders.make_folder(tmp_path / "a" / "b")
     assert synced == [tmp_path, tmp_path / "a"]
+
+
+def test_a_file_is_replaced_whole_and_once_it_is_on_disk_or_stays(tmp_path, monkeypatch):
+    path, synced, replace = tmp_path / "report.html", [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(os, "replace", lambda new, old: (synced.append("its name"), replace(new, old)))
+    folders.write_whole(path, b"old")
+    assert synced == [str(tmp_path / "_report.html.new"), "its name", str(tmp_path)]
+
+    def fails(new, old):
+        raise OSError(errno.EIO, "gone")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="gone"):
+        folders.write_whole(path, b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

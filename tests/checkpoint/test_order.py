@@ -120,9 +120,9 @@ def assert_in_order(events: list[Event], num_ranks: int) -> None:
         elif event.kind == "rename":
             for path, content in event.content.items():
                 assert on_disk.get(path) == content, f"{path} got its name before it was on disk"
-    last = renames[-1]
-    for parent in {os.path.dirname(events[index].path) for index in renames}:
-        synced = [event for event in events[last:] if event.kind == "sync" and event.path == parent]
+    for index in renames:
+        parent = os.path.dirname(events[index].path)
+        synced = [event for event in events[index:] if event.kind == "sync" and event.path == parent]
         assert synced, f"the new names in {parent} are not on disk"
 
 

@@ -69,7 +69,7 @@ def test_a_folder_without_a_model_is_free(call, left):
 
 
 def test_a_checkpoint_of_elsewhere_does_not_write_over_another_model_either(call, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_zero.recipes.resuming.check_state", lambda _: None)
+    monkeypatch.setattr("hf_zero.recipes.resuming.check_resumable", lambda *_, **__: None)
     (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)
     code, line, ran = call("classify", "--learning_rate=0.5", f"--resume={tmp_path / 'b' / 'checkpoint-3'}")
     assert (code, ran) == (2, False)

@@ -12,7 +12,6 @@ from hf_zero.config import Place
 from hf_zero.planner import TensorClass, by_field
 from hf_zero.recipes import charts, leaving
 from hf_zero.recipes.data.collate import Collate
-from hf_zero.recipes.files import write_whole
 from hf_zero.recipes.flops import PEAK_TFLOPS, peak_flops, training_flops
 from hf_zero.recipes.log import TrainingLog, read_log
 from hf_zero.recipes.measured import Measured
@@ -171,15 +170,6 @@ def test_steps_are_counted_from_where_the_run_goes_on(begin, end):
         trace.on_step_begin(None, state, None)
         trace.on_step_end(None, state, None)
     assert trace.num_steps == end - begin
-
-
-def test_a_file_is_replaced_whole_or_stays(tmp_path):
-    path = tmp_path / "report.html"
-    write_whole(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "new \udc80")
-    assert path.read_text(encoding="utf-8") == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 LOG = [

@@ -5,9 +5,10 @@ import re
 
 import pytest
 import torch
+from torch.serialization import set_crc32_options
 
 from hf_zero.errors import CheckpointError
-from hf_zero.trainer.archives import check_archives
+from hf_zero.trainer.belonging import check_belonging
 from hf_zero.trainer.resuming import newest_whole
 from tests.distributed import RemoteError, run_ranks
 from tests.trainer.harness import train
@@ -16,24 +17,41 @@ from tests.trainer.harness import train
 STEPS = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint of another program: no checksums of ours say what its files were."""
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
+    return tmp_path
+
+
 @pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth", "rng_state_3.pth"])
-def test_an_archive_that_is_empty_or_cut_off_is_named(tmp_path, name):
-    torch.save({"last_epoch": 3, "rates": torch.ones(100)}, tmp_path / name)
-    check_archives(tmp_path)
-    content = (tmp_path / name).read_bytes()
+def test_an_archive_that_is_empty_or_cut_off_is_named(folder, name):
+    torch.save({"last_epoch": 3, "rates": torch.ones(100)}, folder / name)
+    check_belonging(folder)
+    content = (folder / name).read_bytes()
     for part in (b"", content[: len(content) // 2]):
-        (tmp_path / name).write_bytes(part)
-        with pytest.raises(CheckpointError, match=rf"{name}: cannot be read \({len(part)} bytes; .*\); resume from"):
-            check_archives(tmp_path)
+        (folder / name).write_bytes(part)
+        with pytest.raises(CheckpointError, match=rf"{name}: cannot be read \(.*\); it is damaged or incomplete"):
+            check_belonging(folder)
 
 
-def test_a_bit_of_the_schedule_that_has_changed_is_noticed(tmp_path):
-    torch.save({"rates": torch.ones(100)}, tmp_path / "scheduler.pt")
-    content = bytearray((tmp_path / "scheduler.pt").read_bytes())
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state_0.pth"])
+def test_a_bit_of_an_archive_that_has_changed_is_noticed(folder, name):
+    torch.save({"rates": torch.ones(100)}, folder / name)
+    content = bytearray((folder / name).read_bytes())
     content[content.index(torch.ones(2).numpy().tobytes())] ^= 1
-    (tmp_path / "scheduler.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="data/0 was damaged since it was saved|Bad CRC"):
-        check_archives(tmp_path)
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name}: cannot be read .*Bad CRC"):
+        check_belonging(folder)
+
+
+def test_an_archive_that_was_saved_without_checksums_of_its_own_is_taken(folder):
+    set_crc32_options(False)
+    try:
+        torch.save({"rates": torch.ones(100)}, folder / "scheduler.pt")
+    finally:
+        set_crc32_options(True)
+    check_belonging(folder)
 
 
 def _resumes(folder, name):

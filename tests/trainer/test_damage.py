@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_zero.checkpoint.table import TABLE_NAME, Table
+from hf_zero.checkpoint.table import TABLE_NAME, Table, is_read
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from hf_zero.recipes.cli import main
 from hf_zero.trainer.belonging import schedule_position
-from hf_zero.trainer.resuming import check_state, newest_whole, refuse_damaged
+from hf_zero.trainer.resuming import check_resumable, newest_whole, refuse_damaged
 from tests import models
 from tests.checkpoint.fakes import as_former_version
 from tests.distributed import run_ranks
@@ -79,10 +79,13 @@ def test_a_bit_of_any_file_is_noticed_and_the_next_older_checkpoint_is_taken(out
         for bit in {0, nbits - 1, nbits // 2, *(generator.randrange(nbits) for _ in range(3))}:
             _flip(folder / name, bit)
             choice = newest_whole(str(output_dir), is_first=True)
-            assert choice.folder == str(output_dir / "checkpoint-2"), f"{name}: bit {bit}"
-            assert Path(name).name in choice.faults[str(folder)] and "\n" not in choice.faults[str(folder)]
-            with pytest.raises(CheckpointError, match="--zero_resume_strict"):
-                newest_whole(str(output_dir), is_first=True, strict=True)
+            if name == TABLE_NAME or is_read(name):
+                assert choice.folder == str(output_dir / "checkpoint-2"), f"{name}: bit {bit}"
+                assert Path(name).name in choice.faults[str(folder)] and "\n" not in choice.faults[str(folder)]
+                with pytest.raises(CheckpointError, match="--zero_resume_strict"):
+                    newest_whole(str(output_dir), is_first=True, strict=True)
+            else:
+                assert choice.folder == str(folder) and f"is not read here: {name}" in caplog.messages[-1]
             with pytest.raises(CheckpointError):  # what `verify` calls
                 check_checksums(folder)
             _flip(folder / name, bit)
@@ -95,20 +98,34 @@ def test_a_file_that_lacks_or_is_of_another_step_or_rank_is_noticed(output_dir):
     for name in _files(folder):
         content = (folder / name).read_bytes()
         (folder / name).unlink()
-        if name == "training_args.bin":
-            check_state(folder)  # nothing reads it, and one that holds a token is to be deleted
+        if name != TABLE_NAME and not is_read(name):
+            check_resumable(folder)  # it is told by a warning; of training_args.bin not even by that
         else:
             with pytest.raises(CheckpointError, match="missing|not found"):
-                check_state(folder)
+                check_resumable(folder)
         if content != (older / name).read_bytes():
             shutil.copy(older / name, folder / name)
             with pytest.raises(CheckpointError):
-                check_state(folder)
+                check_resumable(folder)
                 check_checksums(folder)
         (folder / name).write_bytes(content)
     shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_1.pth")
     with pytest.raises(CheckpointError, match="rng_state_1.pth: has"):
-        check_state(folder)
+        check_resumable(folder)
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_an_edited_tokenizer_and_verify_names_it(output_dir, caplog, capsys):
+    folder = output_dir / "checkpoint-4"
+    (folder / "vocab.txt").write_text("a\nb\nc\nd\n")
+    warning = f"{folder}: changed since it was saved, and is not read here: vocab.txt"
+    refuse_damaged(folder, needs_config=True)
+    assert caplog.messages == [warning]
+    assert newest_whole(str(output_dir), is_first=True).folder == str(folder)
+    assert caplog.messages == [warning] * 2
+    assert main(["verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert f"wrong  checksums: {folder}: weights and state are as they were saved, vocab.txt changed since" in said
+    assert "ok     files: " in said and "ok     state: " in said
 
 
 def test_verify_and_resume_refuse_the_same(output_dir, capsys):
@@ -117,7 +134,7 @@ def test_verify_and_resume_refuse_the_same(output_dir, capsys):
     for name in ("scheduler.pt", "rng_state_1.pth", "trainer_state.json", "config.json", "zero/manifest.json"):
         _flip(folder / name, 77)
         with pytest.raises(CheckpointError) as error:
-            check_state(folder)
+            check_resumable(folder)
         capsys.readouterr()
         assert main(["verify", str(folder)]) == 1
         output = capsys.readouterr()
@@ -155,7 +172,7 @@ def test_files_of_different_steps_are_noticed_even_where_their_checksums_agree(o
     (folder / name).write_text(json.dumps(content))
     Table.of_folder(folder, {}).write(folder)
     with pytest.raises(CheckpointError, match=message):
-        check_state(folder)
+        check_resumable(folder)
 
 
 @pytest.mark.parametrize(
@@ -175,13 +192,13 @@ def test_files_of_different_steps_are_noticed_even_where_their_checksums_agree(o
 def test_a_checkpoint_of_the_former_version_without_a_file_is_refused(output_dir, name, change, message):
     folder = output_dir / "checkpoint-4"
     as_former_version(folder)
-    check_state(folder, needs_config=True)
+    check_resumable(folder, needs_config=True)
     if change is None:
         (folder / name).unlink()
     else:
         (folder / name).write_bytes(change)
     with pytest.raises(CheckpointError, match=message) as error:
-        check_state(folder, needs_config=True)
+        check_resumable(folder, needs_config=True)
     assert "\n" not in str(error.value)
 
 
@@ -210,7 +227,7 @@ def test_a_schedule_that_does_not_save_its_position_is_compared_with_nothing(out
     for manifest["extra"]["schedule"] in (schedule_position(Warmup()), 4):  # former ones have the attribute's
         (folder / "zero" / "manifest.json").write_text(json.dumps(manifest))
         Table.of_folder(folder, {}).write(folder)
-        check_state(folder)
+        check_resumable(folder)
     assert schedule_position(Warmup()) is None and schedule_position(None) is None
 
 
@@ -275,6 +292,6 @@ def test_the_final_model_has_checksums_of_all_that_was_saved_with_it(tmp_path):
     (tmp_path / "all_results.json").write_text("{}")
     assert check_checksums(tmp_path).num_files == len(names)
     _flip(tmp_path / "vocab.txt", 3)
-    with pytest.raises(CheckpointError, match="vocab.txt: has checksum"):
+    with pytest.raises(CheckpointError, match="vocab.txt changed since"):
         check_checksums(tmp_path)
-    check_state(tmp_path / "checkpoint-2")  # with the file that the callback has added
+    check_resumable(tmp_path / "checkpoint-2")  # with the file that the callback has added

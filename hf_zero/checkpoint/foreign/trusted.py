@@ -82,10 +82,11 @@ def load_small(path: Path) -> Any:
 
 
 def check_archive(path: Path) -> None:
-    """Checks that a file is a small one of `torch.save` and claims no more than it holds. Nothing is loaded.
+    """Checks that a file is a small one of `torch.save`, is as its own checksums say and claims no more than it holds.
+    Nothing is loaded.
 
     Raises:
-        `CheckpointError`: it is empty, cut off, too large, compressed, or asks for memory by a number.
+        `CheckpointError`: it is empty, cut off, damaged, too large, compressed, or asks for memory by a number.
     """
     try:
         nbytes = path.stat().st_size
@@ -96,12 +97,15 @@ def check_archive(path: Path) -> None:
             held = sum(member.file_size for member in members)
             if held > nbytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise CheckpointError(f"{path}: unpacks to {held} bytes, more than it has; copy it again")
-            pickled = [archive.read(member) for member in members if member.filename.endswith(".pkl")]
+            for member in members:
+                member.CRC = member.CRC or None  # torch can be told to write none, which is not to be compared
+            contents = [(member.filename, archive.read(member)) for member in members]
     except CheckpointError:
         raise
     except Exception as error:
         raise _readable(path, error) from error
-    if any(b"bytearray" in content for content in pickled):  # torch lets a file make one of any size
+    # torch lets a file make a bytearray of any size
+    if any(name.endswith(".pkl") and b"bytearray" in content for name, content in contents):
         raise CheckpointError(f"{path}: names bytearray, which is none of what such a file holds; copy it again")
 
 
