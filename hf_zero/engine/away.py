@@ -114,9 +114,9 @@ class Watch(TorchDispatchMode):
 
 
 def _is_about_shape(func) -> bool:
-    """Whether an operation looks at shape, dtype and device alone."""
+    """Whether an operation looks at shape, dtype and device alone, or gives a parameter its data."""
     name = func.__name__.partition(".")[0]
-    return name.endswith("_like") or name.startswith(("new_", "is_"))
+    return name.endswith("_like") or name.startswith(("new_", "is_", "_has_"))
 
 
 def _tensors(*values):

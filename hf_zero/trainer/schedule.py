@@ -19,7 +19,7 @@ def changes(
         num_steps (`int`): for which this run makes its schedule.
         num_steps_before (`int`, *optional*): for which the run that saved did.
     """
-    for base, own in zip(scheduler.base_lrs, given):
+    for base, own in zip(getattr(scheduler, "base_lrs", ()), given):  # ReduceLROnPlateau has none
         if not math.isclose(base, own, rel_tol=1e-6):
             yield (
                 f"the learning rate of the checkpoint goes on ({base:.3g}), not the given one ({own:.3g}); for that, "

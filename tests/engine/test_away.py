@@ -139,6 +139,20 @@ def test_a_functional_use_in_evaluation_alone_is_refused_too():
     run_ranks(_in_evaluation, 2, timeout=LIMIT)
 
 
+def _in_inference_mode():
+    """There, giving a parameter its data is an operation like any other."""
+    model = build_seeded(Tower)
+    with torch.no_grad():
+        wanted = model(inputs(0, 0))
+    hf_zero.shard(model, stage=3, **SETTINGS)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(inputs(0, 0)), wanted)
+
+
+def test_a_first_forward_in_inference_mode():
+    run_ranks(_in_inference_mode, 2, timeout=LIMIT)
+
+
 def _about_shape():
     """Looking at shapes, dtypes and devices, and making views, reads no value."""
 

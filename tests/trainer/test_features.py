@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from transformers.modeling_outputs import CausalLMOutput
 
 import hf_zero
+from hf_zero.errors import ConfigError
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, seed_everything, train
@@ -233,7 +234,7 @@ def test_an_average_of_the_weights_over_shards_is_that_of_whole_ones(tmp_path, p
 
 def _without_liger(folder):
     for stage in STAGES:
-        with pytest.raises(ImportError, match="liger"):
+        with pytest.raises(ConfigError, match="liger-kernel is not installed"):
             make(stage, folder, models.build("llama"), Rows("llama"), use_liger_kernel=True).train()
 
 
