@@ -28,7 +28,8 @@ class LastStep:
 
     Args:
         loss (`Tensor`, *optional*): 0-d, of this rank: the sum of what its micro-batches were differentiated for.
-        grad_norm (`Tensor`, *optional*): 0-d, before clipping, of all ranks; `None` without clipping.
+        grad_norm (`Tensor`, *optional*): 0-d, before clipping, of all ranks; Trainer measures it also
+            where it does not clip.
     """
 
     loss: Tensor | None = None

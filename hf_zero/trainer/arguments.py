@@ -61,8 +61,8 @@ class ZeroArgumentsMixin:
         zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone.
         zero_nonfinite (`str`): what is done about gradients with an infinity or a NaN: "stop" ends the run before a
             step is taken on them, "skip" leaves the step out on all ranks, "ignore" takes it.
-        zero_save_fallback (`str`, *optional*): a folder, best on another disk, for the trained model when its own has
-            no room; without it the run waits for room.
+        zero_save_fallback (`str`, *optional*): a folder, best on another disk, for checkpoints and the trained model
+            when their own has no room; without it the run waits for room.
     """
 
     zero_stage: int = field(
@@ -159,8 +159,8 @@ class ZeroArgumentsMixin:
     zero_save_fallback: str | None = field(
         default=None,
         metadata={
-            "help": "A folder, best on another disk, for the trained model when the disk of its own has no room; "
-            "without it the run waits for room."
+            "help": "A folder, best on another disk, for checkpoints and the trained model when their own has no "
+            "room; without it the run waits for room."
         },
     )
 

@@ -1,5 +1,5 @@
-"""Room on the disk: looked at before the first step, and waited for when a trained model cannot be saved for lack of
-it."""
+"""Room on the disk: looked at before the first step, and waited for when a checkpoint or a trained model cannot be
+saved for lack of it."""
 
 import errno
 import logging
@@ -7,8 +7,10 @@ import math
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from transformers.trainer_utils import SaveStrategy
@@ -16,8 +18,8 @@ from transformers.trainer_utils import SaveStrategy
 from hf_zero.checkpoint import plan_weights
 from hf_zero.checkpoint.state import masters_nbytes
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import gathered
-from hf_zero.errors import CheckpointError, NoRoomError
+from hf_zero.comm.agreement import gathered, on_first
+from hf_zero.errors import CheckpointError, CommError, NoRoomError, size_text
 from hf_zero.trainer.adapters import is_adapter_model
 from hf_zero.trainer.signals import StopOnSignal, Stopped
 
@@ -26,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 SAY_SECONDS = 60.0
-MIB = 2**20
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -40,7 +41,7 @@ def check_room(trainer) -> None:
         `CheckpointError`: there is no room for one checkpoint, and the model at the end where that will be saved.
     """
     args = trainer.args
-    num_saved = _num_checkpoints(args, trainer.state.max_steps - trainer.state.global_step)
+    num_saved = _num_checkpoints(args, trainer.state)
     if not num_saved and not trainer.leaves_model:
         return
     engine = trainer.zero_engine
@@ -53,18 +54,18 @@ def check_room(trainer) -> None:
     needed = (checkpoint if num_saved else 0) + final
     if free < needed:
         raise CheckpointError(
-            f"{folder}: the run will save {needed / MIB:.0f} MiB at least, {free / MIB:.0f} MiB are free; free space "
-            "there or give another output_dir"
+            f"{folder}: the run will save {size_text(needed)} at least, {size_text(free)} are free; free space there "
+            "or give another output_dir"
         )
     whole = checkpoint * num_saved + final
     if free < whole and args.process_index == 0:
         logger.warning(
-            "%s: %d checkpoints of %.0f MiB will not fit with the %.0f MiB that are free; save_total_limit deletes "
-            "old ones, save_only_model leaves their state out",
+            "%s: %d checkpoints of %s will not fit with the %s that are free; save_total_limit deletes old ones, "
+            "save_only_model leaves their state out",
             folder,
             num_saved,
-            checkpoint / MIB,
-            free / MIB,
+            size_text(checkpoint),
+            size_text(free),
         )
 
 
@@ -80,64 +81,143 @@ def state_nbytes(trainer) -> int:
 
 
 def save_with_room(
-    comm: Comm, folder: str, fallback: str | None, save: Callable[[str], None], signals: StopOnSignal
+    comm: Comm,
+    folder: str,
+    save: Callable[[str], None],
+    signals: StopOnSignal,
+    *,
+    what: str,
+    fallback: Callable[[], str] | None,
 ) -> str:
-    """Saves what only memory holds. Where the disk is full, it saves into `fallback`, or looks again until there is
-    room. All ranks call it.
+    """Saves what only memory holds. Where the disk is full, it saves elsewhere, or looks again until there is room.
+    All ranks call it.
 
     Args:
         comm (`Comm`): the ranks.
         folder (`str`): where to save.
-        fallback (`str`, *optional*): a folder for such cases.
         save (`Callable`): saves into a folder; it raises on all ranks when it fails on one.
         signals (`StopOnSignal`): one of its signals gives up.
+        what (`str`): what is saved, for messages.
+        fallback (`Callable`, *optional*): chooses a folder on another disk; rank 0 calls it. Where that one cannot be
+            used for another reason than room, this is said, and `folder` is waited for.
 
     Returns:
         `str`: where it was saved.
 
     Raises:
         `Stopped`: a signal came while there was no room.
-        `CheckpointError`, or whatever `save` raises for another reason than a full disk.
+        `CheckpointError`, or whatever `save` raises about `folder` for another reason than a full disk.
     """
-    lack = _lack(comm, lambda: save(folder))
-    if lack is None:
+    if lack_of_room(comm, partial(save, folder)) is None:
         return folder
-    elsewhere = comm.broadcast_object(_fallback_of(fallback, folder)) if fallback else None
+    elsewhere = _Elsewhere(comm, fallback)
     before, said = signals.install(), -math.inf
     try:
         while True:
-            for place in (elsewhere, folder):
-                if place is not None:
-                    lack = _lack(comm, lambda: save(place))  # noqa: B023 - called at once
-                    if lack is None:
-                        return place
+            place = elsewhere.saved(save)
+            if place is not None:
+                return place
+            lack = lack_of_room(comm, partial(save, folder))
+            if lack is None:
+                return folder
             if comm.rank == 0 and time.monotonic() - said > SAY_SECONDS:
                 said = time.monotonic()
-                logger.warning(
-                    "%s: no room for the model%s; free space there: it is looked for every %.0f s, and SIGTERM gives "
-                    "the model up",
-                    folder,
-                    f", {lack / MIB:.0f} MiB are missing" if lack else "",
-                    LOOK_SECONDS,
+                missing = f", {size_text(lack)} are missing" if lack else ""
+                logger.error(
+                    "%s: no room for %s%s; free space there: it is looked for every %.0f s, and SIGTERM gives it up",
+                    *(folder, what, missing, LOOK_SECONDS),
                 )
             time.sleep(LOOK_SECONDS)
             number = signals.agreed()
             if number:
-                logger.error("%s: the model is not saved to %s", signal.Signals(number).name, folder)
+                logger.error("%s: %s is not saved to %s", signal.Signals(number).name, what, folder)
                 raise Stopped(number, folder)
     finally:
         signals.remove(before)
 
 
-def _num_checkpoints(args, num_steps: int) -> int:
+class _Elsewhere:
+    """Another folder to save into, until it turns out that it cannot be used.
+
+    Args:
+        comm (`Comm`): the ranks.
+        choose (`Callable`, *optional*): chooses it, on rank 0.
+    """
+
+    def __init__(self, comm: Comm, choose: Callable[[], str] | None):
+        self._comm = comm
+        self._choose = choose
+        self._folder: str | None = None  # until it is chosen
+
+    def saved(self, save: Callable[[str], None]) -> str | None:
+        """Tries to save there. Returns where, or `None` when it is not saved. All ranks call it."""
+        if self._choose is None:
+            return None
+        try:
+            if self._folder is None:
+                choose = on_first(self._comm, self._choose)
+                self._folder = gathered(self._comm, "choosing a folder in zero_save_fallback", choose)[0]
+            return self._folder if lack_of_room(self._comm, partial(save, self._folder)) is None else None
+        except CommError:
+            raise
+        except Exception as error:  # on all ranks: the first folder is still waited for
+            self._choose = None
+            if self._comm.rank == 0:
+                logger.error("zero_save_fallback is not used any more: %s", error)
+            return None
+
+
+def lack_of_room(comm: Comm, save: Callable[[], None]) -> int | None:
+    """Tries to save. All ranks call it.
+
+    Args:
+        comm (`Comm`): the ranks.
+        save (`Callable`): raises on all ranks when it fails on one.
+
+    Returns:
+        `int` or `None`: how many bytes are missing, 0 where that is not known; `None` when it is saved. The same on
+        all ranks.
+
+    Raises:
+        `Exception`: whatever `save` raises for another reason than a full disk.
+    """
+    failure: Exception | None = None
+    try:
+        save()
+    except CommError:  # there is nobody to tell it
+        raise
+    except Exception as error:  # a rank that was only told of it does not know the reason
+        failure = error
+    lacks = [lack for lack in comm.all_gather_object(_lack_in(failure)) if lack is not None]
+    if failure is not None and not lacks:
+        raise failure
+    return max(lacks) if lacks else None
+
+
+def fallback_of(fallback: str, folder: str, inside: str = "") -> str:
+    """A folder that holds nothing yet, in the one for such cases.
+
+    Args:
+        fallback (`str`): the one for such cases.
+        folder (`str`): the one that has no room, after which the new one is named.
+        inside (`str`): a folder in it, which is to hold nothing; the named one may then hold others.
+    """
+    name = Path(os.path.abspath(folder)).name
+    named = (Path(fallback) / (name if number == 1 else f"{name}-{number}") for number in range(1, 10**6))
+    return str(next(path / inside for path in named if _is_usable(path) and _is_empty(path / inside)))
+
+
+def _num_checkpoints(args, state) -> int:
     """How many checkpoints there will be at one time, as far as that is known."""
-    if num_steps <= 0 or args.save_strategy == SaveStrategy.NO:
+    done, num_steps = state.global_step, state.max_steps
+    if num_steps <= done or args.save_strategy == SaveStrategy.NO:
         return 0
     count = 1
     if args.save_strategy == SaveStrategy.STEPS:
-        count = max(1, math.ceil(num_steps / max(1, int(args.save_steps))))
-    elif args.save_strategy == SaveStrategy.EPOCH:
-        count = max(1, math.ceil(args.num_train_epochs))
+        every = max(1, int(state.save_steps))  # a share of all steps is a number here
+        count = math.ceil(num_steps / every) - done // every
+    elif args.save_strategy == SaveStrategy.EPOCH and state.num_train_epochs < sys.maxsize:  # else: a stream
+        count = max(1, math.ceil(state.num_train_epochs - (state.epoch or 0)))
     limit = args.save_total_limit or 0
     return min(count, limit + 1) if limit > 0 else count
 
@@ -147,22 +227,7 @@ def _free_nbytes(folder: Path) -> int:
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
-def _lack(comm: Comm, save: Callable[[], None]) -> int | None:
-    """Tries; how many bytes are missing, 0 where that is not known, `None` when it is saved."""
-    failure: BaseException | None = None
-    try:
-        save()
-    except BaseException as error:  # every rank tells how it went, or the others would wait for it
-        failure = error
-    lacks = [lack for lack in comm.all_gather_object(_lack_of(failure)) if lack is not None]
-    if failure is not None and not lacks:
-        raise failure
-    return max(lacks) if lacks else None
-
-
-def _lack_of(failure: BaseException | None) -> int | None:
-    if not isinstance(failure, Exception):
-        return None
+def _lack_in(failure: Exception | None) -> int | None:
     cause: BaseException | None = failure
     while cause is not None:
         if isinstance(cause, NoRoomError):
@@ -171,11 +236,12 @@ def _lack_of(failure: BaseException | None) -> int | None:
             return 0
         cause = cause.__cause__ or cause.__context__
     # libraries in other languages raise texts
-    return 0 if any(os.strerror(number) in str(failure) for number in NO_ROOM) else None
+    return 0 if failure and any(os.strerror(number) in str(failure) for number in NO_ROOM) else None
 
 
-def _fallback_of(fallback: str, folder: str) -> str:
-    """A folder that holds nothing yet, in the one for such cases, by the name of the one that has no room."""
-    name = Path(os.path.abspath(folder)).name
-    candidates = (Path(fallback) / (name if number == 1 else f"{name}-{number}") for number in range(1, 10**6))
-    return str(next(path for path in candidates if not path.exists() or not any(path.iterdir())))
+def _is_usable(path: Path) -> bool:
+    return path.is_dir() or not os.path.lexists(path)
+
+
+def _is_empty(path: Path) -> bool:
+    return _is_usable(path) and not (path.is_dir() and any(path.iterdir()))

@@ -1,7 +1,8 @@
 """A trainer's checkpoints: what Trainer writes is led into a temporary folder, and all of it appears at once."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ class Saver:
         self._written: Checkpoint | None = None  # until it is waited for
         self._current: Checkpoint | None = None  # while Trainer writes its files
         self._newest: Path | None = None  # until one is complete
+        self.last: Path | None = None  # what was written last, complete or not
         self._push: Callable[[], None] | None = None
 
     @property
@@ -33,8 +35,22 @@ class Saver:
         return str(self._current.path.parent) if self._current is not None else None
 
     @property
+    def folder(self) -> Path | None:
+        """The name that the checkpoint will have that is being saved."""
+        return self._current.folder if self._current is not None else None
+
+    @property
     def is_saving(self) -> bool:
         return self._current is not None
+
+    @contextmanager
+    def in_foreground(self) -> Iterator[None]:
+        """What is saved meanwhile is complete when `finish` returns, or raises there."""
+        snapshots, self._snapshots = self._snapshots, None
+        try:
+            yield
+        finally:
+            self._snapshots = snapshots
 
     def begin(
         self, engine: ZeroEngine, optimizer: ShardedOptimizer | None, folder: str, *, weights: Weights | None, **facts
@@ -48,6 +64,7 @@ class Saver:
             weights (`Weights`, *optional*): to be written by all ranks, beside what the caller puts into the folder.
             facts: for the manifest.
         """
+        self._push = None  # of a checkpoint that could not be saved
         self._current = Checkpoint.begin(
             engine,
             folder,
@@ -63,6 +80,7 @@ class Saver:
     def finish(self, after: Callable[[], None]) -> None:
         """Writes the tensors and gives the checkpoint its name, here or in the background; then comes `after`."""
         current, self._current = self._current, None
+        self.last = current.folder
         current.finish(self._snapshots, after)
         self._written = current
         if self._snapshots is None:

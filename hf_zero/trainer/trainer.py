@@ -7,6 +7,7 @@ import os
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.quantized import refuse_quantized_model
 from hf_zero.checkpoint.replacing import added
 from hf_zero.checkpoint.table import TABLE_NAME
-from hf_zero.comm.agreement import on_first, reraise, together
+from hf_zero.comm.agreement import gathered, on_first, reraise, together
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.engine import ZeroEngine, engine_of, materialize
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, CommError, ConfigError
 from hf_zero.optim import ShardedOptimizer, grain_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.accelerator import ZeroAccelerator
@@ -51,7 +52,7 @@ from hf_zero.trainer.memory import TellMemory
 from hf_zero.trainer.parallel import apart, arrange, refuse_divided
 from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, chosen, refuse_damaged, resumed_from
-from hf_zero.trainer.room import check_room, save_with_room
+from hf_zero.trainer.room import check_room, fallback_of, lack_of_room, save_with_room
 from hf_zero.trainer.rotation import keep_best, rotation
 from hf_zero.trainer.saving import Saver, finite, mean_over_ranks
 from hf_zero.trainer.schedule import changes, show_rates
@@ -89,13 +90,17 @@ class ZeroTrainerMixin(PushMixin):
     prepared, for training or evaluation; it is never wrapped. In place of a model, its name on the Hub or its folder
     can be given: no rank then ever holds it whole.
 
+    Attributes:
+        leaves_model (`bool`): set it before `train` where `save_model` comes after it: whether the disk has room for
+            that model too is then known before the first step.
+
     Raises:
         `ConfigError`: for a model or arguments that cannot be sharded.
     """
 
     args: ZeroArgumentsMixin
     arguments_class: type[ZeroArgumentsMixin] = ZeroTrainingArguments  # made where none are given
-    leaves_model: bool = False  # whether `save_model` is known to come at the end, and needs room
+    leaves_model: bool = False
 
     def __init__(self, *args, **kwargs):
         given = _by_name(type(self), args, kwargs)
@@ -207,7 +212,7 @@ class ZeroTrainerMixin(PushMixin):
             logger.warning("%s", warning)
 
     def _finalize_training(self, trial, num_train_samples, start_time):
-        self.wait_for_checkpoint()
+        self._complete_checkpoint(trial)
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         self.args.save_total_limit = (
             None  # Trainer would delete every folder that looks like a checkpoint but the best
@@ -296,12 +301,51 @@ class ZeroTrainerMixin(PushMixin):
         """
         return self._saver.wait()
 
+    def _complete_checkpoint(self, trial) -> None:
+        """At the end of the training: a checkpoint of now that a thread could not save is saved once more."""
+        if self._is_background_done():
+            return
+        if self._saver.last.name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}":
+            with self._saver.in_foreground():
+                self._save_checkpoint(self.model, trial)
+        best = self.state.best_model_checkpoint
+        if best is not None and not any(gathered(self.zero_engine.comm, best, lambda: os.path.isdir(best))):
+            logger.warning("%s: could not be saved, so the best model is not loaded", best)
+            self.state.best_model_checkpoint = None
+
+    def _is_background_done(self) -> bool:
+        """Waits as `wait_for_checkpoint`; what could not be saved is said. The same on all ranks."""
+        try:
+            self.wait_for_checkpoint()
+        except CommError:
+            raise
+        except Exception as error:
+            if self.args.process_index == 0:
+                logger.warning("%s; earlier checkpoints stay, and what is in memory can still be saved", error)
+            return False
+        return True
+
     def _save_checkpoint(self, model, trial) -> None:
+        """Saves a checkpoint; where the disk is full, into `zero_save_fallback`, or when there is room."""
+        comm, fallback = self.zero_engine.comm, self.args.zero_save_fallback
+        lack_of_room(comm, self.wait_for_checkpoint)  # the thread has said it, and this checkpoint waits for room
+        run_dir, name = super()._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        wanted = os.path.join(run_dir, name)
+        folder = save_with_room(
+            comm,
+            wanted,
+            lambda folder: self._write_checkpoint(model, trial, folder),
+            self.stop_on_signal,
+            what="the checkpoint",
+            fallback=partial(fallback_of, fallback, run_dir, name) if fallback else None,
+        )
+        if folder != wanted and comm.rank == 0:
+            logger.warning("%s: no room, so the checkpoint is in %s; to resume from it, name it", wanted, folder)
+
+    def _write_checkpoint(self, model, trial, folder: str) -> None:
         """Lets Trainer write its files into a temporary folder, adds the tensors, and gives it its name."""
-        self.wait_for_checkpoint()
         self._zero_optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
-        run_dir = super()._get_output_dir(trial)
-        folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        run_dir = os.path.dirname(folder)
         self._saver.begin(
             self.zero_engine,
             None if self.args.save_only_model else self._zero_optimizer,
@@ -320,8 +364,10 @@ class ZeroTrainerMixin(PushMixin):
         except BaseException:
             self._saver.discard()
             raise
-        best = self.state.best_model_checkpoint
-        self._saver.finish(rotation(run_dir, self.args.save_total_limit, best, newest=folder))
+        # elsewhere there may be checkpoints of other runs
+        is_own = Path(run_dir) == Path(super()._get_output_dir(trial))
+        limit = self.args.save_total_limit if is_own else None
+        self._saver.finish(rotation(run_dir, limit, self.state.best_model_checkpoint, newest=folder))
 
     def _note_best(self, run_dir: str) -> None:
         """The best checkpoint goes by its name here, not by that of the temporary folder or a former place."""
@@ -362,9 +408,16 @@ class ZeroTrainerMixin(PushMixin):
         if self._saver.is_saving:
             self._write_model(output_dir)
             return
-        self.wait_for_checkpoint()
+        self._is_background_done()
         fallback = self.args.zero_save_fallback
-        folder = save_with_room(engine.comm, output_dir, fallback, self._write_model, self.stop_on_signal)
+        folder = save_with_room(
+            engine.comm,
+            output_dir,
+            self._write_model,
+            self.stop_on_signal,
+            what="the model",
+            fallback=partial(fallback_of, fallback, output_dir) if fallback else None,
+        )
         self.saved_elsewhere = None
         if folder != output_dir:
             self.note_elsewhere(output_dir, folder)
@@ -404,7 +457,8 @@ class ZeroTrainerMixin(PushMixin):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._saver.is_saving:
             folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
-            self._saver.push_later(lambda: self._push_from_checkpoint(folder))
+            if self._saver.folder == Path(os.path.abspath(folder)):  # else the disk has no room for what is pushed
+                self._saver.push_later(lambda: self._push_from_checkpoint(folder))
         else:
             if self.is_world_process_zero():  # Trainer copies single files over those that the table is of
                 Path(self.args.output_dir, TABLE_NAME).unlink(missing_ok=True)

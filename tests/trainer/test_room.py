@@ -1,18 +1,21 @@
-"""A full disk: noticed before the first step, and at the end it costs time and not the model."""
+"""A full disk: noticed before the first step, and later it costs time and neither steps nor the model."""
 
 import logging
 import os
+import re
 import signal
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from transformers import BertForSequenceClassification
 
-from hf_zero.checkpoint import plan_state, staging
+from hf_zero.checkpoint import check_checkpoint, plan_state, staging
 from hf_zero.checkpoint.open_files import OpenFiles
-from hf_zero.errors import CheckpointError, ConfigError, HubError
+from hf_zero.errors import CheckpointError, CommError, ConfigError, HubError
 from hf_zero.trainer import room
 from hf_zero.trainer.signals import Stopped
 from tests import models
@@ -58,7 +61,9 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_its_first_step(tm
     trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **settings)
     trainer.leaves_model = leaves_model
     monkeypatch.setattr(room.shutil, "disk_usage", usage(1000))
-    with pytest.raises(CheckpointError, match="the run will save .* MiB at least, 0 MiB are free; free space there"):
+    with pytest.raises(
+        CheckpointError, match=r"the run will save [\d.]+ KiB at least, 1000 bytes are free; free space there"
+    ):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -73,7 +78,27 @@ def test_a_run_whose_checkpoints_do_not_all_fit_is_warned(tmp_path, monkeypatch)
     checkpoint = 300_000  # more than the model of some 70 kB with its state
     monkeypatch.setattr(room.shutil, "disk_usage", usage(checkpoint))
     trained(tmp_path, **SAVING, save_total_limit=1)
-    assert "2 checkpoints of 0 MiB will not fit with the 0 MiB that are free; save_total_limit" in warnings.said[0]
+    expected = r"2 checkpoints of \d+\.\d KiB will not fit with the 293\.0 KiB that are free; save_total_limit"
+    assert re.search(expected, warnings.said[0])
+
+
+def counted(done=0, max_steps=20, strategy="steps", save_steps=5, epochs=3, epoch=None, limit=None) -> int:
+    args = SimpleNamespace(save_strategy=strategy, save_steps=0.1, num_train_epochs=100, save_total_limit=limit)
+    state = SimpleNamespace(
+        global_step=done, max_steps=max_steps, save_steps=save_steps, num_train_epochs=epochs, epoch=epoch
+    )
+    return room._num_checkpoints(args, state)
+
+
+def test_checkpoints_are_counted_as_they_will_be_saved():
+    assert counted() == 4  # by the state's steps: those of the arguments may be a share
+    assert counted(max_steps=21) == 5  # the last step saves too
+    assert counted(done=10, max_steps=21) == 3
+    assert counted(done=20) == counted(strategy="no") == 0
+    assert counted(strategy="epoch") == 3  # those that max_steps leaves
+    assert counted(done=10, strategy="epoch", epoch=1.5) == 2
+    assert counted(strategy="epoch", epochs=sys.maxsize) == counted(strategy="best") == 1
+    assert counted(limit=2) == 3
 
 
 def _sizes(folder, stage):
@@ -124,7 +149,112 @@ def _waits(folder, where):
 def test_a_model_that_has_no_room_waits_for_it(tmp_path, where):
     said, silent = run_ranks(_waits, 2, str(tmp_path), where)
     assert len(said) == 1 and "out: no room for the model" in said[0] and not silent
-    assert ("MiB are missing" in said[0]) == (where == "space")
+    assert (" KiB are missing" in said[0]) == (where == "space")
+
+
+def _names(folder) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def _checkpoint_waits(folder, at, aside):
+    trainer = make(3, f"{folder}/out", models.build("bert"), Rows("bert"), zero_async_save=aside, **SAVING)
+    write_range, num_tries = OpenFiles.write_range, []
+
+    def full(*args):
+        if trainer.state.global_step == at and len(num_tries) < 3:
+            num_tries.append(at)
+            raise OSError(28, "No space left on device")
+        return write_range(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        warnings = Warnings(patch)
+        patch.setattr(room, "LOOK_SECONDS", 0.05)
+        if dist.get_rank() == 1:
+            patch.setattr(OpenFiles, "write_range", full)
+        trainer.train()
+    return warnings.said, len(num_tries)
+
+
+@pytest.mark.parametrize("at, aside", [(2, False), (4, False), (4, True)])
+def test_a_checkpoint_that_has_no_room_waits_for_it(tmp_path, at, aside):
+    (said, _), (_, num_tries) = run_ranks(_checkpoint_waits, 2, str(tmp_path), at, aside)
+    assert num_tries == 3 and len(said) == 1
+    assert f"checkpoint-{at}: no room for the checkpoint; free space there" in said[0]
+    for step in (2, 4):
+        check_checkpoint(tmp_path / "out" / f"checkpoint-{step}")
+
+
+def _is_left_out_in_background(folder):
+    trainer = make(3, f"{folder}/out", models.build("bert"), Rows("bert"), zero_async_save=True, **SAVING)
+    write_range = OpenFiles.write_range
+
+    def full(*args):
+        if trainer.state.global_step == 2:
+            raise OSError(28, "No space left on device")
+        return write_range(*args)
+
+    wait = trainer._saver.wait
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpenFiles, "write_range", full)
+
+        def end_step(*args, **kwargs):  # the thread is over before the next step, and not waited for
+            if trainer._saver._written is not None:
+                trainer._saver._written._thread.join()
+
+        trainer.callback_handler.callbacks[0].on_save = end_step
+        trainer.train()
+    assert wait().name == "checkpoint-4"
+
+
+def test_a_checkpoint_that_found_no_room_in_the_background_does_not_end_the_run(tmp_path):
+    run_ranks(_is_left_out_in_background, 2, str(tmp_path))
+    assert _names(tmp_path / "out") == ["checkpoint-4"]
+    check_checkpoint(tmp_path / "out" / "checkpoint-4")
+
+
+def _checkpoint_falls_back(folder):
+    settings = {
+        **SAVING,
+        "zero_save_fallback": f"{folder}/spare",
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_steps": 4,
+        "load_best_model_at_end": True,
+        "parts": {"eval_dataset": Rows("bert", 6)},
+    }
+    trainer = make(3, f"{folder}/out", models.build("bert"), Rows("bert"), **settings)
+    original = staging.shutil.disk_usage
+
+    def disk_usage(path):
+        is_full = trainer.state.global_step and "spare" not in str(path)
+        return usage(0)(path) if is_full else original(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging.shutil, "disk_usage", disk_usage)
+        trainer.train()
+    assert trainer.state.best_model_checkpoint == f"{folder}/spare/out/checkpoint-4"
+    assert_saved(trainer, f"{folder}/spare/out/checkpoint-4")
+
+
+def test_a_checkpoint_that_has_no_room_goes_to_the_folder_for_such_cases(tmp_path):
+    run_ranks(_checkpoint_falls_back, 2, str(tmp_path))
+    check_checkpoint(tmp_path / "spare" / "out" / "checkpoint-4")
+
+
+def _fails_in_background(folder):
+    seed_everything()
+    trainer = trained(f"{folder}/out", zero_async_save=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(OpenFiles, "write_range", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        trainer._save_checkpoint(trainer.model, None)
+        trainer._saver._written._thread.join()
+    trainer.save_model()
+    assert_saved(trainer, f"{folder}/out")
+
+
+def test_a_checkpoint_that_failed_in_the_background_does_not_keep_the_model_from_being_saved(tmp_path):
+    run_ranks(_fails_in_background, 2, str(tmp_path))
 
 
 def _gives_up(folder):
@@ -145,6 +275,32 @@ def _gives_up(folder):
 
 def test_a_signal_to_one_rank_gives_up_on_all(tmp_path):
     run_ranks(_gives_up, 2, str(tmp_path))
+
+
+def _gives_up_a_checkpoint(folder):
+    trainer = make(3, f"{folder}/out", models.build("bert"), Rows("bert"), **SAVING)
+    original, timers = staging.shutil.disk_usage, []
+
+    def disk_usage(path):
+        if trainer.state.global_step < 4:
+            return original(path)
+        if not timers:  # once the disk is full
+            timers.append(threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)))
+            timers[0].start()
+        return usage(0)(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "LOOK_SECONDS", 0.05)
+        patch.setattr(staging.shutil, "disk_usage", disk_usage)
+        with pytest.raises(Stopped) as stopped:
+            trainer.train()
+    assert stopped.value.code == 128 + signal.SIGTERM
+
+
+def test_a_signal_gives_up_a_checkpoint_that_has_no_room_and_the_former_one_stays(tmp_path):
+    run_ranks(_gives_up_a_checkpoint, 2, str(tmp_path))
+    assert _names(tmp_path / "out") == ["checkpoint-2"]
+    check_checkpoint(tmp_path / "out" / "checkpoint-2")
 
 
 def _falls_back(folder):
@@ -189,3 +345,45 @@ def test_a_fallback_that_cannot_be_written_is_refused_before_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="zero_save_fallback .* is not a folder"):
         make(3, tmp_path, models.build("bert"), Rows("bert"), zero_save_fallback=str(tmp_path / "file"))
+
+
+def _cannot_fall_back(folder, where):
+    trainer = trained(f"{folder}/out", zero_save_fallback=f"{folder}/spare")
+    disk_usage, num_looks = staging.shutil.disk_usage, []
+    if where == "writing" and dist.get_rank() == 0:
+        Path(folder, "spare").touch()
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        warnings = Warnings(patch)
+        patch.setattr(room, "LOOK_SECONDS", 0.05)
+        patch.setattr(room.time, "sleep", num_looks.append)
+        patch.setattr(staging.shutil, "disk_usage", lambda path: disk_usage(path) if num_looks[2:] else usage(0)(path))
+        if where == "choosing" and dist.get_rank() == 0:
+            patch.setattr("hf_zero.trainer.trainer.fallback_of", lambda *_: os.stat(f"{folder}/nowhere"))
+        trainer.save_model()
+    assert_saved(trainer, f"{folder}/out")
+    return warnings.said
+
+
+@pytest.mark.parametrize("where", ["choosing", "writing"])
+def test_a_fallback_that_cannot_be_used_leaves_the_first_folder_to_wait_for(tmp_path, where):
+    said, silent = run_ranks(_cannot_fall_back, 2, str(tmp_path), where)
+    assert "zero_save_fallback is not used any more: " in said[0] and "out: no room for the model" in said[1]
+    assert len(said) == 2 and not silent
+
+
+def test_what_is_no_empty_folder_is_not_fallen_back_to(tmp_path):
+    (tmp_path / "out").touch()
+    (tmp_path / "out-2").symlink_to(tmp_path / "nowhere")
+    assert room.fallback_of(str(tmp_path), "elsewhere/out") == str(tmp_path / "out-3")
+    (tmp_path / "out-3" / "checkpoint-2").mkdir(parents=True)
+    assert room.fallback_of(str(tmp_path), "elsewhere/out") == str(tmp_path / "out-4")
+    assert room.fallback_of(str(tmp_path), "elsewhere/out", "checkpoint-4") == str(tmp_path / "out-3" / "checkpoint-4")
+
+
+def test_nobody_is_asked_for_room_when_ranks_cannot_be_reached():
+    def save():
+        raise CommError("rank 1 has ended")
+
+    with pytest.raises(CommError, match="rank 1 has ended"):
+        room.lack_of_room(None, save)

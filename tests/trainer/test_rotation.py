@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from transformers import Trainer
 
 from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint.table import Table
@@ -107,3 +108,21 @@ def test_a_run_keeps_what_it_saved_last_and_what_is_not_its_own(tmp_path, keeps_
     train(3, tmp_path, **settings)
     last = "checkpoint-2" if keeps_best else "checkpoint-4"
     assert names(tmp_path) == sorted([last, "checkpoint-3-mine", "checkpoint-best"])
+
+
+class SpoilsGradients(Trainer):
+    """The third step's gradients are NaN, though its loss is not, and so are the weights from then on."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        if self.state.global_step == 2:
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_the_last_checkpoint_that_is_of_use_stays_whether_gradients_are_clipped_or_not(tmp_path, max_grad_norm):
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "save_total_limit": 1}
+    nonfinite = {"zero_nonfinite": "ignore", "max_grad_norm": max_grad_norm}
+    train(3, tmp_path, mixin_on=SpoilsGradients, **settings, **nonfinite)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
