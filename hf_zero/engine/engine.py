@@ -465,6 +465,8 @@ class ZeroEngine(Uncopyable):
         Raises:
             `LifecycleError`: on all ranks, when not all have written the same, or when it cannot count.
         """
+        if self._is_backward_open:
+            self.recover()  # what a backward that failed has updated counts first
         if not self.is_cast:
             writes.take(self)
 
