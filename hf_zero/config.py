@@ -77,8 +77,11 @@ NONFINITE = {name: name for name in ("stop", "skip", "ignore")}
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that is written most like `name`; `None` where none is much like it."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
+    """The one of `known` that is written most like `name`, or begins so; `None` where none is much like it."""
+    known = sorted(known)
+    heads = {key[: len(name) + 1]: key for key in reversed(known)}
+    begins = [heads[head] for head in difflib.get_close_matches(name, list(heads), n=1, cutoff=0.85)]
+    return next(iter(difflib.get_close_matches(name, known, n=1) or begins), None)
 
 
 def choose(setting: str, value, choices: dict):
