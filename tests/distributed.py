@@ -55,6 +55,12 @@ def run_ranks(fn, num_ranks: int, *args, timeout: float = 120.0) -> list:
             del _POOLS[num_ranks]
 
 
+def forget_ranks() -> None:
+    """Ends all ranks that are kept: the next test takes new ones, which have made no group but the world."""
+    while _POOLS:
+        _POOLS.popitem()[1].kill()
+
+
 class RemoteError(AssertionError):
     """A rank failed; the message is its traceback. `kind` is the name of the exception's class."""
 

@@ -25,12 +25,18 @@ from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer import trainer as trainer_module
 from tests import models
 from tests.comm.test_pairwise import CPU
-from tests.distributed import RemoteError, run_ranks
+from tests.distributed import RemoteError, forget_ranks, run_ranks
 from tests.trainer.harness import Rows, make, reset_accelerate
 
 
 VICTIM = 1
 NUMEL = 1024
+
+
+@pytest.fixture(autouse=True, scope="module")
+def new_ranks() -> None:
+    """Other tests have made groups of parts of the world, and ranks have then another number of them."""
+    forget_ranks()
 
 
 def _reduce(comm: Comm) -> None:
