@@ -39,7 +39,7 @@ def trace(engine: ZeroEngine) -> str:
         return _of_ranks(rows[:, 1].any(dim=1).tolist(), engine.comm)
     first = met.index(True)
     where = rows[:, 1, first] if rows[:, 1, first].any() else rows[:, 1].any(dim=1)
-    begins = ", where backward begins" if first == 0 else " as backward goes"
+    begins = ", where backward begins," if first == 0 else " as backward goes"
     return f"{_of_ranks(where.tolist(), engine.comm)}, first in unit {units[first].name!r}{begins}"
 
 
