@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_zero"
 FLOORS = {
     "errors": 0,
     "config": 0,
+    "compat": 0,
     "parent": 0,
     "comm": 1,
     "shard": 2,
@@ -20,12 +21,13 @@ FLOORS = {
     "checkpoint": 4,
     "activation": 4,
     "planner": 5,
+    "accelerator": 5,
     "trainer": 6,
     "trl": 7,
     "recipes": 8,
 }
 # Rooms of one floor do not know one another, but for what floor 0 says in its own errors.
-NEIGHBOURS = {("config", "errors")}
+NEIGHBOURS = {("config", "errors"), ("compat", "errors")}
 MAY_IMPORT_TRANSFORMERS = {"trainer", "trl", "recipes", "checkpoint"}
 MAY_IMPORT_TRAINER = {"trainer", "trl", "recipes"}
 

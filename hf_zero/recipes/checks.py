@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES, refuse_other_engines
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes.settings import Settings
 from hf_zero.recipes.tasks import TASKS
-from hf_zero.trainer.arguments import LAUNCHER_VARIABLES, ZeroArgumentsMixin, refuse_other_engines
+from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.checks import check_arguments, check_output_dir, check_schedule
 
 

@@ -1,35 +1,19 @@
 """The flags: `TrainingArguments` and a few of our own, refused early where they cannot work."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
+from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines
 from hf_zero.comm.ranks import take_timeout
+from hf_zero.compat import check_overrides
 from hf_zero.config import NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
 from hf_zero.trainer.checks import check_arguments, check_output_dir
-from hf_zero.trainer.compat import check_overrides
-
-
-# What a launcher such as torchrun sets, all together.
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-# Training arguments that ask for another way to shard.
-OTHER_SETTINGS = ("fsdp", "deepspeed", "parallelism_config")
-
-# Environment variables by which `accelerate launch` turns on another way to shard.
-OTHER_ENGINES = (
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
-)
 
 
 @dataclass
@@ -171,7 +155,7 @@ class ZeroArgumentsMixin:
         refuse_other_engines(vars(self))
         self._refuse_unsupported()
         check_arguments(vars(self))
-        launched = _launched_ranks()
+        launched = launched_ranks()
         if launched > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # without it, every rank would take itself for the only one
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
@@ -246,7 +230,7 @@ class ZeroArgumentsMixin:
 
     def _refuse_unsupported(self) -> None:
         """What takes more than the settings to know."""
-        if self.auto_find_batch_size and _launched_ranks() > 1:
+        if self.auto_find_batch_size and launched_ranks() > 1:
             raise ConfigError(
                 "auto_find_batch_size: where one rank runs out of memory, the others wait for it within the step; "
                 "find the batch size in one process, or with hf-zero plan, and set it"
@@ -264,41 +248,3 @@ class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
 @dataclass
 class ZeroSeq2SeqTrainingArguments(ZeroArgumentsMixin, Seq2SeqTrainingArguments):
     __doc__ = ZeroArgumentsMixin.__doc__
-
-
-def refuse_other_engines(settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
-    """Refuses settings and environment variables that ask for another way to shard.
-
-    Args:
-        settings (`Mapping[str, Any]`): fields of the training arguments, parsed.
-        environment (`Mapping[str, str]`, *optional*): instead of `os.environ`.
-
-    Raises:
-        `ConfigError`: naming the setting.
-    """
-    environment = os.environ if environment is None else environment
-    flags = [f"--{name}" for name in OTHER_SETTINGS if settings.get(name)]
-    variables = [name for name in OTHER_ENGINES if _is_on(environment.get(name, ""))]
-    for found in (*flags, *variables):
-        raise ConfigError(f"{found}: found beside hf_zero, which shards by itself; remove it and use --zero_stage")
-
-
-def _launched_ranks() -> int:
-    """How many processes the launcher has started.
-
-    Raises:
-        `ConfigError`: when the environment that it should have set is not complete.
-    """
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"WORLD_SIZE: {text!r} is not a number of processes; start with torchrun, which sets it")
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    if int(text) > 1 and missing and not dist.is_initialized():
-        raise ConfigError(
-            f"WORLD_SIZE is {text} but {', '.join(missing)} is not set; start with torchrun, which sets them together"
-        )
-    return int(text)
-
-
-def _is_on(text: str) -> bool:
-    return text.lower() in ("1", "true", "yes", "on")

@@ -15,9 +15,9 @@ from transformers import Trainer
 from transformers.modelcard import TrainingSummary
 
 from hf_zero.checkpoint import Manifest
+from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.errors import CheckpointError
 from hf_zero.planner import MemoryReport
-from hf_zero.trainer.adapters import is_adapter_model
 from hf_zero.trainer.rotation import checkpoints_in
 
 

@@ -27,11 +27,11 @@ from transformers.utils.hub import hf_api
 
 from hf_zero.comm import Comm, DistributedComm
 from hf_zero.comm.agreement import gathered, together
+from hf_zero.compat import check_overrides
 from hf_zero.engine import engine_of
 from hf_zero.engine.patch import Patch
 from hf_zero.errors import HfZeroError, HubError
 from hf_zero.trainer.card import card_text, facts_of
-from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub_tokens import without_tokens
 
 

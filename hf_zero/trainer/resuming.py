@@ -22,7 +22,6 @@ from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.belonging import check_belonging, position_of
 from hf_zero.trainer.position import Position
 from hf_zero.trainer.rotation import age_of, checkpoints_in
-from hf_zero.trainer.saving import mean_over_ranks
 
 
 logger = logging.getLogger(__name__)
@@ -207,7 +206,7 @@ class CompareLoss(TrainerCallback):
         before, self._before = self._before, None
         if before is None:
             return
-        after = mean_over_ranks(self._trainer.zero_engine, self._trainer.accelerator.last_step.loss)
+        after = self._trainer.accelerator.last_step.mean_loss(self._trainer.zero_engine)
         if state.is_world_process_zero and (after is None or after > 1.5 * before + 0.1):
             logger.warning(
                 "step %d: the first loss after resuming is %s, the last before was %s; check that data, model and "

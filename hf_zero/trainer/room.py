@@ -16,11 +16,11 @@ from pathlib import Path
 from transformers.trainer_utils import SaveStrategy
 
 from hf_zero.checkpoint import plan_weights
+from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.checkpoint.state import masters_nbytes
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import gathered, on_first
 from hf_zero.errors import CheckpointError, CommError, NoRoomError, size_text
-from hf_zero.trainer.adapters import is_adapter_model
 from hf_zero.trainer.signals import StopOnSignal, Stopped
 
 

@@ -1,12 +1,8 @@
 """A trainer's checkpoints: what Trainer writes is led into a temporary folder, and all of it appears at once."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state
 from hf_zero.checkpoint.save import Weights
@@ -110,14 +106,3 @@ class Saver:
             if push is not None:
                 push()
         return self._newest
-
-
-def mean_over_ranks(engine: ZeroEngine, value: Tensor | None) -> float | None:
-    """The mean over the ranks of a 0-d tensor; what is not finite becomes `None`, which JSON knows. Collective."""
-    own = torch.full((1,), math.nan) if value is None else value.detach().float().reshape(1)
-    return finite(engine.comm.all_gather_vector(own.to(engine.comm.device)).mean())
-
-
-def finite(value: Tensor | None) -> float | None:
-    """As JSON knows it."""
-    return float(value) if value is not None and math.isfinite(value) else None

@@ -17,6 +17,7 @@ from transformers import Seq2SeqTrainer, Trainer, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_zero.accelerator import ZeroAccelerator
 from hf_zero.checkpoint import (
     load_pretrained,
     load_state,
@@ -26,6 +27,7 @@ from hf_zero.checkpoint import (
     save_pretrained,
     save_state,
 )
+from hf_zero.checkpoint.adapters import is_adapter_model, load_adapters, plan_prompts, refuse_adapters, save_adapters
 from hf_zero.checkpoint.folders import restore_replaced
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
 from hf_zero.checkpoint.foreign.trusted import load_small
@@ -35,17 +37,15 @@ from hf_zero.checkpoint.replacing import added
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import gathered, on_first, reraise, together
 from hf_zero.comm.ranks import transport_errors
+from hf_zero.compat import check_overrides
 from hf_zero.engine import ZeroEngine, engine_of, materialize
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, CommError, ConfigError
 from hf_zero.optim import ShardedOptimizer, grain_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.planner import MemoryReport, measure
-from hf_zero.trainer.accelerator import ZeroAccelerator
-from hf_zero.trainer.adapters import is_adapter_model, load_adapters, plan_prompts, refuse_adapters, save_adapters
 from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 from hf_zero.trainer.belonging import schedule_position
 from hf_zero.trainer.checks import check_schedule
-from hf_zero.trainer.compat import check_overrides
 from hf_zero.trainer.hub import PushMixin
 from hf_zero.trainer.hub_tokens import token_warning, without_tokens
 from hf_zero.trainer.memory import TellMemory
@@ -54,7 +54,7 @@ from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
 from hf_zero.trainer.resuming import CompareLoss, Resumed, chosen, refuse_damaged, resumed_from
 from hf_zero.trainer.room import check_room, fallback_of, lack_of_room, save_with_room
 from hf_zero.trainer.rotation import keep_best, rotation
-from hf_zero.trainer.saving import Saver, finite, mean_over_ranks
+from hf_zero.trainer.saving import Saver
 from hf_zero.trainer.schedule import changes, show_rates
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.uneven import Supply, evened
@@ -382,13 +382,12 @@ class ZeroTrainerMixin(PushMixin):
                 self.state.save_to_json(os.path.join(self._saver.run_dir, current, TRAINER_STATE_NAME))
 
     def _facts(self) -> dict:
-        last, position = self.accelerator.last_step, None
+        position = None
         if self._data is not None:
             position = self._start.after(self.state.global_step, self._data)
         return {
             "step": self.state.global_step,
-            "loss": mean_over_ranks(self.zero_engine, last.loss),
-            "grad_norm": finite(last.grad_norm),
+            **self.accelerator.last_step.facts(self.zero_engine),
             "extra": {
                 "position": asdict(position) if position is not None else None,
                 "accumulation": self.args.gradient_accumulation_steps,

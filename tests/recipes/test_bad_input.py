@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.recipes import launch
 from hf_zero.recipes.cli import main
-from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

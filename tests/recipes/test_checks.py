@@ -11,13 +11,13 @@ import torch
 from transformers import SchedulerType
 
 from hf_zero import ZeroTrainer, ZeroTrainingArguments
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes import checks as recipe_checks
 from hf_zero.recipes import launch
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.settings import make_parser
 from hf_zero.trainer import checks
-from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
 from tests import models
 
 

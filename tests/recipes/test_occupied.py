@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.leaving import REPORT_NAME
 from hf_zero.recipes.log import LOG_NAME
@@ -12,7 +13,6 @@ from hf_zero.recipes.resolved import RESOLVED_NAME, resolved_text
 from hf_zero.recipes.resuming import _set_aside
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
-from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
 from tests.recipes.ranks import run_on_ranks
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.dry_run import _reference
@@ -18,7 +19,6 @@ from hf_zero.recipes.resuming import _set_aside, checkpoint_of
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import resuming
-from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
 
 
 @pytest.fixture

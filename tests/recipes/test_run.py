@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.trainer.arguments import LAUNCHER_VARIABLES
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from tests.output import without_imports
 from tests.recipes.conftest import write_csv
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin
 
-from hf_zero.trainer.accelerator import compile_options
+from hf_zero.accelerator.accelerator import compile_options
 from tests import models
 from tests.distributed import run_ranks
 from tests.engine.test_compilation import watch_graphs

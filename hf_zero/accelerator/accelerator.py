@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -10,36 +9,17 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 
+from hf_zero.accelerator.last_step import LastStep
 from hf_zero.activation import shard_with
+from hf_zero.compat import check_overrides
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine, compile_blocks, engine_of, gathered
 from hf_zero.engine.access import unit_of
 from hf_zero.errors import ConfigError
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
-from hf_zero.trainer.compat import check_overrides
 
 
 OVERRIDES = ("prepare_model", "prepare_optimizer", "backward", "clip_grad_norm_", "clip_grad_value_", "get_state_dict")
-
-
-@dataclass
-class LastStep:
-    """What the last optimizer step was like, for the checkpoint's record.
-
-    Args:
-        loss (`Tensor`, *optional*): 0-d, of this rank: the sum of what its micro-batches were differentiated for.
-        grad_norm (`Tensor`, *optional*): 0-d, before clipping, of all ranks; Trainer measures it also
-            where it does not clip.
-    """
-
-    loss: Tensor | None = None
-    grad_norm: Tensor | None = None
-    _is_over: bool = True
-
-    def add(self, loss: Tensor, *, ends: bool) -> None:
-        """Takes the loss of one micro-batch; `ends` with the step's last."""
-        self.loss = loss if self._is_over else self.loss + loss
-        self._is_over = ends
 
 
 class ZeroAcceleratedOptimizer(AcceleratedOptimizer):

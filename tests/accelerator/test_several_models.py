@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.accelerator import ZeroAccelerator
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.trainer.accelerator import ZeroAccelerator
 from tests import models, training
 from tests.distributed import run_ranks
 from tests.trainer.harness import reset_accelerate, weights_of

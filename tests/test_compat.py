@@ -4,10 +4,10 @@ import pytest
 from accelerate import Accelerator
 from transformers import Trainer
 
+from hf_zero.accelerator import ZeroAccelerator, accelerator
+from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError
-from hf_zero.trainer import accelerator, trainer
-from hf_zero.trainer.accelerator import ZeroAccelerator
-from hf_zero.trainer.compat import check_overrides
+from hf_zero.trainer import trainer
 from hf_zero.trainer.trainer import ZeroTrainerMixin
 
 

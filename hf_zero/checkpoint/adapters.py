@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint import load_weights, plan_weights
-from hf_zero.checkpoint.save import Weights
+from hf_zero.checkpoint.load import load_weights
+from hf_zero.checkpoint.save import Weights, plan_weights
 from hf_zero.checkpoint.tensor_names import named_tensors
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.comm.agreement import on_first, together

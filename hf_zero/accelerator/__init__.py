@@ -1,0 +1,6 @@
+"""Where the engine meets accelerate, with and without a Trainer."""
+
+from hf_zero.accelerator.accelerator import ZeroAccelerator
+
+
+__all__ = ["ZeroAccelerator"]
