@@ -14,7 +14,7 @@ FLOORS = {
     "compat": 0,
     "parent": 0,
     "comm": 1,
-    "shard": 2,
+    "sharding": 2,
     "storage": 2,
     "engine": 3,
     "optim": 4,
@@ -93,7 +93,7 @@ def modules() -> list[tuple[str, Path]]:
 def test_every_room_has_a_floor():
     rooms = {room_of(name) for name, _ in modules()} - {""}
     assert rooms <= FLOORS.keys(), f"no floor: {sorted(rooms - FLOORS.keys())}"
-    assert {"errors", "config", "comm", "shard", "engine", "optim"} <= rooms
+    assert {"errors", "config", "comm", "sharding", "engine", "optim"} <= rooms
 
 
 def test_imports_go_downward_only():
@@ -109,10 +109,10 @@ def test_imports_go_downward_only():
     "module, source",
     [
         ("hf_zero.comm.base", "from hf_zero.engine import ZeroEngine"),
-        ("hf_zero.comm.base", "import hf_zero.shard.layout"),
-        ("hf_zero.shard.layout", "def f():\n    from hf_zero.optim import ShardedOptimizer"),
-        ("hf_zero.shard.layout", "from ..engine.unit import Unit"),
-        ("hf_zero.shard.layout", "from .. import engine"),
+        ("hf_zero.comm.base", "import hf_zero.sharding.layout"),
+        ("hf_zero.sharding.layout", "def f():\n    from hf_zero.optim import ShardedOptimizer"),
+        ("hf_zero.sharding.layout", "from ..engine.unit import Unit"),
+        ("hf_zero.sharding.layout", "from .. import engine"),
         ("hf_zero.engine.engine", "if TYPE_CHECKING:\n    from hf_zero.trainer.mixin import ZeroTrainer"),
         ("hf_zero.engine.engine", "import transformers"),
         ("hf_zero.engine.engine", "import importlib\nimportlib.import_module('hf_zero.trainer')"),

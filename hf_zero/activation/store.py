@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_zero.activation.division import Division
 from hf_zero.activation.pace import Pace
 from hf_zero.comm import Bus, Transfer
-from hf_zero.shard.arena import Arena
+from hf_zero.sharding.arena import Arena
 
 
 # Memory on the host grows by so many bytes at a time.

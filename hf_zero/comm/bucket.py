@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 MAX_ITEMSIZE = 8
-# Pieces begin at multiples of so many elements, as shards do, see `hf_zero.shard.layout`.
+# Pieces begin at multiples of so many elements, as shards do, see `hf_zero.sharding.layout`.
 ALIGN_NUMEL = 16
 
 

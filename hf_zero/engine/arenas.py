@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from hf_zero.comm import Comm
-from hf_zero.shard.arena import Arena
+from hf_zero.sharding.arena import Arena
 
 
 class Arenas(NamedTuple):

@@ -29,9 +29,9 @@ from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.source import read_sources
 from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
 from hf_zero.errors import LifecycleError
-from hf_zero.shard.arena import Arena, trim
-from hf_zero.shard.layout import Layout
-from hf_zero.shard.slots import Slot, parts_nbytes
+from hf_zero.sharding.arena import Arena, trim
+from hf_zero.sharding.layout import Layout
+from hf_zero.sharding.slots import Slot, parts_nbytes
 
 
 ENGINE_ATTRIBUTE = "_hf_zero_engine"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Bus, Pending
-from hf_zero.shard.slots import Ring
+from hf_zero.sharding.slots import Ring
 
 
 # Values that change their dtype on the way, or are added up on the host, go through page-locked buffers of so many

@@ -15,8 +15,8 @@ from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.placeholder import Placeholders, is_untouched
 from hf_zero.engine.source import give_data, source_of
 from hf_zero.errors import LifecycleError
-from hf_zero.shard.bits import bits_of
-from hf_zero.shard.layout import Layout
+from hf_zero.sharding.bits import bits_of
+from hf_zero.sharding.layout import Layout
 from hf_zero.storage import DiskTensor, windows
 
 

@@ -13,7 +13,7 @@ from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.phase import Phase, moved
 from hf_zero.engine.reader import Reader
 from hf_zero.errors import UnsupportedError
-from hf_zero.shard.slots import Slot
+from hf_zero.sharding.slots import Slot
 
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_zero.engine.access import unit_of
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
-from hf_zero.shard.bits import bits_of
+from hf_zero.sharding.bits import bits_of
 
 
 if TYPE_CHECKING:

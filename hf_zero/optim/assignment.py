@@ -1,7 +1,7 @@
 """Integers only: which rank updates which range of a parameter that may not be cut just anywhere."""
 
 from hf_zero.optim.grain import Grain
-from hf_zero.shard.layout import Layout
+from hf_zero.sharding.layout import Layout
 
 
 def owners(parameters: list[tuple[Layout, int]]) -> list[int]:

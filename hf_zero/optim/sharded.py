@@ -23,7 +23,7 @@ from hf_zero.optim.partial import PartialStep
 from hf_zero.optim.records import StateRecords
 from hf_zero.optim.runs import Run, make_runs, make_shares, named_groups
 from hf_zero.optim.swap import Swap
-from hf_zero.shard.arena import trim
+from hf_zero.sharding.arena import trim
 
 
 logger = logging.getLogger(__name__)

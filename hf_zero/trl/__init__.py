@@ -4,6 +4,26 @@ TRL is imported when one of them is first asked for.
 """
 
 from importlib import import_module, metadata
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
+    from hf_zero.trl.arguments import ZeroTrlArgumentsMixin as ZeroTrlArgumentsMixin
+    from hf_zero.trl.distillation import ZeroDistillationConfig as ZeroDistillationConfig
+    from hf_zero.trl.distillation import ZeroDistillationTrainer as ZeroDistillationTrainer
+    from hf_zero.trl.dpo import ZeroDPOConfig as ZeroDPOConfig
+    from hf_zero.trl.dpo import ZeroDPOTrainer as ZeroDPOTrainer
+    from hf_zero.trl.grpo import ZeroGRPOConfig as ZeroGRPOConfig
+    from hf_zero.trl.grpo import ZeroGRPOTrainer as ZeroGRPOTrainer
+    from hf_zero.trl.kto import ZeroKTOConfig as ZeroKTOConfig
+    from hf_zero.trl.kto import ZeroKTOTrainer as ZeroKTOTrainer
+    from hf_zero.trl.mixin import ZeroTrlTrainerMixin as ZeroTrlTrainerMixin
+    from hf_zero.trl.reward import ZeroRewardConfig as ZeroRewardConfig
+    from hf_zero.trl.reward import ZeroRewardTrainer as ZeroRewardTrainer
+    from hf_zero.trl.rloo import ZeroRLOOConfig as ZeroRLOOConfig
+    from hf_zero.trl.rloo import ZeroRLOOTrainer as ZeroRLOOTrainer
+    from hf_zero.trl.sft import ZeroSFTConfig as ZeroSFTConfig
+    from hf_zero.trl.sft import ZeroSFTTrainer as ZeroSFTTrainer
 
 
 _MODULES = {

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hf_zero.engine import build
 from hf_zero.engine.arenas import Arenas
-from hf_zero.shard.arena import Arena
+from hf_zero.sharding.arena import Arena
 from tests import models
 from tests.distributed import run_ranks
 from tests.training import Sharded, adamw

@@ -9,7 +9,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import LifecycleError
-from hf_zero.shard.bits import bits_of
+from hf_zero.sharding.bits import bits_of
 from tests.distributed import run_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, build_seeded, sgd, weights_of

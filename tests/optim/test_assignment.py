@@ -6,7 +6,7 @@ import pytest
 
 from hf_zero.optim.assignment import blocks, owners
 from hf_zero.optim.grain import Grain
-from hf_zero.shard.layout import Layout
+from hf_zero.sharding.layout import Layout
 
 
 def _model(num_ranks: int, num_layers: int = 12) -> list[Layout]:

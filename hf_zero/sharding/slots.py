@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
-from hf_zero.shard.arena import ALIGN_NBYTES
-from hf_zero.shard.layout import align
+from hf_zero.sharding.arena import ALIGN_NBYTES
+from hf_zero.sharding.layout import align
 
 
 class Slot:

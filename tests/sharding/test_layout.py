@@ -3,7 +3,7 @@ from math import prod
 
 import pytest
 
-from hf_zero.shard.layout import ALIGN_NUMEL, Layout, align
+from hf_zero.sharding.layout import ALIGN_NUMEL, Layout, align
 
 
 def _random_shapes(rng: random.Random) -> list[tuple[int, ...]]:

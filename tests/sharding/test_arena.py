@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_zero.errors import LifecycleError
-from hf_zero.shard.arena import ALIGN_NBYTES, Arena, trim
+from hf_zero.sharding.arena import ALIGN_NBYTES, Arena, trim
 
 
 CPU = torch.device("cpu")

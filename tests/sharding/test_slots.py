@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from hf_zero.shard.slots import Slot, parts_nbytes
+from hf_zero.sharding.slots import Slot, parts_nbytes
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]

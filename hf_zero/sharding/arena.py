@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import LifecycleError
-from hf_zero.shard.layout import align
+from hf_zero.sharding.layout import align
 
 
 # Tensors begin at multiples of so many bytes, as `Slot.views` do.

@@ -1,0 +1,77 @@
+"""What can be had from `hf_zero` and `hf_zero.trl`: by name, in any order, with no torch before it is asked for."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_zero
+import hf_zero.trl
+
+
+PACKAGES = {"hf_zero": hf_zero, "hf_zero.trl": hf_zero.trl}
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert not result.returncode, result.stderr
+    return result.stdout
+
+
+def names_for_type_checkers(path: str) -> dict[str, str]:
+    """The names that a package imports for type checkers only, and whence."""
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    blocks = [
+        node for node in tree.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    ]
+    found = [(alias, line.module) for line in blocks[0].body for alias in line.names]
+    assert all(alias.asname == alias.name for alias, _ in found), "`X as X` lets type checkers see a name from outside"
+    return {alias.name: module for alias, module in found}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_type_checkers_see_each_name_where_it_is_found(package):
+    module = PACKAGES[package]
+    wanted = {name: f"{package}.{where}" for name, where in module._MODULES.items()}
+    assert names_for_type_checkers(module.__file__) == wanted
+    assert set(module.__all__) == set(wanted) <= set(dir(module))
+
+
+def test_each_name_is_found():
+    for name in hf_zero.__all__:
+        assert getattr(hf_zero, name).__name__ == name
+    for room in hf_zero._ROOMS:
+        assert getattr(hf_zero, room).__name__ == f"hf_zero.{room}"
+    with pytest.raises(AttributeError, match="module 'hf_zero' has no attribute 'shart'"):
+        hf_zero.shart  # noqa: B018
+
+
+def test_import_brings_neither_torch_nor_transformers():
+    code = """
+import sys, hf_zero
+assert "ZeroTrainer" in dir(hf_zero), dir(hf_zero)
+heavy = {"torch", "transformers", "accelerate", "numpy", "trl"} & sys.modules.keys()
+assert not heavy, heavy
+import hf_zero.trl
+assert not {"torch", "trl"} & sys.modules.keys()
+"""
+    run(code)
+
+
+def test_star_brings_the_public_names():
+    run("from hf_zero import *\nassert shard.__name__ == 'shard' and gathered.__name__ == 'gathered'\nTensorParallel")
+
+
+@pytest.mark.parametrize(
+    "first", ["hf_zero.engine", "hf_zero.sharding.layout", "hf_zero.trainer", "hf_zero.activation"]
+)
+def test_shard_is_the_function_whatever_was_imported_before(first):
+    run(f"import {first}\nimport hf_zero\nassert hf_zero.shard.__name__ == 'shard', hf_zero.shard")
+
+
+def test_no_public_name_is_a_module_too():
+    folder = Path(hf_zero.__file__).parent
+    modules = {path.stem for path in folder.iterdir()}
+    assert not modules & set(hf_zero.__all__), "importing the module would put it where the name is"
