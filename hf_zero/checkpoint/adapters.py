@@ -10,7 +10,7 @@ from hf_zero.checkpoint.load import load_weights
 from hf_zero.checkpoint.save import Weights, plan_weights
 from hf_zero.checkpoint.tensor_names import named_tensors
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
-from hf_zero.comm.agreement import on_first, together
+from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import ZeroEngine, gathered
 from hf_zero.errors import CheckpointError, UnsupportedError
 
@@ -58,7 +58,7 @@ def save_adapters(engine: ZeroEngine, folder: str) -> None:
                     state.update({name: p.detach().cpu().clone() for p in held for name in names[id(p)]})
     write = on_first(engine.comm, torch.no_grad()(lambda: model.save_pretrained(folder, state_dict=state)))
     with gathered(_read_by_peft(model)):
-        together(engine.comm, f"saving adapters to {folder}", write)
+        run_on_all_ranks(engine.comm, f"saving adapters to {folder}", write)
 
 
 def plan_prompts(engine: ZeroEngine) -> Weights | None:

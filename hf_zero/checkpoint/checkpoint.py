@@ -12,7 +12,7 @@ from hf_zero.checkpoint.save import Weights, plan_weights
 from hf_zero.checkpoint.snapshot import Snapshots
 from hf_zero.checkpoint.staging import Part, Staged, connected
 from hf_zero.checkpoint.state import State, plan_state
-from hf_zero.comm.agreement import together
+from hf_zero.comm.agreement import run_on_all_ranks
 
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Checkpoint:
             return
         comm = self._staged.comm
         try:
-            self._parts = together(comm, f"copying {self.folder}", lambda: background.take(self._parts))
+            self._parts = run_on_all_ranks(comm, f"copying {self.folder}", lambda: background.take(self._parts))
         except BaseException:
             self._staged.discard()
             raise

@@ -17,7 +17,7 @@ from hf_zero.checkpoint.table import Table
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors, shortened
 from hf_zero.checkpoint.transfer import incoming
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
-from hf_zero.comm.agreement import together
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.errors import CheckpointError
 
 
@@ -83,7 +83,7 @@ def load_weights(
         return report, files, opened.ranges, table
 
     subject = f"loading {folder}"
-    report, files, ranges, table = together(engine.comm, subject, read)
+    report, files, ranges, table = run_on_all_ranks(engine.comm, subject, read)
     check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, table.tensors_in(), folder)
     engine.mark_updated()
     return report

@@ -11,7 +11,7 @@ from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import together
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.errors import CheckpointError
 
 
@@ -148,7 +148,7 @@ def check_ranges(
                     raise _damaged(Path(folder) / name, tensor, found, expected)
 
     if again:
-        together(comm, subject, check_own)
+        run_on_all_ranks(comm, subject, check_own)
 
 
 def _damaged(path: Path, tensor: str, found: int, expected: int) -> CheckpointError:

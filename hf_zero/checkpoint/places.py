@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import gathered, together
+from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Places:
             writer = min(left)
             # Asked for by its name, which nobody has looked up before: a network file system lists folders late.
             probe = folder / f".probe-{token}-{writer}"
-            together(comm, subject, probe.touch if comm.rank == writer else _nothing)
-            sees = gathered(comm, subject, probe.exists)
-            together(comm, subject, probe.unlink if comm.rank == writer else _nothing)
+            run_on_all_ranks(comm, subject, probe.touch if comm.rank == writer else _nothing)
+            sees = collect_from_all_ranks(comm, subject, probe.exists)
+            run_on_all_ranks(comm, subject, probe.unlink if comm.rank == writer else _nothing)
             members.append(tuple(rank for rank in sorted(left) if sees[rank] or rank == writer))
             left.difference_update(members[-1])
         return cls(tuple(members), comm.rank)

@@ -16,7 +16,7 @@ from hf_zero.checkpoint.places import Places
 from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import gathered, reraise, together
+from hf_zero.comm.agreement import collect_from_all_ranks, reraise, run_on_all_ranks
 from hf_zero.errors import CheckpointError
 
 
@@ -55,7 +55,7 @@ def replicate_ranges(
                 opened.sync()
             except _FAILURES as error:
                 failure = failure or error
-    together(comm, subject, lambda: reraise(failure))
+    run_on_all_ranks(comm, subject, lambda: reraise(failure))
 
 
 def replicate_files(comm: Comm, subject: str, places: Places, folder: Path, known: set[str]) -> None:
@@ -74,7 +74,7 @@ def replicate_files(comm: Comm, subject: str, places: Places, folder: Path, know
         names = {str(path.relative_to(folder)): path for path in paths}
         return {name: path.read_bytes() for name, path in names.items() if name not in known}
 
-    everyones = gathered(comm, subject, read)
+    everyones = collect_from_all_ranks(comm, subject, read)
 
     def write():
         content = {name: data for found in reversed(everyones) for name, data in found.items()}
@@ -84,7 +84,7 @@ def replicate_files(comm: Comm, subject: str, places: Places, folder: Path, know
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
 
-    together(comm, subject, write)
+    run_on_all_ranks(comm, subject, write)
 
 
 def _written_by(ranks: tuple[int, ...], ranges: list[Ranges]) -> Iterator[tuple[str, Range]]:

@@ -19,7 +19,7 @@ from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
-from hf_zero.comm.agreement import gathered
+from hf_zero.comm.agreement import collect_from_all_ranks
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError
 
@@ -63,7 +63,9 @@ def save_pretrained(
         engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
     )
     comm, destination = connected(engine.comm), Path(folder)
-    held = gathered(comm, f"saving to {folder}", lambda: destination.is_file() or _holds_something(destination))
+    held = collect_from_all_ranks(
+        comm, f"saving to {folder}", lambda: destination.is_file() or _holds_something(destination)
+    )
     staged = Staged.open(comm, destination, [weights.part], inside=any(held))
     staged.write_beside(weights.write_beside)
     staged.write([weights.part])

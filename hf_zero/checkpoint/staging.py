@@ -20,7 +20,7 @@ from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.table import Checksums, Table
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import gathered, together
+from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.errors import CheckpointError, NoRoomError, size_text
 
 
@@ -83,7 +83,7 @@ class Staged:
         destination = Path(os.path.abspath(destination))
         parent = destination if inside else destination.parent
         subject = f"saving to {destination}"
-        together(comm, subject, lambda: make_folder(parent))
+        run_on_all_ranks(comm, subject, lambda: make_folder(parent))
         root = parent / comm.broadcast_object(f"{STAGED_PREFIX}{secrets.token_hex(4)}")
         staged = cls(comm, destination, root, Places.find(comm, parent))
         staged._names = {os.path.join(part.subfolder, name) for part in parts for name in part.files.layouts}
@@ -118,12 +118,12 @@ class Staged:
             for part in parts:
                 folder = self.path / part.subfolder
                 write = partial(_write, folder, part, keeps_all=not self.places.are_one)
-                ranges = gathered(self.comm, self._subject, write)
+                ranges = collect_from_all_ranks(self.comm, self._subject, write)
                 if not self.places.are_one:
                     replicate_ranges(self.comm, self._subject, self.places, folder, part.files, ranges)
                 reread = folder if self.places.is_writer else None
                 check = partial(_checked, ranges, part.files, self._subject, reread)
-                for name, crcs in together(self.comm, self._subject, check).items():
+                for name, crcs in run_on_all_ranks(self.comm, self._subject, check).items():
                     self._checksums[os.path.join(part.subfolder, name)] = crcs
 
     def write_beside(self, write: Callable[[Path], None]) -> None:
@@ -163,7 +163,7 @@ class Staged:
 
     def _on_writers(self, act: Callable[[], None]) -> None:
         with self._or_discard():
-            together(self.comm, self._subject, act if self.places.is_writer else lambda: None)
+            run_on_all_ranks(self.comm, self._subject, act if self.places.is_writer else lambda: None)
 
     @contextmanager
     def _or_discard(self) -> Iterator[None]:

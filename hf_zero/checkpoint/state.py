@@ -25,7 +25,7 @@ from hf_zero.checkpoint.table import Table
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import gathered, together
+from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.errors import CheckpointError
 
 
@@ -83,7 +83,7 @@ def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
         layouts[MASTER_NAME] = FileLayout.build(masters)
     scalars = _merged_scalars(comm, subject, optimizer, entries)
     manifest = _manifest(engine, layouts, groups=optimizer.groups_state(), scalars=scalars, **facts)
-    together(comm, subject, manifest.text)
+    run_on_all_ranks(comm, subject, manifest.text)
 
     def pieces() -> Iterator[tuple[str, int, Tensor]]:
         for name, shard in chain(_state_pieces(optimizer), _master_pieces(engine)):
@@ -111,9 +111,9 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
     """
     engine.begin_update()
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
-    manifest = together(comm, subject, lambda: Manifest.read(folder))
-    table = together(comm, subject, lambda: recorded(folder) or Table())
-    files = together(comm, subject, lambda: _read_files(folder, manifest, table))
+    manifest = run_on_all_ranks(comm, subject, lambda: Manifest.read(folder))
+    table = run_on_all_ranks(comm, subject, lambda: recorded(folder) or Table())
+    files = run_on_all_ranks(comm, subject, lambda: _read_files(folder, manifest, table))
 
     def read() -> tuple[set[str], Ranges]:
         optimizer.load_groups_state(manifest.groups)
@@ -122,7 +122,7 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
             names = _read_state(opened, optimizer) | _read_masters(opened, engine)
             return names, opened.ranges
 
-    names, ranges = zip(*gathered(comm, subject, read))
+    names, ranges = zip(*collect_from_all_ranks(comm, subject, read))
     consumed = set().union(*names)
     check_ranges(comm, subject, ranges, files, table.tensors_in(STATE_FOLDER), state_folder)
     left = [name for name in files.file_of if name not in consumed and files.entry(name).numel]
@@ -189,7 +189,7 @@ def _whole_tensors(comm: Comm, subject: str, pieces) -> list[TensorEntry]:
         return {name: TensorEntry(name, shard.tensor.dtype, tuple(shard.shape)) for name, shard in pieces()}
 
     merged: dict[str, TensorEntry] = {}
-    for rank, found in enumerate(gathered(comm, subject, own)):
+    for rank, found in enumerate(collect_from_all_ranks(comm, subject, own)):
         for name, entry in found.items():
             if merged.setdefault(name, entry) != entry:
                 raise CheckpointError(
@@ -204,7 +204,7 @@ def _merged_scalars(
 ) -> dict[str, dict[str, float]]:
     """The numbers of all parameters. Those that have tensors only get an empty place: loading makes it first."""
     merged: dict[str, dict[str, float]] = {entry.name.rpartition(".")[0]: {} for entry in entries}
-    for rank, found in enumerate(gathered(comm, subject, optimizer.named_scalar_state)):
+    for rank, found in enumerate(collect_from_all_ranks(comm, subject, optimizer.named_scalar_state)):
         for name, numbers in found.items():
             known = merged.setdefault(name, {})
             for key, number in numbers.items():

@@ -13,7 +13,9 @@ Result = TypeVar("Result")
 TORCH_WRITER, TORCH_READER = ("PytorchStreamWriter", "inline_container"), "PytorchStreamReader"
 
 
-def together(comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZeroError] = CheckpointError) -> Result:
+def run_on_all_ranks(
+    comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZeroError] = CheckpointError
+) -> Result:
     """Runs `act` on this rank, and lets every rank know how it went.
 
     A rank that fails alone would leave the others waiting in their next collective: here they hear of it, and raise.
@@ -32,14 +34,17 @@ def together(comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZ
         `Exception`: whatever else `act` raised on this rank.
     """
     box: list[Result] = []
-    gathered(comm, subject, lambda: box.append(act()), kind)
+    collect_from_all_ranks(comm, subject, lambda: box.append(act()), kind)
     return box[0]
 
 
-def gathered(
+def collect_from_all_ranks(
     comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZeroError] = CheckpointError
 ) -> list[Result]:
-    """As `together`, but returns the results of all ranks, in rank order. They are small and can be pickled."""
+    """Runs `act` as `run_on_all_ranks` does, and returns the results of all ranks, in rank order.
+
+    The results are small and can be pickled.
+    """
     result, error = None, None
     try:
         result = act()
@@ -56,12 +61,12 @@ def gathered(
 
 
 def on_first(comm: Comm, act: Callable[[], Result]) -> Callable[[], Result | None]:
-    """`act` for rank 0; nothing for the others, which still take part in `together`."""
+    """Returns `act` on rank 0, and nothing to do on the others, which still take part in `run_on_all_ranks`."""
     return act if comm.rank == 0 else lambda: None
 
 
 def reraise(failure: BaseException | None) -> None:
-    """As an act of `together`, for what has failed before."""
+    """Raises what has failed before: an act for `run_on_all_ranks`."""
     if failure is not None:
         raise failure
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Bus, Comm, Pending
-from hf_zero.comm.agreement import together
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.config import Residency, ZeroConfig
 from hf_zero.engine import writes
 from hf_zero.engine.arenas import Arenas
@@ -422,7 +422,7 @@ class ZeroEngine(Uncopyable):
             `CommError`: another rank's have failed; on that one, whatever it was.
         """
         if self.plan.is_offloaded:
-            together(self.comm, "an update on the host", self.bus.join, CommError)
+            run_on_all_ranks(self.comm, "an update on the host", self.bus.join, CommError)
 
     def settle(self) -> None:
         """Lets updates that are under way count, before the masters are read. All ranks call it."""

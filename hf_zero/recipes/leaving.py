@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.folders import write_whole
-from hf_zero.comm.agreement import on_first, together
+from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.recipes.charts import Chart, draw
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.log import LOG_NAME, read_log
@@ -49,7 +49,7 @@ def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
         (folder / ({RESOLVED_NAME, HIDDEN_NAME} - {name}).pop()).unlink(missing_ok=True)
 
     comm = trainer.accelerator.shard(trainer.model).comm
-    together(comm, f"writing {RESOLVED_NAME}", on_first(comm, write))
+    run_on_all_ranks(comm, f"writing {RESOLVED_NAME}", on_first(comm, write))
 
 
 def leave(trainer: ZeroTrainer, settings: Settings, data: Data, watch: Watch, say: Callable[..., None]) -> None:
@@ -81,7 +81,7 @@ def leave(trainer: ZeroTrainer, settings: Settings, data: Data, watch: Watch, sa
             say("nothing was left to train; --resume never trains anew")
         say(f"report: {folder / REPORT_NAME}")
 
-    together(comm, f"writing {REPORT_NAME}", on_first(comm, write))
+    run_on_all_ranks(comm, f"writing {REPORT_NAME}", on_first(comm, write))
 
 
 def _draw(folder: Path, log: list[dict[str, Any]], step: Step | None, say: Callable[..., None]) -> list[Chart]:

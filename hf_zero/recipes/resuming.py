@@ -4,7 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-from hf_zero.comm.agreement import on_first, together
+from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.leaving import REPORT_NAME
 from hf_zero.recipes.occupied import check_model_is_kept, left_in
@@ -115,7 +115,7 @@ def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:
     """
     comm, folder = trainer.accelerator.shard(trainer.model).comm, Path(trainer.args.output_dir)
     act = partial(_set_aside, folder, with_model=not settings.overwrite_output_dir)
-    return together(comm, f"{folder}: setting aside what it holds", on_first(comm, act))
+    return run_on_all_ranks(comm, f"{folder}: setting aside what it holds", on_first(comm, act))
 
 
 def _set_aside(folder: Path, *, with_model: bool) -> str | None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import gathered
+from hf_zero.comm.agreement import collect_from_all_ranks
 from hf_zero.errors import StorageError
 from hf_zero.storage.swap_file import SwapFile
 
@@ -49,7 +49,7 @@ class Speed:
 
         # steps write what was written before, which takes less time than the first write into reserved space
         _, write, read = (
-            nbytes / max(*gathered(comm, file.where, partial(timed, move), StorageError), 1e-9)
+            nbytes / max(*collect_from_all_ranks(comm, file.where, partial(timed, move), StorageError), 1e-9)
             for move in (file.write, file.write, file.read)
         )
         return cls(read=read, write=write)

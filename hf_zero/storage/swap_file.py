@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Comm, Counters, Pending
-from hf_zero.comm.agreement import together
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.errors import StorageError, size_text
 
 
@@ -91,7 +91,7 @@ class SwapFile:
         """
         folder = Path(os.path.abspath(folder))
         subject = f"offload_dir {folder}"
-        descriptors = together(comm, subject, lambda: _opened(folder, subject, comm.rank), StorageError)
+        descriptors = run_on_all_ranks(comm, subject, lambda: _opened(folder, subject, comm.rank), StorageError)
         return cls(f"{subject} (rank {comm.rank})", folder, descriptors, comm.counters)
 
     @property
@@ -113,7 +113,7 @@ class SwapFile:
             `StorageError`: on all ranks, when there is no room for what one needs.
         """
         start, nbytes = self.nbytes, in_pages(nbytes)
-        together(comm, self.where, lambda: self._allocate(start, nbytes), StorageError)
+        run_on_all_ranks(comm, self.where, lambda: self._allocate(start, nbytes), StorageError)
         self.nbytes = start + nbytes
         return start
 

@@ -26,7 +26,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils.hub import hf_api
 
 from hf_zero.comm import Comm, DistributedComm
-from hf_zero.comm.agreement import gathered, together
+from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.engine import engine_of
 from hf_zero.engine.patch import Patch
@@ -118,7 +118,7 @@ class PushMixin:
                 super(PushMixin, self).init_hf_repo(token=token, private=private)
 
         comm = self._ranks()
-        together(comm, "creating the repository", create)
+        run_on_all_ranks(comm, "creating the repository", create)
         self.hub_model_id = comm.broadcast_object(self.hub_model_id)
 
     def push_to_hub(
@@ -133,7 +133,7 @@ class PushMixin:
         """As `Trainer.push_to_hub`; the model is saved by all ranks, and uploaded by rank 0."""
         subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
         self._refuse_elsewhere(subject)
-        self.memory_of_ranks = tuple(gathered(self._ranks(), subject, self.memory_report))
+        self.memory_of_ranks = tuple(collect_from_all_ranks(self._ranks(), subject, self.memory_report))
         # The other ranks do not wait for the upload: it may take longer than a collective may.
         subject = f"{subject} from {self.args.output_dir} (`python -m hf_zero.recipes push` does it too)"
         self._is_pushing = True
@@ -204,7 +204,7 @@ class PushMixin:
             finally:
                 self.args = args
 
-        together(self._ranks(), subject, push)
+        run_on_all_ranks(self._ranks(), subject, push)
 
     def _finish_current_push(self) -> None:
         """Waits for uploads in the background. Trainer would not notice that one failed; a warning says so."""

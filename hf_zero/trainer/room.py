@@ -19,7 +19,7 @@ from hf_zero.checkpoint import plan_weights
 from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.checkpoint.state import masters_nbytes
 from hf_zero.comm import Comm
-from hf_zero.comm.agreement import gathered, on_first
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first
 from hf_zero.errors import CheckpointError, CommError, NoRoomError, size_text
 from hf_zero.trainer.signals import StopOnSignal, Stopped
 
@@ -50,7 +50,7 @@ def check_room(trainer) -> None:
     checkpoint = model if args.save_only_model else model + state_nbytes(trainer)
     final = model * trainer.leaves_model
     folder = Path(args.output_dir)
-    free = min(gathered(engine.comm, f"looking at {folder}", lambda: _free_nbytes(folder)))
+    free = min(collect_from_all_ranks(engine.comm, f"looking at {folder}", lambda: _free_nbytes(folder)))
     needed = (checkpoint if num_saved else 0) + final
     if free < needed:
         raise CheckpointError(
@@ -74,7 +74,9 @@ def state_nbytes(trainer) -> int:
     the state of optimizers that are not elementwise is not known before the first step."""
     engine, optimizer = trainer.zero_engine, trainer._zero_optimizer
     own = sum(numel * dtype.itemsize for dtype, numel, _ in optimizer.expected_state())
-    held = gathered(engine.comm, "looking at the optimizer's state", lambda: (own, masters_nbytes(engine)))
+    held = collect_from_all_ranks(
+        engine.comm, "looking at the optimizer's state", lambda: (own, masters_nbytes(engine))
+    )
     states, masters = zip(*held)
     # at stage 0 every rank holds all of the state
     return (sum(states) if int(engine.stage) else max(states)) + sum(masters)
@@ -156,7 +158,7 @@ class _Elsewhere:
         try:
             if self._folder is None:
                 choose = on_first(self._comm, self._choose)
-                self._folder = gathered(self._comm, "choosing a folder in zero_save_fallback", choose)[0]
+                self._folder = collect_from_all_ranks(self._comm, "choosing a folder in zero_save_fallback", choose)[0]
             return self._folder if lack_of_room(self._comm, partial(save, self._folder)) is None else None
         except CommError:
             raise

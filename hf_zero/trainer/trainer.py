@@ -35,7 +35,7 @@ from hf_zero.checkpoint.manifest import STATE_FOLDER
 from hf_zero.checkpoint.quantized import refuse_quantized_model
 from hf_zero.checkpoint.replacing import added
 from hf_zero.checkpoint.table import TABLE_NAME
-from hf_zero.comm.agreement import gathered, on_first, reraise, together
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.compat import check_overrides
 from hf_zero.engine import ZeroEngine, engine_of, materialize
@@ -309,7 +309,9 @@ class ZeroTrainerMixin(PushMixin):
             with self._saver.in_foreground():
                 self._save_checkpoint(self.model, trial)
         best = self.state.best_model_checkpoint
-        if best is not None and not any(gathered(self.zero_engine.comm, best, lambda: os.path.isdir(best))):
+        if best is not None and not any(
+            collect_from_all_ranks(self.zero_engine.comm, best, lambda: os.path.isdir(best))
+        ):
             logger.warning("%s: could not be saved, so the best model is not loaded", best)
             self.state.best_model_checkpoint = None
 
@@ -360,7 +362,7 @@ class ZeroTrainerMixin(PushMixin):
         except Exception as error:  # a full disk, say, where this rank writes a file of its own
             failure = error
         try:
-            together(self.zero_engine.comm, f"saving to {folder}", lambda: reraise(failure))
+            run_on_all_ranks(self.zero_engine.comm, f"saving to {folder}", lambda: reraise(failure))
         except BaseException:
             self._saver.discard()
             raise
@@ -431,7 +433,7 @@ class ZeroTrainerMixin(PushMixin):
             if is_adapter_model(self.model):
                 save_adapters(engine, folder)
             beside = (lambda: self._save_beside(folder)) if self.args.should_save else (lambda: None)
-            together(engine.comm, f"saving to {output_dir}", beside)
+            run_on_all_ranks(engine.comm, f"saving to {output_dir}", beside)
 
     def _save_beside(self, output_dir: str) -> None:
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -445,7 +447,9 @@ class ZeroTrainerMixin(PushMixin):
         if not self._saver.is_saving:
             save_state(self.zero_engine, self._zero_optimizer, output_dir, extra={})
         comm = self.zero_engine.comm
-        together(comm, f"{output_dir}: saving the scheduler", on_first(comm, lambda: self._save_scheduler(output_dir)))
+        run_on_all_ranks(
+            comm, f"{output_dir}: saving the scheduler", on_first(comm, lambda: self._save_scheduler(output_dir))
+        )
 
     def _save_scheduler(self, output_dir: str) -> None:
         if self.lr_scheduler is not None:
@@ -498,7 +502,7 @@ class ZeroTrainerMixin(PushMixin):
             logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
             return
         subject = f"{checkpoint}: loading the scheduler"
-        together(self.zero_engine.comm, subject, lambda: self._load_scheduler(checkpoint))
+        run_on_all_ranks(self.zero_engine.comm, subject, lambda: self._load_scheduler(checkpoint))
 
     def _load_scheduler(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, SCHEDULER_NAME)

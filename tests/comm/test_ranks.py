@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import connect
-from hf_zero.comm.agreement import together
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.base import Comm
 from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.native import NativeComm
@@ -67,7 +67,7 @@ COLLECTIVES = {
     "broadcast": lambda comm: comm.broadcast_(torch.ones(3)),
     "broadcast object": lambda comm: comm.broadcast_object("all"),
     "receive": lambda comm: comm.receive(torch.ones(3), VICTIM),
-    "agreement": lambda comm: together(comm, "saving", lambda: None),
+    "agreement": lambda comm: run_on_all_ranks(comm, "saving", lambda: None),
     "aside": lambda comm: comm.aside("files").all_gather_object(comm.rank),
 }
 # Without shared memory a fence is nothing.

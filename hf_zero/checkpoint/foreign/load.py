@@ -17,7 +17,7 @@ from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState
 from hf_zero.checkpoint.interfaces import Engine, Optimizer
 from hf_zero.checkpoint.load import ignored_pattern, load_weights
 from hf_zero.checkpoint.tensor_names import saved_tensors, shortened
-from hf_zero.comm.agreement import together
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.errors import CheckpointError, HfZeroError
 
 
@@ -59,7 +59,7 @@ def load_foreign_weights(engine: Engine, folder: str | os.PathLike) -> None:
         `CheckpointError`: the folder is of no known kind, damaged, names code to run, or tensors are missing, left
             over or of other shapes.
     """
-    kind = together(engine.comm, f"loading {folder}", lambda: _known(folder))
+    kind = run_on_all_ranks(engine.comm, f"loading {folder}", lambda: _known(folder))
     if kind.read_weights is None:
         load_weights(engine, folder)
         return
@@ -77,7 +77,7 @@ def load_foreign_weights(engine: Engine, folder: str | os.PathLike) -> None:
                 saved.fill_buffer(partial(found[saved.name].read_range, 0))
 
     engine.begin_update()
-    together(engine.comm, f"loading {folder}", read)
+    run_on_all_ranks(engine.comm, f"loading {folder}", read)
     engine.mark_updated()
 
 
@@ -94,7 +94,7 @@ def load_foreign_state(engine: Engine, optimizer: Optimizer, folder: str | os.Pa
     Raises:
         `CheckpointError`: the state is missing, damaged, of other parameters, shapes or of another optimizer.
     """
-    kind = together(engine.comm, f"loading {folder}", lambda: _known(folder))
+    kind = run_on_all_ranks(engine.comm, f"loading {folder}", lambda: _known(folder))
 
     def read() -> None:
         groups = optimizer.groups_state()
@@ -118,7 +118,7 @@ def load_foreign_state(engine: Engine, optimizer: Optimizer, folder: str | os.Pa
                     tensor.read_range(shard.start, shard.tensor)
 
     engine.begin_update()
-    together(engine.comm, f"loading the optimizer of {folder}", read)
+    run_on_all_ranks(engine.comm, f"loading the optimizer of {folder}", read)
     engine.mark_updated()
 
 
