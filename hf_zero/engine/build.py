@@ -17,9 +17,9 @@ from hf_zero.engine.apart import Apart
 from hf_zero.engine.arenas import Arenas
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.ferry import Ferry
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import Gradient, GradientSlots
+from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
@@ -103,7 +103,7 @@ def build(
     groups = [_grouped(spec, config.compute_dtype, pattern) for spec in specs]
     placeholders = Placeholders(comm.device)
     bus = bus or Bus(comm.device, comm.counters)
-    lay_out = partial(_lay_out, config=config, comm=comm, placeholders=placeholders, ferry=Ferry(bus))
+    lay_out = partial(_lay_out, config=config, comm=comm, placeholders=placeholders, host_transfer=HostTransfer(bus))
     plans = _plans(specs, config, comm)
     flats = [[lay_out(group, plan) for group in groups_of] for groups_of, plan in zip(groups, plans)]
     for flat in (flat for flats_of in flats for flat in flats_of):
@@ -184,7 +184,9 @@ def _plans(specs: list[UnitSpec], config: ZeroConfig, comm: Comm) -> list[StageP
     return plans[::-1]
 
 
-def _lay_out(group, plan: StagePlan, config: ZeroConfig, comm: Comm, placeholders: Placeholders, ferry: Ferry) -> Flat:
+def _lay_out(
+    group, plan: StagePlan, config: ZeroConfig, comm: Comm, placeholders: Placeholders, host_transfer: HostTransfer
+) -> Flat:
     infos = [ParamInfo(name, local_of(p).shape, p.dtype, p.requires_grad) for name, p, _ in group]
     layout = Layout.of([tuple(info.shape) for info in infos], comm.num_ranks)
     params, dtype = [p for _, p, _ in group], group[0][2]
@@ -200,7 +202,7 @@ def _lay_out(group, plan: StagePlan, config: ZeroConfig, comm: Comm, placeholder
         dtype=dtype,
         master_dtype=torch.float32 if is_cast and is_half else dtype,
         placeholders=placeholders,
-        ferry=ferry,
+        host_transfer=host_transfer,
     )
 
 

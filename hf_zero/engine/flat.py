@@ -10,7 +10,7 @@ from hf_zero.comm import Comm, Pending
 from hf_zero.config import Place, Residency, StagePlan
 from hf_zero.engine.away import num_holders
 from hf_zero.engine.divided import is_divided, local_of, put
-from hf_zero.engine.ferry import Ferry
+from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.opaque import companions_of
 from hf_zero.engine.placeholder import Placeholders, is_untouched
 from hf_zero.engine.source import give_data, source_of
@@ -69,7 +69,7 @@ class Flat:
         dtype (`torch.dtype`): of the compute copy.
         master_dtype (`torch.dtype`): of the master.
         placeholders (`Placeholders`): what the parameters read while their data is away.
-        ferry (`Ferry`): to and from the host's memory, where anything rests there.
+        host_transfer (`HostTransfer`): to and from the host's memory, where anything rests there.
     """
 
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
@@ -96,7 +96,7 @@ class Flat:
         dtype: torch.dtype,
         master_dtype: torch.dtype,
         placeholders: Placeholders,
-        ferry: Ferry,
+        host_transfer: HostTransfer,
     ):
         self.infos = infos
         self.params = params
@@ -105,7 +105,7 @@ class Flat:
         self.comm = comm
         self.dtype = dtype
         self.master_dtype = master_dtype
-        self.ferry = ferry
+        self.host_transfer = host_transfer
         self.trainable = infos[0].trainable
         # what is not trained has neither state nor gradients: it rests where parameters rest
         self.master_at = plan.master_at if self.trainable else plan.compute_at
@@ -202,13 +202,13 @@ class Flat:
     def _new_master(self) -> Tensor:
         if self.on_disk is None:
             return self._new_rest(self.master_dtype, self.is_away)
-        return Placeholders(self.ferry.bus.host).of(torch.Size([self.on_disk.extent.numel]), self.master_dtype)
+        return Placeholders(self.host_transfer.bus.host).of(torch.Size([self.on_disk.extent.numel]), self.master_dtype)
 
     def _new_rest(self, dtype: torch.dtype, away: bool) -> Tensor:
         """Memory, zero, in which this rank's range rests: on the host or on the device."""
         numel = self.held[1] - self.held[0]
         if away:  # the device takes and gives values of its own dtype alone
-            return self.ferry.bus.empty(numel, dtype, locked=dtype is self.dtype)
+            return self.host_transfer.bus.empty(numel, dtype, locked=dtype is self.dtype)
         return torch.zeros(numel, dtype=dtype, device=self.comm.device)
 
     def masters(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
@@ -318,8 +318,8 @@ class Flat:
         return self.comm.gather(self.full, own, what=what)
 
     def _gather_from_host(self, own: Tensor, source: Tensor, what: str, arriving: Pending | None) -> Pending:
-        with self.ferry.bus.aside("up"):  # what computes meanwhile waits for neither copy nor collective
-            transfer = self.ferry.bus.up(own, source) if arriving is None else arriving
+        with self.host_transfer.bus.aside("up"):  # what computes meanwhile waits for neither copy nor collective
+            transfer = self.host_transfer.bus.up(own, source) if arriving is None else arriving
             gathering = self.comm.gather(self.full, own, what=what)
 
         def finish():
@@ -362,7 +362,7 @@ class Flat:
         for master, covers in self.masters(writes=False) if self._has_copy else ():
             transfer = self.send(master, covers)
             if self.on_disk is not None:
-                self.ferry.bus.land()  # the next piece may come into its memory
+                self.host_transfer.bus.land()  # the next piece may come into its memory
         return transfer
 
     def send(self, master: Tensor, covers: Range) -> Pending:
@@ -380,7 +380,7 @@ class Flat:
         first = 0 if self.has_master else self.held[0]
         target = (self.full if self.has_master else self.twin)[covers[0] - first : covers[1] - first]
         if self.is_away and (self.has_master or self.plan.compute_at is Place.DEVICE):
-            return self.ferry.up(target, master)
+            return self.host_transfer.up(target, master)
         target.copy_(master)
         return Pending()
 

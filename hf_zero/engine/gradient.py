@@ -120,13 +120,13 @@ class Gradient:
         if not flat.is_away:
             return self._average(full, self.reduced, adds, what)
         if flat.comm.num_ranks == 1:  # at once: the buffer is free again when the copy is made
-            return flat.ferry.down(self.reduced, full, accumulate=adds)
+            return flat.host_transfer.down(self.reduced, full, accumulate=adds)
         summed = self._in_place(full) if flat.dtype is self.dtype else self._scratch()
         averaging = self._average(full, summed, False, what)
 
         def finish():
             averaging.wait()
-            flat.ferry.down(self.reduced, summed, accumulate=adds).wait()
+            flat.host_transfer.down(self.reduced, summed, accumulate=adds).wait()
 
         return Pending(finish)
 
@@ -151,7 +151,7 @@ class Gradient:
 
     def _make_reduced(self) -> Tensor:
         if self.flat.is_away:
-            return self.flat.ferry.bus.empty(self._held_numel, self.dtype, locked=self._goes_straight)
+            return self.flat.host_transfer.bus.empty(self._held_numel, self.dtype, locked=self._goes_straight)
         if self.rests_where_collected:
             return self._in_place(self.full)
         return self._arena.take(self._held_numel, self.dtype)

@@ -11,7 +11,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.comm import Bus, Counters
-from hf_zero.engine.ferry import NUM_PIECES, Ferry
+from hf_zero.engine.host_transfer import NUM_PIECES, HostTransfer
 from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
 from hf_zero.planner import measure
@@ -388,14 +388,14 @@ def test_the_device_and_the_bus_carry_what_the_page_says(num_ranks):
 
 def test_what_is_cast_or_added_goes_through_pieces_of_constant_size():
     bus = Bus(torch.device("cpu"), Counters())
-    ferry = Ferry(bus, piece_nbytes=64)
+    host_transfer = HostTransfer(bus, piece_nbytes=64)
     for numel in (1, 32, 33, 1000):
         host, device = torch.ones(numel), torch.arange(numel).bfloat16()
-        ferry.down(host, device, accumulate=True).wait()
+        host_transfer.down(host, device, accumulate=True).wait()
         bus.join()
         assert torch.equal(host, 1 + device.float())
         back = torch.empty(numel, dtype=torch.bfloat16)
-        ferry.up(back, host).wait()
+        host_transfer.up(back, host).wait()
         assert torch.equal(back, host.bfloat16())
     assert bus.host_nbytes == 2 * NUM_PIECES * 64
 

@@ -184,8 +184,8 @@ def memory_of(folder: str, offload: str, num_layers: int) -> tuple[int, int]:
     engine, flats = subject.engine, [flat for unit in subject.engine.units for flat in unit.flats]
     gc.collect()
     others = sum(tensor.nbytes for tensor in [g.reduced for g in engine.gradients()] if engine.bus.holds(tensor))
-    ferry = flats[0].ferry
-    others += ferry._going_up.nbytes + ferry._going_down.nbytes
+    host_transfer = flats[0].host_transfer
+    others += host_transfer._going_up.nbytes + host_transfer._going_down.nbytes
     assert all(flat.twin is None for flat in flats) or offload == "optimizer"
     return engine.bus.host_nbytes - others, engine.disk.file.nbytes
 

@@ -15,7 +15,7 @@ PIECE_NBYTES = 16 * 2**20
 NUM_PIECES = 8
 
 
-class Ferry:
+class HostTransfer:
     """Moves shards between host and device. What the buffers hold on the way does not grow with the model.
 
     Args:
