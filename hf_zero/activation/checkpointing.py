@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_zero.activation.store import Store
 from hf_zero.engine.engine import ZeroEngine, in_backward
 from hf_zero.engine.hooks import tensors_in
-from hf_zero.engine.unit import Uncopyable
+from hf_zero.engine.patch import Uncopyable
 from hf_zero.errors import LifecycleError, UnsupportedError
 
 

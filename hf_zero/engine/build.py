@@ -12,9 +12,7 @@ from hf_zero.comm import Bus, Comm, connect
 from hf_zero.comm.mesh import ranks_alike, refuse_dividing
 from hf_zero.config import StagePlan, ZeroConfig
 from hf_zero.engine import hooks
-from hf_zero.engine.access import remember, unit_of
-from hf_zero.engine.apart import Apart
-from hf_zero.engine.arenas import Arenas
+from hf_zero.engine.access import RanksInStep, remember, unit_of
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
@@ -29,7 +27,7 @@ from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.source import read_sources
 from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.arena import Arena, trim
+from hf_zero.sharding.arena import Arena, Arenas, trim
 from hf_zero.sharding.layout import Layout
 from hf_zero.sharding.slots import Slot, parts_nbytes
 
@@ -157,7 +155,7 @@ def _assemble(model, config, comm, units, parts, specs, placeholders, bus) -> Ze
     engine.handles.append(Patch(model, ENGINE_ATTRIBUTE, engine))
     for module in model.modules() if any(unit.is_sharded for unit in units) else ():
         if hasattr(type(module), "generate"):  # also the model inside an adapter's
-            engine.handles += Apart(units).marks(module)
+            engine.handles += RanksInStep(units).marks(module)
     return engine
 
 

@@ -4,8 +4,7 @@ import torch
 
 from hf_zero.engine import direct
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.entrance import Entrance
-from hf_zero.engine.patch import Patch
+from hf_zero.engine.patch import ForwardGuard, Patch
 from hf_zero.errors import LifecycleError, UnsupportedError
 
 
@@ -39,8 +38,8 @@ def compile_blocks(engine: ZeroEngine, **options) -> None:
     engine.compiled_with = options
     for module in engine.modules.values():
         direct.uninstall(module)
-        entrance = module.forward
-        if isinstance(entrance, Entrance):
-            entrance.forward = torch.compile(entrance.forward, **options)
+        guard = module.forward
+        if isinstance(guard, ForwardGuard):
+            guard.forward = torch.compile(guard.forward, **options)
         else:
             engine.handles.append(Patch(module, "forward", torch.compile(module.forward, **options)))

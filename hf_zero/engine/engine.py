@@ -14,18 +14,18 @@ from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.config import Residency, ZeroConfig
 from hf_zero.engine import writes
-from hf_zero.engine.arenas import Arenas
 from hf_zero.engine.away import Watch
 from hf_zero.engine.casting import computing_in
 from hf_zero.engine.divided import local_grad, with_local
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
-from hf_zero.engine.phase import Phase
+from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.restore import restore
 from hf_zero.engine.schedule import Schedule, Stack, Visit
-from hf_zero.engine.unit import Uncopyable, Unit, reassign_slots
+from hf_zero.engine.unit import Phase, Unit, reassign_slots
 from hf_zero.errors import CommError, LifecycleError, UnsupportedError
+from hf_zero.shard.arena import Arenas
 from hf_zero.storage import Disk
 
 

@@ -12,8 +12,7 @@ from hf_zero.engine.access import UNIT_ATTRIBUTE, unit_of
 from hf_zero.engine.direct import Sink
 from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.entrance import Entrance
-from hf_zero.engine.patch import NodeHook, Patch
+from hf_zero.engine.patch import ForwardGuard, NodeHook, Patch
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
@@ -45,11 +44,11 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     for module in _outer_modules(engine.model, engine.modules, engine.root):
         _install_on_outer(engine, module, owners.get(module))
         if module is not engine.model:
-            engine.handles += Entrance.build(module)
+            engine.handles += ForwardGuard.build(module)
     moves_blocks = engine.plan.grad is Residency.SHARDED or engine.plan.compute is Residency.SHARDED
     for unit, module in engine.modules.items() if moves_blocks else ():
         _install_on_block(engine, unit, module)
-        engine.handles += Entrance.build(module)
+        engine.handles += ForwardGuard.build(module)
     if any(unit.is_sharded for unit in engine.units):
         _guard_state_dict(engine)
 

@@ -1,5 +1,21 @@
 """What the engine puts onto a user's objects, so that it can be taken off again."""
 
+from functools import update_wrapper
+
+from torch import nn
+
+from hf_zero.errors import UnsupportedError
+
+
+class Uncopyable:
+    """An object that belongs to one process. The blocks' modules refer to it, so that copying one is refused."""
+
+    def __reduce_ex__(self, protocol):
+        raise UnsupportedError(
+            "a sharded model or a part of it cannot be copied or pickled: copy it before it is sharded, or after "
+            "engine.unshard(), or save it with hf_zero.save_pretrained(engine, folder)"
+        )
+
 
 class Patch:
     """An attribute of one object that stands before its class's, or one of its own, until it is removed.
@@ -16,7 +32,7 @@ class Patch:
         owner.__dict__[name] = value
 
     def remove(self) -> None:
-        """Several on one attribute are removed in the opposite order."""
+        """Puts the former value back. Several patches of one attribute are removed in the opposite order."""
         self._owner.__dict__.pop(self._name, None)
         self._owner.__dict__.update(self._before)
 
@@ -35,3 +51,39 @@ class NodeHook:
 
     def remove(self) -> None:
         self._handle.remove()
+
+
+class ForwardGuard(Uncopyable):
+    """Leads those who call `module.forward(...)`, as some models do with their blocks, through `module(...)`.
+
+    Args:
+        module (`nn.Module`): with hooks.
+    """
+
+    def __init__(self, module: nn.Module):
+        update_wrapper(self, module.forward)  # whose signature is looked at
+        self.forward = module.forward
+        self._module = module
+        self._is_open = False  # hooks have run before the call to come
+
+    @classmethod
+    def build(cls, module: nn.Module) -> list:
+        """Puts a guard before a module's forward; gives all that is to be removed again."""
+        guard = cls(module)
+        return [
+            Patch(module, "forward", guard),
+            module.register_forward_pre_hook(guard.open),
+            module.register_forward_hook(guard.close, always_call=True),
+        ]
+
+    def __call__(self, *args, **kwargs):
+        if not self._is_open:
+            return self._module(*args, **kwargs)
+        self._is_open = False
+        return self.forward(*args, **kwargs)
+
+    def open(self, *_) -> None:
+        self._is_open = True
+
+    def close(self, *_) -> None:
+        self._is_open = False

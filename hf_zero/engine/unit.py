@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -10,23 +11,43 @@ from hf_zero.comm import Pending
 from hf_zero.engine.away import refuse_uses, refuse_writes
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
-from hf_zero.engine.phase import Phase, moved
+from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.reader import Reader
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import LifecycleError
 from hf_zero.sharding.slots import Slot
 
 
 logger = logging.getLogger(__name__)
 
 
-class Uncopyable:
-    """What belongs to one place of one process. The blocks' modules refer to it, so that copying one is refused."""
+class Phase(Enum):
+    """Where a unit's parameters are."""
 
-    def __reduce_ex__(self, protocol):
-        raise UnsupportedError(
-            "a sharded model or a part of it cannot be copied or pickled: copy it before it is sharded, or after "
-            "engine.unshard(), or save it with hf_zero.save_pretrained(engine, folder)"
-        )
+    SHARDED = "sharded"  # only this rank's shard is held; parameters are placeholders
+    GATHERING = "gathering"  # the collective is under way; parameters are placeholders
+    GATHERED = "gathered"  # the whole values lie in the slot; parameters are placeholders
+    ATTACHED = "attached"  # parameters are views of the slot
+
+
+# The transitions that exist.
+ALLOWED = {
+    (Phase.SHARDED, Phase.GATHERING),
+    (Phase.GATHERING, Phase.GATHERED),
+    (Phase.GATHERED, Phase.ATTACHED),
+    (Phase.ATTACHED, Phase.GATHERED),
+    (Phase.GATHERED, Phase.SHARDED),
+}
+
+
+def moved(name: str, phase: Phase, new: Phase) -> Phase:
+    """`new`, if a unit may go there from `phase`.
+
+    Raises:
+        `LifecycleError`: for a transition that does not exist.
+    """
+    if (phase, new) not in ALLOWED:
+        raise LifecycleError(f"unit {name!r}: {phase.name} -> {new.name} is not allowed")
+    return new
 
 
 class Unit(Uncopyable):

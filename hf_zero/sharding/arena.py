@@ -6,11 +6,14 @@ Where the two come from one place, what stays lies between holes that later acti
 from bisect import insort
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_zero.comm import Comm
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.layout import align
 
@@ -131,6 +134,31 @@ class Arena:
             self._pool = backend.MemPool()
         with nullcontext() if self._pool is None else backend.use_mem_pool(self._pool, self.device.index):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+
+class Arenas(NamedTuple):
+    """One for each purpose.
+
+    Args:
+        gathered (`Arena`): slots in which whole parameters appear.
+        collected (`Arena`): slots in which backward collects gradients.
+        reduced (`Arena`): gradients that are averaged over the ranks, between backward and step.
+    """
+
+    gathered: Arena
+    collected: Arena
+    reduced: Arena
+
+    @classmethod
+    def of(cls, comm: Comm) -> "Arenas":
+        """Arenas on the ranks' device; gradients are collected where other ranks can read them."""
+        if comm.shares_memory:  # what others have mapped stays
+            make = partial(comm.empty, dtype=torch.uint8)
+            collected = Arena("collected", comm.device, keeps=True, make=make)
+        else:
+            collected = Arena("collected", comm.device, keeps=not comm.is_on_cpu)
+        gathered, reduced = (Arena(name, comm.device, keeps=not comm.is_on_cpu) for name in ("gathered", "reduced"))
+        return cls(gathered, collected, reduced)
 
 
 def trim(device: torch.device) -> None:

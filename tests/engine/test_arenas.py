@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.engine import build
-from hf_zero.engine.arenas import Arenas
-from hf_zero.sharding.arena import Arena
+from hf_zero.sharding.arena import Arena, Arenas
 from tests import models
 from tests.distributed import run_ranks
 from tests.training import Sharded, adamw

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.engine.phase import Phase
+from hf_zero.engine.unit import Phase
 from hf_zero.errors import LifecycleError
 from tests.distributed import run_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hf_zero.engine.phase import ALLOWED, Phase, moved
+from hf_zero.engine.unit import ALLOWED, Phase, moved
 from hf_zero.errors import LifecycleError
 
 
