@@ -16,10 +16,9 @@ from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.finite import norm_of, trace
 from hf_zero.optim.grain import grain_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
-from hf_zero.optim.host import Gradients, HostSteps
+from hf_zero.optim.host import Gradients, HostSteps, PartialStep
 from hf_zero.optim.norm import global_norm
 from hf_zero.optim.overrides import carry_overrides
-from hf_zero.optim.partial import PartialStep
 from hf_zero.optim.records import StateRecords
 from hf_zero.optim.runs import Run, make_runs, make_shares, named_groups
 from hf_zero.optim.swap import Swap

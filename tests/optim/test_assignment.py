@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from hf_zero.optim.assignment import blocks, owners
 from hf_zero.optim.grain import Grain
+from hf_zero.optim.runs import blocks, owners
 from hf_zero.sharding.layout import Layout
 
 
