@@ -12,8 +12,8 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import HfZeroError
 from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
 from hf_zero.planner.depth import MAX_WHOLE, PERIOD, alike_blocks, extended
-from hf_zero.planner.rehearsal import Rehearsal, Step
-from hf_zero.planner.stand_in import MakeOptimizer
+from hf_zero.planner.meta_optimizer import MakeOptimizer
+from hf_zero.planner.simulated_step import SimulatedStep, StepMemory
 from hf_zero.storage import NUM_BUFFERS
 from hf_zero.storage.disk import WINDOW_NUMEL
 
@@ -36,7 +36,7 @@ class Prediction:
         classes (`list[TensorClass]`): what rests between uses, or is used again and again.
         checkpoint_nbytes (`int`): of one checkpoint on disk, the optimizer's state included, all ranks together. Of a
             model with adapters it holds no base.
-        step (`Step`, *optional*): what a step takes; `None` where that is not known.
+        step (`StepMemory`, *optional*): what a step takes; `None` where that is not known.
         note (`str`): what is not known, and why.
     """
 
@@ -47,7 +47,7 @@ class Prediction:
     num_trained: int
     classes: list[TensorClass]
     checkpoint_nbytes: int
-    step: Step | None = None
+    step: StepMemory | None = None
     note: str = ""
 
     @property
@@ -184,16 +184,16 @@ def _predict(
     gradient_checkpointing: bool,
     **settings,
 ) -> Prediction:
-    rehearsal = Rehearsal(
+    simulation = SimulatedStep(
         model,
         replace(config, offload_dir=None),  # what rests in files is told apart below
         num_ranks=num_ranks,
         gradient_checkpointing=gradient_checkpointing,
         **settings,
     )
-    classes = tensor_classes(rehearsal.engine, rehearsal.optimizer)
-    step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(rehearsal, batch)
-    infos = rehearsal.engine.param_infos()
+    classes = tensor_classes(simulation.engine, simulation.optimizer)
+    step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
+    infos = simulation.engine.param_infos()
     return Prediction(
         config,
         num_ranks,
@@ -201,16 +201,16 @@ def _predict(
         num_parameters=sum(info.shape.numel() for info in infos),
         num_trained=sum(info.shape.numel() for info in infos if info.trainable),
         classes=_in_files(classes) if config.offload_dir else classes,
-        checkpoint_nbytes=_checkpoint_nbytes(rehearsal.engine, classes),
+        checkpoint_nbytes=_checkpoint_nbytes(simulation.engine, classes),
         step=step,
         note=note,
     )
 
 
-def _try_step(rehearsal: Rehearsal, batch: dict[str, Tensor]) -> tuple[Step | None, str]:
+def _try_step(simulation: SimulatedStep, batch: dict[str, Tensor]) -> tuple[StepMemory | None, str]:
     """A model may do with values what cannot be done without them."""
     try:
-        return rehearsal.step(batch), ""
+        return simulation.step(batch), ""
     except HfZeroError:
         raise
     except Exception as error:

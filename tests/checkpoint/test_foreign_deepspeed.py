@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.foreign.trusted import StandIn, load_mapped
+from hf_zero.checkpoint.foreign.trusted import InertRecord, load_mapped
 from tests.checkpoint import deepspeed_run
 from tests.checkpoint.fakes import run_ranks
 from tests.checkpoint.foreign_runs import NUM_STEPS, plain_run, train, write_deepspeed
@@ -72,7 +72,7 @@ def compare(written, real, where: str) -> None:
         assert len(written) == len(real), where
         for index, (one, other) in enumerate(zip(written, real)):
             compare(one, other, f"{where}/{index}")
-    elif isinstance(written, StandIn):
-        assert isinstance(real, StandIn), where
+    elif isinstance(written, InertRecord):
+        assert isinstance(real, InertRecord), where
     elif not where.endswith("clip_grad"):
         assert written == real, f"{where}: {written} and {real}"

@@ -8,7 +8,7 @@ import torch
 from hf_zero.config import ZeroConfig
 from hf_zero.planner import Prediction, advise
 from hf_zero.planner.advice import USABLE_SHARE, WAYS
-from hf_zero.planner.rehearsal import Step
+from hf_zero.planner.simulated_step import StepMemory
 
 
 # by stage and offload, what the step takes without checkpointing
@@ -17,7 +17,9 @@ PEAKS = {way: 1000 - 100 * index for index, way in enumerate(WAYS)}
 
 def _predict(config: ZeroConfig, checkpointing: bool) -> Prediction:
     peak = PEAKS[config.stage, config.offload] - (50 if checkpointing else 0)
-    step = Step(peak - 200, 0, {"update": peak}, activation_nbytes=100, head_nbytes=50, sent_nbytes=1, copied_nbytes=0)
+    step = StepMemory(
+        peak - 200, 0, {"update": peak}, activation_nbytes=100, head_nbytes=50, sent_nbytes=1, copied_nbytes=0
+    )
     return Prediction(config, 2, checkpointing, 10, 10, classes=[], checkpoint_nbytes=0, step=step)
 
 

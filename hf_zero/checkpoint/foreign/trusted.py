@@ -23,7 +23,7 @@ MAX_SMALL_NBYTES = 64 * 2**20
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}
 
 
-class StandIn:
+class InertRecord:
     """Takes the place of a class of another program: keeps what the file says of it, and does nothing."""
 
     def __init__(self, *args: Any):
@@ -33,7 +33,7 @@ class StandIn:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
-class Index(StandIn):
+class Index(InertRecord):
     """In place of `MetadataIndex`, the key under which the index keeps a piece."""
 
     def key(self) -> tuple[str, tuple[int, ...] | None]:
@@ -50,7 +50,7 @@ class Index(StandIn):
 def load_mapped(path: Path) -> Any:
     """Loads a file of `torch.save`, its tensors mapped and not read.
 
-    Classes of DeepSpeed that the file names (its loss scaler, an enumeration) become [`StandIn`]s.
+    Classes of DeepSpeed that the file names (its loss scaler, an enumeration) become [`InertRecord`]s.
 
     Args:
         path (`Path`): the file.
@@ -66,7 +66,7 @@ def load_mapped(path: Path) -> Any:
         foreign = [name for name in unknown if not name.startswith("deepspeed.")]
         if foreign:
             raise _refusal(path, foreign[0])
-        with safe_globals([(type("StandIn", (StandIn,), {}), name) for name in unknown]):
+        with safe_globals([(type("InertRecord", (InertRecord,), {}), name) for name in unknown]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # damaged files fail in every way there is
         raise _readable(path, error) from error
@@ -118,7 +118,7 @@ def load_bytes(data: bytes, subject: str) -> Any:
 
 
 def load_index(path: Path) -> Any:
-    """Reads the `.metadata` of a torch distributed checkpoint, its records as [`StandIn`]s.
+    """Reads the `.metadata` of a torch distributed checkpoint, its records as [`InertRecord`]s.
 
     Raises:
         `CheckpointError`: damaged, or it names anything else than such records.
@@ -161,7 +161,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in self.RECORDS.get(module, ()):
-            return self._records.setdefault(name, type(name, (StandIn,), {}))
+            return self._records.setdefault(name, type(name, (InertRecord,), {}))
         if (module, name) == ("torch.distributed.checkpoint.metadata", "MetadataIndex"):
             return self._index
         if (module, name) == ("torch", "Size"):
@@ -179,7 +179,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _member(record: type, name: str) -> Any:
     """A member of an enumeration, as Python before 3.11.4 pickles it; of nothing else is an attribute given."""
-    if not (isinstance(record, type) and issubclass(record, StandIn) and isinstance(name, str)):
+    if not (isinstance(record, type) and issubclass(record, InertRecord) and isinstance(name, str)):
         raise CheckpointError("builtins.getattr")
     return record(name)
 

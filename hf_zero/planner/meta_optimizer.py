@@ -13,7 +13,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SAMPLE_SHAPE = (128, 128)
 
 
-class StandIn(torch.optim.Optimizer):
+class MetaOptimizer(torch.optim.Optimizer):
     """Makes the state of its parameters in its first step, and takes nothing else: fused optimizers update in place.
 
     Args:
@@ -31,7 +31,7 @@ class StandIn(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Makes what is not there yet."""
+        """Makes the state that is not there yet."""
         for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
             if param not in self.state:
                 self.state[param] = {
@@ -46,7 +46,7 @@ class StandIn(torch.optim.Optimizer):
 
 
 def _sample(make: MakeOptimizer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state tensors, by key, that an optimizer makes for one parameter, in a step with zero gradients.
+    """Returns the state tensors, by key, that an optimizer makes for one parameter in a step with zero gradients.
 
     Raises:
         `ConfigError`: for one whose state is not shaped like its parameters.

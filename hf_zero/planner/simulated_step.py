@@ -1,4 +1,4 @@
-"""A run without data: the engine shards a twin of the model as one rank of many, and takes steps.
+"""A training step without data: the engine shards a meta-device copy of the model as one rank of many, and steps.
 
 [Note: what is not seen] What kernels take inside of one operation, and what a device's libraries take for themselves.
 Of values that are not there it is assumed that masks hide nothing and that every branch on them is taken; experts that
@@ -20,10 +20,10 @@ from hf_zero.engine.partition import refuse_what_cannot_be_summed
 from hf_zero.errors import UnsupportedError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.planner.attention import device_attention
+from hf_zero.planner.meta_optimizer import MakeOptimizer, MetaOptimizer
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.ranks import META, LoneBus, lone_rank
 from hf_zero.planner.replica import replica_of
-from hf_zero.planner.stand_in import MakeOptimizer, StandIn
 
 
 # As many blocks at either end of a pass are looked at apart: buffers that take turns are two.
@@ -31,7 +31,7 @@ NUM_EDGE = 3
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMemory:
     """Bytes of one step in the steady state, on the device where nothing else is said.
 
     Args:
@@ -60,7 +60,7 @@ class Step:
         return max(self.moments.values())
 
 
-class Rehearsal:
+class SimulatedStep:
     """One rank's engine and optimizer, and the meter that counts what they take.
 
     Args:
@@ -107,7 +107,7 @@ class Rehearsal:
             if config.offload_activations:
                 place_activations(self.engine)
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]
-            self.optimizer = ShardedOptimizer(self.engine, StandIn(trained, make_optimizer))
+            self.optimizer = ShardedOptimizer(self.engine, MetaOptimizer(trained, make_optimizer))
             # a step without a backward: everything that comes with the first one, and stays, is there then
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -116,7 +116,7 @@ class Rehearsal:
     def _staging_nbytes(self) -> int:
         return next((flat.host_transfer.nbytes for unit in self.engine.units for flat in unit.flats), 0)
 
-    def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> Step:
+    def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> StepMemory:
         """One step of one micro-batch, with clipping.
 
         Args:
@@ -124,7 +124,7 @@ class Rehearsal:
             max_norm (`float`): of the gradients.
         """
         before = dict(self.engine.comm.counters.sent_nbytes)
-        watch = _Watch(self.meter)
+        watch = _PeakRecorder(self.meter)
         for module in self.engine.modules.values():
             watch.follow(module)
         with self.meter, device_attention(self._on_cpu):
@@ -144,7 +144,7 @@ class Rehearsal:
         after = self.engine.comm.counters.sent_nbytes
         moved = {verb: nbytes - before.get(verb, 0) for verb, nbytes in after.items()}
         copied = sum(moved.pop(verb, 0) for verb in ("up", "down"))
-        return Step(
+        return StepMemory(
             resting,
             on_host,
             watch.moments(),
@@ -169,7 +169,7 @@ def _checkpoint_blocks(model: nn.Module) -> None:
     enable()
 
 
-class _Watch:
+class _PeakRecorder:
     """Notes what is held when the last block's forward ends, and the most between the moments of a step.
 
     Args:
@@ -194,7 +194,7 @@ class _Watch:
         return max((nbytes for name, nbytes in self._laps if name == "head"), default=0) - self._at_end_of_blocks
 
     def moments(self) -> dict[str, int]:
-        """The laps by name. Of those that each block has, the first and the last few: what is between lies between."""
+        """The laps by name. Of the laps that each block has, only the first and the last few are given."""
         found: dict[str, int] = {}
         for kind in dict.fromkeys(name for name, _ in self._laps):
             own = [nbytes for name, nbytes in self._laps if name == kind]
@@ -231,7 +231,7 @@ class _Watch:
 
 
 def _loss_of(output) -> Tensor:
-    """What is differentiated: the loss, or where a model returns none the sum of what it returns."""
+    """Returns what is differentiated: the loss, or the sum of all outputs where a model returns no loss."""
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = sum(tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
