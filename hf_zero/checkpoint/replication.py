@@ -1,6 +1,6 @@
 """A save on file systems that the ranks do not share: what one place has written goes to the writers of the others.
 
-Each rank has written its ranges to the files that it sees. The ranges are known to all, so places and their ranges are
+Each rank has written its ranges to the files that it sees. The ranges are known to all, so groups and their ranges are
 gone through in one order by all writers, and bytes travel in bounded pieces without further words.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from hf_zero.checkpoint.checksum import Range
+from hf_zero.checkpoint.filesystem_groups import FilesystemGroups
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
-from hf_zero.checkpoint.places import Places
 from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
@@ -26,7 +26,7 @@ _FAILURES = (CheckpointError, OSError)  # of one rank's disk: the exchange goes 
 def replicate_ranges(
     comm: Comm,
     subject: str,
-    places: Places,
+    groups: FilesystemGroups,
     folder: Path,
     files: WeightFiles,
     ranges: list[Ranges],
@@ -36,19 +36,19 @@ def replicate_ranges(
     Args:
         comm (`Comm`): the ranks.
         subject (`str`): for messages.
-        places (`Places`): who sees which files.
+        groups (`FilesystemGroups`): who sees which files.
         folder (`Path`): where they lie, seen by this rank.
         files (`WeightFiles`): what they hold.
         ranges (`list[Ranges]`): by rank, what was written.
     """
     failure: Exception | None = None
-    if places.is_writer:
+    if groups.is_writer:
         with OpenFiles(folder, files, writable=True) as opened:
             bounce = torch.empty(PIECE_NBYTES, dtype=torch.uint8)
-            for ranks in places.members:
+            for ranks in groups.members:
                 for tensor, part in _written_by(ranks, ranges):
                     try:
-                        _copy(comm, places, opened, tensor, part, source=ranks[0], bounce=bounce)
+                        _copy(comm, groups, opened, tensor, part, source=ranks[0], bounce=bounce)
                     except _FAILURES as error:
                         failure = failure or error
             try:
@@ -58,19 +58,19 @@ def replicate_ranges(
     run_on_all_ranks(comm, subject, lambda: reraise(failure))
 
 
-def replicate_files(comm: Comm, subject: str, places: Places, folder: Path, known: set[str]) -> None:
+def replicate_files(comm: Comm, subject: str, groups: FilesystemGroups, folder: Path, known: set[str]) -> None:
     """Gives every place the files that others have and it lacks. They are small. Collective.
 
     Args:
         comm (`Comm`): the ranks.
         subject (`str`): for messages.
-        places (`Places`): who sees which files.
+        groups (`FilesystemGroups`): who sees which files.
         folder (`Path`): where they lie, seen by this rank.
-        known (`set[str]`): files, relative to it, that all places have already.
+        known (`set[str]`): files, relative to it, that all groups have already.
     """
 
     def read() -> dict[str, bytes]:
-        paths = [path for path in folder.rglob("*") if path.is_file()] if places.is_writer else []
+        paths = [path for path in folder.rglob("*") if path.is_file()] if groups.is_writer else []
         names = {str(path.relative_to(folder)): path for path in paths}
         return {name: path.read_bytes() for name, path in names.items() if name not in known}
 
@@ -78,7 +78,7 @@ def replicate_files(comm: Comm, subject: str, places: Places, folder: Path, know
 
     def write():
         content = {name: data for found in reversed(everyones) for name, data in found.items()}
-        for name, data in content.items() if places.is_writer else ():
+        for name, data in content.items() if groups.is_writer else ():
             path = folder / name
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,14 @@ def _written_by(ranks: tuple[int, ...], ranges: list[Ranges]) -> Iterator[tuple[
 
 
 def _copy(
-    comm: Comm, places: Places, opened: OpenFiles, tensor: str, part: Range, *, source: int, bounce: torch.Tensor
+    comm: Comm,
+    groups: FilesystemGroups,
+    opened: OpenFiles,
+    tensor: str,
+    part: Range,
+    *,
+    source: int,
+    bounce: torch.Tensor,
 ) -> None:
     """One range, from the writer `source` to all others. A rank that fails goes on, so that the others can."""
     failure: Exception | None = None
@@ -108,7 +115,7 @@ def _copy(
                 opened.read_bytes(tensor, part.begin + done.nbytes, view)
         except _FAILURES as error:
             failure = failure or error
-        for writer in places.writers:
+        for writer in groups.writers:
             if comm.rank == source and writer != source:
                 comm.send(piece, writer)
         if comm.rank != source:

@@ -12,9 +12,9 @@ from pathlib import Path
 from torch import Tensor
 
 from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
+from hf_zero.checkpoint.filesystem_groups import FilesystemGroups
 from hf_zero.checkpoint.folders import STAGED_PREFIX, make_folder, make_staged, remove_left_over, sync_all, sync_path
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
-from hf_zero.checkpoint.places import Places
 from hf_zero.checkpoint.replication import replicate_files, replicate_ranges
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.table import Checksums, Table
@@ -51,10 +51,10 @@ class Staged:
         destination (`Path`): the folder that is saved.
         root (`Path`): the temporary folder, as this rank sees it. What is saved grows in `path`, a folder of the
             destination's name in it.
-        places (`Places`): who sees which file system. Where there are several, each gets the whole.
+        groups (`FilesystemGroups`): who sees which file system. Where there are several, each gets the whole.
     """
 
-    def __init__(self, comm: Comm, destination: Path, root: Path, places: Places):
+    def __init__(self, comm: Comm, destination: Path, root: Path, groups: FilesystemGroups):
         self.comm = comm
         self.destination = destination
         self.root = root
@@ -62,7 +62,7 @@ class Staged:
         self._names: set[str] = set()  # of the safetensors files, relative to `path`
         self._checksums: Checksums = {}  # of those that were written, by the same paths
         self._lock: int | None = None  # marks `root` as in use, on a writer until the end
-        self.places = places
+        self.groups = groups
         self._subject = f"saving to {destination}"
 
     @classmethod
@@ -85,7 +85,7 @@ class Staged:
         subject = f"saving to {destination}"
         run_on_all_ranks(comm, subject, lambda: make_folder(parent))
         root = parent / comm.broadcast_object(f"{STAGED_PREFIX}{secrets.token_hex(4)}")
-        staged = cls(comm, destination, root, Places.find(comm, parent))
+        staged = cls(comm, destination, root, FilesystemGroups.find(comm, parent))
         staged._names = {os.path.join(part.subfolder, name) for part in parts for name in part.files.layouts}
         staged._on_writers(lambda: staged._reserve(parts))
         return staged
@@ -117,11 +117,11 @@ class Staged:
         with self._or_discard():
             for part in parts:
                 folder = self.path / part.subfolder
-                write = partial(_write, folder, part, keeps_all=not self.places.are_one)
+                write = partial(_write, folder, part, keeps_all=not self.groups.is_one)
                 ranges = collect_from_all_ranks(self.comm, self._subject, write)
-                if not self.places.are_one:
-                    replicate_ranges(self.comm, self._subject, self.places, folder, part.files, ranges)
-                reread = folder if self.places.is_writer else None
+                if not self.groups.is_one:
+                    replicate_ranges(self.comm, self._subject, self.groups, folder, part.files, ranges)
+                reread = folder if self.groups.is_writer else None
                 check = partial(_checked, ranges, part.files, self._subject, reread)
                 for name, crcs in run_on_all_ranks(self.comm, self._subject, check).items():
                     self._checksums[os.path.join(part.subfolder, name)] = crcs
@@ -139,8 +139,8 @@ class Staged:
                 it replaces can go.
         """
         with self._or_discard():
-            if not self.places.are_one:
-                replicate_files(self.comm, self._subject, self.places, self.path, self._names)
+            if not self.groups.is_one:
+                replicate_files(self.comm, self._subject, self.groups, self.path, self._names)
 
         def act():
             Table.of_folder(self.path, self._checksums).write(self.path)
@@ -158,12 +158,12 @@ class Staged:
         if self._lock is not None:
             os.close(self._lock)  # first: network file systems keep files that are open
             self._lock = None
-        if self.places.is_writer:
+        if self.groups.is_writer:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def _on_writers(self, act: Callable[[], None]) -> None:
         with self._or_discard():
-            run_on_all_ranks(self.comm, self._subject, act if self.places.is_writer else lambda: None)
+            run_on_all_ranks(self.comm, self._subject, act if self.groups.is_writer else lambda: None)
 
     @contextmanager
     def _or_discard(self) -> Iterator[None]:

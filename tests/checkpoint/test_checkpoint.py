@@ -21,8 +21,8 @@ from hf_zero.checkpoint import (
     save_checkpoint,
     save_pretrained,
 )
+from hf_zero.checkpoint.filesystem_groups import FilesystemGroups
 from hf_zero.checkpoint.open_files import OpenFiles
-from hf_zero.checkpoint.places import Places
 from hf_zero.checkpoint.table import Table
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
@@ -163,7 +163,7 @@ def save_on_own_disks(comm, folder, hosts, background):
     own = folder / f"host{hosts[comm.rank]}"
     own.mkdir(exist_ok=True)
     comm.barrier()
-    assert len(Places.find(comm, own).members) == len(set(hosts))
+    assert len(FilesystemGroups.find(comm, own).members) == len(set(hosts))
     checkpoint = save(comm, own, background=Snapshots() if background else None, step=7)
     checkpoint.wait()
 

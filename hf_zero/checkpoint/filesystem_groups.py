@@ -1,4 +1,4 @@
-"""Which ranks see the same folder: one shared file system, or a disk in every host, found out by looking."""
+"""Groups of ranks that see the same folder: one shared file system, or a disk in every host, found by looking."""
 
 import secrets
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 
 
 @dataclass(frozen=True)
-class Places:
+class FilesystemGroups:
     """The ranks, grouped by the folder that they see.
 
     Args:
-        members (`tuple[tuple[int, ...], ...]`): the ranks of each place in rising order; the first is its writer.
+        members (`tuple[tuple[int, ...], ...]`): the ranks of each group in rising order; the first is its writer.
         rank (`int`): this one.
     """
 
@@ -21,8 +21,8 @@ class Places:
     rank: int
 
     @classmethod
-    def find(cls, comm: Comm, folder: Path) -> "Places":
-        """Looks who sees what is written into `folder`, which exists on every rank. Collective."""
+    def find(cls, comm: Comm, folder: Path) -> "FilesystemGroups":
+        """Finds out which ranks see what is written into `folder`, which exists on every rank. Collective."""
         if comm.num_ranks == 1:
             return cls(((0,),), 0)
         members, left = [], set(range(comm.num_ranks))
@@ -40,7 +40,7 @@ class Places:
 
     @property
     def writers(self) -> list[int]:
-        """One rank for each place."""
+        """One rank of each group."""
         return [ranks[0] for ranks in self.members]
 
     @property
@@ -48,7 +48,7 @@ class Places:
         return self.rank in self.writers
 
     @property
-    def are_one(self) -> bool:
+    def is_one(self) -> bool:
         """Whether all ranks see the same folder."""
         return len(self.members) == 1
 
