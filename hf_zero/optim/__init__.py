@@ -1,7 +1,7 @@
 """Optimizers over shards, gradient norms, and the loss scale."""
 
 from hf_zero.optim.combined import CombinedOptimizer, MuonWithAdamW
-from hf_zero.optim.grain import grain_of, inner_optimizers, refuse_unknown
+from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_unknown
 from hf_zero.optim.loss_scale import ZeroGradScaler, sharded_of
 from hf_zero.optim.sharded import ShardedOptimizer
 
@@ -11,7 +11,7 @@ __all__ = [
     "MuonWithAdamW",
     "ShardedOptimizer",
     "ZeroGradScaler",
-    "grain_of",
+    "granularity_of",
     "inner_optimizers",
     "refuse_unknown",
     "sharded_of",

@@ -13,7 +13,7 @@ from hf_zero.engine.flat import Flat, NamedShard
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError
-from hf_zero.optim.grain import PARAMETER, Grain
+from hf_zero.optim.granularity import PARAMETER, ShardGranularity
 from hf_zero.shard.layout import Layout
 
 
@@ -142,13 +142,13 @@ def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def make_shares(engine: ZeroEngine, optimizer, grains: list[Grain]) -> list[Share]:
+def make_shares(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[Share]:
     """Divides what an optimizer does not update element by element; the same on all ranks.
 
     Args:
         engine (`ZeroEngine`): the sharded model.
         optimizer: with groups of the model's parameters.
-        grains (`list[Grain]`): of each group.
+        grains (`list[ShardGranularity]`): of each group.
     """
     group_of = _group_of(optimizer)
     found = []
@@ -156,27 +156,30 @@ def make_shares(engine: ZeroEngine, optimizer, grains: list[Grain]) -> list[Shar
         for gradient in unit.gradients:
             for index, param in enumerate(gradient.flat.params):
                 group = group_of.get(id(param), -1)
-                if group >= 0 and not grains[group].is_element and param.numel():
+                if group >= 0 and not granularities[group].is_elementwise and param.numel():
                     found.append((unit, gradient, index, group))
-    whole = [(g.flat.layout, index) for _, g, index, group in found if grains[group] == PARAMETER]
+    whole = [(g.flat.layout, index) for _, g, index, group in found if granularities[group] == PARAMETER]
     owner = iter(owners(whole))
     return [
-        Share(*each, *_divided(each[1].flat, each[2], grains[each[3]], owner, engine.comm.num_ranks)) for each in found
+        Share(*each, *_divided(each[1].flat, each[2], granularities[each[3]], owner, engine.comm.num_ranks))
+        for each in found
     ]
 
 
-def _divided(flat: Flat, index: int, grain: Grain, owner: Iterator[int], num_ranks: int):
+def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Iterator[int], num_ranks: int):
     """By rank the range that it updates, and the shape that the optimizer is to see."""
     place = flat.layout.places[index]
-    ranges = blocks(flat.layout, index, grain) if grain != PARAMETER else [(place.stop, place.stop)] * num_ranks
-    if grain == PARAMETER:
+    ranges = (
+        blocks(flat.layout, index, granularity) if granularity != PARAMETER else [(place.stop, place.stop)] * num_ranks
+    )
+    if granularity == PARAMETER:
         ranges[next(owner)] = place.offset, place.stop
     if flat.plan.master is Residency.REPLICATED:
         ranges = [(place.offset, place.stop)] * num_ranks
-    return ranges, place.shape if grain == PARAMETER else None
+    return ranges, place.shape if granularity == PARAMETER else None
 
 
-def make_runs(engine: ZeroEngine, optimizer, grains: list[Grain], shares: list[Share]) -> list[Run]:
+def make_runs(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity], shares: list[Share]) -> list[Run]:
     """What this rank updates: of every trainable buffer what it holds, cut where the optimizer group changes; and its
     part of the shares."""
     group_of = _group_of(optimizer)
@@ -191,7 +194,7 @@ def make_runs(engine: ZeroEngine, optimizer, grains: list[Grain], shares: list[S
             flat = gradient.flat
             start, stop = flat.held
             groups = [group_of.get(id(p), -1) for p in flat.params]
-            groups = [group if group >= 0 and grains[group].is_element else -1 for group in groups]
+            groups = [group if group >= 0 and granularities[group].is_elementwise else -1 for group in groups]
             for low, high in Run(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):
                 indices = [piece.index for piece in flat.layout.pieces(low, high)]
                 for first, last in flat.cut(low, high) if indices and groups[indices[0]] >= 0 else ():
@@ -231,7 +234,7 @@ def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
     return found
 
 
-def blocks(layout: Layout, index: int, grain: Grain) -> list[tuple[int, int]]:
+def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> list[tuple[int, int]]:
     """The range of a parameter that each rank updates: its shard, but for the cuts, which move to block boundaries.
 
     A parameter that is no multiple of the block, or too small for two pieces, goes to one rank as a whole.
@@ -239,7 +242,7 @@ def blocks(layout: Layout, index: int, grain: Grain) -> list[tuple[int, int]]:
     Args:
         layout (`Layout`): of the buffer that it lies in.
         index (`int`): which parameter.
-        grain (`Grain`): where it may be cut.
+        grain (`ShardGranularity`): where it may be cut.
 
     Returns:
         `list[tuple[int, int]]`: by rank, [start, stop) in the buffer; empty where they are equal.
@@ -248,18 +251,18 @@ def blocks(layout: Layout, index: int, grain: Grain) -> list[tuple[int, int]]:
     cuts = [0]
     for rank in range(layout.num_ranks - 1):
         wanted = min(max(layout.owned(rank)[1] - place.offset, 0), place.numel)
-        cuts.append(_allowed(wanted, cuts[-1], place.numel, grain))
+        cuts.append(_allowed(wanted, cuts[-1], place.numel, granularity))
     cuts.append(place.numel)
     return [(place.offset + low, place.offset + high) for low, high in zip(cuts, cuts[1:])]
 
 
-def _allowed(wanted: int, last: int, numel: int, grain: Grain) -> int:
+def _allowed(wanted: int, last: int, numel: int, granularity: ShardGranularity) -> int:
     """The cut nearest to the one that is wanted, after the last one."""
-    block = grain.block if numel % grain.block == 0 else numel
+    block = granularity.block if numel % granularity.block == 0 else numel
     cut = max(last, (wanted + block // 2) // block * block)
-    if cut - last < grain.min_numel:
+    if cut - last < granularity.min_numel:
         cut = last
-    if numel - cut < grain.min_numel:
+    if numel - cut < granularity.min_numel:
         cut = numel if cut > last or 2 * wanted > numel else last
     return cut
 

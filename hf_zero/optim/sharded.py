@@ -15,7 +15,7 @@ from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.finite import norm_of, trace
-from hf_zero.optim.grain import grain_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
+from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
 from hf_zero.optim.host import Gradients, HostSteps, PartialStep
 from hf_zero.optim.norm import global_norm
 from hf_zero.optim.overrides import carry_overrides
@@ -61,9 +61,9 @@ class ShardedOptimizer(StateRecords):
         self._no_param = nn.Parameter(torch.empty(0, device=engine.comm.device))
         self._inners = inner_optimizers(optimizer)
         self._inner_of = [inner for inner in self._inners for _ in inner.param_groups]  # by index of the group
-        grains = [grain_of(inner) for inner in self._inner_of]
+        granularities = [granularity_of(inner) for inner in self._inner_of]
         if engine.divided_over is not None:
-            refuse_divided(optimizer, grains)
+            refuse_divided(optimizer, granularities)
         self._make_state_early = [inner for inner in self._inners if refuse_stepped(inner)]
         optimizer.state.clear()
         frozen = [flat for unit in engine.units for flat in unit.flats if not flat.trainable]
@@ -71,14 +71,14 @@ class ShardedOptimizer(StateRecords):
         self._refuse_unfrozen()
         _refuse_added(engine.model)
         self._group_names = named_groups(engine, optimizer)
-        shares = make_shares(engine, optimizer, grains)
-        self.runs = make_runs(engine, optimizer, grains, shares)
+        shares = make_shares(engine, optimizer, granularities)
+        self.runs = make_runs(engine, optimizer, granularities, shares)
         self._exchanges: dict[torch.optim.Optimizer, Exchange] = {}  # of those that are not elementwise
         self._share_groups()
-        for inner, grain in dict(zip(self._inner_of, grains)).items():
+        for inner, granularity in dict(zip(self._inner_of, granularities)).items():
             runs = self._runs_of(inner)
             carry_overrides(inner, runs)
-            if not grain.is_element:
+            if not granularity.is_elementwise:
                 own_shares = [share for share in shares if self._inner_of[share.group] is inner]
                 self._exchanges[inner] = Exchange(engine.comm, own_shares, runs)
         self._swap = self._make_swap()

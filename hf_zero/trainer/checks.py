@@ -22,7 +22,7 @@ from hf_zero.errors import ConfigError
 
 Settings = Mapping[str, Any]  # fields of the training arguments, by name
 
-# The values of `--optim` whose optimizers run on shards, see `hf_zero.optim.grain`.
+# The values of `--optim` whose optimizers run on shards, see `hf_zero.optim.granularity`.
 SUPPORTED_OPTIMS = frozenset(
     "adamw_torch adamw_torch_fused adamw_torch_npu_fused sgd adagrad rmsprop lion_32bit paged_lion_32bit "
     "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit adafactor schedule_free_adamw schedule_free_radam "

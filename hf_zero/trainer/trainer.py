@@ -41,7 +41,7 @@ from hf_zero.compat import check_overrides
 from hf_zero.engine import ZeroEngine, engine_of, materialize
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, CommError, ConfigError
-from hf_zero.optim import ShardedOptimizer, grain_of, inner_optimizers, refuse_unknown, sharded_of
+from hf_zero.optim import ShardedOptimizer, granularity_of, inner_optimizers, refuse_unknown, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 from hf_zero.trainer.belonging import schedule_position
@@ -581,7 +581,7 @@ def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -
     """Refuses an optimizer that cannot run on shards before anything is done with the model."""
     if optimizers[0] is not None:
         for inner in inner_optimizers(optimizers[0]):
-            grain_of(inner)
+            granularity_of(inner)
     made_by = optimizer_cls_and_kwargs[0] if optimizer_cls_and_kwargs is not None else None
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):  # a factory's is looked at when made
         refuse_unknown(made_by)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_zero.optim.grain import Grain
+from hf_zero.optim.granularity import ShardGranularity
 from hf_zero.optim.runs import blocks, owners
 from hf_zero.sharding.layout import Layout
 
@@ -39,24 +39,24 @@ def test_of_equally_loaded_ranks_the_one_that_holds_most_is_the_owner():
 def test_blocks_move_cuts_to_block_boundaries_and_leave_no_piece_too_small():
     rng = random.Random(0)
     for _ in range(300):
-        grain = Grain(rng.choice([128, 256, 2048]), 4096)
+        granularity = ShardGranularity(rng.choice([128, 256, 2048]), 4096)
         shapes = [
             (rng.choice([1, 17, 60, 64, 256]), rng.choice([1, 3, 64, 300, 768])) for _ in range(rng.randint(1, 6))
         ]
         layout = Layout.of(shapes, rng.randint(1, 7))
         for index, place in enumerate(layout.places):
-            ranges = blocks(layout, index, grain)
+            ranges = blocks(layout, index, granularity)
             assert (ranges[0][0], ranges[-1][1]) == (place.offset, place.stop)
             assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])), "they tile the parameter, in rank order"
             pieces = [(low, high) for low, high in ranges if low < high]
             if len(pieces) > 1:
-                assert all((low - place.offset) % grain.block == 0 for low, _ in pieces)
-                assert all(high - low >= grain.min_numel for low, high in pieces)
-                assert place.numel % grain.block == 0
+                assert all((low - place.offset) % granularity.block == 0 for low, _ in pieces)
+                assert all(high - low >= granularity.min_numel for low, high in pieces)
+                assert place.numel % granularity.block == 0
 
 
 def test_a_large_parameter_is_divided_where_its_shards_are():
     layout = Layout.of([(1024, 1000), (300,)], 4)
-    for rank, (low, high) in enumerate(blocks(layout, 0, Grain(256, 4096))):
+    for rank, (low, high) in enumerate(blocks(layout, 0, ShardGranularity(256, 4096))):
         start, stop = layout.owned(rank)
         assert abs(low - start) <= 128 and abs(min(high, 1024 * 1000) - min(stop, 1024 * 1000)) <= 128

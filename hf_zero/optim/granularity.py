@@ -31,7 +31,7 @@ BLOCK_NUMEL = 256
 
 
 @dataclass(frozen=True)
-class Grain:
+class ShardGranularity:
     """Where the parameters of an optimizer may be cut.
 
     Args:
@@ -44,12 +44,12 @@ class Grain:
     min_numel: int = 0
 
     @property
-    def is_element(self) -> bool:
+    def is_elementwise(self) -> bool:
         return self.block == 1
 
 
-ELEMENT = Grain(1)
-PARAMETER = Grain(0)
+ELEMENT = ShardGranularity(1)
+PARAMETER = ShardGranularity(0)
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -57,7 +57,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
-def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
+def granularity_of(optimizer: torch.optim.Optimizer) -> ShardGranularity:
     """How finely the parameters of an optimizer may be cut.
 
     Raises:
@@ -70,9 +70,11 @@ def grain_of(optimizer: torch.optim.Optimizer) -> Grain:
     if cls.__name__ in WHOLE or getattr(cls, "whole_parameters", False):
         return PARAMETER
     if _has_overrides(optimizer) or getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8:
-        return Grain(BLOCK_NUMEL, optimizer.args.min_8bit_size)  # the class may be named as the one with 32 bits
+        return ShardGranularity(
+            BLOCK_NUMEL, optimizer.args.min_8bit_size
+        )  # the class may be named as the one with 32 bits
     if cls.__name__ in BLOCKWISE:
-        return Grain(optimizer.block_size, MIN_QUANTISED_NUMEL)
+        return ShardGranularity(optimizer.block_size, MIN_QUANTISED_NUMEL)
     return ELEMENT
 
 
@@ -94,18 +96,18 @@ def refuse_unknown(cls: type) -> None:
         )
 
 
-def refuse_divided(optimizer: torch.optim.Optimizer, grains: list[Grain]) -> None:
+def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGranularity]) -> None:
     """Refuses to update whole parameters of which tensor-parallel ranks have a part each.
 
     Args:
         optimizer (`torch.optim.Optimizer`): with groups of the model's parameters.
-        grains (`list[Grain]`): of each group.
+        grains (`list[ShardGranularity]`): of each group.
 
     Raises:
         `UnsupportedError`: naming the optimizer and those that work.
     """
-    for group, grain in zip(optimizer.param_groups, grains):
-        if grain == PARAMETER and any(is_divided(param) for param in group["params"]):
+    for group, granularity in zip(optimizer.param_groups, granularities):
+        if granularity == PARAMETER and any(is_divided(param) for param in group["params"]):
             raise UnsupportedError(
                 f"optimizer {type(optimizer).__name__}: updates whole parameters, of which tensor-parallel ranks have "
                 "a part each; use one that updates each element by itself, such as AdamW"
