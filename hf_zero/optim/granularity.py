@@ -101,7 +101,7 @@ def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGr
 
     Args:
         optimizer (`torch.optim.Optimizer`): with groups of the model's parameters.
-        grains (`list[ShardGranularity]`): of each group.
+        granularities (`list[ShardGranularity]`): of each group.
 
     Raises:
         `UnsupportedError`: naming the optimizer and those that work.

@@ -148,7 +148,7 @@ def make_shares(engine: ZeroEngine, optimizer, granularities: list[ShardGranular
     Args:
         engine (`ZeroEngine`): the sharded model.
         optimizer: with groups of the model's parameters.
-        grains (`list[ShardGranularity]`): of each group.
+        granularities (`list[ShardGranularity]`): of each group.
     """
     group_of = _group_of(optimizer)
     found = []
@@ -242,7 +242,7 @@ def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> list[tu
     Args:
         layout (`Layout`): of the buffer that it lies in.
         index (`int`): which parameter.
-        grain (`ShardGranularity`): where it may be cut.
+        granularity (`ShardGranularity`): where it may be cut.
 
     Returns:
         `list[tuple[int, int]]`: by rank, [start, stop) in the buffer; empty where they are equal.
