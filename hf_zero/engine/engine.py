@@ -25,7 +25,7 @@ from hf_zero.engine.restore import restore
 from hf_zero.engine.schedule import Schedule, Stack, Visit
 from hf_zero.engine.unit import Phase, Unit, reassign_slots
 from hf_zero.errors import CommError, LifecycleError, UnsupportedError
-from hf_zero.shard.arena import Arenas
+from hf_zero.sharding.arena import Arenas
 from hf_zero.storage import Disk
 
 

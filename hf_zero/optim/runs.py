@@ -14,7 +14,7 @@ from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError
 from hf_zero.optim.granularity import PARAMETER, ShardGranularity
-from hf_zero.shard.layout import Layout
+from hf_zero.sharding.layout import Layout
 
 
 @dataclass(eq=False)
