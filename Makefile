@@ -14,20 +14,26 @@ SOURCES := $(wildcard hf_zero tests benchmarks docs)
 RUN_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 TEST_ENV := $(RUN_ENV) OMP_NUM_THREADS=1
 
-.PHONY: quickstart test test-all test-oldest docs quality style install clean
+.PHONY: quickstart test test-core test-all test-oldest docs quality style install clean
 
 quickstart: $(STAMP)
 	$(RUN_ENV) $(BIN)/python -m hf_zero.recipes classify --config recipes/quickstart.yaml --num_processes 2 --zero_stage 3
 
+# Which tests are in which tier: tests/tiers.py. These are of every room, and take about six minutes on two cores.
 test: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest --tier quick $(PYTEST_ARGS)
 
-# All rotating tests too, about an hour; writes docs/models.md and docs/support.md.
+# The others that CI runs.
+test-core: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest --tier core $(PYTEST_ARGS)
+
+# All tests; writes docs/models.md and docs/support.md. PART=engine and the like: some rooms, in less than an hour.
 test-all: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest --all --write-docs $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest --tier all $(addprefix --part=,$(PART)) --write-docs $(PYTEST_ARGS)
 
+# What `make test` runs, with the oldest transformers that pyproject.toml allows.
 test-oldest: $(OLDEST_STAMP)
-	$(TEST_ENV) $(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENV) $(OLDEST_BIN)/python -m pytest --tier quick $(PYTEST_ARGS)
 
 # The site, in build/docs; whatever Sphinx warns of, such as a link that leads nowhere, is an error.
 docs: $(STAMP)

@@ -34,7 +34,7 @@ def run_ranks(fn, num_ranks: int, *args, timeout: float = 120.0) -> list:
 
     Args:
         fn: a module-level function of a test module; arguments and result must pickle. It finds the process group
-            initialised (also with one rank) and a seeded generator.
+            initialised (also with one rank), a seeded generator, and `direct.MIN_NUMEL` as it is here.
         num_ranks (`int`): how many processes.
         timeout (`float`): seconds, after which all of them are killed and the test fails.
 
@@ -98,7 +98,9 @@ class _Pool:
             self.connections.append(connection)
 
     def call(self, fn, args, timeout: float) -> list:
-        job = pickle.dumps((fn.__module__, fn.__qualname__, args))
+        from hf_zero.engine import direct
+
+        job = pickle.dumps((fn.__module__, fn.__qualname__, args, direct.MIN_NUMEL))
         for connection in self.connections:
             connection.send_bytes(job)
         results, failures = [], []
@@ -174,10 +176,9 @@ def _be_template(port: int) -> None:
     import torch._dynamo
     import transformers.trainer  # noqa: F401
 
-    from hf_zero.engine import direct
+    import hf_zero.engine.direct  # noqa: F401
 
     torch.set_num_threads(1)
-    direct.MIN_NUMEL = 0  # the models of the tests are small
     gc.collect()
     gc.freeze()
     connection = Client(("127.0.0.1", port), authkey=_KEY)
@@ -224,13 +225,15 @@ def _serve(port: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from hf_zero.engine import direct
+
     connection = Client(("127.0.0.1", port), authkey=_KEY)
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
     this = psutil.Process()
     while True:
         try:
-            module, name, args = pickle.loads(connection.recv_bytes())
+            module, name, args, direct.MIN_NUMEL = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:

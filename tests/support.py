@@ -10,7 +10,7 @@ named stages too. A test that something is refused says `refused=True`. Each cel
 column said.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,12 +117,14 @@ class Recorder:
 
     def __init__(self, writes: bool):
         self.writes = writes
-        self.claims: dict[str, Claim] = {}  # of what was collected, by node id
+        self.claims: dict[str, Claim] = {}  # of all that was collected, by node id
         self.results: dict[str, bool] = {}  # of what ran
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        # those of tests that are left out too: the page has them
         self.claims = {item.nodeid: claim for item in items if (claim := claim_of(item)) is not None}
+        yield
         items.sort(key=lambda item: item.path.name == "test_support.py")  # it comes last, when there are results
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

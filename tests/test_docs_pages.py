@@ -20,6 +20,7 @@ from tests.public_models import CONFIGS, MILLIONS, empty_model
 from tests.recipes import conftest
 from tests.recipes.test_run import run_command
 from tests.test_readme import SCRIPT, fenced_blocks, patched
+from tests.tiers import in_core, more
 from tests.trials.__main__ import make_parser
 
 
@@ -72,9 +73,7 @@ def test_the_table_of_stages_has_a_row_for_each_model(writes):
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == TABLED
 
 
-@pytest.mark.parametrize(
-    "model", [TABLED[0], *(pytest.param(name, marks=pytest.mark.rotating) for name in TABLED[1:])]
-)
+@pytest.mark.parametrize("model", in_core(TABLED[:1], TABLED))
 def test_the_table_of_stages_says_what_is_predicted(model):
     assert resting(model) in part(DOCS / "stages.md", "resting").splitlines(), "run this file with --write-docs"
 
@@ -256,14 +255,14 @@ def test_every_block_of_python_is_run_by_a_test():
     assert {name: count for name, count in counts.items() if count and name not in RUN_ELSEWHERE} == PYTHON
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_the_example_of_fsdp_runs(tmp_path):
     (tmp_path / "example.py").write_text(blocks("fsdp.md", "python")[0], encoding="utf-8")
     result = run_command(["example.py"], tmp_path)
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_the_trainer_of_ones_own_trains_sharded(tmp_path):
     """The script of the README with its classes replaced by those of the page."""
     script = SCRIPT.replace("TrainingArguments(", "MyZeroArguments(zero_stage=3, ").replace(
@@ -275,7 +274,7 @@ def test_the_trainer_of_ones_own_trains_sharded(tmp_path):
     assert result.stdout.splitlines()[-1] == "MyZeroTrainer at stage 3"
 
 
-@pytest.mark.parametrize("page", ["trainer.md", pytest.param("deepspeed.md", marks=pytest.mark.rotating)])
+@pytest.mark.parametrize("page", ["trainer.md", *more("deepspeed.md")])
 def test_the_changed_lines_turn_a_trainer_script_into_one_that_shards(page, tmp_path):
     diff = blocks(page, "diff")[0]
     script = (

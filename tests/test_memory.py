@@ -41,6 +41,9 @@ from tests.distributed import run_ranks
 from tests.training import Sharded, adamw
 
 
+pytestmark = pytest.mark.direct
+
+
 BUCKET_NBYTES = 2**16
 # Buffers of the model, Adam's step counts, one NaN per parameter: less than a hundred numbers of 4 or 8 bytes.
 SMALL_NBYTES = 4096
@@ -219,7 +222,7 @@ def _rests_as_the_table_says(
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared"])
-@pytest.mark.rotating(always=16)
+@pytest.mark.full("more cases", after=16)
 def test_resting_bytes_are_those_of_the_table(num_ranks, compute, reduce, stage, shared_memory):
     run_ranks(_rests_as_the_table_says, num_ranks, stage, compute, reduce, shared_memory)
 
@@ -271,7 +274,7 @@ def _peaks_within_the_bound(layers: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks, layers", [(2, 6), (4, 6), (4, 12)])
-@pytest.mark.rotating(always=1)
+@pytest.mark.full("more cases", after=1)
 def test_peak_of_stage_3_is_shards_buffers_and_activations(num_ranks, layers):
     run_ranks(_peaks_within_the_bound, num_ranks, layers)
 
@@ -294,7 +297,7 @@ def _does_not_grow(stage: int, shared_memory: bool) -> None:
 
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["messages", "shared"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.rotating(always=2)
+@pytest.mark.full("more cases", after=2)
 def test_nothing_grows_from_step_to_step(stage, shared_memory):
     run_ranks(_does_not_grow, 2, stage, shared_memory)
 
@@ -335,7 +338,7 @@ def _allocates(stage: int, shared_memory: bool) -> tuple[list[int], list[list[in
     [(0, True, 0), (1, True, 0), (2, True, 0), (3, True, 0)]
     + [(0, False, 0), (1, False, 0), (2, False, 3), (3, False, 3)],
 )
-@pytest.mark.rotating(always=2)
+@pytest.mark.full("more cases", after=2)
 def test_what_is_made_anew_in_each_step_is_known(stage, shared_memory, num_made):
     """In the steady state nothing but the shards of the gradients, which take the place of activations, and where
     ranks send messages the three buffers in which backward collects."""

@@ -44,6 +44,8 @@ COVERING = [
     ("t5", 1),
     ("gpt2", 1),
 ]
+# Gradients of weights are written where they are reduced, as those of large weights are.
+DIRECT = [pytest.param(name, num_ranks, marks=pytest.mark.direct) for name, num_ranks in COVERING]
 
 
 def _train_all_stages(name: str) -> None:
@@ -56,7 +58,7 @@ def _train_all_stages(name: str) -> None:
 
 
 @pytest.mark.support("fp32, stages bit-equal", area="Precision", stages=range(4))
-@pytest.mark.parametrize("name, num_ranks", COVERING)
+@pytest.mark.parametrize("name, num_ranks", [*DIRECT, *COVERING[:3]])
 def test_stages_are_bit_equal_and_agree_with_ddp(name, num_ranks):
     run_ranks(_train_all_stages, num_ranks, name)
 
@@ -72,6 +74,7 @@ def _accumulate_all_stages(name: str) -> None:
     assert_close(stages[3], plain, "stage 3 and plain torch", atol=ATOL)
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("name, num_ranks", [("llama", 2), ("gpt2", 3), ("llama-tied", 1)])
 def test_accumulation_with_ragged_labels_agrees_with_ddp(name, num_ranks):
     run_ranks(_accumulate_all_stages, num_ranks, name)
@@ -92,7 +95,7 @@ DEPTHS_AND_BUCKETS = [(1, 32 * 2**20), (0, 4096), (2, 5000), (9, 4096)]
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name, num_ranks", [("llama", 2), ("t5", 3)])
-@pytest.mark.rotating(always=2)
+@pytest.mark.full("more cases", after=2)
 def test_the_way_of_exchange_changes_no_bit(name, num_ranks, dtype):
     """Shared memory or messages, however far ahead and through whatever buckets."""
     run_ranks(_way_of_exchange_changes_no_bit, num_ranks, name, dtype)

@@ -35,7 +35,7 @@ MODULES = {
     "torchrun": ["-m", "torch.distributed.run"],
     "hf-zero": ["-m", "hf_zero.recipes"],
 }  # a program as arguments of this Python
-MAKE = {"make quickstart": CLASSIFY, "make test": "python -m pytest"}  # what a target comes to
+MAKE = {"make quickstart": CLASSIFY, "make test": "python -m pytest --tier quick"}  # what a target comes to
 HUB_ID = "Qwen/Qwen3-0.6B"
 
 # Every fenced block in order, with the test that runs it: another block, or one elsewhere, belongs here first.
@@ -143,7 +143,7 @@ def test_a_make_target_is_the_command_that_it_is_said_to_be(command):
 
 
 @pytest.mark.parametrize("command", [CLASSIFY, TORCHRUN], ids=["num_processes", "torchrun"])
-@pytest.mark.rotating(always=1)
+@pytest.mark.full("more cases", after=1)
 def test_a_classify_command_trains(command, tiny_model, tmp_path):
     """The recipe of the repository on a tiny model for two steps; whole runs are in tests/recipes/test_run.py."""
     (tmp_path / RECIPE).parent.mkdir()

@@ -16,7 +16,7 @@ def whole(tmp_path_factory) -> Path:
     return unbroken(tmp_path_factory.mktemp("trials"))
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_ranks_that_are_killed_are_counted_and_nothing_is_lost(tmp_path, whole):
     counts = kills(tmp_path / "kills", whole, 2, random.Random(0))
     assert counts[AT_RANDOM].trials + counts[AT_CALLS].trials >= 2
@@ -24,13 +24,13 @@ def test_ranks_that_are_killed_are_counted_and_nothing_is_lost(tmp_path, whole):
         assert counts[kind].is_clean and counts[kind].survived == counts[kind].trials
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_every_edit_of_a_manifest_is_tried(tmp_path, whole):
     count = damage(tmp_path / "damage", whole, 1, random.Random(0))[NUMBERS]
     assert count.trials == len(EDITS) and count.hung == 0
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_a_checkpoint_that_is_not_whole_is_found(whole):
     out = whole / "out"
     assert incomplete_in(out) == []

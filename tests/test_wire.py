@@ -21,6 +21,9 @@ from tests.distributed import run_ranks
 from tests.training import Sharded, adamw
 
 
+pytestmark = pytest.mark.direct
+
+
 LAYERS = 5
 
 

@@ -4,7 +4,6 @@ import gc
 import time
 from statistics import median
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,14 +19,6 @@ from tests.training import Sharded, adamw, loss_of
 # Messages and scalars of the exchanges come and go: less than a hundred bytes were seen, and a block's input has 1920.
 NOISE_NBYTES = 256
 QUIET_SECONDS = 0.03
-
-
-def rotating(*values) -> list:
-    """Parameters that are tried in turn, see the mark."""
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.rotating)
-        for value in values
-    ]
 
 
 def checkpointed(model: nn.Module, use_reentrant: bool = False) -> nn.Module:

@@ -12,8 +12,9 @@ from hf_zero.comm import Counters, connect
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
 from tests.activation.parallel import Parallel, batch_of, saved
-from tests.activation.subjects import NOISE_NBYTES, checkpointed, held_between, input_nbytes, rotating, store_of
+from tests.activation.subjects import NOISE_NBYTES, checkpointed, held_between, input_nbytes, store_of
 from tests.distributed import run_ranks
+from tests.tiers import more
 from tests.training import assert_equal, loss_of
 
 
@@ -60,13 +61,13 @@ def _count_gathers(subject: Parallel) -> list[str]:
 
 @divided
 @pytest.mark.parametrize(
-    "stage, use_reentrant", [*rotating((1, False), (1, True), (2, False), (2, True)), (3, False), *rotating((3, True))]
+    "stage, use_reentrant", [*more((1, False), (1, True), (2, False), (2, True)), (3, False), *more((3, True))]
 )
 def test_divided_inputs_come_back_bit_for_bit_by_one_gather_each(tmp_path, stage, use_reentrant):
     run_ranks(_same_bits, 4, saved("llama", tmp_path), stage, use_reentrant, {})
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_divided_inputs_in_half_precision_by_messages(tmp_path):
     settings = {"compute_dtype": torch.bfloat16, "shared_memory": False}
     run_ranks(_same_bits, 4, saved("llama", tmp_path), 3, False, settings)

@@ -18,11 +18,11 @@ from tests.activation.subjects import (
     held_between,
     input_nbytes,
     rank_batch,
-    rotating,
     store_of,
     subject,
 )
 from tests.distributed import run_ranks
+from tests.tiers import more
 from tests.training import assert_equal, loss_of, train, train_accumulating
 
 
@@ -46,14 +46,14 @@ def _same_bits(stage: int, name: str, use_reentrant: bool, dtype: torch.dtype | 
 
 @offloaded
 @pytest.mark.parametrize(
-    "stage, use_reentrant", [(1, False), *rotating((1, True), (2, False)), (2, True), (3, False), (3, True)]
+    "stage, use_reentrant", [(1, False), *more((1, True), (2, False)), (2, True), (3, False), (3, True)]
 )
 def test_losses_and_gradients_are_those_without_offload(stage, use_reentrant):
     run_ranks(_same_bits, 2, stage, "llama", use_reentrant, None)
 
 
 @offloaded
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -84,7 +84,7 @@ def _leaves_the_device(stage: int) -> None:
 
 
 @offloaded
-@pytest.mark.parametrize("stage", [*rotating(1, 2), 3])
+@pytest.mark.parametrize("stage", [*more(1, 2), 3])
 def test_offload_takes_the_inputs_of_all_blocks_but_the_last_off_the_device(stage):
     run_ranks(_leaves_the_device, 2, stage)
 
@@ -144,7 +144,7 @@ def _accumulates(stage: int) -> None:
 
 
 @offloaded
-@pytest.mark.parametrize("stage", [*rotating(1, 2), 3])
+@pytest.mark.parametrize("stage", [*more(1, 2), 3])
 def test_offload_with_accumulation(stage):
     run_ranks(_accumulates, 2, stage)
 
@@ -187,7 +187,7 @@ def _frozen_with_adapters(use_reentrant: bool) -> None:
     assert sent == 2 * input_nbytes(engine, rank_batch("llama", 0)), "of three blocks all but the last"
 
 
-@pytest.mark.parametrize("use_reentrant", [False, *rotating(True)])
+@pytest.mark.parametrize("use_reentrant", [False, *more(True)])
 def test_offload_with_a_frozen_backbone_and_adapters(use_reentrant):
     run_ranks(_frozen_with_adapters, 2, use_reentrant)
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests.activation.parallel import Parallel, assert_same_on_all_ranks, loaded, saved, train_whole
-from tests.activation.subjects import rotating
 from tests.distributed import run_ranks
+from tests.tiers import more
 from tests.training import assert_close, assert_equal
 
 
@@ -23,7 +23,7 @@ def _trains_as_whole(folder: str, stage: int, **settings) -> None:
 
 
 @pytest.mark.support("Tensor parallelism: data-parallel x tensor-parallel", area="ZeRO-R")
-@pytest.mark.parametrize("stage", [*rotating(0, 1, 2), 3])
+@pytest.mark.parametrize("stage", [*more(0, 1, 2), 3])
 def test_a_tensor_parallel_model_trains_as_the_whole_one(tmp_path, stage):
     """Rounding: its sums over features are taken in two parts, so they are not the whole model's bits."""
     run_ranks(_trains_as_whole_of, 4, saved("llama", tmp_path), stage, {})
@@ -33,7 +33,7 @@ def _trains_as_whole_of(folder, stage, settings):
     _trains_as_whole(folder, stage, **settings)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("settings", [{"num_micro": 2}, {"norm_type": 1.0}, {"norm_type": float("inf")}], ids=str)
 @pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -54,7 +54,7 @@ def _stages_agree(folder: str) -> None:
             assert_same_on_all_ranks(record.weights)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_all_stages_give_the_same_bits(tmp_path):
     from tests import models
 

@@ -101,8 +101,3 @@ def cases() -> tuple[Case, ...]:
             name = names if isinstance(names, str) else names[0]
             found.setdefault(model_type, {}).setdefault(name, Case(model_type, task, name))
     return tuple(case for model_type in sorted(found) for case in found[model_type].values())
-
-
-def main_cases() -> tuple[Case, ...]:
-    """The first case of each model type."""
-    return tuple({case.model_type: case for case in reversed(cases())}.values())[::-1]

@@ -47,7 +47,7 @@ def check_mode(name: str, summary: dict) -> None:
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.rotating  # it takes a minute
+@pytest.mark.full("slow")  # it takes a minute
 def test_every_mode_saves_loads_and_resumes(tmp_path):
     summary = run_smoke(tmp_path, PRESENT)
     assert list(summary["modes"]) == PRESENT

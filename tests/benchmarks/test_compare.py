@@ -61,7 +61,7 @@ def test_compare_refuses_a_mode_that_it_does_not_know():
 
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not has_hf_zero(), reason="needs the package")
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_gpu_program_runs_on_a_cpu(tmp_path):
     path = tmp_path / "gpu.json"
     arguments = "--device cpu --size smoke --modes plain,hf_zero-3 --rounds 1 --steps 2 --warmup 1 --stages 3 "

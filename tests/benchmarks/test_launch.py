@@ -12,7 +12,7 @@ TASKS = "tests.benchmarks.tasks"
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_wire_counter_sees_what_a_rank_sends():
     nbytes = 8 * 2**20
     sent = run_group(f"{TASKS}:send_known_bytes", {"nbytes": nbytes}, num_processes=2, timeout=120)

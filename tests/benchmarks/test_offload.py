@@ -42,7 +42,7 @@ def run_exact():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_exactness_is_checked_with_late_threads(run_exact):
     checks = run_exact("optimizer-accumulate", "params-in_backward")
     assert len(checks["cases"]) == 4  # with two optimizers
@@ -94,7 +94,7 @@ def test_storages_count_once_and_on_the_host_alone():
     assert storage_nbytes([tensor, tensor[2:], tensor.view(5, 2), None, 3, torch.zeros(7, device="meta")]) == 40
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.timeout(180)
 def test_offload_moves_state_to_the_host_and_trains_alike(tmp_path):
     modes, path = ["hf_zero-2", "hf_zero-2@offload=optimizer", "fsdp2-offload"], tmp_path / "out.json"
@@ -115,7 +115,7 @@ def test_offload_moves_state_to_the_host_and_trains_alike(tmp_path):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_gpu_program_finds_a_larger_model_with_offload_on_a_cpu(tmp_path):
     path = tmp_path / "out.json"
     arguments = "--device cpu --threads 1 --size smoke --seq 8 --batch 1 --device_gib 0.0022 --host_gib 2 --trials 1 "

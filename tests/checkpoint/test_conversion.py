@@ -56,13 +56,13 @@ def round_trip(comm, folder, model_type):
 
 
 @pytest.mark.parametrize("model_type", known(*ON_TWO_RANKS))
-@pytest.mark.rotating(always=6)
+@pytest.mark.full("more cases", after=6)
 def test_two_ranks_write_and_read_what_transformers_does(tmp_path, model_type):
     run_ranks(round_trip, 2, tmp_path, model_type)
 
 
 @pytest.mark.parametrize("model_type", known(*ON_ONE_RANK))
-@pytest.mark.rotating(always=10)
+@pytest.mark.full("more cases", after=10)
 def test_one_rank_writes_and_reads_what_transformers_does(tmp_path, model_type):
     round_trip(world_of_one(), tmp_path, model_type)
 

@@ -57,7 +57,7 @@ def check_goes_on(tmp_path, name, stage, num_ranks):
         (3, 1, 1, 2),
     ],
 )
-@pytest.mark.rotating(always=3)
+@pytest.mark.full("more cases", after=3)
 def test_a_deepspeed_run_goes_on(tmp_path, from_stage, from_ranks, stage, num_ranks):
     write_deepspeed(tmp_path / "saved", *plain_run(), from_stage, from_ranks)
     assert detect(tmp_path / "saved").name == "DeepSpeed ZeRO"
@@ -177,7 +177,7 @@ def torch_run(tmp_path_factory):
         ("fsdp1", 3, 2),
     ],
 )
-@pytest.mark.rotating(always=3)
+@pytest.mark.full("more cases", after=3)
 def test_an_fsdp_run_goes_on(torch_run, name, stage, num_ranks):
     check_goes_on(torch_run, name, stage, num_ranks)
 

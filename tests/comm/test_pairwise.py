@@ -93,7 +93,7 @@ def _reduces(numels: list[int], bucket_nbytes: int, in_dtype, sum_dtype, out_dty
         (torch.bfloat16, torch.float32, torch.bfloat16),
     ],
 )
-@pytest.mark.rotating(always=12)
+@pytest.mark.full("more cases", after=12)
 def test_reduce_averages_in_rank_order(num_ranks, bucket_nbytes, in_dtype, sum_dtype, out_dtype):
     rng = random.Random(num_ranks)
     numels = [

@@ -19,6 +19,9 @@ from tests.engine.reference import (
 )
 
 
+pytestmark = pytest.mark.direct
+
+
 LIMIT = 60.0
 
 

@@ -10,6 +10,9 @@ from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, assert_away, build_seeded, weights_of
 
 
+pytestmark = pytest.mark.direct
+
+
 LIMIT = 60.0
 
 

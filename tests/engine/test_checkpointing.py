@@ -10,6 +10,9 @@ from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import assert_stages_match
 
 
+pytestmark = pytest.mark.direct
+
+
 LIMIT = 60.0
 
 
@@ -148,7 +151,7 @@ def _skipped(cls, use_reentrant, name):
 @pytest.mark.parametrize("name", SKIPS)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, InsideTower])
-@pytest.mark.rotating(always=6)
+@pytest.mark.full("more cases", after=6)
 def test_checkpointed_blocks_skipped_on_one_rank(cls, use_reentrant, name):
     run_ranks(_skipped, 2, cls, use_reentrant, name, timeout=LIMIT)
 

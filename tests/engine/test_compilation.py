@@ -15,6 +15,9 @@ from tests.engine.reference import assert_stages_match
 from tests.engine.test_checkpointing import InsideTower, OutsideTower, built
 
 
+pytestmark = pytest.mark.direct
+
+
 LIMIT = 240.0
 
 
@@ -53,7 +56,7 @@ def _compiled(cls, use_reentrant, num_graphs):
     "torch.compile of blocks, gradient checkpointing by hand", area="Training features", stages=(1, 2, 3)
 )
 @pytest.mark.parametrize("cls, use_reentrant, num_graphs", [(OutsideTower, False, 1), (OutsideTower, True, 2)])
-@pytest.mark.rotating(always=1)
+@pytest.mark.full("more cases", after=1)
 def test_compiled_blocks_in_checkpoints_share_one_graph(cls, use_reentrant, num_graphs):
     run_ranks(_compiled, 2, cls, use_reentrant, num_graphs, timeout=LIMIT)
 

@@ -10,6 +10,9 @@ import hf_zero
 from hf_zero.engine import direct
 
 
+pytestmark = pytest.mark.direct
+
+
 class Net(nn.Module):
     """Embeddings with padding, linear modules with and without bias, and a head that may share the first weight."""
 

@@ -24,6 +24,9 @@ from tests.engine.reference import (
 )
 
 
+pytestmark = pytest.mark.direct
+
+
 LIMIT = 60.0
 
 

@@ -11,6 +11,9 @@ from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, assert_stages_match, build_seeded, sgd, weights_of
 
 
+pytestmark = pytest.mark.direct
+
+
 LIMIT = 60.0
 
 

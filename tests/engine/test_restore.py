@@ -65,7 +65,7 @@ def _plain_again(stage: int, name: str, dtype) -> None:
 @pytest.mark.support("`engine.unshard()`, then used, copied and sharded again", area="Models in one process")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name, dtype", [("mixtral", None), ("llama-tied", torch.bfloat16)])
-@pytest.mark.rotating(always=3)
+@pytest.mark.full("more cases", after=3)
 def test_an_unsharded_model_is_a_plain_one(stage, name, dtype):
     run_ranks(_plain_again, 2, stage, name, dtype, timeout=LIMIT)
 

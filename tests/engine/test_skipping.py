@@ -8,6 +8,9 @@ from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import assert_stages_match
 
 
+pytestmark = pytest.mark.direct
+
+
 LIMIT = 60.0
 
 

@@ -12,6 +12,9 @@ from tests.engine.models import WIDTH, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, assert_exact_or_refused, assert_stages_match, build_seeded
 
 
+pytestmark = pytest.mark.direct
+
+
 LIMIT = 60.0
 
 

@@ -60,7 +60,7 @@ def _other_ways() -> None:
     _is_bit_equal(2, "optimizer", reduce_dtype=torch.bfloat16)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_offload_changes_no_bit_without_shared_memory_at_stage_0_and_with_sums_in_bf16():
     run_ranks(_other_ways, 2)
 
@@ -115,7 +115,7 @@ def _updates_in_backward(stage: int, offload: str) -> None:
 
 @feature("Update in backward")
 @pytest.mark.parametrize("stage, offload", PLACES[1:])
-@pytest.mark.rotating(always=1)
+@pytest.mark.full("more cases", after=1)
 def test_units_are_updated_while_backward_still_runs(stage, offload):
     run_ranks(_updates_in_backward, 2, stage, offload)
 
@@ -311,7 +311,7 @@ def _late_over_ranks() -> None:
     assert not torch.equal(records[0].losses, in_time.losses), "it was to be late"
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_a_delayed_update_is_the_same_at_all_stages():
     run_ranks(_late_over_ranks, 2)
 

@@ -11,18 +11,18 @@ import hf_zero
 from tests import models
 from tests.distributed import run_ranks
 from tests.optim import kinds
+from tests.tiers import in_core, more
 from tests.training import Plain, Record, Sharded, assert_close, assert_equal, loss_of, train
 
 
 NUM_STEPS = 4
-# Those that run for every commit; of the others, a part.
+# Those that are in the core.
 ALWAYS = ("Muon with AdamW", "Adafactor", "8-bit AdamW (torchao)", "Schedule-free AdamW")
 
 
 def each_kind(always: tuple[str, ...]):
-    """A parameter `kind`; what is not among those that always run is rotating."""
-    marks = {kind: () if kind in always else pytest.mark.rotating for kind in kinds.KINDS}
-    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=mark) for kind, mark in marks.items()])
+    """A parameter `kind`, of which some are in the core."""
+    return pytest.mark.parametrize("kind", in_core(always, kinds.KINDS))
 
 
 def _train(subject, max_norm: float) -> Record:
@@ -106,7 +106,7 @@ def _experts(kind: str) -> None:
         assert_equal(record, zero, "stages 2 and 3 and stage 0")
 
 
-@pytest.mark.parametrize("kind", ["Muon with AdamW", pytest.param("Adafactor", marks=pytest.mark.rotating)])
+@pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
 def test_an_expert_that_nobody_used_is_left_alone(kind):
     run_ranks(_experts, 2, kind)
 
@@ -165,7 +165,7 @@ def _half(kind: str, num_steps: int) -> None:
             assert torch.equal(weight, start[name].bfloat16().float()) == name.startswith("model.layers.0."), name
 
 
-@pytest.mark.parametrize("kind", ["Muon with AdamW", pytest.param("Adafactor", marks=pytest.mark.rotating)])
+@pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
 def test_half_precision_frozen_parts_and_three_ranks(kind):
     run_ranks(_half, 3, kind, 4)
 
@@ -227,7 +227,7 @@ def _turns(stage: int) -> None:
     assert any(not torch.equal(found.weights[name], before[name]) for name in before), "eval() was to change them"
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.rotating), 3])
+@pytest.mark.parametrize("stage", [*more(1), 3])
 def test_schedule_free_evaluation_in_between_agrees_with_ddp(stage):
     kinds.skip_without("Schedule-free AdamW")
     run_ranks(_turns, 2, stage)

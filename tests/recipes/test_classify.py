@@ -165,7 +165,7 @@ def test_a_model_that_does_no_classification_is_refused(load, tmp_path, tiny_mod
         (tiny_model / "config.json").write_text(config)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_an_adapter_of_a_data_set_as_on_the_hub_learns_on_two_processes(tiny_model, tmp_path):
     texts = [f"{text} {n}" for n in range(8) for text in TEXTS]
     folder = hub_folder(tmp_path / "set", {"text": texts, "label": LABELS * 8}, {"text": TEXTS, "label": LABELS})

@@ -117,7 +117,7 @@ def test_two_processes_learn_what_to_prefer_and_leave_a_model_that_generates(tin
     assert tokenizer.decode(tokens[0]).startswith("the door is")
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_an_adapter_learns_from_chats_and_is_its_own_reference(tiny_llama, tmp_path):
     data = write_rows(tmp_path / "train.jsonl", as_chats(preferences(64)))
     settings = {"use_peft": True, "lora_r": 4, "learning_rate": 3e-2, "beta": 1.0, "zero_stage": 2}

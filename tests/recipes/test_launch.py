@@ -15,6 +15,7 @@ import pytest
 
 from hf_zero.errors import CheckpointError, CommError, DataError
 from hf_zero.recipes.launch import WorkerError, _Report, _root_cause, launch
+from tests.tiers import more
 
 
 @pytest.fixture(autouse=True)
@@ -171,8 +172,7 @@ def test_processes_that_a_signal_has_stopped_end_the_run_with_their_exit_code(ca
     ("function", "times"),
     [
         (ignore_sigint, 2),
-        pytest.param(save_after_sigint, 1, marks=pytest.mark.rotating),
-        pytest.param(load, 1, marks=pytest.mark.rotating),
+        *more((save_after_sigint, 1), (load, 1)),
     ],
 )
 def test_ctrl_c_reaches_every_process_once_and_the_second_ends_all_of_them_now(tmp_path, function, times, capfd):
@@ -191,7 +191,7 @@ def test_ctrl_c_reaches_every_process_once_and_the_second_ends_all_of_them_now(t
 @pytest.mark.parametrize(
     ("error", "raised"), [(CommError, SystemExit), (RuntimeError, SystemExit), (CheckpointError, CheckpointError)]
 )
-@pytest.mark.rotating(always=1)
+@pytest.mark.full("more cases", after=1)
 def test_a_signal_that_ends_one_rank_is_the_end_of_the_run_and_not_that_others_lost_it(tmp_path, error, raised):
     thread = interrupt(tmp_path, 1, signal.SIGTERM)
     with pytest.raises(raised) as ended:

@@ -30,7 +30,7 @@ def run(argv: list[str], folder, url: str) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_a_run_is_pushed_with_its_report_and_loads_from_there(tiny_model, csv_file, tmp_path):
     with HubServer({"hf_alice": "alice"}, chunk_nbytes=2**16) as server:
         argv = f"--model_name_or_path={tiny_model} --train_file={csv_file} --output_dir=out --max_steps=3".split()

@@ -20,6 +20,7 @@ from tests.public_models import CONFIGS, empty_model
 from tests.recipes.data import conftest
 from tests.recipes.data.conftest import SENTENCES, chats, write_lines
 from tests.test_docs_pages import check_command
+from tests.tiers import in_core
 from tests.trainer.harness import reset_accelerate
 
 
@@ -33,11 +34,6 @@ NEEDS = re.compile(
 GIB = 2**30
 
 tokenizer = conftest.tokenizer
-
-
-def rotating(names: list[str], always: str) -> list:
-    """Of cases that take seconds each, one runs with every commit."""
-    return [name if name == always else pytest.param(name, marks=pytest.mark.rotating) for name in names]
 
 
 NAMES = [path.stem for path in FILES]
@@ -127,7 +123,7 @@ def _computed_line(name: str, line: str) -> str:
     return f"# {each} holds {device:.1f} GiB beside activations{on_host}{said['reference'] or ''}."
 
 
-@pytest.mark.parametrize("name", rotating(LARGE, "smollm2-135m-sft"))
+@pytest.mark.parametrize("name", in_core(["smollm2-135m-sft"], LARGE))
 def test_its_comment_says_what_is_predicted_for_each_gpu(name, request):
     wanted = computed_comment(name)
     assert "GiB beside activations" in wanted
@@ -233,7 +229,7 @@ def images_in(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", rotating(LARGE, "llama-3.1-8b-lora"))
+@pytest.mark.parametrize("name", in_core(["llama-3.1-8b-lora"], LARGE))
 def test_a_dry_run_with_a_tiny_model_in_place_of_the_large_one(name, tiny, tmp_path, capsys):
     settings, content = parsed(name), read(name)
     for key in ("dataset_name", "dataset_config", "dataset_test_split"):

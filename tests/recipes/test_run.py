@@ -13,6 +13,7 @@ import pytest
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from tests.output import without_imports
 from tests.recipes.conftest import write_csv
+from tests.tiers import more
 
 
 TIMEOUT = 240
@@ -87,14 +88,14 @@ def test_two_processes_learn_and_the_command_that_is_told_works(flags, tmp_path)
     assert re.search(r"'label': '(food|film)'", command.stdout), command.stderr
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_torchrun_starts_the_same_run(flags, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
     launcher += ["--rdzv_endpoint", "127.0.0.1:0", "--local_addr", "127.0.0.1"]
     check_run(run_command([*launcher, *RUN, *flags, "--zero_stage", "2"], tmp_path), tmp_path)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_one_process_needs_no_launcher(flags, tmp_path):
     check_run(run_command([*RUN, *flags, "--zero_stage", "3"], tmp_path), tmp_path)
 
@@ -113,9 +114,9 @@ def test_an_error_in_the_processes_comes_out_as_one_line(flags, tmp_path):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        pytest.param("--learning_rate=-1", "learning_rate: -1.0 is out of range", marks=pytest.mark.rotating),
+        *more(("--learning_rate=-1", "learning_rate: -1.0 is out of range")),
         ("--lr_scheduler_type=warmup_stable_decay", "'num_decay_steps'"),
-        pytest.param("--max_length=65", "has 64 positions", marks=pytest.mark.rotating),
+        *more(("--max_length=65", "has 64 positions")),
     ],
 )
 def test_what_cannot_work_ends_a_real_process_with_one_line(flags, tmp_path, bad, message):

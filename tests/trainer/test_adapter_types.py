@@ -8,6 +8,7 @@ import torch
 from hf_zero.errors import UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
+from tests.tiers import in_core
 from tests.trainer.adapters import TaskRows, check_adapter
 from tests.trainer.harness import make
 
@@ -94,11 +95,7 @@ def _check(folder, kind):
 @pytest.mark.support("PEFT's {kind}", area="Adapters", stages=(1, 2, 3))
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.rotating)
-        for kind in KINDS
-        if kind not in REFUSED
-    ],
+    in_core(ALWAYS, [kind for kind in KINDS if kind not in REFUSED]),
 )
 def test_an_adapter_of_any_type_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
     run_ranks(_check, 2, str(tmp_path), kind, timeout=240)

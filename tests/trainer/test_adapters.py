@@ -9,6 +9,7 @@ from hf_zero.checkpoint.table import Table
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests import models
 from tests.distributed import run_ranks
+from tests.tiers import more
 from tests.trainer.harness import (
     PLAIN,
     Rows,
@@ -119,7 +120,7 @@ def _trains_some_of_several(folder, trained):
 
 
 @pytest.mark.support("Several adapters, one or all of them trained", area="Adapters", stages=(1, 2, 3))
-@pytest.mark.parametrize("trained", [["default"], pytest.param(["default", "other"], marks=pytest.mark.rotating)])
+@pytest.mark.parametrize("trained", [["default"], *more(["default", "other"])])
 def test_some_of_several_adapters_train_and_all_are_saved(tmp_path, trained):
     run_ranks(_trains_some_of_several, 2, str(tmp_path), trained, timeout=240)
 

@@ -8,6 +8,7 @@ from hf_zero.accelerator.accelerator import compile_options
 from tests import models
 from tests.distributed import run_ranks
 from tests.engine.test_compilation import watch_graphs
+from tests.tiers import in_core
 from tests.trainer.harness import PLAIN, Rows, assert_close, assert_learned, train
 from tests.trainer.test_features import dropping, with_lora
 
@@ -53,15 +54,14 @@ def _compiles(folder, model, stage, backend, settings):
 # One graph for training and one for evaluation, and others where transformers leaves out a mask that masks nothing.
 MAX_GRAPHS = 4
 WAYS = [(stage, precision, way) for stage in (1, 2, 3) for precision in ("fp32", "bf16") for way in CHECKPOINTING]
-OF_EVERY_COMMIT = [(3, "fp32", "reentrant checkpointing"), (3, "bf16", "no checkpointing")]
+IN_CORE = [(3, "fp32", "reentrant checkpointing"), (3, "bf16", "no checkpointing")]
 
 
 @pytest.mark.support("torch.compile, {checkpointing}, {precision}", area="Training features")
 @pytest.mark.parametrize(
     "stage, precision, checkpointing",
-    [pytest.param(*way, marks=() if way in OF_EVERY_COMMIT else pytest.mark.rotating) for way in WAYS],
+    in_core(IN_CORE, WAYS),
 )
-@pytest.mark.rotating(always=1)
 def test_compiled_blocks_train_as_eager_ones(tmp_path, stage, precision, checkpointing):
     settings = {**CHECKPOINTING[checkpointing], "bf16": precision == "bf16"}
     found = run_ranks(_compiles, 2, str(tmp_path), "Llama", stage, "aot_eager", settings, timeout=240)
@@ -69,7 +69,7 @@ def test_compiled_blocks_train_as_eager_ones(tmp_path, stage, precision, checkpo
         assert 2 <= num_graphs <= MAX_GRAPHS and not breaks, "the three blocks share them"
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.support("torch.compile, {model}", area="Training features")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model", ["T5", "LoRA", "dropout"])
@@ -79,14 +79,14 @@ def test_compiled_models_train_as_eager_ones(tmp_path, model, stage):
     assert all(num_graphs <= 4 * MAX_GRAPHS and not breaks for num_graphs, breaks in found)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.support("torch.compile, checkpointing and dropout", area="Training features")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_recomputation_in_a_graph_draws_the_same_dropout(tmp_path, stage):
     run_ranks(_compiles, 2, str(tmp_path), "dropout", stage, "aot_eager", CHECKPOINTING["checkpointing"], timeout=240)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.support("torch.compile, inductor, {precision}", area="Training features")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from tests import models
 from tests.distributed import run_ranks
+from tests.tiers import in_core
 from tests.trainer.harness import PLAIN, Rows, assert_close, assert_learned, make, record, seed_everything
 
 
@@ -136,7 +137,7 @@ WAYS = {
     ),
     "no data": ({}, {"eval_dataset": lambda: Rows("bert", 0, seed=1)}),
 }
-OF_EVERY_COMMIT = ("iterable data, dispatch_batches=False", "batch_eval_metrics", "several data sets")
+IN_CORE = ("iterable data, dispatch_batches=False", "batch_eval_metrics", "several data sets")
 
 
 def _evaluates(folder, way):
@@ -176,9 +177,7 @@ def _numbers(metrics: dict) -> dict:
 
 
 @pytest.mark.support("{way}", area="Evaluation", stages=STAGES)
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in OF_EVERY_COMMIT else pytest.mark.rotating) for way in WAYS]
-)
+@pytest.mark.parametrize("way", in_core(IN_CORE, WAYS))
 def test_every_way_to_evaluate_gives_the_numbers_of_trainer(tmp_path, way):
     found, other = run_ranks(_evaluates, 2, str(tmp_path), way, timeout=240)
     assert found == other, "ranks agree on what they found"

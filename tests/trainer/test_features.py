@@ -14,6 +14,7 @@ import hf_zero
 from hf_zero.errors import ConfigError
 from tests import models
 from tests.distributed import run_ranks
+from tests.tiers import in_core, more
 from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, seed_everything, train
 
 
@@ -129,7 +130,7 @@ FEATURES |= {
     "fused linear cross-entropy": ("llama", partial(fused, False), {}),
     "fused linear cross-entropy, tied weights": ("llama", partial(fused, True), {}),
 }
-OF_EVERY_COMMIT = (
+IN_CORE = (
     "gradient checkpointing, reentrant, LoRA",
     "gradient checkpointing, not reentrant, dropout",
     "NEFTune",
@@ -152,9 +153,7 @@ def _trains(folder, feature):
 
 
 @pytest.mark.support("{feature}", area="Training features", stages=STAGES)
-@pytest.mark.parametrize(
-    "feature", [pytest.param(f, marks=() if f in OF_EVERY_COMMIT else pytest.mark.rotating) for f in FEATURES]
-)
+@pytest.mark.parametrize("feature", in_core(IN_CORE, FEATURES))
 def test_a_feature_gives_the_numbers_of_trainer(tmp_path, feature):
     run_ranks(_trains, 2, str(tmp_path), feature, timeout=240)
 
@@ -227,7 +226,7 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.support("EMA of the weights, {precision}", area="Training features", stages=STAGES)
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.rotating)])
+@pytest.mark.parametrize("precision", ["fp32", *more("bf16")])
 def test_an_average_of_the_weights_over_shards_is_that_of_whole_ones(tmp_path, precision):
     run_ranks(_averages, 2, str(tmp_path), precision, timeout=240)
 

@@ -76,7 +76,7 @@ def assert_same(client, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.rotating(always=1)
+@pytest.mark.full("more cases", after=1)
 def test_the_weights_of_the_last_step_are_there(pushed, server, assert_same, strategy):
     assert_same(pushed / strategy, f"alice/{strategy}")
     messages = server.repos[f"alice/{strategy}"].messages
@@ -145,7 +145,7 @@ def test_a_wrong_token_ends_both_ranks_with_one_line(server, tmp_path):
     assert out.count("\n") == other_out.count("\n") == 1
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_uploads_that_fail_on_the_way_are_told_and_the_last_one_counts(server, tmp_path, assert_same):
     server.clear()
     server.drops["commit"] = 2  # the client does not try a commit again; Trainer does not look

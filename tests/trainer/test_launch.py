@@ -77,7 +77,7 @@ def test_two_changed_lines_under_torchrun(tmp_path, script):
     BertForSequenceClassification.from_pretrained(tmp_path / "out")
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_one_process_without_a_launcher(tmp_path, script):
     code, output = _launch([sys.executable, str(script), str(tmp_path / "out")])
     assert code == 0, output

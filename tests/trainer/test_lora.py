@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
+from tests.tiers import in_core
 from tests.trainer.adapters import check_adapter
 
 
@@ -69,9 +70,6 @@ def _check(folder, kind):
 
 
 @pytest.mark.support("LoRA, {kind}", area="Adapters", stages=(1, 2, 3))
-@pytest.mark.parametrize(
-    "kind", [kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.rotating) for kind in KINDS]
-)
-@pytest.mark.rotating(always=2)
+@pytest.mark.parametrize("kind", in_core(ALWAYS, KINDS))
 def test_lora_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):
     run_ranks(_check, 2, str(tmp_path), kind, timeout=240)

@@ -74,7 +74,7 @@ def _adapters(folder: str, stage: int, offload: str) -> None:
     assert_equal(away, plain, "LoRA over a frozen base")
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @feature("PEFT: LoRA over a frozen base, gradient checkpointing")
 @each_place
 def test_adapters_train_with_offload(tmp_path, stage, offload):
@@ -94,7 +94,7 @@ def _fp16(folder: str, stage: int, offload: str) -> None:
     assert_equal(*runs, "fp16 with a loss scale, an overflow on one rank")
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @feature("fp16 with a loss scale")
 @each_place
 def test_an_overflow_skips_the_step_on_the_host_too(tmp_path, stage, offload):
@@ -125,7 +125,7 @@ def _resumes_late(folder: str, stage: int, offload: str) -> None:
     assert_equal(resumed, whole, "what is saved has no update under way")
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @feature("Delayed update: resuming")
 @each_place
 def test_a_delayed_run_resumes_where_it_saved(tmp_path, stage, offload):

@@ -7,6 +7,7 @@ import hf_zero
 from tests import models
 from tests.distributed import run_ranks
 from tests.optim import kinds
+from tests.tiers import in_core
 from tests.trainer.harness import PLAIN, Rows, assert_close, assert_equal, assert_learned, make, train, weights_of
 
 
@@ -56,9 +57,7 @@ def _like_trainer(folder: str, optim: str, stages: list[int]) -> None:
 
 
 @pytest.mark.support("--optim {optim}", area="Optimizers", stages=(1, 2, 3))
-@pytest.mark.parametrize(
-    "optim", [pytest.param(optim, marks=() if optim == "adafactor" else pytest.mark.rotating) for optim in OPTIMS]
-)
+@pytest.mark.parametrize("optim", in_core(["adafactor"], OPTIMS))
 def test_optim_trains_as_in_trainer(tmp_path, optim):
     kinds.skip_without(OPTIMS[optim][0])
     run_ranks(_like_trainer, 2, str(tmp_path), optim, [1, 2, 3], timeout=300)
@@ -98,7 +97,7 @@ def _relative_step(folder: str) -> None:
     assert_close(runs[2], runs[PLAIN], "stage 2 and Trainer")
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_adafactor_with_its_own_schedule_trains_as_in_trainer(tmp_path):
     run_ranks(_relative_step, 2, str(tmp_path), timeout=300)
 
@@ -159,6 +158,6 @@ def _goes_on_from_trainer(folder: str) -> None:
     assert_close(zero, plain, "ZeroTrainer from Trainer's checkpoint, and Trainer")
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_adafactor_goes_on_from_a_checkpoint_of_trainer(tmp_path):
     run_ranks(_goes_on_from_trainer, 2, str(tmp_path), timeout=300)

@@ -10,6 +10,7 @@ from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
+from tests.tiers import in_core
 from tests.trainer.harness import (
     PLAIN,
     Rows,
@@ -112,11 +113,7 @@ def _trains_as_under_trainer(folder, kind, stage):
 @pytest.mark.support("Base in {kind} (bitsandbytes)", area="Adapters")
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [
-        (kind, stage) if (kind, stage) in ALWAYS else pytest.param(kind, stage, marks=pytest.mark.rotating)
-        for kind in KINDS
-        for stage in (1, 2, 3)
-    ],
+    in_core(ALWAYS, [(kind, stage) for kind in KINDS for stage in (1, 2, 3)]),
 )
 def test_an_adapter_over_a_quantized_base_trains_as_under_trainer(base, kind, stage):
     held, whole = zip(*run_ranks(_trains_as_under_trainer, 2, base, kind, stage, timeout=240))

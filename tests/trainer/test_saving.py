@@ -237,7 +237,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number, sender", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
-@pytest.mark.rotating(always=1)
+@pytest.mark.full("more cases", after=1)
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_bit_for_bit(tmp_path, whole, number, sender):
     codes, errors = _launch(tmp_path / "stopped", number, sender)
     assert codes == [128 + number] * 2, errors

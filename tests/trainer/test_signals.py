@@ -80,7 +80,7 @@ time.sleep(60)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
-@pytest.mark.rotating(always=1)
+@pytest.mark.full("more cases", after=1)
 def test_no_rank_outlives_a_torchrun_that_is_killed(tmp_path, number):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -48,6 +48,6 @@ def _distils(folder, stage):
 
 @pytest.mark.support("A plain or sharded teacher beside a sharded student", area="Models in one process")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.rotating(always=1)
+@pytest.mark.full("more cases", after=1)
 def test_a_student_learns_from_a_teacher_that_is_sharded_or_not(tmp_path, stage):
     run_ranks(_distils, 2, str(tmp_path), stage, timeout=240)

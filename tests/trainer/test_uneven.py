@@ -12,6 +12,7 @@ from hf_zero.errors import DataError
 from hf_zero.trainer import uneven
 from tests import models
 from tests.distributed import run_ranks
+from tests.tiers import in_core
 from tests.trainer.harness import Rows, make
 from tests.trainer.test_evaluation_ways import AccuracyByBatch, accuracy
 
@@ -24,10 +25,6 @@ OWN_LOADERS = {
     "large batches": ([7, 2], 3),
     "short last ones": ([5, 5], 3),
 }
-
-
-def _rotating(case: str, of_every_commit: str):
-    return pytest.param(case, marks=() if case == of_every_commit else pytest.mark.rotating)
 
 
 class OwnLoader(Trainer):
@@ -89,7 +86,7 @@ def _own_loaders(folder, case):
 
 
 @pytest.mark.support("Loaders of one's own, unlike numbers of batches, {case}", area="Evaluation", stages=STAGES)
-@pytest.mark.parametrize("case", [_rotating(case, "an empty first rank") for case in OWN_LOADERS])
+@pytest.mark.parametrize("case", in_core(["an empty first rank"], OWN_LOADERS))
 def test_a_rank_without_further_rows_takes_part_until_the_last_batch(tmp_path, case):
     run_ranks(_own_loaders, 2, str(tmp_path), case, timeout=240)
 
@@ -125,9 +122,7 @@ def _uneven(folder, source):
 
 
 @pytest.mark.support("{source}", area="Evaluation", stages=STAGES)
-@pytest.mark.parametrize(
-    "source", [_rotating(source, "iterable data in shards of unlike length") for source in SOURCES]
-)
+@pytest.mark.parametrize("source", in_core(["iterable data in shards of unlike length"], SOURCES))
 def test_what_accelerate_leaves_uneven_is_evaluated_row_by_row(tmp_path, source):
     run_ranks(_uneven, 2, str(tmp_path), source, timeout=240)
 
@@ -174,7 +169,7 @@ def _own_training(folder, counts, accumulation, settings):
 
 
 @pytest.mark.parametrize("case", TRAININGS)
-@pytest.mark.rotating(always=2)
+@pytest.mark.full("more cases", after=2)
 def test_training_stops_on_all_ranks_at_the_first_batch_that_one_lacks(tmp_path, case):
     counts, accumulation, settings, message, steps = TRAININGS[case]
     found = run_ranks(_own_training, 2, str(tmp_path), counts, accumulation, settings, timeout=100)

@@ -73,7 +73,7 @@ def _evaluates(folder):
         assert_close(runs[stage], runs[PLAIN], f"stage {stage} and under DDP")
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.support("TRL: DPOTrainer, reference given, evaluation", area="Trainers", stages=(1, 2, 3))
 def test_a_reference_that_is_given_is_used_in_training_and_evaluation(tmp_path):
     run_ranks(_evaluates, 2, str(tmp_path), timeout=LIMIT)
@@ -108,7 +108,7 @@ def _precomputed(folder, name, rows):
         assert_equal(runs[stage, 1], runs[stage, 0], f"stage {stage}, read again")
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("name, rows", [("DPO", "preference"), ("KTO", "unpaired")])
 @pytest.mark.support("TRL: {name}Trainer, reference computed beforehand", area="Trainers", stages=(1, 2, 3))
 def test_what_the_reference_says_may_be_computed_beforehand(tmp_path, name, rows):
@@ -133,7 +133,7 @@ def _resumes(folder, stage):
         assert all(torch.equal(p, runs[0].weights[name]) for name, p in saved.named_parameters())
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.support("TRL: checkpoints, resuming, model card", area="Trainers")
 def test_training_with_a_reference_resumes_bit_for_bit(tmp_path, stage):

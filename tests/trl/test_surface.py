@@ -81,7 +81,7 @@ def test_without_arguments_the_output_is_named_after_the_model_s_folder(tmp_path
             assert check.call_args.args[0].output_dir == "tiny-SFT"
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"])
 def test_configs_are_parsed_from_the_command_line(name, tmp_path):
     from transformers import HfArgumentParser

@@ -8,6 +8,7 @@ from hf_zero.recipes.data.chat import DEFAULT_TEMPLATE
 from tests.distributed import run_ranks
 from tests.recipes.data.conftest import SENTENCES, chats, completions, write_lines
 from tests.recipes.data.tasks import run
+from tests.tiers import in_core
 
 
 ROWS = {
@@ -61,9 +62,7 @@ def compared(folder: Path, cache: Path, model: Path) -> tuple:
     return ours, {"losses": losses, "rows": [dict(row) for row in trainer.train_dataset]}
 
 
-@pytest.mark.parametrize(
-    "kind", ["messages", *(pytest.param(kind, marks=pytest.mark.rotating) for kind in ROWS if kind != "messages")]
-)
+@pytest.mark.parametrize("kind", in_core(["messages"], ROWS))
 def test_rows_masks_and_losses_are_those_of_trl(kind, tmp_path, cache, language_models):
     write_lines(tmp_path / "rows.jsonl", ROWS[kind])
     [(ours, theirs)] = run_ranks(compared, 1, tmp_path, cache, language_models["Llama"])

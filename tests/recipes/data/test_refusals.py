@@ -39,7 +39,7 @@ def test_settings_that_cannot_work_are_refused_at_once(task, given, message, tmp
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 @pytest.mark.parametrize(
     ("task", "rows", "flags", "message"),
     [

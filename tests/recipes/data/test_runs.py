@@ -11,6 +11,7 @@ from tests.recipes.data.conftest import SENTENCES, chats, completions, write_lin
 from tests.recipes.data.tasks import mean_token_loss, run
 from tests.recipes.ranks import logged
 from tests.recipes.test_run import run_command
+from tests.tiers import more
 
 
 IN_ORDER = ["--train_sampling_strategy", "sequential"]
@@ -49,7 +50,7 @@ def test_sft_from_the_command_line_on_two_processes(tmp_path, language_models):
     assert generated(tmp_path / "out", chats()[3]["messages"][:1]) == f"{SENTENCES[0]}<|endoftext|>"
 
 
-@pytest.mark.parametrize("packing", [pytest.param(True, marks=pytest.mark.rotating), False])
+@pytest.mark.parametrize("packing", [*more(True), False])
 def test_pretrain_on_two_ranks(tmp_path, cache, language_models, tokenizer, packing):
     write_lines(tmp_path / "rows.jsonl", [{"text": " ".join(SENTENCES)}] * 6 + [{"text": "The cat"}] * 3)
     argv = flags(tmp_path, language_models["Llama"], "--num_train_epochs", "8", "--zero_stage", "2")
@@ -126,7 +127,7 @@ def test_a_stream_that_is_shorter_than_a_step_is_read_again(tmp_path, cache, lan
     assert len(run_ranks(run, 2, "sft", cache, argv)[0]["losses"]) == 4
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_a_bad_row_stops_all_ranks_with_its_line_and_leaves_nothing(tmp_path, language_models):
     write_lines(tmp_path / "rows.jsonl", [*chats()[:2], {"messages": "none"}, {"messages": []}])
     argv = flags(tmp_path, language_models["Llama"], "--num_processes", "2")
@@ -139,7 +140,7 @@ def test_a_bad_row_stops_all_ranks_with_its_line_and_leaves_nothing(tmp_path, la
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.rotating
+@pytest.mark.full("slow")
 def test_an_adapter_alone_is_trained_and_saved(tmp_path, cache, language_models):
     write_lines(tmp_path / "rows.jsonl", completions())
     argv = flags(tmp_path, language_models["Qwen3"], "--use_peft", "--num_train_epochs", "6", "--lora_dropout", "0")

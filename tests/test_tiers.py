@@ -1,0 +1,82 @@
+"""Each test has one tier, whatever the commit, and each room has tests in the quick one."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import CORE, FULL, PARTS, QUICK, TIERS, part_of, tiers_of
+
+
+TESTS = Path(__file__).parent
+
+
+class Item:
+    """As much of a collected test as its tier depends on."""
+
+    def __init__(self, nodeid: str, *marks: pytest.MarkDecorator):
+        self.nodeid = nodeid
+        self._marks = [decorator.mark for decorator in marks]
+
+    def iter_markers(self, name: str):
+        return (mark for mark in self._marks if mark.name == name)
+
+
+def tiers(num_cases: int, *marks: pytest.MarkDecorator) -> list[str]:
+    """Of a function with so many cases."""
+    return list(tiers_of([Item(f"tests/room/test_a.py::test_b[{i}]", *marks) for i in range(num_cases)]).values())
+
+
+@pytest.mark.quick
+def test_a_test_without_a_mark_is_in_the_core():
+    assert tiers(2) == [CORE, CORE]
+
+
+@pytest.mark.quick
+def test_first_cases_may_be_in_a_faster_tier():
+    assert tiers(2, pytest.mark.quick) == [QUICK, QUICK]
+    assert tiers(3, pytest.mark.quick(cases=1)) == [QUICK, CORE, CORE]
+    assert tiers(4, pytest.mark.quick(cases=1), pytest.mark.full("slow", after=3)) == [QUICK, CORE, CORE, FULL]
+    assert tiers(2, pytest.mark.full("more cases")) == [FULL, FULL]
+
+
+@pytest.mark.quick
+def test_cases_outside_of_the_core_are_not_counted_among_the_quick():
+    items = [Item("tests/room/test_a.py::test_b[0]", pytest.mark.quick(cases=1), pytest.mark.full("slow"))]
+    items += [Item(f"tests/room/test_a.py::test_b[{i}]", pytest.mark.quick(cases=1)) for i in (1, 2)]
+    assert list(tiers_of(items).values()) == [FULL, QUICK, CORE]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("marks", [pytest.mark.full, pytest.mark.full("I had no time")], ids=["none", "another"])
+def test_what_is_outside_of_the_core_says_why(marks):
+    with pytest.raises(pytest.UsageError, match="needs a reason, one of more cases, slow"):
+        tiers(1, marks)
+
+
+@pytest.mark.quick
+def test_each_room_has_quick_tests(request):
+    if request.config.args != request.config.getini("testpaths"):
+        pytest.skip("tells only when all tests are collected: `make test`")
+    rooms = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
+    quick = {item.nodeid.split("/")[1] for item, tier in request.config.stash[TIERS].items() if tier == QUICK}
+    assert rooms <= quick, f"rooms without: {sorted(rooms - quick)}"
+
+
+@pytest.mark.quick
+def test_each_test_has_one_part_of_the_whole():
+    rooms = [room for part in PARTS.values() for room in part]
+    assert len(rooms) == len(set(rooms)) and all((TESTS / room).is_dir() for room in rooms)
+    assert part_of(Item("tests/engine/test_a.py::test_b")) == "engine"
+    assert part_of(Item("tests/test_a.py::test_b")) == "recipes"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("words", [["test"], ["test-core"], ["test-all", "PART=engine"]], ids=" ".join)
+def test_the_targets_of_make_name_tiers_that_exist(words, request):
+    command = ["make", "-n", "-o", ".venv/.installed", *words]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=30, check=True)
+    (line,) = done.stdout.splitlines()
+    options = line[line.index("pytest") :].split()[1:]
+    known = request.config._parser.parse_known_args(options)
+    assert known.tier in (*tiers(1), QUICK, "all") and known.part in (None, "engine")
