@@ -11,14 +11,14 @@ from hf_zero.config import Residency
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
-from hf_zero.optim.runs import Run, Share
+from hf_zero.optim.flat_slices import FlatSlice, ParamPartition
 
 
 @dataclass(frozen=True)
 class Move:
     """A range of a parameter that one rank holds and another updates."""
 
-    share: Share
+    partition: ParamPartition
     start: int
     stop: int
     holder: int
@@ -26,15 +26,15 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Visit:
-    """A run while its values are here: 1-D gradient and values."""
+class BorrowedSlice:
+    """A slice of another rank's shard while its gradient and values, 1-D, are on this rank."""
 
-    run: Run
+    flat_slice: FlatSlice
     grad: Tensor
     values: Tensor
 
     def part(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        return tensor[start - self.run.start : stop - self.run.start]
+        return tensor[start - self.flat_slice.start : stop - self.flat_slice.start]
 
 
 class Exchange:
@@ -44,22 +44,22 @@ class Exchange:
 
     Args:
         comm (`Comm`): the ranks.
-        shares (`list[Share]`): the parameters.
-        runs (`list[Run]`): what this rank updates of them.
+        partitions (`list[ParamPartition]`): the parameters.
+        slices (`list[FlatSlice]`): what this rank updates of them.
     """
 
-    def __init__(self, comm: Comm, shares: list[Share], runs: list[Run]):
+    def __init__(self, comm: Comm, partitions: list[ParamPartition], slices: list[FlatSlice]):
         self._comm = comm
         # a backend of the device's own knows no memory of the host
-        self._host_comm = comm.aside("update") if any(share.unit.is_away for share in shares) else comm
-        self._moves: dict[Unit, list[Move]] = {share.unit: [] for share in shares}
-        for share in shares:
-            self._moves[share.unit] += _moves(share)
-        self._visiting: dict[Unit, list[Run]] = {}
-        for run in runs:
-            if not run.is_held:
-                self._visiting.setdefault(run.unit, []).append(run)
-        self._visits: dict[tuple[Gradient, int], Visit] = {}  # while they last
+        self._host_comm = comm.aside("update") if any(partition.unit.is_away for partition in partitions) else comm
+        self._moves: dict[Unit, list[Move]] = {partition.unit: [] for partition in partitions}
+        for partition in partitions:
+            self._moves[partition.unit] += _moves(partition)
+        self._to_borrow: dict[Unit, list[FlatSlice]] = {}
+        for flat_slice in slices:
+            if not flat_slice.is_held:
+                self._to_borrow.setdefault(flat_slice.unit, []).append(flat_slice)
+        self._borrowed: dict[tuple[Gradient, int], BorrowedSlice] = {}  # while they last
 
     @property
     def units(self) -> list[Unit]:
@@ -67,49 +67,49 @@ class Exchange:
         return list(self._moves)
 
     def bring(self, unit: Unit) -> None:
-        """Lends this rank's runs of a unit their gradients and values."""
-        self._visits = {
-            (run.gradient, run.indices[0]): _visit(run)
-            for run in self._visiting.get(unit, ())
-            if run.gradient.used[run.indices[0]]
+        """Lends this rank's slices of a unit their gradients and values."""
+        self._borrowed = {
+            (flat_slice.gradient, flat_slice.indices[0]): _borrow(flat_slice)
+            for flat_slice in self._to_borrow.get(unit, ())
+            if flat_slice.gradient.used[flat_slice.indices[0]]
         }
         sends, receives = [], []
         for move in self._used_moves(unit):
-            gradient, flat = move.share.gradient, move.share.gradient.flat
+            gradient, flat = move.partition.gradient, move.partition.gradient.flat
             if move.holder == self._comm.rank:
                 sends.append((_part(gradient.owned_range(), flat.owned, move), move.updater))
                 if not _is_at_hand(flat):
                     sends.append((_part(flat.master, flat.held, move), move.updater))
             elif move.updater == self._comm.rank:
-                visit = self._visits[gradient, move.share.index]
-                receives.append((visit.part(visit.grad, move.start, move.stop), move.holder))
+                borrowed = self._borrowed[gradient, move.partition.index]
+                receives.append((borrowed.part(borrowed.grad, move.start, move.stop), move.holder))
                 if not _is_at_hand(flat):
-                    receives.append((visit.part(visit.values, move.start, move.stop), move.holder))
+                    receives.append((borrowed.part(borrowed.values, move.start, move.stop), move.holder))
         self._exchange(unit, sends, receives)
-        for visit in self._visits.values():
-            param = visit.run.param
-            param.data = visit.values.view(param.shape)
-            param.grad = visit.grad.view(param.shape).to(param.dtype)
+        for borrowed in self._borrowed.values():
+            param = borrowed.flat_slice.param
+            param.data = borrowed.values.view(param.shape)
+            param.grad = borrowed.grad.view(param.shape).to(param.dtype)
 
     def take_back(self, unit: Unit) -> None:
         """Sends the new values to who holds them; nothing of them stays here."""
         sends, receives = [], []
         for move in self._used_moves(unit):
-            flat = move.share.gradient.flat
+            flat = move.partition.gradient.flat
             if move.updater == self._comm.rank:
-                visit = self._visits[move.share.gradient, move.share.index]
-                sends.append((visit.part(visit.values, move.start, move.stop), move.holder))
+                borrowed = self._borrowed[move.partition.gradient, move.partition.index]
+                sends.append((borrowed.part(borrowed.values, move.start, move.stop), move.holder))
             elif move.holder == self._comm.rank:
                 receives.append((_part(flat.master, flat.held, move), move.updater))
         self._exchange(unit, sends, receives)
-        for visit in self._visits.values():
-            run, (low, high) = visit.run, _own_part(visit.run)
+        for borrowed in self._borrowed.values():
+            flat_slice, (low, high) = borrowed.flat_slice, _own_part(borrowed.flat_slice)
             if low < high:
-                held = run.flat.held[0]
-                run.flat.master[low - held : high - held].copy_(visit.part(visit.values, low, high))
-            run.param.data = run.param.new_empty(1).expand(run.param.shape)
-            run.param.grad = None
-        self._visits = {}
+                held = flat_slice.flat.held[0]
+                flat_slice.flat.master[low - held : high - held].copy_(borrowed.part(borrowed.values, low, high))
+            flat_slice.param.data = flat_slice.param.new_empty(1).expand(flat_slice.param.shape)
+            flat_slice.param.grad = None
+        self._borrowed = {}
 
     def _exchange(self, unit: Unit, sends: list, receives: list) -> None:
         comm = self._host_comm if unit.is_away else self._comm
@@ -118,38 +118,40 @@ class Exchange:
     def _used_moves(self, unit: Unit) -> Iterator[Move]:
         """Those of parameters that have a gradient, on which all ranks agree, and that concern this rank."""
         for move in self._moves[unit]:
-            if move.share.gradient.used[move.share.index] and self._comm.rank in (move.holder, move.updater):
+            if move.partition.gradient.used[move.partition.index] and self._comm.rank in (move.holder, move.updater):
                 yield move
 
 
-def _moves(share: Share) -> Iterator[Move]:
-    flat = share.gradient.flat
+def _moves(partition: ParamPartition) -> Iterator[Move]:
+    flat = partition.gradient.flat
     if flat.plan.master is Residency.REPLICATED:
         return
-    for updater, (start, stop) in enumerate(share.ranges):
+    for updater, (start, stop) in enumerate(partition.ranges):
         for holder in range(flat.layout.num_ranks):
             low, high = max(start, flat.layout.owned(holder)[0]), min(stop, flat.layout.owned(holder)[1])
             if low < high and holder != updater:
-                yield Move(share, low, high, holder, updater)
+                yield Move(partition, low, high, holder, updater)
 
 
-def _visit(run: Run) -> Visit:
-    """Memory for a run, with what this rank has of it already."""
-    flat, numel = run.flat, run.stop - run.start
-    grad = torch.empty(numel, dtype=run.gradient.dtype, device=flat.master.device)
+def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
+    """Memory for a slice, with what this rank has of it already."""
+    flat, numel = flat_slice.flat, flat_slice.stop - flat_slice.start
+    grad = torch.empty(numel, dtype=flat_slice.gradient.dtype, device=flat.master.device)
     values = torch.empty(numel, dtype=flat.master.dtype, device=flat.master.device)
     if _is_at_hand(flat):
-        values.copy_(flat.full[run.start : run.stop])
-    visit, (low, high) = Visit(run, grad, values), _own_part(run)
+        values.copy_(flat.full[flat_slice.start : flat_slice.stop])
+    borrowed, (low, high) = BorrowedSlice(flat_slice, grad, values), _own_part(flat_slice)
     if low < high:
-        visit.part(grad, low, high).copy_(run.gradient.owned_range()[low - flat.owned[0] : high - flat.owned[0]])
-        visit.part(values, low, high).copy_(flat.master[low - flat.held[0] : high - flat.held[0]])
-    return visit
+        borrowed.part(grad, low, high).copy_(
+            flat_slice.gradient.owned_range()[low - flat.owned[0] : high - flat.owned[0]]
+        )
+        borrowed.part(values, low, high).copy_(flat.master[low - flat.held[0] : high - flat.held[0]])
+    return borrowed
 
 
-def _own_part(run: Run) -> tuple[int, int]:
-    """The range of a run that this rank holds; empty where the second is not the greater."""
-    return max(run.start, run.flat.held[0]), min(run.stop, run.flat.held[1])
+def _own_part(flat_slice: FlatSlice) -> tuple[int, int]:
+    """The range of a slice that this rank holds; empty where the second is not the greater."""
+    return max(flat_slice.start, flat_slice.flat.held[0]), min(flat_slice.stop, flat_slice.flat.held[1])
 
 
 def _part(tensor: Tensor, covers: tuple[int, int], move: Move) -> Tensor:

@@ -12,11 +12,11 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
 from hf_zero.optim.finite import is_finite
-from hf_zero.optim.runs import Run
+from hf_zero.optim.flat_slices import FlatSlice
 from hf_zero.optim.swap import Swap
 
 
-Gradients = dict[Unit, list[tuple[Run, Tensor]]]
+Gradients = dict[Unit, list[tuple[FlatSlice, Tensor]]]
 
 
 class PartialStep:
@@ -98,43 +98,43 @@ class HostUpdate:
         self.is_over = False  # nothing more is to be updated
         self.is_finite = True  # False once a unit came whose gradient is not; on all ranks alike
 
-    def post(self, unit: Unit, grads: list[tuple[Run, Tensor]], scale: Tensor | None) -> None:
+    def post(self, unit: Unit, grads: list[tuple[FlatSlice, Tensor]], scale: Tensor | None) -> None:
         """Has a unit updated in its turn; `Bus.join` waits for it.
 
         Args:
-            unit (`Unit`): whose runs they are.
-            grads (`list[tuple[Run, Tensor]]`): this rank's runs that have gradients, each with its own.
+            unit (`Unit`): whose slices they are.
+            grads (`list[tuple[FlatSlice, Tensor]]`): this rank's slices that have gradients, each with its own.
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
         """
         self._bus.later(lambda: self.update(unit, grads, scale), lane="update")
 
-    def update(self, unit: Unit, grads: list[tuple[Run, Tensor]], scale: Tensor | None = None) -> None:
+    def update(self, unit: Unit, grads: list[tuple[FlatSlice, Tensor]], scale: Tensor | None = None) -> None:
         """Updates a unit now, see `post`."""
-        for run, grad in grads:
-            run.param.grad = grad.to(run.param.dtype)
-        runs = [run for run, _ in grads]
+        for flat_slice, grad in grads:
+            flat_slice.param.grad = grad.to(flat_slice.param.dtype)
+        slices = [flat_slice for flat_slice, _ in grads]
         if self._swap is not None:
-            self._update_in_turn(self._swap, runs, scale)
+            self._update_in_turn(self._swap, slices, scale)
         else:
-            self._step(runs, scale)
+            self._step(slices, scale)
             for flat in unit.flats if self.refreshes else ():
                 if flat.trainable:
                     flat.begin_refresh()
         self.done.add(unit)
 
-    def _update_in_turn(self, swap: Swap, runs: list[Run], scale: Tensor | None) -> None:
-        for turn in swap.walk(runs, writes=True):
-            self._step(turn.runs, scale)
+    def _update_in_turn(self, swap: Swap, slices: list[FlatSlice], scale: Tensor | None) -> None:
+        for turn in swap.walk(slices, writes=True):
+            self._step(turn.slices, scale)
             if self.refreshes:
                 transfer = turn.flat.refreshing = turn.flat.send(turn.master, turn.covers)
                 if isinstance(transfer, Transfer):
                     turn.uses.append(Pending(transfer.land))
 
-    def _step(self, runs: list[Run], scale: Tensor | None) -> None:
+    def _step(self, slices: list[FlatSlice], scale: Tensor | None) -> None:
         for optimizer in self._steps:
-            optimizer.step([run.param for run in runs], scale)
-        for run in runs:
-            run.param.grad = None
+            optimizer.step([flat_slice.param for flat_slice in slices], scale)
+        for flat_slice in slices:
+            flat_slice.param.grad = None
 
     @property
     def is_outdated(self) -> bool:
@@ -148,7 +148,7 @@ class HostUpdate:
 
 
 class HostSteps:
-    """The steps of what rests on the host: within `step`, while a backward still runs, or beside the next one.
+    """The steps of what rests on the host: within `step`, while a backward is still under way, or beside the next one.
 
     Args:
         engine (`ZeroEngine`): the sharded model.
@@ -176,7 +176,7 @@ class HostSteps:
 
         Args:
             optimizers (`list[torch.optim.Optimizer]`): those that step.
-            grads (`Gradients`): by unit its runs, each with its gradient.
+            grads (`Gradients`): by unit its slices, each with its gradient.
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
             is_late (`bool`): `end` does not wait for it, but the next `settle`.
         """
@@ -227,7 +227,7 @@ class HostSteps:
 
         Args:
             optimizers (`list[torch.optim.Optimizer]`): those that step.
-            gradients_of (`Callable`): gives some units' runs with their gradients.
+            gradients_of (`Callable`): gives some units' slices with their gradients.
         """
         self.abandon()
         self._early = update = self._update(optimizers, refreshes=True)
@@ -254,7 +254,7 @@ class HostSteps:
             own += [not bus.has_failed, not update.is_over, self._takes(unit)]
             # also when something has failed here
             rows = comm.all_gather_vector(torch.tensor(own, dtype=torch.uint8), what="an update in backward")
-            is_used = rows[:, :-3].amax(dim=0).all()  # else `step` does it, which cuts runs where need be
+            is_used = rows[:, :-3].amax(dim=0).all()  # else `step` does it, which cuts slices where need be
             update.is_finite = update.is_finite and bool(rows[:, -1].all())
             if is_used and rows[:, -3:].all() and update.is_finite:
                 for gradient in unit.gradients:

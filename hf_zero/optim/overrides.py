@@ -4,18 +4,18 @@ from collections.abc import Iterable
 
 import torch
 
-from hf_zero.optim.runs import Run
+from hf_zero.optim.flat_slices import FlatSlice
 
 
-def carry_overrides(optimizer: torch.optim.Optimizer, runs: Iterable[Run]) -> None:
-    """Lets what was said of parameters hold for the runs of them.
+def carry_overrides(optimizer: torch.optim.Optimizer, slices: Iterable[FlatSlice]) -> None:
+    """Lets what was said of parameters hold for the slices of them.
 
     The optimizer gets a manager of its own: the package's is one for all optimizers of the process, and goes by `id`s
     of parameters that may be gone.
 
     Args:
         optimizer (`torch.optim.Optimizer`): any; only those of bitsandbytes have such settings.
-        runs (iterable of `Run`): what it updates.
+        slices (iterable of `FlatSlice`): what it updates.
     """
     manager = getattr(optimizer, "mng", None)
     if manager is None:
@@ -25,7 +25,7 @@ def carry_overrides(optimizer: torch.optim.Optimizer, runs: Iterable[Run]) -> No
         settings[id(getattr(module, name))] = values
     optimizer.mng = own = object.__new__(type(manager))
     own.initialize()
-    for run in runs:
-        found = [settings.get(id(run.flat.params[index])) for index in run.indices]
+    for flat_slice in slices:
+        found = [settings.get(id(flat_slice.flat.params[index])) for index in flat_slice.indices]
         if found and found[0] is not None:
-            own.pid2config[id(run.param)] = found[0]
+            own.pid2config[id(flat_slice.param)] = found[0]

@@ -9,18 +9,18 @@ from hf_zero.config import Place
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
 from hf_zero.errors import ConfigError, LifecycleError
-from hf_zero.optim import state as run_state
+from hf_zero.optim import state as slice_state
 from hf_zero.optim.exchange import Exchange
-from hf_zero.optim.runs import Run
+from hf_zero.optim.flat_slices import FlatSlice
 
 
 class StateRecords(torch.optim.Optimizer):
-    """The half of `ShardedOptimizer` that knows the state of its runs. The other half makes them, and steps."""
+    """The half of `ShardedOptimizer` that knows the state of its slices. The other half makes them, and steps."""
 
     engine: ZeroEngine
     inner: torch.optim.Optimizer
-    runs: list[Run]
-    num_steps: int  # so far, in this run and those that it goes on from
+    slices: list[FlatSlice]
+    num_steps: int  # so far, in this training and those that it continues
     _exchanges: dict[torch.optim.Optimizer, Exchange]  # of those that are not elementwise
     _group_names: list[list[str]]  # the parameters of each group
     _inners: list[torch.optim.Optimizer]
@@ -29,7 +29,7 @@ class StateRecords(torch.optim.Optimizer):
     _no_param: nn.Parameter
 
     def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
-        """The state tensors, as (state key, run of one parameter, or of a tensor that belongs to it).
+        """The state tensors, as (state key, slice of one parameter, or of a tensor that belongs to it).
 
         Args:
             resident (`bool`): `False` gives the ranges that this rank owns, `True` those that it holds, and what is
@@ -37,18 +37,20 @@ class StateRecords(torch.optim.Optimizer):
             values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
         """
         self.engine.settle()
-        turns = self._in_turn(writes=resident) if values else [self.runs]
-        for run in (run for runs in turns for run in runs):
-            only = (run.start, run.stop) if resident else run.saved
-            yield from run_state.state_shards(run, self.state.get(run.param, {}), only)
+        turns = self._in_turn(writes=resident) if values else [self.slices]
+        for flat_slice in (flat_slice for slices in turns for flat_slice in slices):
+            only = (flat_slice.start, flat_slice.stop) if resident else flat_slice.saved
+            yield from slice_state.state_shards(flat_slice, self.state.get(flat_slice.param, {}), only)
 
     def named_scalar_state(self) -> dict[str, dict[str, float]]:
         """The state that is one number per parameter, such as Adam's step count, by parameter name."""
         self.engine.settle()
         scalars: dict[str, dict[str, float]] = {}
-        for run in self.runs:
-            if self.state.get(run.param):
-                scalars.update(dict.fromkeys(run.names, run_state.numbers(run, self.state[run.param])))
+        for flat_slice in self.slices:
+            if self.state.get(flat_slice.param):
+                scalars.update(
+                    dict.fromkeys(flat_slice.names, slice_state.numbers(flat_slice, self.state[flat_slice.param]))
+                )
         return scalars
 
     @torch.no_grad()
@@ -61,39 +63,41 @@ class StateRecords(torch.optim.Optimizer):
         """
         self.engine.settle()
         self.state.clear()
-        self.runs = [
+        self.slices = [
             part
-            for run in self.runs
-            for part in self._divided(run, lambda index, f=run.flat: state.get(f.infos[index].name))
+            for flat_slice in self.slices
+            for part in self._divided(flat_slice, lambda index, f=flat_slice.flat: state.get(f.infos[index].name))
         ]
         self._share_groups()
         self._create_state()
-        for run in self.runs:
-            values = state.get(run.names[0]) if run.names else None
+        for flat_slice in self.slices:
+            values = state.get(flat_slice.names[0]) if flat_slice.names else None
             if values is None:
-                self.state.pop(run.param, None)
+                self.state.pop(flat_slice.param, None)
             else:
-                run_state.set_numbers(run, self.state[run.param], values, type(self.inner).__name__)
+                slice_state.set_numbers(flat_slice, self.state[flat_slice.param], values, type(self.inner).__name__)
 
-    def _divided(self, run: Run, key) -> list[Run]:
-        """The run cut wherever `key(index of the parameter)` changes; its state goes with the parts."""
-        cuts = run.cuts(key)
+    def _divided(self, flat_slice: FlatSlice, key) -> list[FlatSlice]:
+        """The slice cut wherever `key(index of the parameter)` changes; its state goes with the parts."""
+        cuts = flat_slice.cuts(key)
         if len(cuts) == 1:
-            return [run]
-        state = self.state.pop(run.param, {})
+            return [flat_slice]
+        state = self.state.pop(flat_slice.param, {})
         parts = []
         for start, stop in cuts:
-            window = slice(start - run.start, stop - run.start)
-            param = nn.Parameter(run.param.detach()[window], requires_grad=True)
-            parts.append(Run(run.unit, run.gradient, start, stop, run.group, param))
+            window = slice(start - flat_slice.start, stop - flat_slice.start)
+            param = nn.Parameter(flat_slice.param.detach()[window], requires_grad=True)
+            parts.append(FlatSlice(flat_slice.unit, flat_slice.gradient, start, stop, flat_slice.group, param))
             if state:
-                self.state[param] = {key: run_state.part_of(value, run.param, window) for key, value in state.items()}
+                self.state[param] = {
+                    key: slice_state.part_of(value, flat_slice.param, window) for key, value in state.items()
+                }
         return parts
 
     def state_dict(self) -> dict:
         """The groups and this rank's state, as torch gives them, with the stretches of its shards in place of
-        parameters: for who looks at them, and for `load_state_dict` on the same rank of the same run. Checkpoints,
-        which go by parameters' names, are written by `hf_zero.save_state`. All ranks call it.
+        parameters: for who looks at them, and for `load_state_dict` on the same rank of the same training.
+        Checkpoints, which go by parameters' names, are written by `hf_zero.save_state`. All ranks call it.
 
         Raises:
             `LifecycleError`: where the state rests on disk.
@@ -106,7 +110,7 @@ class StateRecords(torch.optim.Optimizer):
         """Takes back what `state_dict` gave on this rank. All ranks call it.
 
         Raises:
-            `LifecycleError`: for groups or stretches that are not these: of another rank, stage or run.
+            `LifecycleError`: for groups or stretches that are not these: of another rank, stage or training.
         """
         self._refuse_on_disk("load_state_dict")
         self.engine.settle()
@@ -135,9 +139,9 @@ class StateRecords(torch.optim.Optimizer):
             )
 
     def _make_early_state(self) -> None:
-        """The state of optimizers that make it when they are built (Adagrad), for the runs."""
-        for runs in self._in_turn(writes=True) if self._make_state_early else ():
-            chosen = {id(run.param) for run in runs}
+        """The state of optimizers that make it when they are built (Adagrad), for the slices."""
+        for slices in self._in_turn(writes=True) if self._make_state_early else ():
+            chosen = {id(flat_slice.param) for flat_slice in slices}
             for inner in self._make_state_early:
                 groups = [
                     {**group, "params": [param for param in group["params"] if id(param) in chosen]}
@@ -149,11 +153,12 @@ class StateRecords(torch.optim.Optimizer):
     def _create_state(self) -> None:
         """Lets the inner optimizers make their state, by a step with zero gradients on zeros; groups stay alike."""
         self._make_early_state()
-        for run in (run for runs in self._in_turn(writes=True) for run in runs):  # what is set aside is one run
-            values = run.param.data
-            run.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
-            self._step_alone(run.param, run.group)
-            run.param.data = values
+        # one at a time: no more than one slice's values are set aside
+        for flat_slice in (flat_slice for slices in self._in_turn(writes=True) for flat_slice in slices):
+            values = flat_slice.param.data
+            flat_slice.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
+            self._step_alone(flat_slice.param, flat_slice.group)
+            flat_slice.param.data = values
 
     def _step_alone(self, param: nn.Parameter, group: int) -> None:
         """A step of one parameter with zero gradients, as one of a group, which makes its state."""
@@ -173,7 +178,7 @@ class StateRecords(torch.optim.Optimizer):
     def groups_state(self) -> list[dict]:
         """The groups' hyperparameters that can be written as JSON, each with its parameters' names."""
         return [
-            {**run_state.group_as_json(group), "param_names": names, "num_steps": self.num_steps}
+            {**slice_state.group_as_json(group), "param_names": names, "num_steps": self.num_steps}
             for group, names in zip(self.param_groups, self._group_names)
         ]
 
@@ -183,35 +188,35 @@ class StateRecords(torch.optim.Optimizer):
         Raises:
             `CheckpointError`: when the groups are not the same in number or in parameters.
         """
-        run_state.check_groups(groups, self._group_names)
+        slice_state.check_groups(groups, self._group_names)
         for group, saved in zip(self.param_groups, groups):
             self.num_steps = saved.get("num_steps", self.num_steps)
             own = {key: value for key, value in saved.items() if key not in ("param_names", "num_steps")}
-            run_state.set_group(group, own)
+            slice_state.set_group(group, own)
 
     def state_tensors(self) -> Iterator[tuple[Tensor, Place]]:
         """Every tensor of the state on this rank, and where it rests; of quantised ones, those they are made of."""
-        for run in self.runs:
-            for tensor in self._tensors_of(run):
-                yield tensor, run.flat.master_at
+        for flat_slice in self.slices:
+            for tensor in self._tensors_of(flat_slice):
+                yield tensor, flat_slice.flat.master_at
 
-    def _tensors_of(self, run: Run) -> Iterator[Tensor]:
-        for _, tensor in run_state.plain_tensors(self.state.get(run.param, {}), run.is_whole):
+    def _tensors_of(self, flat_slice: FlatSlice) -> Iterator[Tensor]:
+        for _, tensor in slice_state.plain_tensors(self.state.get(flat_slice.param, {}), flat_slice.is_whole):
             yield tensor
 
     def expected_state(self) -> Iterator[tuple[torch.dtype, int, Place]]:
         """Dtype, number of elements and resting place of every state tensor on this rank, single numbers left out;
         before the first step without those of optimizers that are not elementwise."""
         dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
-        for run in self.runs:
-            if run.param in self.state:
-                tensors = (tensor for tensor in self._tensors_of(run) if tensor.dim())
-                yield from ((tensor.dtype, tensor.numel(), run.flat.master_at) for tensor in tensors)
-            elif self._inner_of[run.group] not in self._exchanges:
-                key = (run.group, run.param.dtype)
+        for flat_slice in self.slices:
+            if flat_slice.param in self.state:
+                tensors = (tensor for tensor in self._tensors_of(flat_slice) if tensor.dim())
+                yield from ((tensor.dtype, tensor.numel(), flat_slice.flat.master_at) for tensor in tensors)
+            elif self._inner_of[flat_slice.group] not in self._exchanges:
+                key = (flat_slice.group, flat_slice.param.dtype)
                 if key not in dtypes:
                     dtypes[key] = list(self._state_dtypes(*key).values())
-                yield from ((dtype, run.param.numel(), run.flat.master_at) for dtype in dtypes[key])
+                yield from ((dtype, flat_slice.param.numel(), flat_slice.flat.master_at) for dtype in dtypes[key])
 
     @property
     def late_state(self) -> list[str]:
@@ -220,7 +225,7 @@ class StateRecords(torch.optim.Optimizer):
 
     def _state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """By key the dtypes of the state's tensors, of elements of this dtype."""
-        found = run_state.plain_tensors(self._try_state(group, dtype))
+        found = slice_state.plain_tensors(self._try_state(group, dtype))
         return {key: tensor.dtype for key, tensor in found if tensor.dim()}
 
     def _try_state(self, group: int, dtype: torch.dtype) -> dict:
@@ -254,9 +259,9 @@ class StateRecords(torch.optim.Optimizer):
         sizes = {info.name: info.shape.numel() for info in infos}
         nbytes = 0
         for inner in self._inners:
-            runs = [run for run in self._runs_of(inner) if self.state.get(run.param)]
-            tensors = [tensor for run in runs for tensor in self._tensors_of(run) if tensor.dim()]
-            held = sum(run.stop - run.start for run in runs)
+            slices = [flat_slice for flat_slice in self._slices_of(inner) if self.state.get(flat_slice.param)]
+            tensors = [tensor for flat_slice in slices for tensor in self._tensors_of(flat_slice) if tensor.dim()]
+            held = sum(flat_slice.stop - flat_slice.start for flat_slice in slices)
             if held:
                 found = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
                 owned = [names for names, own in zip(self._group_names, self._inner_of) if own is inner]

@@ -15,12 +15,12 @@ from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.finite import norm_of, trace
+from hf_zero.optim.flat_slices import FlatSlice, make_partitions, make_slices, named_groups
 from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
 from hf_zero.optim.host import Gradients, HostSteps, PartialStep
 from hf_zero.optim.norm import global_norm
 from hf_zero.optim.overrides import carry_overrides
 from hf_zero.optim.records import StateRecords
-from hf_zero.optim.runs import Run, make_runs, make_shares, named_groups
 from hf_zero.optim.swap import Swap
 from hf_zero.sharding.arena import trim
 
@@ -71,16 +71,16 @@ class ShardedOptimizer(StateRecords):
         self._refuse_unfrozen()
         _refuse_added(engine.model)
         self._group_names = named_groups(engine, optimizer)
-        shares = make_shares(engine, optimizer, granularities)
-        self.runs = make_runs(engine, optimizer, granularities, shares)
+        partitions = make_partitions(engine, optimizer, granularities)
+        self.slices = make_slices(engine, optimizer, granularities, partitions)
         self._exchanges: dict[torch.optim.Optimizer, Exchange] = {}  # of those that are not elementwise
         self._share_groups()
         for inner, granularity in dict(zip(self._inner_of, granularities)).items():
-            runs = self._runs_of(inner)
-            carry_overrides(inner, runs)
+            slices = self._slices_of(inner)
+            carry_overrides(inner, slices)
             if not granularity.is_elementwise:
-                own_shares = [share for share in shares if self._inner_of[share.group] is inner]
-                self._exchanges[inner] = Exchange(engine.comm, own_shares, runs)
+                own_partitions = [partition for partition in partitions if self._inner_of[partition.group] is inner]
+                self._exchanges[inner] = Exchange(engine.comm, own_partitions, slices)
         self._swap = self._make_swap()
         self._make_early_state()
         self.num_steps = 0
@@ -104,22 +104,22 @@ class ShardedOptimizer(StateRecords):
         return Swap(
             disk,
             self.engine.comm,
-            runs=[run for run in self.runs if run.flat.on_disk is not None],
+            slices=[flat_slice for flat_slice in self.slices if flat_slice.flat.on_disk is not None],
             state=self.state,
-            state_of=lambda run: state_dtypes(run.group, run.param.dtype),
+            state_of=lambda flat_slice: state_dtypes(flat_slice.group, flat_slice.param.dtype),
         )
 
-    def _in_turn(self, *, writes: bool) -> Iterator[list[Run]]:
-        """The runs while their masters and state are in memory: all at once, or as they come from the disk.
+    def _in_turn(self, *, writes: bool) -> Iterator[list[FlatSlice]]:
+        """The slices while their masters and state are in memory: all at once, or as they come from the disk.
 
         Args:
             writes (`bool`): what is written to masters and state lasts.
         """
-        yield [run for run in self.runs if run.flat.on_disk is None]
+        yield [flat_slice for flat_slice in self.slices if flat_slice.flat.on_disk is None]
         if self._swap is not None:
-            on_disk = [run for run in self.runs if run.flat.on_disk is not None]
+            on_disk = [flat_slice for flat_slice in self.slices if flat_slice.flat.on_disk is not None]
             for turn in self._swap.walk(on_disk, writes=writes):
-                yield turn.runs
+                yield turn.slices
 
     def _refuse_late(self) -> None:
         if self.engine.config.delayed_update and self._exchanges:
@@ -129,15 +129,17 @@ class ShardedOptimizer(StateRecords):
                 "AdamW, or no delay"
             )
 
-    def _runs_of(self, inner: torch.optim.Optimizer) -> list[Run]:
-        return [run for run in self.runs if self._inner_of[run.group] is inner]
+    def _slices_of(self, inner: torch.optim.Optimizer) -> list[FlatSlice]:
+        return [flat_slice for flat_slice in self.slices if self._inner_of[flat_slice.group] is inner]
 
     def _share_groups(self) -> None:
-        """Lets the inner optimizer's groups hold the runs. Groups and state are one object for both optimizers, so
+        """Lets the inner optimizer's groups hold the slices. Groups and state are one object for both optimizers, so
         that schedulers may change either."""
         for index, group in enumerate(self.inner.param_groups):
             # where this rank updates none of a group, schedulers still find one (`AdafactorSchedule`)
-            group["params"] = [run.param for run in self.runs if run.group == index] or [self._no_param]
+            group["params"] = [flat_slice.param for flat_slice in self.slices if flat_slice.group == index] or [
+                self._no_param
+            ]
         if not hasattr(self, "param_groups"):
             placeholder = [dict(group, params=[nn.Parameter(torch.empty(0))]) for group in self.inner.param_groups]
             super().__init__(placeholder, self.inner.defaults)
@@ -145,7 +147,7 @@ class ShardedOptimizer(StateRecords):
         self.state = self.inner.state
 
     def add_param_group(self, param_group: dict) -> None:
-        """Refused: the runs are cut by the groups when the optimizer is built."""
+        """Refused: the slices are cut by the groups when the optimizer is built."""
         if hasattr(self, "param_groups") and self.param_groups is self.inner.param_groups:
             raise LifecycleError(
                 "add_param_group: the shards are assigned; give all groups when the optimizer is built"
@@ -227,7 +229,7 @@ class ShardedOptimizer(StateRecords):
         for unit in exchange.units:
             with _lent({unit: grads.get(unit, [])}):
                 exchange.bring(unit)
-                step.step([run.param for run in self.runs if run.unit is unit], scale)
+                step.step([flat_slice.param for flat_slice in self.slices if flat_slice.unit is unit], scale)
                 exchange.take_back(unit)
         step.finish()
 
@@ -318,12 +320,12 @@ class ShardedOptimizer(StateRecords):
                 gradient.reduced.clamp_(-clip_value, clip_value)
 
     def _gradients_of(self, units: Iterable[Unit]) -> Gradients:
-        """Of some units the runs that this rank holds and that have a gradient, each with its own."""
+        """Of some units the slices that this rank holds and that have a gradient, each with its own."""
         wanted, grads = set(units), {}
-        for run in self.runs:
-            grad = run.grad if run.unit in wanted else None
+        for flat_slice in self.slices:
+            grad = flat_slice.grad if flat_slice.unit in wanted else None
             if grad is not None:
-                grads.setdefault(run.unit, []).append((run, grad))
+                grads.setdefault(flat_slice.unit, []).append((flat_slice, grad))
         return grads
 
     @property
@@ -348,8 +350,8 @@ class ShardedOptimizer(StateRecords):
     def _leave_out_unused(self) -> None:
         """A parameter that no rank used has no gradient, and an optimizer leaves it alone, decay included.
 
-        The ranks agree by one vector. A run in which used and unused parameters meet is divided between them, with its
-        state, so that each keeps a step count of its own, as in an optimizer on whole parameters.
+        The ranks agree by one vector. A slice in which used and unused parameters meet is divided between them, with
+        its state, so that each keeps a step count of its own, as in an optimizer on whole parameters.
         """
         gradients = list(self.engine.gradients())
         own = [used for gradient in gradients for used in gradient.used]
@@ -364,21 +366,23 @@ class ShardedOptimizer(StateRecords):
             anywhere = anywhere[len(gradient.used) :]
         if all(used for gradient in gradients for used in gradient.used):
             return
-        self.runs = [
-            part for run in self.runs for part in self._divided(run, lambda index, g=run.gradient: g.used[index])
+        self.slices = [
+            part
+            for flat_slice in self.slices
+            for part in self._divided(flat_slice, lambda index, g=flat_slice.gradient: g.used[index])
         ]
         self._share_groups()
 
 
 @contextmanager
 def _lent(grads: Gradients) -> Iterator[list[nn.Parameter]]:
-    """What the inner optimizers see of some runs, with their gradients as long as the context lasts."""
+    """What the inner optimizers see of some slices, with their gradients as long as the context lasts."""
     lent = [pair for own in grads.values() for pair in own]
-    for run, grad in lent:
-        run.param.grad = grad.to(run.param.dtype)
-    yield [run.param for run, _ in lent]
-    for run, _ in lent:
-        run.param.grad = None
+    for flat_slice, grad in lent:
+        flat_slice.param.grad = grad.to(flat_slice.param.dtype)
+    yield [flat_slice.param for flat_slice, _ in lent]
+    for flat_slice, _ in lent:
+        flat_slice.param.grad = None
 
 
 def _refuse_added(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_zero.engine.flat import NamedShard
 from hf_zero.errors import CheckpointError
-from hf_zero.optim.runs import Run
+from hf_zero.optim.flat_slices import FlatSlice
 
 
 # The tables by which 8-bit optimizers decode: they follow from the optimizer.
@@ -16,10 +16,10 @@ TABLES = ("qmap", "qmap1", "qmap2")
 
 
 def plain_tensors(state: dict, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one run's state; of those that are made of others, the others.
+    """Yields the plain tensors of one slice's state; a composite tensor is given as its parts.
 
-    Quantised tensors are made of codes and scales. One that has rows for a stretch of elements (AdEMAMix keeps both of
-    its averages in one tensor) is made of these: each row can be cut where the stretch can.
+    A quantized tensor consists of codes and scales. A tensor with several rows for the slice (AdEMAMix keeps both of
+    its averages in one) consists of these rows, each of which can be cut where the slice can.
 
     Args:
         state (`dict`): by key.
@@ -41,50 +41,50 @@ def _parts(key: str, value: Tensor, is_whole: bool) -> Iterator[tuple[str, Tenso
         yield key, value
 
 
-def is_number(value, run: Run) -> bool:
-    """Whether a state value is one number for the whole run, such as Adam's step count."""
+def is_number(value, flat_slice: FlatSlice) -> bool:
+    """Whether a state value is one number for the whole slice, such as Adam's step count."""
     if isinstance(value, Tensor):
-        return value.dim() == 0 or (value.numel() == 1 and value.shape != run.param.shape)
+        return value.dim() == 0 or (value.numel() == 1 and value.shape != flat_slice.param.shape)
     return isinstance(value, (int, float))
 
 
-def state_shards(run: Run, state: dict, only: tuple[int, int]) -> Iterator[tuple[str, NamedShard]]:
-    """The tensors of a run's state, by the parameters that they belong to, as far as they belong to the range `only`.
+def state_shards(flat_slice: FlatSlice, state: dict, only: tuple[int, int]) -> Iterator[tuple[str, NamedShard]]:
+    """Yields the tensors of a slice's state, by parameter, as far as they belong to the range `only`.
 
-    What has a value for each element is given as the parameter's. What is not so shaped belongs to a run of one
-    parameter: it has a value for each of the run's blocks, or is the run's, and whose is the first element's.
+    What has a value for each element is given as the parameter's. What is not so shaped belongs to a slice of one
+    parameter: it has a value for each of the slice's blocks, or is the slice's, and whose is the first element's.
 
     Raises:
         `CheckpointError`: for state of several parameters at once.
     """
-    found = {key: value for key, value in state.items() if not is_number(value, run)}
-    for key, tensor in plain_tensors(found, run.is_whole):
+    found = {key: value for key, value in state.items() if not is_number(value, flat_slice)}
+    for key, tensor in plain_tensors(found, flat_slice.is_whole):
         if key.endswith(TABLES):
             continue
-        if tensor.shape == run.param.shape:
-            for shard in run.named(tensor, only):
+        if tensor.shape == flat_slice.param.shape:
+            for shard in flat_slice.named(tensor, only):
                 yield key, shard
-        elif len(run.indices) > 1:
+        elif len(flat_slice.indices) > 1:
             raise CheckpointError(
-                f"optimizer state {key!r}: has shape {list(tensor.shape)} over {', '.join(run.names)}, which are "
-                f"updated as {list(run.param.shape)}; set `whole_parameters = True` on the optimizer's class"
+                f"optimizer state {key!r}: has shape {list(tensor.shape)} over {', '.join(flat_slice.names)}, "
+                f"which are updated as {list(flat_slice.param.shape)}; set `whole_parameters = True` on the optimizer's class"
             )
-        elif only[0] <= run.start < only[1]:
-            yield key, _unlike_parameter(run, tensor)
+        elif only[0] <= flat_slice.start < only[1]:
+            yield key, _unlike_parameter(flat_slice, tensor)
 
 
-def _unlike_parameter(run: Run, tensor: Tensor) -> NamedShard:
-    """State that is not shaped like the run: the parameter's, or a part of it by blocks."""
-    index = run.indices[0]
-    place, info = run.flat.layout.places[index], run.flat.infos[index]
-    if (run.start, run.stop) == (place.offset, place.stop):
+def _unlike_parameter(flat_slice: FlatSlice, tensor: Tensor) -> NamedShard:
+    """State that is not shaped like the slice: the parameter's, or a part of it by blocks."""
+    index = flat_slice.indices[0]
+    place, info = flat_slice.flat.layout.places[index], flat_slice.flat.infos[index]
+    if (flat_slice.start, flat_slice.stop) == (place.offset, place.stop):
         return NamedShard(info.name, tensor.shape, 0, tensor.reshape(-1))
-    block = (run.stop - run.start) // tensor.numel()
+    block = (flat_slice.stop - flat_slice.start) // tensor.numel()
     shape = torch.Size([place.numel // block])
-    return NamedShard(info.name, shape, (run.start - place.offset) // block, tensor)
+    return NamedShard(info.name, shape, (flat_slice.start - place.offset) // block, tensor)
 
 
-def numbers(run: Run, state: dict) -> dict[str, float]:
+def numbers(flat_slice: FlatSlice, state: dict) -> dict[str, float]:
     """The state that is one number per parameter.
 
     Raises:
@@ -93,14 +93,14 @@ def numbers(run: Run, state: dict) -> dict[str, float]:
     for key, value in state.items():
         if value is not None and not isinstance(value, (Tensor, int, float)):
             raise CheckpointError(
-                f"optimizer state {key!r} of {', '.join(run.names)}: a {type(value).__name__} cannot be saved; "
+                f"optimizer state {key!r} of {', '.join(flat_slice.names)}: a {type(value).__name__} cannot be saved; "
                 "keep tensors and numbers in the state"
             )
-    return {key: float(value) for key, value in state.items() if is_number(value, run)}
+    return {key: float(value) for key, value in state.items() if is_number(value, flat_slice)}
 
 
-def set_numbers(run: Run, state: dict, values: dict[str, float], optimizer: str) -> None:
-    """Writes saved numbers into a run's state.
+def set_numbers(flat_slice: FlatSlice, state: dict, values: dict[str, float], optimizer: str) -> None:
+    """Writes saved numbers into a slice's state.
 
     Raises:
         `CheckpointError`: for numbers that it has no place for.
@@ -108,7 +108,7 @@ def set_numbers(run: Run, state: dict, values: dict[str, float], optimizer: str)
     for key, value in values.items():
         if key not in state:
             raise CheckpointError(
-                f"{run.names[0]}: the checkpoint has optimizer state {key!r}, {optimizer} has {sorted(state)}; "
+                f"{flat_slice.names[0]}: the checkpoint has optimizer state {key!r}, {optimizer} has {sorted(state)}; "
                 "resume with the optimizer that saved it"
             )
         old = state[key]
@@ -116,8 +116,7 @@ def set_numbers(run: Run, state: dict, values: dict[str, float], optimizer: str)
 
 
 def part_of(value, param: Tensor, window: slice):
-    """A part of one state value: a window of what is shaped like the run, or has rows that are; a copy of what is
-    not."""
+    """Returns a window of a state value that is shaped like the slice, or has rows that are; a copy of another."""
     if not isinstance(value, Tensor):
         return value
     is_cut = param.dim() == 1 and value.dim() in (1, 2) and value.shape[-1:] == param.shape

@@ -1,4 +1,4 @@
-"""Masters and optimizer state that rest on disk: a few runs at a time are in memory, where they are updated."""
+"""Masters and optimizer state that rest on disk: a few slices at a time are in memory, where they are updated."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Comm, Pending
 from hf_zero.engine.flat import Flat, Range
 from hf_zero.engine.placeholder import Placeholders
-from hf_zero.optim.runs import Run
+from hf_zero.optim.flat_slices import FlatSlice
 from hf_zero.storage import Disk, DiskTensor, Record, windows
 
 
@@ -22,26 +22,26 @@ class Turn:
         flat (`Flat`): the buffer.
         covers (`tuple[int, int]`): the piece, counted in the buffer.
         master (`Tensor`): its masters.
-        runs (`list[Run]`): those of the runs in question that lie in it.
+        slices (`list[FlatSlice]`): those of the slices in question that lie in it.
         uses (`list[Pending]`): what still reads `master` when the turn is over.
     """
 
     flat: Flat
     covers: Range
     master: Tensor
-    runs: list[Run]
+    slices: list[FlatSlice]
     uses: list[Pending] = field(default_factory=list)
 
 
 class Swap:
-    """Brings runs, with their state, into memory in turn. In between their tensors read as NaN.
+    """Brings slices, with their state, into memory in turn. In between their tensors read as NaN.
 
     Args:
         disk (`Disk`): where the masters rest.
         comm (`Comm`): the ranks.
-        runs (`list[Run]`): all that are updated, each within one piece of its buffer.
-        state (`dict`): the optimizer's, by run's parameter. The numbers in it stay in memory.
-        state_of (`Callable`): gives the dtypes of the tensors of a run's state, by key.
+        slices (`list[FlatSlice]`): all that are updated, each within one piece of its buffer.
+        state (`dict`): the optimizer's, by slice's parameter. The numbers in it stay in memory.
+        state_of (`Callable`): gives the dtypes of the tensors of a slice's state, by key.
 
     Raises:
         `StorageError`: on all ranks, when the disk has no room.
@@ -52,16 +52,16 @@ class Swap:
         disk: Disk,
         comm: Comm,
         *,
-        runs: list[Run],
+        slices: list[FlatSlice],
         state: dict[nn.Parameter, dict],
-        state_of: Callable[[Run], dict[str, torch.dtype]],
+        state_of: Callable[[FlatSlice], dict[str, torch.dtype]],
     ):
         self._disk = disk
         self._state = state
         self._placeholders = Placeholders(torch.device("cpu"))
         keys: dict[Flat, dict[str, torch.dtype]] = {}
-        for run in runs:
-            keys.setdefault(run.flat, {}).update(state_of(run))
+        for flat_slice in slices:
+            keys.setdefault(flat_slice.flat, {}).update(state_of(flat_slice))
         places = [(flat, key, dtype) for flat, own in keys.items() for key, dtype in own.items()]
         extents = disk.extents(comm, [(flat.on_disk.extent.numel, dtype) for flat, _, dtype in places])
         self._tensors: dict[Flat, dict[str, DiskTensor]] = {flat: {} for flat in keys}
@@ -72,14 +72,14 @@ class Swap:
         if comm.rank == 0:
             disk.tell("masters and optimizer state")
 
-    def walk(self, runs: Sequence[Run], *, writes: bool) -> Iterator[Turn]:
+    def walk(self, slices: Sequence[FlatSlice], *, writes: bool) -> Iterator[Turn]:
         """Runs in turn; the next ones are read, and the last ones written, while some are here.
 
         Args:
-            runs (`Sequence[Run]`): which.
+            slices (`Sequence[FlatSlice]`): which.
             writes (`bool`): their masters and state are written back.
         """
-        turns = self._turns(runs)
+        turns = self._turns(slices)
         for position, (flat, covers, own) in enumerate(turns):
             following = turns[position + 1][:2] if position + 1 < len(turns) else None
             with self._here(flat, covers, own, writes=writes) as turn:
@@ -89,12 +89,14 @@ class Swap:
                     self._disk.prefetch(ahead)
                 yield turn
 
-    def _turns(self, runs: Sequence[Run]) -> list[tuple[Flat, Range, list[Run]]]:
-        found: dict[tuple[Flat, Range], list[Run]] = {}
-        for run in runs:
-            first, numel = run.flat.held[0], run.flat.on_disk.extent.numel
-            covers = next((first + a, first + b) for a, b in windows(numel) if first + a <= run.start < first + b)
-            found.setdefault((run.flat, covers), []).append(run)
+    def _turns(self, slices: Sequence[FlatSlice]) -> list[tuple[Flat, Range, list[FlatSlice]]]:
+        found: dict[tuple[Flat, Range], list[FlatSlice]] = {}
+        for flat_slice in slices:
+            first, numel = flat_slice.flat.held[0], flat_slice.flat.on_disk.extent.numel
+            covers = next(
+                (first + a, first + b) for a, b in windows(numel) if first + a <= flat_slice.start < first + b
+            )
+            found.setdefault((flat_slice.flat, covers), []).append(flat_slice)
         return [(*place, own) for place, own in found.items()]
 
     def _record(self, flat: Flat, covers: Range) -> Record:
@@ -103,34 +105,34 @@ class Swap:
         return tuple(tensor.extent.window(start, stop) for tensor in tensors)
 
     @contextmanager
-    def _here(self, flat: Flat, covers: Range, runs: list[Run], *, writes: bool) -> Iterator[Turn]:
+    def _here(self, flat: Flat, covers: Range, slices: list[FlatSlice], *, writes: bool) -> Iterator[Turn]:
         record = self._record(flat, covers)
         if self._last is not None:
             self._order[self._last] = record
         self._last = record
         master, *tensors = self._disk.bring(record)
         state = dict(zip(self._tensors[flat], tensors))
-        turn = Turn(flat, covers, master, runs)
+        turn = Turn(flat, covers, master, slices)
         try:
-            for run in runs:
-                self._show(run, turn, state)
+            for flat_slice in slices:
+                self._show(flat_slice, turn, state)
             yield turn
         finally:
-            for run in runs:
-                self._hide(run, turn, state)
+            for flat_slice in slices:
+                self._hide(flat_slice, turn, state)
             self._disk.take_back(record, writes=writes, uses=turn.uses)
 
-    def _show(self, run: Run, turn: Turn, state: dict[str, Tensor]) -> None:
-        part = slice(run.start - turn.covers[0], run.stop - turn.covers[0])
-        run.param.data = turn.master[part]
-        own = self._state.get(run.param, {})
+    def _show(self, flat_slice: FlatSlice, turn: Turn, state: dict[str, Tensor]) -> None:
+        part = slice(flat_slice.start - turn.covers[0], flat_slice.stop - turn.covers[0])
+        flat_slice.param.data = turn.master[part]
+        own = self._state.get(flat_slice.param, {})
         own.update({key: tensor[part] for key, tensor in state.items() if key in own})
 
-    def _hide(self, run: Run, turn: Turn, state: dict[str, Tensor]) -> None:
+    def _hide(self, flat_slice: FlatSlice, turn: Turn, state: dict[str, Tensor]) -> None:
         """State that the optimizer has made anew meanwhile, as in its first step, is taken over."""
-        part = slice(run.start - turn.covers[0], run.stop - turn.covers[0])
-        run.param.data = self._placeholders.of(run.param.shape, run.param.dtype)
-        own = self._state.get(run.param, {})
+        part = slice(flat_slice.start - turn.covers[0], flat_slice.stop - turn.covers[0])
+        flat_slice.param.data = self._placeholders.of(flat_slice.param.shape, flat_slice.param.dtype)
+        own = self._state.get(flat_slice.param, {})
         for key, tensor in state.items():
             if key in own:
                 place, value = tensor[part], own[key]

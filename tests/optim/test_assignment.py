@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from hf_zero.optim.flat_slices import blocks, owners
 from hf_zero.optim.granularity import ShardGranularity
-from hf_zero.optim.runs import blocks, owners
 from hf_zero.sharding.layout import Layout
 
 

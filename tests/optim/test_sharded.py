@@ -241,7 +241,7 @@ def _state_dict_and_back() -> None:
                 p.copy_(weights[name])
         subject.optimizer.load_state_dict(saved)
         assert_equal(train(subject, "mlp", num_steps=2), after, f"stage {stage}: taken back")
-        shards = {id(run.param) for run in subject.optimizer.runs}
+        shards = {id(run.param) for run in subject.optimizer.slices}
         assert {id(param) for param in subject.optimizer.inner.state} == shards, "one state for both optimizers"
 
 
@@ -254,7 +254,7 @@ def test_a_state_dict_can_be_taken_back(num_ranks):
 def test_a_state_dict_goes_where_the_parameters_are(fused):
     """As in torch: numbers stay in the host's memory, but where the step reads them on the device."""
     optimizer = hf_zero.ShardedOptimizer(_engine(), torch.optim.AdamW, lr=0.1)
-    for run in optimizer.runs:
+    for run in optimizer.slices:
         run.param.grad = torch.zeros_like(run.param)
     optimizer.inner.step()
     saved = optimizer.state_dict()

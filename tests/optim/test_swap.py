@@ -47,7 +47,7 @@ def on_disk_and_in_memory(folder: str, make, stage: int, settings: dict, run) ->
 
 def assert_rest_on_disk(subject: Sharded) -> None:
     """Of masters and state on disk nothing is left in memory but numbers."""
-    on_disk = [run for run in subject.optimizer.runs if run.flat.on_disk is not None]
+    on_disk = [run for run in subject.optimizer.slices if run.flat.on_disk is not None]
     assert on_disk
     for run in on_disk:
         state = subject.optimizer.state[run.param].values()

@@ -43,7 +43,7 @@ def _agrees(kind: str) -> None:
             subject = Sharded(kinds.model_for(kind), make, stage, shared_memory=shared_memory)
             assert_equal(_train(subject, max_norm), zero, f"stage {stage}, shared memory {shared_memory}")
             _check_memory(subject.optimizer, _state_nbytes(whole.optimizer))
-            sizes = [(run, run.flat.layout.places[run.indices[0]].numel) for run in subject.optimizer.runs]
+            sizes = [(run, run.flat.layout.places[run.indices[0]].numel) for run in subject.optimizer.slices]
             is_divided = any(run.stop - run.start < numel for run, numel in sizes)
             assert is_divided or "-bit" not in kind, "a quantised parameter was to be divided"
 
@@ -56,11 +56,11 @@ def _check_memory(optimizer: hf_zero.ShardedOptimizer, whole: int) -> None:
     """The ranks' states are about halves of the whole, and of what a rank updates but does not hold nothing stays."""
     everywhere = optimizer.engine.comm.all_gather_object(_state_nbytes(optimizer))
     # Of flat stretches the padding has state, 16 elements of two moments; of divided parameters each part has tables.
-    spare = (2 * 16 * 4 + 2 * 256 * 4) * len(optimizer.runs)
+    spare = (2 * 16 * 4 + 2 * 256 * 4) * len(optimizer.slices)
     assert whole - spare <= sum(everywhere) <= whole + spare, f"{everywhere} of {whole}"
     assert max(everywhere) <= 0.6 * sum(everywhere), f"{everywhere} of {whole}"
     assert abs(optimizer.unsharded_state_nbytes() - whole) <= 0.1 * whole + spare
-    assert all(run.is_held or run.param.untyped_storage().nbytes() <= 4 for run in optimizer.runs)
+    assert all(run.is_held or run.param.untyped_storage().nbytes() <= 4 for run in optimizer.slices)
 
 
 @pytest.mark.support("{kind}", area="Optimizers", stages=(0, 1, 2, 3))

@@ -235,10 +235,10 @@ def _tells(folder, stage, settings):
     assert bool(lines) == (dist.get_rank() == 0)
     told = {each.name: each for each in tensor_classes(trainer.zero_engine, trainer._zero_optimizer)}
     report = trainer.memory_report()
-    assert told["optimizer state"].nbytes == 8 * sum(run.param.numel() for run in trainer._zero_optimizer.runs)
+    assert told["optimizer state"].nbytes == 8 * sum(run.param.numel() for run in trainer._zero_optimizer.slices)
     masters = told["masters"].nbytes if "masters" in told else 0
     # Adam's step counts are 4 bytes for each run of the optimizer, which no class lists
-    counts = 4 * len(trainer._zero_optimizer.runs)
+    counts = 4 * len(trainer._zero_optimizer.slices)
     assert masters + told["optimizer state"].nbytes + counts == report.optimizer_nbytes
     assert told["parameters"].nbytes == report.parameter_nbytes
     kept = sum(told[name].nbytes for name in ("buffers to gather in", "buffers to exchange through") if name in told)

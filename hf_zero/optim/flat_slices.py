@@ -1,4 +1,4 @@
-"""What the inner optimizers see as parameters: stretches of flat buffers, or whole parameters."""
+"""The slices of flat buffers, or whole parameters, that the inner optimizers see as their parameters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from hf_zero.sharding.layout import Layout
 
 
 @dataclass(eq=False)
-class Run:
+class FlatSlice:
     """A stretch of one flat buffer that one optimizer group updates: what the inner optimizer sees as a parameter.
 
     Args:
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def grad(self) -> Tensor | None:
-        """The averaged gradient in the shape of `param`, where this rank holds the run and there is one."""
+        """The averaged gradient in the shape of `param`, where this rank holds the slice and there is one."""
         gradient = self.gradient
         if not (self.is_held and gradient.is_reduced and any(gradient.used[index] for index in self.indices)):
             return None
@@ -74,7 +74,7 @@ class Run:
         return self.flat.owned if self.flat.plan.master is Residency.REPLICATED else (self.start, self.stop)
 
     def named(self, tensor: Tensor, only: tuple[int, int]) -> Iterator[NamedShard]:
-        """The parameters' runs inside `tensor`, which is shaped like `param`, limited to the range `only`."""
+        """The parameters' slices inside `tensor`, which is shaped like `param`, limited to the range `only`."""
         covers = (self.start, self.stop)
         if max(covers[0], only[0]) < min(covers[1], only[1]):
             yield from self.flat.named_shards(tensor.reshape(-1), covers, only)
@@ -91,8 +91,8 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """A parameter that may not be cut just anywhere, and who updates which range of it.
+class ParamPartition:
+    """A parameter that may not be cut just anywhere, and the range of it that each rank updates.
 
     Args:
         unit (`Unit`): whose parameter.
@@ -110,19 +110,21 @@ class Share:
     ranges: list[tuple[int, int]]
     shape: tuple[int, ...] | None
 
-    def run(self, rank: int) -> Run | None:
+    def flat_slice(self, rank: int) -> FlatSlice | None:
         """What a rank updates; `None` where that is nothing."""
         start, stop = self.ranges[rank]
         if start == stop:
             return None
-        run = Run(self.unit, self.gradient, start, stop, self.group, None, is_whole=self.shape is not None)
-        flat, shape = run.flat, self.shape or (stop - start,)
-        if run.is_held:
+        flat_slice = FlatSlice(
+            self.unit, self.gradient, start, stop, self.group, None, is_whole=self.shape is not None
+        )
+        flat, shape = flat_slice.flat, self.shape or (stop - start,)
+        if flat_slice.is_held:
             values = flat.master.detach()[start - flat.held[0] : stop - flat.held[0]].view(shape)
         else:
             values = torch.empty(1, dtype=flat.master.dtype, device=flat.master.device).expand(shape)
-        run.param = nn.Parameter(values)
-        return run
+        flat_slice.param = nn.Parameter(values)
+        return flat_slice
 
 
 def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
@@ -142,7 +144,7 @@ def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def make_shares(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[Share]:
+def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[ParamPartition]:
     """Divides what an optimizer does not update element by element; the same on all ranks.
 
     Args:
@@ -161,7 +163,7 @@ def make_shares(engine: ZeroEngine, optimizer, granularities: list[ShardGranular
     whole = [(g.flat.layout, index) for _, g, index, group in found if granularities[group] == PARAMETER]
     owner = iter(owners(whole))
     return [
-        Share(*each, *_divided(each[1].flat, each[2], granularities[each[3]], owner, engine.comm.num_ranks))
+        ParamPartition(*each, *_divided(each[1].flat, each[2], granularities[each[3]], owner, engine.comm.num_ranks))
         for each in found
     ]
 
@@ -179,29 +181,31 @@ def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Itera
     return ranges, place.shape if granularity == PARAMETER else None
 
 
-def make_runs(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity], shares: list[Share]) -> list[Run]:
+def make_slices(
+    engine: ZeroEngine, optimizer, granularities: list[ShardGranularity], partitions: list[ParamPartition]
+) -> list[FlatSlice]:
     """What this rank updates: of every trainable buffer what it holds, cut where the optimizer group changes; and its
-    part of the shares."""
+    part of the partitions."""
     group_of = _group_of(optimizer)
-    own: dict[Gradient, list[Run]] = {}
-    for share in shares:
-        run = share.run(engine.comm.rank)
-        if run is not None:
-            own.setdefault(share.gradient, []).append(run)
-    runs = []
+    own: dict[Gradient, list[FlatSlice]] = {}
+    for partition in partitions:
+        flat_slice = partition.flat_slice(engine.comm.rank)
+        if flat_slice is not None:
+            own.setdefault(partition.gradient, []).append(flat_slice)
+    slices = []
     for unit in engine.units:
         for gradient in unit.gradients:
             flat = gradient.flat
             start, stop = flat.held
             groups = [group_of.get(id(p), -1) for p in flat.params]
             groups = [group if group >= 0 and granularities[group].is_elementwise else -1 for group in groups]
-            for low, high in Run(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):
+            for low, high in FlatSlice(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):
                 indices = [piece.index for piece in flat.layout.pieces(low, high)]
                 for first, last in flat.cut(low, high) if indices and groups[indices[0]] >= 0 else ():
                     param = nn.Parameter(flat.master.detach()[first - start : last - start])
-                    runs.append(Run(unit, gradient, first, last, groups[indices[0]], param))
-            runs += own.get(gradient, [])
-    return runs
+                    slices.append(FlatSlice(unit, gradient, first, last, groups[indices[0]], param))
+            slices += own.get(gradient, [])
+    return slices
 
 
 def _group_of(optimizer) -> dict[int, int]:
