@@ -67,7 +67,8 @@ def state_shards(flat_slice: FlatSlice, state: dict, only: tuple[int, int]) -> I
         elif len(flat_slice.indices) > 1:
             raise CheckpointError(
                 f"optimizer state {key!r}: has shape {list(tensor.shape)} over {', '.join(flat_slice.names)}, "
-                f"which are updated as {list(flat_slice.param.shape)}; set `whole_parameters = True` on the optimizer's class"
+                f"which are updated as {list(flat_slice.param.shape)}; set `whole_parameters = True` on the "
+                "optimizer's class"
             )
         elif only[0] <= flat_slice.start < only[1]:
             yield key, _unlike_parameter(flat_slice, tensor)
