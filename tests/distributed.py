@@ -7,6 +7,7 @@ refers to a group may lie in a cycle. The next test gets new ones.
 """
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import os
@@ -15,6 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from datetime import timedelta
 from functools import cache
@@ -112,7 +115,7 @@ class _Pool:
                 answer = (
                     pickle.loads(connection.recv_bytes())
                     if ready
-                    else ("failed", "Timeout", f"no answer within {limit:.0f} s")
+                    else ("failed", "Timeout", f"no answer within {limit:.0f} s\n{_stacks(self.pids[rank])}")
                 )
             except EOFError:
                 answer = ("failed", "Died", "the process ended")
@@ -122,7 +125,12 @@ class _Pool:
                 results.append(answer[1])
                 self.is_worn |= answer[2] > _MAX_THREADS
         if failures:
-            failures.sort(key=lambda failure: failure[1] in ("Timeout", "CommError"))
+            # the reason first, then those who waited for it in vain
+            failures.sort(
+                key=lambda failure: (
+                    ("CommError", "Timeout").index(failure[1]) + 1 if failure[1] in ("CommError", "Timeout") else 0
+                )
+            )
             raise RemoteError(*failures[0])
         return results
 
@@ -130,6 +138,17 @@ class _Pool:
         for pid, connection in zip(self.pids, self.connections, strict=True):
             connection.close()
             _template().kill(pid)
+
+
+def _stacks_file(pid: int) -> Path:
+    return Path(tempfile.gettempdir(), f"hf-zero-tests-{pid}.stacks")
+
+
+def _stacks(pid: int) -> str:
+    """Where each thread of a rank that does not answer is."""
+    os.kill(pid, signal.SIGUSR2)
+    time.sleep(1.0)
+    return _stacks_file(pid).read_text()
 
 
 class _Template:
@@ -205,6 +224,7 @@ def _be_template(port: int) -> None:
 def _kill(pid: int) -> None:
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+    _stacks_file(pid).unlink(missing_ok=True)
 
 
 def _be_rank(port: int, env: dict[str, str]) -> NoReturn:
@@ -227,6 +247,8 @@ def _serve(port: int) -> None:
 
     from hf_zero.engine import direct
 
+    stacks = open(_stacks_file(os.getpid()), "w")  # noqa: SIM115 - as long as the process lives
+    faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
     connection = Client(("127.0.0.1", port), authkey=_KEY)
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
