@@ -130,7 +130,8 @@ class ZeroConfig:
         prefetch_units (`int`): how many units are gathered ahead of use at stage 3.
         keep_gathered (`int` or `str`): how many further blocks stay gathered from forward to backward at stage 3, the
             last ones first; "auto" takes as many as fit half of the memory that is free beside gradients and state.
-        timeout_seconds (`float`): how long a collective may take before it is an error.
+        timeout_seconds (`float`, *optional*): how long a collective may take before it is an error; by default as long
+            as the process group gives its own.
         shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
         offload (`str`): what rests in the host's memory: "none"; "optimizer": masters, optimizer state and reduced
             gradients (ZeRO-Offload, arXiv 2101.06840); "params": at stage 3 the parameters too (ZeRO-Infinity,
@@ -156,7 +157,7 @@ class ZeroConfig:
     bucket_nbytes: int | str = "auto"
     prefetch_units: int = 1
     keep_gathered: int | str = 0
-    timeout_seconds: float = 1800.0
+    timeout_seconds: float | None = None
     shared_memory: bool = True
     offload: str = "none"
     offload_fraction: float = 1.0

@@ -21,7 +21,7 @@ def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup
         )
 
 
-def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
+def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> dist.ProcessGroup:
     """The group of the ranks of the world that hold the same parts as this one. All ranks of the world call it.
 
     Raises:
@@ -37,4 +37,5 @@ def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float) -> dist.Pro
             f"the {len(divisions)} ranks form no rectangle of data-parallel by {len(own)} tensor-parallel ranks; give "
             "hf_zero.shard the data-parallel ranks as `group`"
         )
-    return dist.new_group(alike, timeout=timedelta(seconds=timeout_seconds), use_local_synchronization=True)
+    limit = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    return dist.new_group(alike, timeout=limit, use_local_synchronization=True)

@@ -69,6 +69,11 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
     return device.type in served and group._get_backend(device).name().lower() == "gloo"
 
 
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long a group's collectives on a device's tensors may take, in seconds, as whoever made it has chosen."""
+    return group._get_backend(device).options._timeout.total_seconds()
+
+
 def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Gives gloo's collectives in a group a limit, unless whoever made the group has chosen one."""
     backend = group._get_backend(CPU) if is_gloo(group) else None

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
 from hf_zero.comm.bandwidth import bucket_of_hosts, bucket_of_link
@@ -31,7 +32,7 @@ def connect(
     device: torch.device,
     *,
     group: dist.ProcessGroup | None = None,
-    timeout_seconds: float,
+    timeout_seconds: float | None = None,
     bucket_nbytes: int | str,
     shared_memory: bool = True,
 ) -> Comm:
@@ -40,8 +41,8 @@ def connect(
     Args:
         device (`torch.device`): where the tensors live.
         group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world when `None`.
-        timeout_seconds (`float`): how long one exchange may take. A limit that the group was made with stays for
-            exchanges through the backend alone.
+        timeout_seconds (`float`, *optional*): how long one exchange may take; by default as long as the group gives
+            its own. A limit that the group was made with stays for exchanges through the backend alone.
         bucket_nbytes (`int` or `str`): size in bytes of each buffer through which values are exchanged; "auto" chooses
             one by the bandwidth, the same on all ranks.
         shared_memory (`bool`): lets gloo's ranks, where they are all on one host, share memory instead.
@@ -54,11 +55,10 @@ def connect(
         backend.set_device(device)  # streams and events are those of the current device
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_initialized() and launched > 1:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
-        )
+        limit = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
     if not dist.is_initialized():
-        return Comm(device, timeout_seconds)
+        return Comm(device, timeout_seconds or default_pg_timeout.total_seconds())
     if group is None and "WORLD_SIZE" in os.environ and launched != dist.get_world_size():
         raise ConfigError(
             f"WORLD_SIZE is {launched} but the process group has {dist.get_world_size()} ranks; "
@@ -67,6 +67,8 @@ def connect(
     atexit.unregister(_leave)  # once is enough
     atexit.register(_leave)
     group = group or dist.group.WORLD
+    if timeout_seconds is None:
+        timeout_seconds = ranks.timeout_of(group, device)
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
     ranks.take_timeout(group, timeout_seconds)

@@ -235,6 +235,20 @@ def test_a_limit_that_was_chosen_for_a_group_stays():
     run_ranks(_takes_timeouts, 2)
 
 
+def _keeps_the_groups_limit() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    for shared in (True, False):
+        comm = connect(CPU, group=group, bucket_nbytes=2**20, shared_memory=shared)
+        if comm.rank == 0:
+            with pytest.raises(CommError, match="rank 1 .* does not answer within 2 s"):
+                comm.all_gather_vector(torch.ones(1))
+        dist.barrier()
+
+
+def test_without_a_limit_the_groups_own_is_kept():
+    run_ranks(_keeps_the_groups_limit, 2)
+
+
 def _calls_a_collective_alone(folder: Path) -> None:
     reset_accelerate()
     backend = dist.group.WORLD._get_backend(CPU)
