@@ -5,13 +5,13 @@ Nothing has a name once the ranks have met, so nothing is left behind however a 
 noticed at once.
 """
 
+import errno
 import os
 import select
 import socket
 import struct
 from collections import deque
 from enum import IntEnum
-from mmap import mmap
 
 import torch
 from torch import Tensor
@@ -46,17 +46,23 @@ class Peer:
         self._waiter.register(connection, select.POLLIN)
 
     def tell(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> bool:
-        """Sends one message; False when its queue is full."""
+        """Sends one message; False when there is no room for it now.
+
+        Raises:
+            `OSError`: when it cannot be sent, and not because the other rank has ended.
+        """
         message = _MESSAGE.pack(kind, *(numbers or (0, 0, 0)))
         try:
             if descriptor is None:
                 self.socket.send(message)
             else:
                 socket.send_fds(self.socket, [message], [descriptor])
-        except BlockingIOError:
-            return False
-        except OSError:
+        except ConnectionError:
             pass  # who listens to it next hears that it has ended
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.ENOBUFS):
+                return False
+            raise
         return True
 
     def hear(self, seconds: float) -> bool:
@@ -77,6 +83,8 @@ class Peer:
         elif kind == Kind.FENCE:
             self.num_begun_at_fence = last
         elif kind in (Kind.MEMORY, Kind.COMMON):
+            if not ancillary:  # the kernel drops a descriptor that this process has no number for
+                raise OSError(errno.EMFILE, "too many open files here, see ulimit -n")
             self.memory[number] = mapped(*struct.unpack("i", ancillary[0][2]), last)
             if kind == Kind.COMMON:
                 self.common.append(number)
@@ -84,10 +92,14 @@ class Peer:
 
 
 def mapped(descriptor: int, nbytes: int) -> Tensor:
-    """The memory behind a descriptor, as bytes; the descriptor is closed."""
-    memory = torch.frombuffer(mmap(descriptor, nbytes), dtype=torch.uint8)
-    os.close(descriptor)
-    return memory
+    """The memory behind a descriptor, as bytes. The descriptor is closed, and none is kept, which Python's `mmap` would:
+    the memory of a large model has more parts than a process may have open files by default."""
+    try:
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+    except RuntimeError as error:  # torch's way to say that the system refuses
+        raise OSError(str(error)) from error
+    finally:
+        os.close(descriptor)
 
 
 def close(connections) -> None:

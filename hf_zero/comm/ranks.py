@@ -71,7 +71,8 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """How long a group's collectives on a device's tensors may take, in seconds, as whoever made it has chosen."""
-    return group._get_backend(device).options._timeout.total_seconds()
+    options = group._get_backend(device).options  # None where nothing is ever sent, as in torch's fake group
+    return (default_pg_timeout if options is None else options._timeout).total_seconds()
 
 
 def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:

@@ -183,9 +183,15 @@ class SharedComm(PairwiseComm):
             self._tell(peer, Kind.DONE)
 
     def _tell(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None = None) -> None:
-        while not peer.tell(kind, *numbers, descriptor=descriptor):
+        while not self._told(peer, kind, *numbers, descriptor=descriptor):
             for other in self._others:  # it may be waiting for room as well: make some
                 self._hear(other, 0.001, "sending")
+
+    def _told(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None) -> bool:
+        try:
+            return peer.tell(kind, *numbers, descriptor=descriptor)
+        except OSError as error:
+            raise self._failed("sending", peer.rank, error) from error
 
     def _hear_until(self, peer: Peer, is_there: Callable[[], bool], what: str) -> None:
         self._refuse_out_of_step(peer, what)

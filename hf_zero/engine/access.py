@@ -1,5 +1,6 @@
 """The public way to whole parameters: `hf_zero.gathered`."""
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,12 +15,20 @@ from hf_zero.errors import LifecycleError
 UNIT_ATTRIBUTE = "_hf_zero_unit"
 
 
+class _Holder(Uncopyable):
+    """What a parameter knows of its unit, without keeping it alive: autograd's nodes keep a parameter in ways that
+    Python's garbage collector does not see, so a model whose parameters kept the engine would never be freed."""
+
+    def __init__(self, unit: Unit):
+        self.unit = weakref.ref(unit)
+
+
 def remember(units: list[Unit]) -> None:
     """Notes on every parameter which unit holds it, so that a parameter alone can be gathered."""
     for unit in units:
         for flat in unit.flats:
             for param in flat.params:
-                setattr(param, UNIT_ATTRIBUTE, unit)
+                setattr(param, UNIT_ATTRIBUTE, _Holder(unit))
 
 
 def forget(units: list[Unit]) -> None:
@@ -30,7 +39,8 @@ def forget(units: list[Unit]) -> None:
 
 def unit_of(param: Tensor) -> Unit | None:
     """The unit that holds a parameter, or `None` when it is not sharded."""
-    return getattr(param, UNIT_ATTRIBUTE, None)
+    holder = getattr(param, UNIT_ATTRIBUTE, None)
+    return None if holder is None else holder.unit()
 
 
 @contextmanager

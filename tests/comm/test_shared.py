@@ -1,9 +1,12 @@
 """Exchange through shared memory, against the same arithmetic as the pairwise exchange."""
 
+import errno
 import gc
 import os
 import random
+import resource
 import signal
+import socket
 import time
 
 import pytest
@@ -12,6 +15,7 @@ import torch.distributed as dist
 
 from hf_zero.comm import connect, meeting
 from hf_zero.comm.pairwise import PairwiseComm
+from hf_zero.comm.peers import Kind, Peer
 from hf_zero.comm.shared import SharedComm
 from hf_zero.errors import CommError
 from tests.comm.test_pairwise import CPU, _average, _mine, _summand
@@ -226,6 +230,61 @@ def test_ranks_at_different_units_are_told_at_once():
     begin = time.monotonic()
     run_ranks(_come_to_different_units, 2)
     assert time.monotonic() - begin < 30.0
+
+
+class _Connection:
+    """Of a socket pair the first, whose `send` fails first as the kernel's does when it has no memory."""
+
+    def __init__(self, error: OSError):
+        self._socket, self.other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = [error]
+        self.fileno = self._socket.fileno
+
+    def send(self, message: bytes) -> None:
+        if self._errors:
+            raise self._errors.pop()
+        self._socket.send(message)
+
+
+def test_a_message_that_the_kernel_has_no_room_for_is_sent_again_and_not_lost():
+    connection = _Connection(OSError(errno.ENOBUFS, "no buffer space"))
+    peer = Peer(1, connection)
+    assert not peer.tell(Kind.DONE)
+    assert peer.tell(Kind.DONE) and connection.other.recv(64)
+    with pytest.raises(OSError, match="too many references"):
+        Peer(1, _Connection(OSError(errno.ETOOMANYREFS, "too many references"))).tell(Kind.DONE)
+    assert Peer(1, _Connection(BrokenPipeError())).tell(Kind.DONE), "who listens hears that it has ended"
+
+
+def _holds_no_open_files() -> None:
+    comm = _connect()
+    before = len(os.listdir("/proc/self/fd"))
+    memory = [comm.empty(100, torch.float32) for _ in range(20)] + [comm.common(100, torch.float32)]
+    comm.fence()
+    assert len(os.listdir("/proc/self/fd")) == before, f"{len(memory)} parts of memory"
+
+
+def test_shared_memory_keeps_no_files_open():
+    run_ranks(_holds_no_open_files, 2)
+
+
+def _has_no_file_left() -> None:
+    comm = _connect()
+    if comm.rank:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            with pytest.raises(CommError, match="rank 0 .* too many open files here"):
+                comm.common(10, torch.float32)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    else:
+        comm.common(10, torch.float32)
+    dist.barrier()
+
+
+def test_memory_that_cannot_be_taken_for_want_of_open_files_is_told():
+    run_ranks(_has_no_file_left, 2)
 
 
 def _one_is_killed() -> None:

@@ -1,6 +1,8 @@
 """`engine.unshard()`: what was sharded is a plain model again."""
 
 import copy
+import gc
+import os
 import pickle
 import weakref
 
@@ -90,6 +92,30 @@ def _compiled(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_blocks_are_plain_ones_again_and_buffers_are_given_up(stage):
     run_ranks(_compiled, 2, stage, timeout=LIMIT)
+
+
+def _freed(stage: int, settings: dict) -> None:
+    def num_open() -> int:
+        while gc.collect():
+            pass
+        return len(os.listdir("/proc/self/fd"))
+
+    def train_and_drop() -> list[weakref.ref]:
+        subject = Sharded(models.build("llama"), adamw, stage, **settings)
+        train(subject, "llama", num_steps=2)
+        return [weakref.ref(each) for each in (subject.model, subject.engine, subject.engine.comm, subject.optimizer)]
+
+    train_and_drop()
+    before = num_open()
+    dropped = train_and_drop()
+    assert num_open() <= before
+    assert [each() for each in dropped] == [None] * len(dropped)
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload": "optimizer"}, {"shared_memory": False}], ids=str)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_sharded_model_that_nobody_holds_is_freed(stage, settings):
+    run_ranks(_freed, 2, stage, settings)
 
 
 def _refused_inside_gathered() -> None:
