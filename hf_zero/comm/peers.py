@@ -92,8 +92,8 @@ class Peer:
 
 
 def mapped(descriptor: int, nbytes: int) -> Tensor:
-    """The memory behind a descriptor, as bytes. The descriptor is closed, and none is kept, which Python's `mmap` would:
-    the memory of a large model has more parts than a process may have open files by default."""
+    """The memory behind a descriptor, as bytes. The descriptor is closed, and no other is kept, as Python's `mmap`
+    would do: the memory of a large model has more parts than a process may have open files by default."""
     try:
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:  # torch's way to say that the system refuses
