@@ -100,7 +100,7 @@ def _mark(meter: TensorMeter, name: str) -> None:
 
 def _numels(engine: ZeroEngine) -> list[int]:
     """Parameters of each unit, padding not counted; the root first."""
-    return [sum(place.numel for flat in unit.flats for place in flat.layout.places) for unit in engine.units]
+    return [sum(span.numel for flat in unit.flats for span in flat.layout.spans) for unit in engine.units]
 
 
 def _classes(stage: int, num_ranks: int, compute: torch.dtype | None, reduce: torch.dtype) -> dict[str, float]:

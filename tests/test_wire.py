@@ -36,7 +36,7 @@ def _subject(stage: int, shared_memory: bool = False, **settings) -> Sharded:
 
 def _numels(engine: ZeroEngine) -> tuple[int, list[int]]:
     """Elements of the root and of the blocks, without padding."""
-    numels = [sum(place.numel for flat in unit.flats for place in flat.layout.places) for unit in engine.units]
+    numels = [sum(span.numel for flat in unit.flats for span in flat.layout.spans) for unit in engine.units]
     return numels[0], numels[1:]
 
 

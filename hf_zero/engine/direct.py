@@ -52,11 +52,11 @@ class Sink:
         except RuntimeError:  # `torch.autograd.grad` with respect to the weight
             return False
 
-    def place(self) -> tuple[Tensor, bool]:
-        """The gradient's place, and whether something is there already to which to add."""
+    def destination(self) -> tuple[Tensor, bool]:
+        """The memory for the gradient, and whether it holds one already, to which to add."""
         self.engine.expect(self.unit, self.gradient, self.index)
         self.engine.comm.progress()
-        return self.gradient.place(self.index)
+        return self.gradient.destination(self.index)
 
     def serves(self, weight: nn.Parameter, input_: Tensor) -> bool:
         """Whether a call may go through the functions below: nobody else wants to see the gradient or the call."""
@@ -147,11 +147,11 @@ def _put_product(sink: Sink, left: Tensor, right: Tensor) -> Tensor | None:
     """Writes or adds `left @ right`, a weight's gradient, where it belongs; returns it when a caller wants it."""
     if not sink.is_open():
         return left @ right
-    place, is_filled = sink.place()
+    destination, is_filled = sink.destination()
     if is_filled:
-        place.addmm_(left, right)
+        destination.addmm_(left, right)
     else:
-        torch.mm(left, right, out=place)
+        torch.mm(left, right, out=destination)
     return None
 
 
@@ -202,12 +202,12 @@ class _Embedding(torch.autograd.Function):
         if not ctx.sink.is_open():
             padding = -1 if ctx.padding_idx is None else ctx.padding_idx
             return None, torch.ops.aten.embedding_dense_backward(grad, input, ctx.num_rows, padding, False), None, None
-        place, is_filled = ctx.sink.place()
+        destination, is_filled = ctx.sink.destination()
         if not is_filled:
-            place.zero_()
+            destination.zero_()
         rows, values = input.reshape(-1), grad.reshape(-1, grad.shape[-1])
         if ctx.padding_idx is not None:
             kept = rows != ctx.padding_idx
             rows, values = rows[kept], values[kept]
-        place.index_add_(0, rows, values)
+        destination.index_add_(0, rows, values)
         return None, None, None, None

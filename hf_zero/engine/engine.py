@@ -637,6 +637,6 @@ class ZeroEngine(Uncopyable):
         if not self.comm.all_gather_vector(used).any():
             return None
         self.finish_gradients()
-        place = gradient.flat.layout.places[index]
-        grad = gradient.whole(unit.name)[place.offset : place.stop].view(place.shape)
+        span = gradient.flat.layout.spans[index]
+        grad = gradient.whole(unit.name)[span.offset : span.stop].view(span.shape)
         return with_local(gradient.flat.params[index], grad)

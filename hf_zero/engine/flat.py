@@ -178,7 +178,7 @@ class Flat:
     def bind(self, full: Tensor) -> None:
         """Names the memory in which the whole values appear, and makes the parameters' views of it."""
         self.full = full
-        self.views = [full[place.offset : place.stop].view(place.shape) for place in self.layout.places]
+        self.views = [full[span.offset : span.stop].view(span.shape) for span in self.layout.spans]
 
     def read(self) -> None:
         """Makes the memory of the master and reads into it, and into the compute copy where it rests, what lies in
@@ -194,7 +194,7 @@ class Flat:
         if self.has_master:
             self.full.zero_()
         for memory, covers in self._at_rest():
-            for piece in self.layout.pieces(*covers):
+            for piece in self.layout.param_slices(*covers):
                 if self.is_read[piece.index]:
                     out = memory[piece.offset : piece.offset + piece.numel]
                     source_of(self.params[piece.index]).read(piece.start, out, self._home_dtypes[piece.index])
@@ -259,16 +259,16 @@ class Flat:
 
     def _fill_rest(self) -> None:
         """Takes over rank 0's values of the parameters that were not read."""
-        for index, (place, param) in enumerate(zip(self.layout.places, self.params)):
+        for index, (span, param) in enumerate(zip(self.layout.spans, self.params)):
             if self.is_read[index]:
                 give_data(param, self.placeholders[index])
                 continue
             whole = local_of(param).to(device=self.comm.device, dtype=self.master_dtype).reshape(-1).clone()
             self.comm.broadcast_(whole)
-            for memory, (start, stop) in self._at_rest((place.offset, place.stop)):
-                low, high = max(place.offset, start), min(place.stop, stop)
+            for memory, (start, stop) in self._at_rest((span.offset, span.stop)):
+                low, high = max(span.offset, start), min(span.stop, stop)
                 if low < high:
-                    memory[low - start : high - start].copy_(whole[low - place.offset : high - place.offset])
+                    memory[low - start : high - start].copy_(whole[low - span.offset : high - span.offset])
         self.comm.fence()
 
     def _fill_from_params(self) -> None:
@@ -288,8 +288,8 @@ class Flat:
         self.master = held.clone() if is_lent else held
 
     def _copy_params(self, whole: Tensor) -> None:
-        for place, p in zip(self.layout.places, self.params):
-            whole[place.offset : place.stop].copy_(local_of(p).reshape(-1))
+        for span, p in zip(self.layout.spans, self.params):
+            whole[span.offset : span.stop].copy_(local_of(p).reshape(-1))
 
     @property
     def source_on_disk(self) -> DiskTensor | None:
@@ -458,17 +458,17 @@ class Flat:
             index (`int`): which parameter.
             values (`Tensor`): all of it, of any dtype and device.
         """
-        place, values = self.layout.places[index], values.detach().reshape(-1)
-        for master, (start, stop) in self.masters(writes=True, only=(place.offset, place.stop)):
-            low, high = max(place.offset, start), min(place.stop, stop)
+        span, values = self.layout.spans[index], values.detach().reshape(-1)
+        for master, (start, stop) in self.masters(writes=True, only=(span.offset, span.stop)):
+            low, high = max(span.offset, start), min(span.stop, stop)
             if low < high:
-                master[low - start : high - start].copy_(values[low - place.offset : high - place.offset])
+                master[low - start : high - start].copy_(values[low - span.offset : high - span.offset])
 
     def give_back(self, what: str) -> None:
         """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""
         whole = self.whole_master(what)
-        for place, p, dtype in zip(self.layout.places, self.params, self._home_dtypes):
-            values = whole[place.offset : place.stop].view(place.shape)
+        for span, p, dtype in zip(self.layout.spans, self.params, self._home_dtypes):
+            values = whole[span.offset : span.stop].view(span.shape)
             put(p, values.to(device=self.comm.device, dtype=dtype, copy=True))
         for companions in self._companions:
             companions.follow()
@@ -494,7 +494,7 @@ class Flat:
         """The parameters' runs inside `tensor`, which covers the range `covers` of the buffer, limited to `only`."""
         low, high = max(covers[0], only[0]), min(covers[1], only[1])
         window = tensor[low - covers[0] : max(low, high) - covers[0]]
-        for piece in self.layout.pieces(low, high):
+        for piece in self.layout.param_slices(low, high):
             info = self.infos[piece.index]
             yield NamedShard(info.name, info.shape, piece.start, window[piece.offset : piece.offset + piece.numel])
 

@@ -54,9 +54,9 @@ class Gradient:
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
         self.used = [False] * len(flat.params)  # it got one since the last step
         self._pads = list(flat.layout.pads())
-        sizes = [place.numel for place in flat.layout.places]
+        sizes = [span.numel for span in flat.layout.spans]
         self._by_size = sorted((index for index, numel in enumerate(sizes) if numel), key=sizes.__getitem__)
-        self._places: list[Tensor] = []  # where the gradients go that are held back, and these
+        self._destinations: list[Tensor] = []  # where the gradients go that are held back, and these
         self._grads: list[Tensor] = []
 
     def lend(self, full: Tensor, views: list[Tensor]) -> None:
@@ -65,9 +65,9 @@ class Gradient:
 
     def views_of(self, full: Tensor) -> list[Tensor]:
         """The places of the parameters' gradients in such memory."""
-        return [full[place.offset : place.stop].view(place.shape) for place in self.flat.layout.places]
+        return [full[span.offset : span.stop].view(span.shape) for span in self.flat.layout.spans]
 
-    def place(self, index: int) -> tuple[Tensor, bool]:
+    def destination(self, index: int) -> tuple[Tensor, bool]:
         """Where one parameter's gradient goes, and whether there is one already, to which to add. It counts as filled.
 
         Raises:
@@ -86,20 +86,20 @@ class Gradient:
 
     def receive(self, index: int, grad: Tensor) -> None:
         """Takes one parameter's gradient: the first is copied, later ones are added."""
-        place, is_filled = self.place(index)
+        destination, is_filled = self.destination(index)
         if is_filled:
-            place.add_(grad)
-        elif grad.numel() < MAX_HELD_NUMEL and grad.dtype is place.dtype:
-            self._places.append(place)
+            destination.add_(grad)
+        elif grad.numel() < MAX_HELD_NUMEL and grad.dtype is destination.dtype:
+            self._destinations.append(destination)
             self._grads.append(grad)
         else:
-            place.copy_(grad)
+            destination.copy_(grad)
 
     def settle(self) -> None:
         """Copies the gradients that were held back to be copied at once."""
-        if self._places:
-            torch._foreach_copy_(self._places, self._grads)
-            self._places, self._grads = [], []
+        if self._destinations:
+            torch._foreach_copy_(self._destinations, self._grads)
+            self._destinations, self._grads = [], []
 
     def reduce(self, what: str) -> Pending:
         """Averages what was collected over the ranks, into `reduced`. Where no gradient came, zero counts."""
@@ -205,7 +205,7 @@ class Gradient:
             self.reduced = None
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
-        self._places, self._grads = [], []
+        self._destinations, self._grads = [], []
 
 
 class GradientSlots:

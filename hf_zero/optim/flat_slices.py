@@ -47,7 +47,7 @@ class FlatSlice:
     @cached_property
     def indices(self) -> list[int]:
         """The parameters that lie in it, wholly or in part."""
-        return [piece.index for piece in self.flat.layout.pieces(self.start, self.stop)]
+        return [param_slice.index for param_slice in self.flat.layout.param_slices(self.start, self.stop)]
 
     @property
     def names(self) -> list[str]:
@@ -85,7 +85,7 @@ class FlatSlice:
         for position, index in enumerate(self.indices):
             value = key(index)
             if position and value != last:
-                cuts.append(self.flat.layout.places[index].offset)
+                cuts.append(self.flat.layout.spans[index].offset)
             last = value
         return list(zip(cuts, [*cuts[1:], self.stop]))
 
@@ -170,15 +170,15 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
 
 def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Iterator[int], num_ranks: int):
     """By rank the range that it updates, and the shape that the optimizer is to see."""
-    place = flat.layout.places[index]
+    span = flat.layout.spans[index]
     ranges = (
-        blocks(flat.layout, index, granularity) if granularity != PARAMETER else [(place.stop, place.stop)] * num_ranks
+        blocks(flat.layout, index, granularity) if granularity != PARAMETER else [(span.stop, span.stop)] * num_ranks
     )
     if granularity == PARAMETER:
-        ranges[next(owner)] = place.offset, place.stop
+        ranges[next(owner)] = span.offset, span.stop
     if flat.plan.master is Residency.REPLICATED:
-        ranges = [(place.offset, place.stop)] * num_ranks
-    return ranges, place.shape if granularity == PARAMETER else None
+        ranges = [(span.offset, span.stop)] * num_ranks
+    return ranges, span.shape if granularity == PARAMETER else None
 
 
 def make_slices(
@@ -200,7 +200,7 @@ def make_slices(
             groups = [group_of.get(id(p), -1) for p in flat.params]
             groups = [group if group >= 0 and granularities[group].is_elementwise else -1 for group in groups]
             for low, high in FlatSlice(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):
-                indices = [piece.index for piece in flat.layout.pieces(low, high)]
+                indices = [param_slice.index for param_slice in flat.layout.param_slices(low, high)]
                 for first, last in flat.cut(low, high) if indices and groups[indices[0]] >= 0 else ():
                     param = nn.Parameter(flat.master.detach()[first - start : last - start])
                     slices.append(FlatSlice(unit, gradient, first, last, groups[indices[0]], param))
@@ -229,7 +229,7 @@ def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
     """
     found = [0] * len(parameters)
     loads = [0] * (parameters[0][0].num_ranks if parameters else 0)
-    sizes = [layout.places[index].numel for layout, index in parameters]
+    sizes = [layout.spans[index].numel for layout, index in parameters]
     for position in sorted(range(len(parameters)), key=lambda position: -sizes[position]):
         layout, index = parameters[position]
         rank = min(range(len(loads)), key=lambda rank: (loads[rank], -_held(layout, index, rank)))
@@ -251,13 +251,13 @@ def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> list[tu
     Returns:
         `list[tuple[int, int]]`: by rank, [start, stop) in the buffer; empty where they are equal.
     """
-    place = layout.places[index]
+    span = layout.spans[index]
     cuts = [0]
     for rank in range(layout.num_ranks - 1):
-        wanted = min(max(layout.owned(rank)[1] - place.offset, 0), place.numel)
-        cuts.append(_allowed(wanted, cuts[-1], place.numel, granularity))
-    cuts.append(place.numel)
-    return [(place.offset + low, place.offset + high) for low, high in zip(cuts, cuts[1:])]
+        wanted = min(max(layout.owned(rank)[1] - span.offset, 0), span.numel)
+        cuts.append(_allowed(wanted, cuts[-1], span.numel, granularity))
+    cuts.append(span.numel)
+    return [(span.offset + low, span.offset + high) for low, high in zip(cuts, cuts[1:])]
 
 
 def _allowed(wanted: int, last: int, numel: int, granularity: ShardGranularity) -> int:
@@ -274,5 +274,5 @@ def _allowed(wanted: int, last: int, numel: int, granularity: ShardGranularity) 
 def _held(layout: Layout, index: int, rank: int) -> int:
     """How many elements of a parameter a rank's shard holds."""
     start, stop = layout.owned(rank)
-    place = layout.places[index]
-    return max(0, min(stop, place.stop) - max(start, place.offset))
+    span = layout.spans[index]
+    return max(0, min(stop, span.stop) - max(start, span.offset))

@@ -77,12 +77,12 @@ def state_shards(flat_slice: FlatSlice, state: dict, only: tuple[int, int]) -> I
 def _unlike_parameter(flat_slice: FlatSlice, tensor: Tensor) -> NamedShard:
     """State that is not shaped like the slice: the parameter's, or a part of it by blocks."""
     index = flat_slice.indices[0]
-    place, info = flat_slice.flat.layout.places[index], flat_slice.flat.infos[index]
-    if (flat_slice.start, flat_slice.stop) == (place.offset, place.stop):
+    span, info = flat_slice.flat.layout.spans[index], flat_slice.flat.infos[index]
+    if (flat_slice.start, flat_slice.stop) == (span.offset, span.stop):
         return NamedShard(info.name, tensor.shape, 0, tensor.reshape(-1))
     block = (flat_slice.stop - flat_slice.start) // tensor.numel()
-    shape = torch.Size([place.numel // block])
-    return NamedShard(info.name, shape, (flat_slice.start - place.offset) // block, tensor)
+    shape = torch.Size([span.numel // block])
+    return NamedShard(info.name, shape, (flat_slice.start - span.offset) // block, tensor)
 
 
 def numbers(flat_slice: FlatSlice, state: dict) -> dict[str, float]:

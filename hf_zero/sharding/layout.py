@@ -16,8 +16,8 @@ def align(numel: int, to: int = ALIGN_NUMEL) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one parameter lies: elements [offset, offset + numel) of the flat buffer."""
+class ParamSpan:
+    """The elements [offset, offset + numel) of the flat buffer, which belong to one parameter."""
 
     offset: int
     numel: int
@@ -29,8 +29,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of one parameter inside a range of the buffer."""
+class ParamSlice:
+    """The elements of one parameter that lie inside a range of the buffer."""
 
     index: int  # which parameter
     start: int  # first element within the parameter
@@ -45,26 +45,26 @@ class Layout:
     Padding stands between parameters and at the end, never inside one. All ranks own ranges of equal length.
 
     Args:
-        places (`tuple[Place, ...]`): one per parameter, in order.
+        spans (`tuple[ParamSpan, ...]`): one per parameter, in order.
         num_ranks (`int`): over how many ranks the buffer is divided.
     """
 
-    places: tuple[Place, ...]
+    spans: tuple[ParamSpan, ...]
     num_ranks: int
 
     @classmethod
     def of(cls, shapes: list[tuple[int, ...]], num_ranks: int) -> "Layout":
         """Lays parameters of these shapes one behind the other."""
-        places, offset = [], 0
+        spans, offset = [], 0
         for shape in shapes:
-            places.append(Place(offset, prod(shape), tuple(shape)))
-            offset = align(places[-1].stop)
-        return cls(tuple(places), num_ranks)
+            spans.append(ParamSpan(offset, prod(shape), tuple(shape)))
+            offset = align(spans[-1].stop)
+        return cls(tuple(spans), num_ranks)
 
     @property
     def shard_numel(self) -> int:
         """Elements that each rank owns."""
-        used = self.places[-1].stop if self.places else 0
+        used = self.spans[-1].stop if self.spans else 0
         return align(-(-used // self.num_ranks)) if used else 0
 
     @property
@@ -76,19 +76,19 @@ class Layout:
         """The range [start, stop) that `rank` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The runs of parameters inside the range [start, stop), in order."""
-        for index, place in enumerate(self.places):
-            low, high = max(place.offset, start), min(place.stop, stop)
+    def param_slices(self, start: int, stop: int) -> Iterator[ParamSlice]:
+        """The slices of parameters inside the range [start, stop), in order."""
+        for index, span in enumerate(self.spans):
+            low, high = max(span.offset, start), min(span.stop, stop)
             if low < high:
-                yield Piece(index, low - place.offset, low - start, high - low)
+                yield ParamSlice(index, low - span.offset, low - start, high - low)
 
     def pads(self) -> Iterator[tuple[int, int]]:
         """The ranges [start, stop) that belong to no parameter."""
         end = 0
-        for place in self.places:
-            if place.offset > end:
-                yield end, place.offset
-            end = place.stop
+        for span in self.spans:
+            if span.offset > end:
+                yield end, span.offset
+            end = span.stop
         if self.full_numel > end:
             yield end, self.full_numel

@@ -51,13 +51,13 @@ def gradients(model: nn.Module, engine: hf_zero.ZeroEngine | None = None, times:
 def written_directly(monkeypatch) -> list[str]:
     """The names of the weights whose gradients are written in place, as they are."""
     names: list[str] = []
-    place = direct.Sink.place
+    destination = direct.Sink.destination
 
     def recorded(sink):
         names.append(sink.gradient.flat.infos[sink.index].name)
-        return place(sink)
+        return destination(sink)
 
-    monkeypatch.setattr(direct.Sink, "place", recorded)
+    monkeypatch.setattr(direct.Sink, "destination", recorded)
     return names
 
 

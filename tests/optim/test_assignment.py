@@ -18,11 +18,11 @@ def _model(num_ranks: int, num_layers: int = 12) -> list[Layout]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 def test_owners_are_balanced_by_size(num_ranks):
-    parameters = [(layout, index) for layout in _model(num_ranks) for index in range(len(layout.places))]
+    parameters = [(layout, index) for layout in _model(num_ranks) for index in range(len(layout.spans))]
     found = owners(parameters)
     loads = [0] * num_ranks
     for (layout, index), rank in zip(parameters, found, strict=True):
-        loads[rank] += layout.places[index].numel
+        loads[rank] += layout.spans[index].numel
     # whoever got the last one had the least, so that no rank is more than one parameter ahead
     assert max(loads) - min(loads) <= 700 * 64
     ideal = sum(loads) / num_ranks
@@ -44,15 +44,15 @@ def test_blocks_move_cuts_to_block_boundaries_and_leave_no_piece_too_small():
             (rng.choice([1, 17, 60, 64, 256]), rng.choice([1, 3, 64, 300, 768])) for _ in range(rng.randint(1, 6))
         ]
         layout = Layout.of(shapes, rng.randint(1, 7))
-        for index, place in enumerate(layout.places):
+        for index, span in enumerate(layout.spans):
             ranges = blocks(layout, index, granularity)
-            assert (ranges[0][0], ranges[-1][1]) == (place.offset, place.stop)
+            assert (ranges[0][0], ranges[-1][1]) == (span.offset, span.stop)
             assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])), "they tile the parameter, in rank order"
             pieces = [(low, high) for low, high in ranges if low < high]
             if len(pieces) > 1:
-                assert all((low - place.offset) % granularity.block == 0 for low, _ in pieces)
+                assert all((low - span.offset) % granularity.block == 0 for low, _ in pieces)
                 assert all(high - low >= granularity.min_numel for low, high in pieces)
-                assert place.numel % granularity.block == 0
+                assert span.numel % granularity.block == 0
 
 
 def test_a_large_parameter_is_divided_where_its_shards_are():

@@ -27,11 +27,11 @@ CASES = [
 def test_parameters_lie_whole_aligned_and_apart(shapes, num_ranks):
     layout = Layout.of(shapes, num_ranks)
     end = 0
-    for shape, place in zip(shapes, layout.places, strict=True):
-        assert (place.shape, place.numel) == (shape, prod(shape))
-        assert place.offset % ALIGN_NUMEL == 0
-        assert place.offset >= end
-        end = place.stop
+    for shape, span in zip(shapes, layout.spans, strict=True):
+        assert (span.shape, span.numel) == (shape, prod(shape))
+        assert span.offset % ALIGN_NUMEL == 0
+        assert span.offset >= end
+        end = span.stop
     assert end <= layout.full_numel
 
 
@@ -50,11 +50,11 @@ def test_pieces_of_all_ranks_tile_every_parameter_once(shapes, num_ranks):
     seen = [[0] * prod(shape) for shape in shapes]
     for rank in range(num_ranks):
         start, stop = layout.owned(rank)
-        for piece in layout.pieces(start, stop):
-            assert start + piece.offset == layout.places[piece.index].offset + piece.start
-            assert piece.offset + piece.numel <= stop - start
-            for element in range(piece.start, piece.start + piece.numel):
-                seen[piece.index][element] += 1
+        for param_slice in layout.param_slices(start, stop):
+            assert start + param_slice.offset == layout.spans[param_slice.index].offset + param_slice.start
+            assert param_slice.offset + param_slice.numel <= stop - start
+            for element in range(param_slice.start, param_slice.start + param_slice.numel):
+                seen[param_slice.index][element] += 1
     assert all(count == 1 for counts in seen for count in counts)
 
 
@@ -62,7 +62,7 @@ def test_pieces_of_all_ranks_tile_every_parameter_once(shapes, num_ranks):
 def test_pads_and_parameters_tile_the_buffer(shapes, num_ranks):
     layout = Layout.of(shapes, num_ranks)
     taken = [0] * layout.full_numel
-    for start, stop in [*layout.pads(), *((place.offset, place.stop) for place in layout.places)]:
+    for start, stop in [*layout.pads(), *((span.offset, span.stop) for span in layout.spans)]:
         for element in range(start, stop):
             taken[element] += 1
     assert taken == [1] * layout.full_numel
