@@ -11,8 +11,8 @@ import torch
 from hf_zero.errors import ConfigError
 
 
-class Place(Enum):
-    """On which memory a tensor class rests between uses."""
+class MemoryTier(Enum):
+    """The memory in which a tensor class rests between uses."""
 
     DEVICE = "device"
     HOST = "host"  # main memory, page-locked where it is copied to and from a device
@@ -35,27 +35,28 @@ class StagePlan:
         compute (`Residency`): the parameters as the modules use them.
         grad (`Residency`): the gradients between a backward and the optimizer step.
         master (`Residency`): the values that the optimizer updates, and its state.
-        compute_at (`Place`): where the parameters rest.
-        master_at (`Place`): where the masters, their state and the reduced gradients rest; gradients never on disk.
+        compute_at (`MemoryTier`): where the parameters rest.
+        master_at (`MemoryTier`): where the masters, their state and the reduced gradients rest; of gradients never
+            the disk.
         lags (`bool`): the masters change while compute copies of their former values are in use.
     """
 
     compute: Residency
     grad: Residency
     master: Residency
-    compute_at: Place = Place.DEVICE
-    master_at: Place = Place.DEVICE
+    compute_at: MemoryTier = MemoryTier.DEVICE
+    master_at: MemoryTier = MemoryTier.DEVICE
     lags: bool = False
 
     @property
     def is_offloaded(self) -> bool:
         """Whether masters and reduced gradients rest elsewhere than on the device."""
-        return self.master_at is not Place.DEVICE
+        return self.master_at is not MemoryTier.DEVICE
 
     @property
     def here(self) -> "StagePlan":
         """The same for what stays on the device."""
-        return replace(self, compute_at=Place.DEVICE, master_at=Place.DEVICE)
+        return replace(self, compute_at=MemoryTier.DEVICE, master_at=MemoryTier.DEVICE)
 
 
 _R, _P, _S = Residency.REPLICATED, Residency.PARTIAL, Residency.SHARDED
@@ -216,10 +217,10 @@ class ZeroConfig:
         """
         away = OFFLOADS[self.offload]
         alone = 3 if "params" in away else 2 if away else 0
-        place = Place.DISK if self.offload_dir else Place.HOST
+        tier = MemoryTier.DISK if self.offload_dir else MemoryTier.HOST
         return replace(
             STAGES[alone if num_ranks == 1 and not self.strict else self.stage],
-            compute_at=place if "params" in away else Place.DEVICE,
-            master_at=place if away else Place.DEVICE,
+            compute_at=tier if "params" in away else MemoryTier.DEVICE,
+            master_at=tier if away else MemoryTier.DEVICE,
             lags=self.delayed_update > 0,
         )

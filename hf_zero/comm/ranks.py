@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAddress:
     """Where a rank of the world runs."""
 
     rank: int
@@ -37,29 +37,29 @@ class Place:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
-_PLACES: WeakKeyDictionary[dist.ProcessGroup, list[Place]] = WeakKeyDictionary()
+_ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, list[RankAddress]] = WeakKeyDictionary()
 
 
 def introduce(group: dist.ProcessGroup) -> None:
     """Lets the ranks of a group know one another's host and process. All of them call it."""
-    if group not in _PLACES:
-        places: list = [None] * dist.get_world_size(group)
-        own = Place(dist.get_rank(), socket.gethostname(), os.getpid())
+    if group not in _ADDRESSES:
+        addresses: list = [None] * dist.get_world_size(group)
+        own = RankAddress(dist.get_rank(), socket.gethostname(), os.getpid())
         with transport_errors("introducing the ranks", group):
-            dist.all_gather_object(places, own, group=group)
-        _PLACES[group] = places
+            dist.all_gather_object(addresses, own, group=group)
+        _ADDRESSES[group] = addresses
 
 
 def same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
     """Notes that `group` has the ranks of `other`, in the same order."""
-    if other in _PLACES:
-        _PLACES[group] = _PLACES[other]
+    if other in _ADDRESSES:
+        _ADDRESSES[group] = _ADDRESSES[other]
 
 
 def name_of(group: dist.ProcessGroup, rank: int) -> str:
     """A rank of a group in words; its number is the world's, as in its log."""
-    if group in _PLACES:
-        return str(_PLACES[group][rank])
+    if group in _ADDRESSES:
+        return str(_ADDRESSES[group][rank])
     return f"rank {dist.get_global_rank(group, rank)}"
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Comm, Pending
-from hf_zero.config import Place, Residency, StagePlan
+from hf_zero.config import MemoryTier, Residency, StagePlan
 from hf_zero.engine.away import num_holders
 from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.host_transfer import HostTransfer
@@ -125,7 +125,7 @@ class Flat:
     @property
     def is_away(self) -> bool:
         """Whether the master rests elsewhere than on the device."""
-        return self.master_at is not Place.DEVICE
+        return self.master_at is not MemoryTier.DEVICE
 
     @property
     def rests_whole(self) -> bool:
@@ -254,7 +254,7 @@ class Flat:
             self._fill_from_params()
         if self.has_twin:
             if self.twin_on_disk is None:
-                self.twin = self._new_rest(self.dtype, self.plan.compute_at is not Place.DEVICE)
+                self.twin = self._new_rest(self.dtype, self.plan.compute_at is not MemoryTier.DEVICE)
             self.refresh().wait()
 
     def _fill_rest(self) -> None:
@@ -294,7 +294,7 @@ class Flat:
     @property
     def source_on_disk(self) -> DiskTensor | None:
         """What gathers take, where that rests on disk."""
-        if not self.is_sharded or self.plan.compute_at is not Place.DISK:
+        if not self.is_sharded or self.plan.compute_at is not MemoryTier.DISK:
             return None
         return self.twin_on_disk if self.has_twin else self.on_disk
 
@@ -311,7 +311,7 @@ class Flat:
             return Pending()
         own = self.full[slice(*self.owned)]
         source = self.master if self.twin is None else self.twin
-        if self.is_sharded and self.plan.compute_at is not Place.DEVICE:
+        if self.is_sharded and self.plan.compute_at is not MemoryTier.DEVICE:
             return self._gather_from_host(own, source, what, arriving)
         if self.is_sharded:
             own.copy_(source)
@@ -379,7 +379,7 @@ class Flat:
             return Pending()
         first = 0 if self.has_master else self.held[0]
         target = (self.full if self.has_master else self.twin)[covers[0] - first : covers[1] - first]
-        if self.is_away and (self.has_master or self.plan.compute_at is Place.DEVICE):
+        if self.is_away and (self.has_master or self.plan.compute_at is MemoryTier.DEVICE):
             return self.host_transfer.up(target, master)
         target.copy_(master)
         return Pending()

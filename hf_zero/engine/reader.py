@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.comm import Bus, Pending
-from hf_zero.config import Place
+from hf_zero.config import MemoryTier
 from hf_zero.engine.flat import Flat
 from hf_zero.storage import NUM_BUFFERS, Disk, DiskTensor, Extent, windows
 
@@ -64,8 +64,8 @@ def _record(parts: list[tuple[Flat, int, Extent]]) -> tuple[Extent, ...]:
 
 def rest_on_disk(flats: list[Flat], folder: str, bus: Bus) -> None:
     """Takes room in files for the masters that rest there, and for compute copies that do."""
-    masters = [flat for flat in flats if flat.master_at is Place.DISK]
-    twins = [flat for flat in masters if flat.has_twin and flat.plan.compute_at is Place.DISK]
+    masters = [flat for flat in flats if flat.master_at is MemoryTier.DISK]
+    twins = [flat for flat in masters if flat.has_twin and flat.plan.compute_at is MemoryTier.DISK]
     if masters:
         comm = masters[0].comm
         num_buffers = NUM_BUFFERS + bool(twins)  # one more, into which masters are cast

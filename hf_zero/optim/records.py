@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from hf_zero.config import Place
+from hf_zero.config import MemoryTier
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
 from hf_zero.errors import ConfigError, LifecycleError
@@ -194,7 +194,7 @@ class StateRecords(torch.optim.Optimizer):
             own = {key: value for key, value in saved.items() if key not in ("param_names", "num_steps")}
             slice_state.set_group(group, own)
 
-    def state_tensors(self) -> Iterator[tuple[Tensor, Place]]:
+    def state_tensors(self) -> Iterator[tuple[Tensor, MemoryTier]]:
         """Every tensor of the state on this rank, and where it rests; of quantised ones, those they are made of."""
         for flat_slice in self.slices:
             for tensor in self._tensors_of(flat_slice):
@@ -204,7 +204,7 @@ class StateRecords(torch.optim.Optimizer):
         for _, tensor in slice_state.plain_tensors(self.state.get(flat_slice.param, {}), flat_slice.is_whole):
             yield tensor
 
-    def expected_state(self) -> Iterator[tuple[torch.dtype, int, Place]]:
+    def expected_state(self) -> Iterator[tuple[torch.dtype, int, MemoryTier]]:
         """Dtype, number of elements and resting place of every state tensor on this rank, single numbers left out;
         before the first step without those of optimizers that are not elementwise."""
         dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_zero.config import Place, Residency
+from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient
@@ -31,14 +31,14 @@ class TensorClass:
         dtype (`torch.dtype`, *optional*): `None` for buffers that hold several.
         nbytes (`int`): on this rank.
         num_parts (`int`): over how many ranks the whole is divided; 1 when every rank holds it.
-        place (`Place`): where they rest.
+        tier (`MemoryTier`): where they rest.
     """
 
     name: str
     dtype: torch.dtype | None
     nbytes: int
     num_parts: int
-    place: Place = Place.DEVICE
+    tier: MemoryTier = MemoryTier.DEVICE
 
 
 def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) -> list[TensorClass]:
@@ -52,7 +52,7 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
             optimizers that are not elementwise counts once it is there.
     """
     plan, num_ranks = engine.plan, engine.comm.num_ranks
-    numel: Counter[tuple[str, torch.dtype, Residency, Place]] = Counter()
+    numel: Counter[tuple[str, torch.dtype, Residency, MemoryTier]] = Counter()
     for flat in (flat for unit in engine.units for flat in unit.flats):
         name = "parameters" if flat.trainable else "frozen parameters"
         is_apart = flat.has_master or flat.has_twin
@@ -62,11 +62,11 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
             numel["masters", flat.master_dtype, plan.master, flat.master_at] += _held(flat, plan.master)
     for gradient in engine.gradients():
         _count_gradient(gradient, numel)
-    for dtype, count, place in optimizer.expected_state() if optimizer is not None else ():
-        numel["optimizer state", dtype, plan.master, place] += count
+    for dtype, count, tier in optimizer.expected_state() if optimizer is not None else ():
+        numel["optimizer state", dtype, plan.master, tier] += count
     classes = [
-        TensorClass(name, dtype, count * dtype.itemsize, num_ranks if residency is Residency.SHARDED else 1, place)
-        for (name, dtype, residency, place), count in numel.items()
+        TensorClass(name, dtype, count * dtype.itemsize, num_ranks if residency is Residency.SHARDED else 1, tier)
+        for (name, dtype, residency, tier), count in numel.items()
     ]
     gathering, collecting = _slots_nbytes(engine)
     classes += [TensorClass("buffers to gather in", None, gathering, 1)] if gathering else []
@@ -83,9 +83,9 @@ def render_classes(classes: list[TensorClass]) -> str:
     for each in classes:
         dtype = str(each.dtype).removeprefix("torch.") if each.dtype is not None else ""
         share = f"1/{each.num_parts} of all" if each.num_parts > 1 else "whole" if each.dtype is not None else ""
-        place = "" if each.place is Place.DEVICE else f"on the {each.place.value}"
+        tier = "" if each.tier is MemoryTier.DEVICE else f"on the {each.tier.value}"
         size = f"{each.nbytes / 2**20:>10.2f} MiB"
-        lines.append(f"  {each.name:<{width}}  {dtype:<8}  {size}  {share}  {place}".rstrip())
+        lines.append(f"  {each.name:<{width}}  {dtype:<8}  {size}  {share}  {tier}".rstrip())
     return "\n".join(lines)
 
 
@@ -93,7 +93,9 @@ def by_field(classes: list[TensorClass]) -> dict[str, int]:
     """The bytes of classes under the names that [`MemoryReport`] has for them, to stand beside what is measured."""
     found: Counter[str] = Counter()
     for each in classes:
-        field = _FIELDS.get(each.name, "buffer_nbytes") if each.place is Place.DEVICE else f"{each.place.value}_nbytes"
+        field = (
+            _FIELDS.get(each.name, "buffer_nbytes") if each.tier is MemoryTier.DEVICE else f"{each.tier.value}_nbytes"
+        )
         found[field] += each.nbytes
     return dict(found)
 
@@ -105,11 +107,11 @@ def _held(flat: Flat, residency: Residency) -> int:
 def _count_gradient(gradient: Gradient, numel: Counter) -> None:
     plan, flat = gradient.flat.plan, gradient.flat
     if gradient.is_persistent:
-        numel["gradients", flat.dtype, Residency.PARTIAL, Place.DEVICE] += flat.layout.full_numel
+        numel["gradients", flat.dtype, Residency.PARTIAL, MemoryTier.DEVICE] += flat.layout.full_numel
     if flat.is_away or not gradient.rests_where_collected:
         at_rest = Residency.REPLICATED if plan.grad is Residency.REPLICATED else Residency.SHARDED
-        place = Place.HOST if flat.is_away else Place.DEVICE
-        numel["reduced gradients", gradient.dtype, at_rest, place] += _held(flat, at_rest) * (1 + plan.lags)
+        tier = MemoryTier.HOST if flat.is_away else MemoryTier.DEVICE
+        numel["reduced gradients", gradient.dtype, at_rest, tier] += _held(flat, at_rest) * (1 + plan.lags)
 
 
 def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:

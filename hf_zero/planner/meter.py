@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_zero.config import Place
+from hf_zero.config import MemoryTier
 
 
 _aten = torch.ops.aten
@@ -63,9 +63,9 @@ class Meter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.held: Counter[Place] = Counter()  # bytes at this moment
-        self.peak: Counter[Place] = Counter()  # most since the last `reset_peak`
-        self._place = Place.DEVICE
+        self.held: Counter[MemoryTier] = Counter()  # bytes at this moment
+        self.peak: Counter[MemoryTier] = Counter()  # most since the last `reset_peak`
+        self._tier = MemoryTier.DEVICE
         self._share = 1
         self._storages: dict[int, weakref.ref] = {}
 
@@ -74,14 +74,14 @@ class Meter(TorchDispatchMode):
         self.peak = Counter(self.held)
 
     @contextmanager
-    def at(self, place: Place, share: int = 1) -> Iterator[None]:
-        """What is made inside rests on `place`; of what so many ranks share, each counts its part."""
-        before = self._place, self._share
-        self._place, self._share = place, share
+    def at(self, tier: MemoryTier, share: int = 1) -> Iterator[None]:
+        """What is made inside rests on `tier`; of what so many ranks share, each counts its part."""
+        before = self._tier, self._share
+        self._tier, self._share = tier, share
         try:
             yield
         finally:
-            self._place, self._share = before
+            self._tier, self._share = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -106,12 +106,12 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         if key in self._storages:
             return
-        place, nbytes = self._place, storage.nbytes() // self._share
+        tier, nbytes = self._tier, storage.nbytes() // self._share
 
         def freed(_):
             self._storages.pop(key, None)
-            self.held[place] -= nbytes
+            self.held[tier] -= nbytes
 
         self._storages[key] = weakref.ref(storage, freed)
-        self.held[place] += nbytes
-        self.peak[place] = max(self.peak[place], self.held[place])
+        self.held[tier] += nbytes
+        self.peak[tier] = max(self.peak[tier], self.held[tier])

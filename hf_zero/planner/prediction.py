@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hf_zero.config import Place, ZeroConfig
+from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import HfZeroError
 from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
@@ -53,7 +53,7 @@ class Prediction:
     @property
     def resting_nbytes(self) -> int:
         """Bytes on the device between backward and optimizer step."""
-        return self._on(Place.DEVICE) if self.step is None else self.step.resting_nbytes
+        return self._on(MemoryTier.DEVICE) if self.step is None else self.step.resting_nbytes
 
     @property
     def peak_nbytes(self) -> int | None:
@@ -64,21 +64,21 @@ class Prediction:
     def host_nbytes(self) -> int:
         """Bytes of the host's memory; staging buffers take 256 MiB more at most."""
         if self.step is None or self.config.offload_dir:
-            return self._on(Place.HOST)
+            return self._on(MemoryTier.HOST)
         return self.step.host_nbytes
 
     @property
     def disk_nbytes(self) -> int:
         """Bytes in files of `offload_dir`."""
-        return self._on(Place.DISK)
+        return self._on(MemoryTier.DISK)
 
     @property
     def sent_nbytes(self) -> int | None:
         """Bytes that the rank sends to others in a step of one micro-batch, or reads of theirs."""
         return None if self.step is None else self.step.sent_nbytes
 
-    def _on(self, place: Place) -> int:
-        return sum(each.nbytes for each in self.classes if each.place is place)
+    def _on(self, tier: MemoryTier) -> int:
+        return sum(each.nbytes for each in self.classes if each.tier is tier)
 
     def render(self) -> str:
         """What it takes: one line for each class and each sum."""
@@ -221,14 +221,14 @@ def _try_step(simulation: SimulatedStep, batch: dict[str, Tensor]) -> tuple[Step
 def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
     """Where what is offloaded rests in files: gradients never do, and all else goes through a few buffers."""
     found = [
-        replace(each, place=Place.DISK) if each.place is Place.HOST and "gradients" not in each.name else each
+        replace(each, tier=MemoryTier.DISK) if each.tier is MemoryTier.HOST and "gradients" not in each.name else each
         for each in classes
     ]
-    in_files = [each for each in found if each.place is Place.DISK and each.dtype is not None]
+    in_files = [each for each in found if each.tier is MemoryTier.DISK and each.dtype is not None]
     widths = sum(each.dtype.itemsize for each in in_files if each.name == "masters") or 4
     longest = max((each.nbytes // each.dtype.itemsize for each in in_files), default=0)
     record = min(longest, WINDOW_NUMEL) * (widths + 8)
-    return [*found, TensorClass("buffers to read and write", None, NUM_BUFFERS * record, 1, Place.HOST)]
+    return [*found, TensorClass("buffers to read and write", None, NUM_BUFFERS * record, 1, MemoryTier.HOST)]
 
 
 def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:

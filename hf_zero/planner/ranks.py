@@ -15,7 +15,7 @@ from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.world import SHARED_BUCKET_NBYTES
-from hf_zero.config import Place
+from hf_zero.config import MemoryTier
 from hf_zero.planner.meter import Meter
 
 
@@ -116,7 +116,7 @@ class _Shared(_Pairwise, SharedComm):
         return torch.empty(numel, dtype=dtype, device=META)
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with self._meter.at(Place.DEVICE, share=self.num_ranks):
+        with self._meter.at(MemoryTier.DEVICE, share=self.num_ranks):
             return self.empty(numel, dtype)
 
     def fence(self) -> None:
@@ -171,10 +171,10 @@ class LoneBus(Bus):
         self._meter = meter
 
     def empty(self, numel: int, dtype: torch.dtype, *, locked: bool = True) -> Tensor:
-        with self._meter.at(Place.HOST):
+        with self._meter.at(MemoryTier.HOST):
             return torch.zeros(numel, dtype=dtype, device=META)
 
     def later(self, work: Callable[[], None], lane: str = "land", *, always: bool = False) -> Pending:
-        with self._meter.at(Place.HOST), torch.no_grad():
+        with self._meter.at(MemoryTier.HOST), torch.no_grad():
             work()
         return DONE

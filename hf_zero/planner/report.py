@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hf_zero.config import Place
+from hf_zero.config import MemoryTier
 from hf_zero.engine.engine import ZeroEngine
 
 
@@ -40,7 +40,7 @@ class MemoryReport:
 class Optimizer(Protocol):
     """What is asked of a sharded optimizer."""
 
-    def state_tensors(self) -> Iterable[tuple[Tensor, Place]]:
+    def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]:
         """Every tensor of its state on this rank, and where it rests."""
 
     def unsharded_state_nbytes(self) -> int:
@@ -71,9 +71,9 @@ def measure(engine: ZeroEngine, optimizer: Optimizer | None = None) -> MemoryRep
     return MemoryReport(
         parameter_nbytes=_nbytes(parameters),
         gradient_nbytes=_nbytes(resting),
-        optimizer_nbytes=_nbytes(masters) + _nbytes(tensor for tensor, place in state if place is Place.DEVICE),
+        optimizer_nbytes=_nbytes(masters) + _nbytes(tensor for tensor, tier in state if tier is MemoryTier.DEVICE),
         buffer_nbytes=_nbytes([*slots, *exchanging]),
-        host_nbytes=engine.bus.host_nbytes + _nbytes(tensor for tensor, place in state if place is Place.HOST),
+        host_nbytes=engine.bus.host_nbytes + _nbytes(tensor for tensor, tier in state if tier is MemoryTier.HOST),
         ddp_parameter_nbytes=sum(info.shape.numel() * info.save_dtype.itemsize for info in ddp_params),
         ddp_gradient_nbytes=sum(
             info.shape.numel() * info.save_dtype.itemsize for info in ddp_params if info.trainable

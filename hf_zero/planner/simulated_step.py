@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.activation.build import place_activations
-from hf_zero.config import Place, ZeroConfig
+from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine, in_backward
 from hf_zero.engine.hooks import tensors_in
@@ -137,7 +137,10 @@ class SimulatedStep:
             del loss, inputs
             self.optimizer.clip_grad_norm_(max_norm)
             watch.lap("backward")
-            resting, on_host = self.meter.held[Place.DEVICE], self.meter.held[Place.HOST] - self._staging_nbytes
+            resting, on_host = (
+                self.meter.held[MemoryTier.DEVICE],
+                self.meter.held[MemoryTier.HOST] - self._staging_nbytes,
+            )
             self.optimizer.step()
             self.optimizer.zero_grad()
             watch.end()
@@ -179,7 +182,7 @@ class _PeakRecorder:
     def __init__(self, meter: Meter):
         self._meter = meter
         self._handles: list = []
-        self._begin = self._at_end_of_blocks = meter.held[Place.DEVICE]
+        self._begin = self._at_end_of_blocks = meter.held[MemoryTier.DEVICE]
         self._laps: list[tuple[str, int]] = []
         self._last: nn.Module | None = None  # whose backward was come to last
         meter.reset_peak()
@@ -207,14 +210,14 @@ class _PeakRecorder:
 
     def lap(self, name: str) -> None:
         """Notes the peak since the last lap."""
-        self._laps.append((name, self._meter.peak[Place.DEVICE]))
-        self._meter.peak[Place.DEVICE] = self._meter.held[Place.DEVICE]
+        self._laps.append((name, self._meter.peak[MemoryTier.DEVICE]))
+        self._meter.peak[MemoryTier.DEVICE] = self._meter.held[MemoryTier.DEVICE]
 
     def _after_block(self, module, _args, output) -> None:
         if in_backward():
             return
         self.lap("block")
-        self._at_end_of_blocks = self._meter.held[Place.DEVICE]
+        self._at_end_of_blocks = self._meter.held[MemoryTier.DEVICE]
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._before_backward(module))

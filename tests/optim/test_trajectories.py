@@ -43,9 +43,7 @@ def _agrees(kind: str) -> None:
             subject = Sharded(kinds.model_for(kind), make, stage, shared_memory=shared_memory)
             assert_equal(_train(subject, max_norm), zero, f"stage {stage}, shared memory {shared_memory}")
             _check_memory(subject.optimizer, _state_nbytes(whole.optimizer))
-            sizes = [
-                (run, flat_slice.flat.layout.spans[flat_slice.indices[0]].numel) for run in subject.optimizer.slices
-            ]
+            sizes = [(run, run.flat.layout.spans[run.indices[0]].numel) for run in subject.optimizer.slices]
             is_divided = any(run.stop - run.start < numel for run, numel in sizes)
             assert is_divided or "-bit" not in kind, "a quantised parameter was to be divided"
 

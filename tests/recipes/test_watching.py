@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_zero.config import Place
+from hf_zero.config import MemoryTier
 from hf_zero.planner import TensorClass, by_field
 from hf_zero.recipes import charts, leaving
 from hf_zero.recipes.data.collate import Collate
@@ -244,7 +244,7 @@ def test_what_was_planned_stands_beside_what_was_measured():
         TensorClass("optimizer state", torch.float32, 2**20, 2),
         TensorClass("masters", torch.float32, 2**20, 2),
         TensorClass("buffers to gather in", None, 2**19, 1),
-        TensorClass("optimizer state", torch.float32, 2**23, 2, Place.HOST),
+        TensorClass("optimizer state", torch.float32, 2**23, 2, MemoryTier.HOST),
     ]
     rows = memory_rows([report], by_field(classes))
     assert rows == [
