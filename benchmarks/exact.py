@@ -142,7 +142,7 @@ def _train(workload: Workload, case: Case, kind: str, device: str, rank: int, sl
             optimizer.step()
             optimizer.zero_grad()
             losses.append(total)
-    engine.bus.land()
+    engine.bus.synchronize()
     masters = [flat.master.detach().to("cpu", copy=True) for unit in engine.units for flat in unit.flats]
     del engine, optimizer, loss
     gc.collect()  # page-locked memory is scarce
@@ -167,7 +167,7 @@ def _waiting(engine) -> Iterator[None]:
         _settle(bus)
         return transfer
 
-    def now(work: Callable[[], None], lane: str = "land", **settings) -> Pending:
+    def now(work: Callable[[], None], lane: str = "arrivals", **settings) -> Pending:
         with torch.no_grad():
             work()
         return Pending()
@@ -194,7 +194,7 @@ def _slowed(engine, delay: str, source: random.Random) -> Iterator[None]:
             torch.cuda._sleep(source.randrange(_SLEEP_CYCLES))
 
     def copied(way: str, target, origin):
-        with bus.aside(way):
+        with bus.on_side_stream(way):
             sleep()
         return copy(way, target, origin)
 
@@ -211,7 +211,7 @@ def _slowed(engine, delay: str, source: random.Random) -> Iterator[None]:
         handles = [handle for module in _inner_modules(engine.model) for handle in _hooks(module, sleep)]
     try:
         yield
-        bus.join()
+        bus.wait_for_jobs()
     finally:
         for handle in handles:
             handle.remove()

@@ -42,7 +42,7 @@ class Saved:
     numel: int
     dtype: torch.dtype
     is_divided: bool = False
-    values: Tensor | None = None  # on the device: what stays there, has not landed yet, or is on its way back
+    values: Tensor | None = None  # on the device: what stays there, is on its way to the host, or on its way back
     piece: Tensor | None = None  # on the host
     down: Transfer | None = None  # until `values` may be given up
     up: Transfer | None = None  # until `values` may be read
@@ -133,18 +133,18 @@ class Store:
             return
         self._land(MAX_FLIGHTS - 1)
         saved.piece = self.arena.take(values.numel(), values.dtype)
-        saved.values = values  # copies read it until they have landed
-        with self._bus.aside("down"):
+        saved.values = values  # copies read it until they are made
+        with self._bus.on_side_stream("down"):
             self._pace.begin()
         saved.down = self._bus.down(saved.piece, values)
-        with self._bus.aside("down"):
+        with self._bus.on_side_stream("down"):
             self._pace.end()
         self._flights.append(saved)
         self._land(MAX_FLIGHTS)
 
     def _land(self, max_flights: int) -> None:
-        """Gives up the memory of what has landed, and waits until no more than so many copies are under way."""
-        while self._flights and (len(self._flights) > max_flights or self._flights[0].down.has_landed()):
+        """Gives up the memory of what has been copied, and waits until no more than so many copies are under way."""
+        while self._flights and (len(self._flights) > max_flights or self._flights[0].down.is_done()):
             self._give_up(self._flights.popleft())
 
     def _give_up(self, saved: Saved) -> None:

@@ -180,7 +180,7 @@ def connected(comm: Comm) -> Comm:
     Raises:
         `CheckpointError`: that save failed; on all ranks.
     """
-    own = comm.aside("files")
+    own = comm.side_group("files")
     if own.user is not None:
         own.user.wait()
     return own

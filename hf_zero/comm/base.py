@@ -163,7 +163,7 @@ class Comm:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
 
-    def aside(self, purpose: str) -> "Comm":
+    def side_group(self, purpose: str) -> "Comm":
         """The same ranks over connections of their own, for objects and tensors on the CPU. What goes on there does
         not meet what goes on here, so it may be used by another thread. The first call for a purpose is collective."""
         return self

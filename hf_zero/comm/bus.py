@@ -31,12 +31,12 @@ class Transfer(Pending):
 
     # `wait` makes the device's current stream wait, and not the host: kernels issued after it find the values.
 
-    def land(self) -> None:
-        """Returns when the copy is made: the host may read what came down, and write to what went up."""
+    def synchronize(self) -> None:
+        """Lets the host wait until the copy is made: it may then read what came down, and write to what went up."""
         self._event.synchronize()
 
-    def has_landed(self) -> bool:
-        """Whether `land` would return at once."""
+    def is_done(self) -> bool:
+        """Whether `synchronize` would return at once."""
         return self._event.query()
 
 
@@ -114,7 +114,7 @@ class Bus:
 
         Args:
             device (`Tensor`): 1-D, on the device, overwritten.
-            host (`Tensor`): 1-D, on the host, the same dtype; it may be written again when the transfer has landed.
+            host (`Tensor`): 1-D, on the host, the same dtype; it may be written again after a `synchronize`.
         """
         return self._copy("up", device, host)
 
@@ -122,28 +122,28 @@ class Bus:
         """Copies device memory to the host, ordered after what the current stream does so far.
 
         Args:
-            host (`Tensor`): 1-D, on the host, overwritten; to be read when the transfer has landed.
+            host (`Tensor`): 1-D, on the host, overwritten; to be read after a `synchronize`.
             device (`Tensor`): 1-D, on the device, the same dtype; to be written again after a `wait`.
         """
         return self._copy("down", host, device)
 
     def _copy(self, way: str, target: Tensor, source: Tensor) -> Transfer:
-        with self.aside(way):
+        with self.on_side_stream(way):
             target.copy_(source, non_blocking=True)
             event = self._backend.Event()
             event.record(self._streams[way])
         self._counters.add(way, source.numel() * source.element_size())
         return Transfer(event, source)
 
-    def land(self) -> None:
-        """Returns when all copies are made."""
+    def synchronize(self) -> None:
+        """Lets the host wait until all copies are made."""
         for stream in self._streams.values():
             event = self._backend.Event()
             event.record(stream)
             event.synchronize()
 
     @contextmanager
-    def aside(self, way: str) -> Iterator[None]:
+    def on_side_stream(self, way: str) -> Iterator[None]:
         """What is issued inside goes to a stream of the bus, after everything that the current stream has so far.
 
         Args:
@@ -154,13 +154,13 @@ class Bus:
         with self._backend.stream(stream):
             yield
 
-    def later(self, work: Callable[[], None], lane: str = "land", *, always: bool = False) -> Job:
+    def later(self, work: Callable[[], None], lane: str = "arrivals", *, always: bool = False) -> Job:
         """Has work done on a thread of the bus, without gradients, after what was given to the same lane before. When
-        a job fails, those behind it are not done; `join` tells.
+        a job fails, those behind it are not done; `wait_for_jobs` raises.
 
         Args:
             work (`Callable`): it may itself give work to another lane.
-            lane (`str`): "land" for what has arrived, "update" for what may take long.
+            lane (`str`): "arrivals" for what has arrived, "update" for what may take long.
             always (`bool`): it is done also when one before it has failed, see `has_failed`.
         """
         if lane not in self._lanes:
@@ -171,7 +171,7 @@ class Bus:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a job has failed since the last `join`."""
+        """Whether a job has failed since the last `wait_for_jobs`."""
         return self._failure is not None
 
     def _do(self, work: Callable[[], None], always: bool) -> None:
@@ -186,8 +186,8 @@ class Bus:
             self._failure = error
             raise
 
-    def join(self) -> None:
-        """Returns when all jobs are done.
+    def wait_for_jobs(self) -> None:
+        """Waits until all jobs are done.
 
         Raises:
             what the first job that failed raised.

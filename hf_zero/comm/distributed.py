@@ -39,7 +39,7 @@ class DistributedComm(Comm):
         self._has_gloo = ranks.is_gloo(group)
         self._is_gloo = ranks.is_gloo(group, device)
         self._peers = [dist.get_global_rank(group, peer) for peer in range(self.num_ranks)]
-        self._asides: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
+        self._side_groups: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
         ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in receives]
@@ -75,8 +75,8 @@ class DistributedComm(Comm):
             with self._reaching("a barrier"):
                 dist.barrier(self.group)
 
-    def aside(self, purpose: str) -> Comm:
-        if purpose not in self._asides:
+    def side_group(self, purpose: str) -> Comm:
+        if purpose not in self._side_groups:
             with self._reaching("connecting the ranks"):
                 group = dist.new_group(
                     dist.get_process_group_ranks(self.group),
@@ -85,8 +85,8 @@ class DistributedComm(Comm):
                     use_local_synchronization=True,  # the ranks of other groups have no part in it
                 )
             ranks.same_ranks(group, self.group)
-            self._asides[purpose] = DistributedComm(group, torch.device("cpu"), self.timeout_seconds)
-        return self._asides[purpose]
+            self._side_groups[purpose] = DistributedComm(group, torch.device("cpu"), self.timeout_seconds)
+        return self._side_groups[purpose]
 
     def send(self, tensor: Tensor, rank: int) -> None:
         with self._reaching("sending", rank):
@@ -161,7 +161,7 @@ class DistributedComm(Comm):
             raise self._failed(what, peer, error) from error
 
     def _failed(self, what: str, peer: int | None, error: BaseException | str) -> CommError:
-        gone = set().union(*(ranks.ended(aside.group) for aside in self._asides.values()))
+        gone = set().union(*(ranks.ended(side_group.group) for side_group in self._side_groups.values()))
         return ranks.failure(what, self.group, error, peer=peer, gone=gone, seconds=self.timeout_seconds)
 
 

@@ -371,7 +371,7 @@ class ZeroEngine(Uncopyable):
             unit.settle()
         self._drain()
         try:
-            self.bus.join()
+            self.bus.wait_for_jobs()
         except Exception as error:
             logger.warning("hf_zero: what had been sent to the host is dropped too: %s", error)
         for unit in self.units:
@@ -412,17 +412,17 @@ class ZeroEngine(Uncopyable):
             if any(not gradient.is_reduced for gradient in unit.gradients):
                 self._reducing.append(unit.reduce_gradients(at_step=True))
         self._drain()
-        self.join()
+        self.wait_for_host()
         self._apply_grad_scale()
 
-    def join(self) -> None:
+    def wait_for_host(self) -> None:
         """Waits for what the bus's threads do. Where one rank's have failed, all ranks raise.
 
         Raises:
             `CommError`: another rank's have failed; on that one, whatever it was.
         """
         if self.plan.is_offloaded:
-            run_on_all_ranks(self.comm, "an update on the host", self.bus.join, CommError)
+            run_on_all_ranks(self.comm, "an update on the host", self.bus.wait_for_jobs, CommError)
 
     def settle(self) -> None:
         """Lets updates that are under way count, before the masters are read. All ranks call it."""

@@ -318,7 +318,8 @@ class Flat:
         return self.comm.gather(self.full, own, what=what)
 
     def _gather_from_host(self, own: Tensor, source: Tensor, what: str, arriving: Pending | None) -> Pending:
-        with self.host_transfer.bus.aside("up"):  # what computes meanwhile waits for neither copy nor collective
+        # what computes meanwhile waits for neither copy nor collective
+        with self.host_transfer.bus.on_side_stream("up"):
             transfer = self.host_transfer.bus.up(own, source) if arriving is None else arriving
             gathering = self.comm.gather(self.full, own, what=what)
 
@@ -362,14 +363,14 @@ class Flat:
         for master, covers in self.masters(writes=False) if self._has_copy else ():
             transfer = self.send(master, covers)
             if self.on_disk is not None:
-                self.host_transfer.bus.land()  # the next piece may come into its memory
+                self.host_transfer.bus.synchronize()  # the next piece may come into its memory
         return transfer
 
     def send(self, master: Tensor, covers: Range) -> Pending:
         """Writes the compute copy of a range, if it is not the master itself.
 
         Args:
-            master (`Tensor`): the master's values there, to be overwritten after a `Bus.land`.
+            master (`Tensor`): the master's values there, to be overwritten after a `Bus.synchronize`.
             covers (`Range`): the range, counted in the buffer.
         """
         if not self._has_copy:

@@ -36,7 +36,7 @@ class HostTransfer:
 
     def up(self, device: Tensor, host: Tensor) -> Pending:
         """Copies a shard to the device, cast if need be. What is cast has been read when this returns; else the host's
-        values may be written again after a `Bus.land`, or when gradients that were made with them have landed.
+        values may be written again after a `Bus.synchronize`, or when gradients that were made with them are here.
 
         Args:
             device (`Tensor`): 1-D, overwritten; to be read after a `wait`.
@@ -48,11 +48,11 @@ class HostTransfer:
         for part in self._parts(device):
             staged = self._going_up.take(part.stop - part.start, device.dtype).copy_(host[part])
             transfer = self.bus.up(device[part], staged)
-            self._going_up.hold(Pending(transfer.land))
+            self._going_up.hold(Pending(transfer.synchronize))
         return transfer  # of the last part: copies of one way are made in their order
 
     def down(self, host: Tensor, device: Tensor, *, accumulate: bool) -> Pending:
-        """Copies or adds values to a shard on the host, which is complete after a `Bus.join`.
+        """Copies or adds values to a shard on the host, which is complete after a `Bus.wait_for_jobs`.
 
         Args:
             host (`Tensor`): 1-D, of any dtype.
@@ -61,13 +61,13 @@ class HostTransfer:
         """
         if host.dtype is device.dtype and not accumulate:
             transfer = self.bus.down(host, device)
-            self.bus.later(transfer.land)
+            self.bus.later(transfer.synchronize)
             return transfer
         transfer = Pending()
         for part in self._parts(device):
             staged = self._going_down.take(part.stop - part.start, device.dtype)
             transfer = self.bus.down(staged, device[part])
-            self._going_down.hold(self.bus.later(_landing(transfer, staged, host[part], accumulate)))
+            self._going_down.hold(self.bus.later(_taking_over(transfer, staged, host[part], accumulate)))
         return transfer
 
     def _parts(self, tensor: Tensor) -> list[slice]:
@@ -75,9 +75,9 @@ class HostTransfer:
         return [slice(start, min(start + step, tensor.numel())) for start in range(0, tensor.numel(), step)]
 
 
-def _landing(transfer, staged: Tensor, host: Tensor, accumulate: bool) -> Callable[[], None]:
-    def land():
-        transfer.land()
+def _taking_over(transfer, staged: Tensor, host: Tensor, accumulate: bool) -> Callable[[], None]:
+    def take_over():
+        transfer.synchronize()
         host.add_(staged) if accumulate else host.copy_(staged)
 
-    return land
+    return take_over

@@ -53,7 +53,7 @@ class Reader:
             for (flat, start, extent), values in zip(parts, tensors):
                 first = flat.owned[0] + start
                 transfer = self._bus.up(flat.full[first : first + extent.numel], values)
-                uses.append(Pending(transfer.land))
+                uses.append(Pending(transfer.synchronize))
             self._disk.take_back(record, writes=False, uses=uses)
         return transfer
 

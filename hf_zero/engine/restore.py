@@ -15,8 +15,8 @@ def restore(engine: "ZeroEngine") -> None:
     while engine.handles:
         engine.handles.pop().remove()
     forget(engine.units)
-    engine.bus.join()
-    engine.bus.land()  # nothing reads what is given up
+    engine.bus.wait_for_jobs()
+    engine.bus.synchronize()  # nothing reads what is given up
     for arena in engine.arenas:  # slots and gradients live on until their last user is done
         arena.close()
     engine.arenas = None

@@ -51,7 +51,9 @@ class Exchange:
     def __init__(self, comm: Comm, partitions: list[ParamPartition], slices: list[FlatSlice]):
         self._comm = comm
         # a backend of the device's own knows no memory of the host
-        self._host_comm = comm.aside("update") if any(partition.unit.is_away for partition in partitions) else comm
+        self._host_comm = (
+            comm.side_group("update") if any(partition.unit.is_away for partition in partitions) else comm
+        )
         self._moves: dict[Unit, list[Move]] = {partition.unit: [] for partition in partitions}
         for partition in partitions:
             self._moves[partition.unit] += _moves(partition)

@@ -99,7 +99,7 @@ class HostUpdate:
         self.is_finite = True  # False once a unit came whose gradient is not; on all ranks alike
 
     def post(self, unit: Unit, grads: list[tuple[FlatSlice, Tensor]], scale: Tensor | None) -> None:
-        """Has a unit updated in its turn; `Bus.join` waits for it.
+        """Has a unit updated in its turn; `Bus.wait_for_jobs` waits for it.
 
         Args:
             unit (`Unit`): whose slices they are.
@@ -128,7 +128,7 @@ class HostUpdate:
             if self.refreshes:
                 transfer = turn.flat.refreshing = turn.flat.send(turn.master, turn.covers)
                 if isinstance(transfer, Transfer):
-                    turn.uses.append(Pending(transfer.land))
+                    turn.uses.append(Pending(transfer.synchronize))
 
     def _step(self, slices: list[FlatSlice], scale: Tensor | None) -> None:
         for optimizer in self._steps:
@@ -194,7 +194,7 @@ class HostSteps:
     def end(self, update: HostUpdate) -> None:
         """Waits for what was begun, or leaves it to go on beside the next forward and backward."""
         if update.refreshes:
-            self._engine.join()
+            self._engine.wait_for_host()
             update.finish()
             return
         self._late = update
@@ -204,20 +204,20 @@ class HostSteps:
     def settle(self) -> None:
         """Waits for an update that was made beside a forward and backward, and lets the compute copies follow."""
         if self._early is not None:
-            self._engine.join()
+            self._engine.wait_for_host()
         late, self._late = self._late, None
         if late is not None:
-            self._engine.join()
+            self._engine.wait_for_host()
             late.finish()
             self._engine.mark_updated(only_trained=True)
-            self._engine.bus.land()  # the masters may be written to from now on
+            self._engine.bus.synchronize()  # the masters may be written to from now on
 
     def abandon(self) -> None:
         """The gradients of this step are dropped: units that were updated while they came stay so."""
         early, self._early = self._early, None
         if early is not None:
             early.is_over = True
-            self._engine.join()
+            self._engine.wait_for_host()
             early.finish()
             self._engine.mark_updated(only_trained=True)
 
@@ -231,7 +231,7 @@ class HostSteps:
         """
         self.abandon()
         self._early = update = self._update(optimizers, refreshes=True)
-        comm = self._engine.comm.aside("update")
+        comm = self._engine.comm.side_group("update")
         self._engine.on_reduced = partial(self._post, update, comm, gradients_of)
         try:
             yield

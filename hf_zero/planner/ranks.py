@@ -53,7 +53,7 @@ class _Alone(Comm):
         self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
         return DONE
 
-    def aside(self, purpose: str) -> Comm:
+    def side_group(self, purpose: str) -> Comm:
         return self
 
 
@@ -174,7 +174,7 @@ class LoneBus(Bus):
         with self._meter.at(MemoryTier.HOST):
             return torch.zeros(numel, dtype=dtype, device=META)
 
-    def later(self, work: Callable[[], None], lane: str = "land", *, always: bool = False) -> Pending:
+    def later(self, work: Callable[[], None], lane: str = "arrivals", *, always: bool = False) -> Pending:
         with self._meter.at(MemoryTier.HOST), torch.no_grad():
             work()
         return DONE

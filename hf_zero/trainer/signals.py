@@ -93,7 +93,7 @@ class StopOnSignal(TrainerCallback):
         """The signal that a rank was sent, the same on all ranks; 0 for none. Collective."""
         comm = self._trainer.zero_engine.comm
         if comm.device.type != "cpu":
-            comm = comm.aside("signals")  # a vote on the device would make the host wait for the step
+            comm = comm.side_group("signals")  # a vote on the device would make the host wait for the step
         own = torch.tensor([self._received], dtype=torch.int32, device=comm.device)
         return int(comm.all_gather_vector(own, what="a vote on signals").max())
 

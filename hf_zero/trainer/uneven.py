@@ -105,7 +105,7 @@ class Supply:
             return batches
         taken = list(islice(batches, count))
         if comm.device.type != "cpu":
-            comm = comm.aside("batches")
+            comm = comm.side_group("batches")
         counts = comm.all_gather_vector(torch.tensor([len(taken)], dtype=torch.int32, device=comm.device))
         counts = counts.flatten().tolist()
         if min(counts) < max(counts):

@@ -121,9 +121,9 @@ def test_memory_that_is_not_one_stretch_stays_and_a_transposed_one_comes_back_as
 class Flight:
     """A copy under way: memory that it reads may be given up once it has been waited for."""
 
-    def __init__(self, has_landed: bool):
+    def __init__(self, is_done: bool):
         self.events = []
-        self.has_landed = lambda: has_landed  # as far as the host knows
+        self.is_done = lambda: is_done  # as far as the host knows
 
     def wait(self) -> None:
         self.events.append("wait")
@@ -132,13 +132,13 @@ class Flight:
 class SlowBus(Bus):
     """Its copies to the host are under way until they are waited for."""
 
-    def __init__(self, has_landed: bool):
+    def __init__(self, is_done: bool):
         super().__init__(torch.device("cpu"), Counters())
-        self.flights, self._has_landed = [], has_landed
+        self.flights, self._is_done = [], is_done
 
     def down(self, out, values):
         super().down(out, values)
-        flight = Flight(self._has_landed)
+        flight = Flight(self._is_done)
         weakref.finalize(values, flight.events.append, "freed")
         self.flights.append(flight)
         return flight
@@ -146,7 +146,7 @@ class SlowBus(Bus):
 
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_memory_that_a_copy_reads_is_given_up_after_the_copy(is_given_up):
-    bus = SlowBus(has_landed=not is_given_up)
+    bus = SlowBus(is_done=not is_given_up)
     store = Store(bus, None, 4096)
     tickets = _forward(store, 4)[1]
     assert len(bus.flights) >= 3

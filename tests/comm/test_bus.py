@@ -12,7 +12,7 @@ def test_copies_arrive_and_are_counted_by_way():
     counters = Counters()
     bus = Bus(torch.device("cpu"), counters)
     host, device = bus.empty(100, torch.float32), torch.arange(100.0)
-    bus.down(host, device).land()
+    bus.down(host, device).synchronize()
     assert torch.equal(host, device)
     bus.up(device, host.mul_(2)).wait()
     assert torch.equal(device, torch.arange(100.0) * 2)
@@ -37,7 +37,7 @@ def test_jobs_run_in_order_without_gradients_and_a_failure_stops_those_behind_it
     done = []
     for number in range(3):
         bus.later(lambda number=number: done.append((number, torch.is_grad_enabled())))
-    bus.join()
+    bus.wait_for_jobs()
     assert done == [(0, False), (1, False), (2, False)]
 
     def fail():
@@ -48,8 +48,8 @@ def test_jobs_run_in_order_without_gradients_and_a_failure_stops_those_behind_it
     with pytest.raises(ValueError, match="no room"):
         behind.wait()
     with pytest.raises(ValueError, match="no room"):
-        bus.join()
+        bus.wait_for_jobs()
     assert "never" not in done
     bus.later(lambda: done.append("again"))
-    bus.join()
+    bus.wait_for_jobs()
     assert done[-1] == "again"

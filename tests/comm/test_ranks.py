@@ -68,7 +68,7 @@ COLLECTIVES = {
     "broadcast object": lambda comm: comm.broadcast_object("all"),
     "receive": lambda comm: comm.receive(torch.ones(3), VICTIM),
     "agreement": lambda comm: run_on_all_ranks(comm, "saving", lambda: None),
-    "aside": lambda comm: comm.aside("files").all_gather_object(comm.rank),
+    "side group": lambda comm: comm.side_group("files").all_gather_object(comm.rank),
 }
 # Without shared memory a fence is nothing.
 CASES = [(kind, name) for kind in ("shared", "messages", "native") for name in COLLECTIVES]
@@ -85,7 +85,7 @@ def _connected(kind: str, timeout_seconds: float = 60.0) -> Comm:
 def _lose_one(kind: str, name: str, folder: Path) -> None:
     """All collectives but the last go well; before that, a rank is killed."""
     comm = _connected(kind)
-    comm.aside("files")
+    comm.side_group("files")
     comm.barrier()
     _note_place(folder)
     comm.barrier()
@@ -156,7 +156,7 @@ def test_a_rank_that_is_killed_is_named_where_trainer_communicates(tmp_path):
 
 def _one_stays_away(kind: str, name: str) -> str:
     comm = _connected(kind, timeout_seconds=2.0)
-    comm.aside("files")
+    comm.side_group("files")
     if comm.rank == VICTIM:
         time.sleep(4.0)
         return ""
@@ -166,7 +166,7 @@ def _one_stays_away(kind: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["shared", "messages"])
-@pytest.mark.parametrize("name", ["vector", "object", "barrier", "aside", "agreement"])
+@pytest.mark.parametrize("name", ["vector", "object", "barrier", "side group", "agreement"])
 def test_a_rank_that_does_not_answer_is_named(kind, name):
     for rank, line in enumerate(run_ranks(_one_stays_away, 3, kind, name)):
         if rank != VICTIM:

@@ -90,7 +90,7 @@ def _train_early(subject: Sharded, name: str, num_steps: int = 3, early: bool = 
                 loss.backward()
             losses.append(loss.detach().float())
         if early:
-            subject.engine.bus.join()
+            subject.engine.bus.wait_for_jobs()
             assert all(unit in optimizer._host._early.done for unit in subject.engine.units if unit.is_trainable)
         optimizer.step()
         schedule.step()
@@ -392,7 +392,7 @@ def test_what_is_cast_or_added_goes_through_pieces_of_constant_size():
     for numel in (1, 32, 33, 1000):
         host, device = torch.ones(numel), torch.arange(numel).bfloat16()
         host_transfer.down(host, device, accumulate=True).wait()
-        bus.join()
+        bus.wait_for_jobs()
         assert torch.equal(host, 1 + device.float())
         back = torch.empty(numel, dtype=torch.bfloat16)
         host_transfer.up(back, host).wait()
