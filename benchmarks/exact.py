@@ -162,9 +162,9 @@ def _waiting(engine) -> Iterator[None]:
     bus, copy = engine.bus, engine.bus._copy
 
     def copied(*arguments):
-        _settle(bus)
+        _synchronize(bus)
         transfer = copy(*arguments)
-        _settle(bus)
+        _synchronize(bus)
         return transfer
 
     def now(work: Callable[[], None], lane: str = "arrivals", **settings) -> Pending:
@@ -177,7 +177,7 @@ def _waiting(engine) -> Iterator[None]:
     del bus._copy, bus.later
 
 
-def _settle(bus) -> None:
+def _synchronize(bus) -> None:
     if bus.device.type == "cuda":
         torch.cuda.synchronize(bus.device)
 

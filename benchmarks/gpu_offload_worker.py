@@ -13,7 +13,7 @@ import torch
 from benchmarks.machine import available_nbytes
 from benchmarks.memory import TensorMeter
 from benchmarks.placement import device_peak_nbytes
-from benchmarks.worker import Stepper, settle
+from benchmarks.worker import Stepper, synchronize
 from benchmarks.workload import Workload
 
 
@@ -91,7 +91,7 @@ def _looked_at(stepper: Stepper, meter: TensorMeter | None) -> int | None:
     else:
         torch.cuda.reset_peak_memory_stats()
     stepper.step(look=True)
-    settle(stepper.device)
+    synchronize(stepper.device)
     if meter:
         meter.mark("end")
         return None
@@ -117,10 +117,10 @@ def time_compute(spec: dict, rank: int) -> dict:
     seconds = []
     for step in range(spec["warmup"] + spec["steps"]):
         (batch,) = workload.micro_batches(rank, step, device)
-        settle(device)
+        synchronize(device)
         begin = time.perf_counter()
         model(**batch).loss.backward()
-        settle(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return {"seconds": seconds[spec["warmup"] :]}
 

@@ -29,7 +29,7 @@ class Clock:
     def seconds(self, first, last) -> float:
         return first.elapsed_time(last) / 1e3 if self.cuda else last - first
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
 
@@ -42,7 +42,7 @@ def time_mode(spec: dict, rank: int) -> dict:
     batches = [workload.micro_batches(rank, step, device)[0] for step in range(4)]
     for step in range(spec["warmup"]):
         _step(mode, batches[step % len(batches)], clock)
-    clock.settle()
+    clock.synchronize()
     before = _memory_start(device)
     host = time.perf_counter()
     moments, losses = [clock.now()], []
@@ -53,7 +53,7 @@ def time_mode(spec: dict, rank: int) -> dict:
         phases.append(stamps)
         moments.append(clock.now())
     host = (time.perf_counter() - host) / spec["steps"]
-    clock.settle()
+    clock.synchronize()
     names = ("forward", "backward", "optimizer")
     return {
         "step_seconds": [clock.seconds(*pair) for pair in zip(moments, moments[1:], strict=False)],

@@ -38,7 +38,7 @@ class Stepper:
 
     def run(self, steps: int) -> list[float]:
         """Seconds of each step, from the end of the one before: work that a mode leaves to the next step is in it."""
-        settle(self.device)
+        synchronize(self.device)
         seconds, before = [], time.perf_counter()
         for _ in range(steps):
             self.step()
@@ -60,10 +60,10 @@ class Stepper:
             with self.mode.micro_batch(last=index == len(batches) - 1):
                 start = time.perf_counter()
                 loss = self.mode.forward(batch)
-                settle(self.device)
+                synchronize(self.device)
                 middle = time.perf_counter()
                 self.mode.backward(loss)
-                settle(self.device)
+                synchronize(self.device)
                 end = time.perf_counter()
             total += loss.item() / len(batches)
             del loss
@@ -78,7 +78,7 @@ class Stepper:
         self.phases.append(phase)
 
 
-def settle(device: str) -> None:
+def synchronize(device: str) -> None:
     """Returns when the device has done what it was given: each phase has its own work. Does nothing on a CPU."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -149,12 +149,12 @@ def _metered_step(stepper: Stepper, meter: TensorMeter | None) -> int | None:
 
 def _wire(stepper: Stepper, steps: int) -> dict:
     """Bytes sent per step by this rank's process, and what the engine's own counters say about the same steps."""
-    _settle()
+    _wait_for_sends()
     written, loopback = counters.written_nbytes(), counters.loopback_nbytes()
     own = stepper.mode.counters()
     for _ in range(steps):
         stepper.step()
-    _settle()
+    _wait_for_sends()
     after = stepper.mode.counters()
     return {
         "written_nbytes": (counters.written_nbytes() - written) / steps,
@@ -163,7 +163,7 @@ def _wire(stepper: Stepper, steps: int) -> dict:
     }
 
 
-def _settle() -> None:
+def _wait_for_sends() -> None:
     """Lets sends that are still under way, on any connection, end before a counter is read."""
     dist.barrier()
     time.sleep(0.05)

@@ -69,7 +69,7 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
         raise LifecycleError("gathered(writeback=True): what is written inside computing_in is lost; write outside")
     with ExitStack() as pinned:
         for unit in held:
-            unit.let_count()
+            unit.finish_updates()
         for unit in held:
             unit.pin(writeback)
             pinned.callback(unit.unpin, writeback)

@@ -100,7 +100,7 @@ def computing_in(engine: "ZeroEngine", dtype: torch.dtype) -> Iterator[None]:
             floating = {name: b for name, b in buffers.items() if b is not None and b.is_floating_point()}
             module._buffers.update({name: buffer.to(dtype) for name, buffer in floating.items()})
         remember(engine.units)
-        _settle(engine)
+        _show(engine)
         with torch.no_grad():
             yield
     finally:
@@ -109,14 +109,14 @@ def computing_in(engine: "ZeroEngine", dtype: torch.dtype) -> Iterator[None]:
         for module, params, buffers in tensors:
             module._parameters.update(params)
             module._buffers.update(buffers)
-        _settle(engine)
+        _show(engine)
 
 
 def _shown(param: nn.Parameter, away: Tensor) -> nn.Parameter:
     return nn.Parameter(with_local(param, away), requires_grad=False)
 
 
-def _settle(engine: "ZeroEngine") -> None:
+def _show(engine: "ZeroEngine") -> None:
     """Makes the parameters whole or placeholders, as their units say."""
     for unit in engine.units:
         for flat in unit.flats:

@@ -39,13 +39,13 @@ DOUBLE_BACKWARD = (
 
 
 class Updates(Protocol):
-    """What an optimizer does of a step outside of it."""
+    """The part of an optimizer step that is made outside of `step`: in backward, or beside the next forward."""
 
-    def settle(self) -> None:
-        """Lets an update that is under way count: masters can be read, and compute copies follow."""
+    def finish_update(self) -> None:
+        """Finishes an update that is under way: masters can then be read, and compute copies have followed."""
 
     def abandon(self) -> None:
-        """The gradients of this step are dropped: what was done of it already is all of it."""
+        """Ends a step whose gradients are dropped: what was done of it already stays done."""
 
 
 def _nothing() -> None:
@@ -119,7 +119,7 @@ class ZeroEngine(Uncopyable):
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
         for unit in self.units:
-            unit.let_count = self.settle
+            unit.finish_updates = self.finish_updates
         # of the trainable parameters: the dict of the module that has it, its key there, itself, its name
         self.registered: list[tuple[dict, str, nn.Parameter, str]] = []
         self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
@@ -308,7 +308,7 @@ class ZeroEngine(Uncopyable):
                 self._reduce(unit)
             elif unit in self._closed and unit.has_collected:
                 raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
-        self._drain()
+        self._wait_for_reductions()
         for unit in self.units:
             unit.detach()
         self.schedule.end_backward()
@@ -368,8 +368,8 @@ class ZeroEngine(Uncopyable):
         """After a backward that failed: what it collected is dropped, and everything is as before the step."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
         for unit in self.units:
-            unit.settle()
-        self._drain()
+            unit.wait_for_all_gather()
+        self._wait_for_reductions()
         try:
             self.bus.wait_for_jobs()
         except Exception as error:
@@ -387,7 +387,7 @@ class ZeroEngine(Uncopyable):
         for updates in list(self.updates):
             updates.abandon()
 
-    def _drain(self) -> None:
+    def _wait_for_reductions(self) -> None:
         """Waits for all reductions under way; what goes to the host may still be on its way."""
         for pending in self._reducing:
             pending.wait()
@@ -395,7 +395,7 @@ class ZeroEngine(Uncopyable):
         for slots in {
             id(unit.gradient_slots): unit.gradient_slots for unit in self.units if unit.gradient_slots
         }.values():
-            slots.drain()
+            slots.wait_for_all()
 
     # The optimizer's side
 
@@ -411,7 +411,7 @@ class ZeroEngine(Uncopyable):
         for unit in self.units:
             if any(not gradient.is_reduced for gradient in unit.gradients):
                 self._reducing.append(unit.reduce_gradients(at_step=True))
-        self._drain()
+        self._wait_for_reductions()
         self.wait_for_host()
         self._apply_grad_scale()
 
@@ -424,10 +424,10 @@ class ZeroEngine(Uncopyable):
         if self.plan.is_offloaded:
             run_on_all_ranks(self.comm, "an update on the host", self.bus.wait_for_jobs, CommError)
 
-    def settle(self) -> None:
-        """Lets updates that are under way count, before the masters are read. All ranks call it."""
+    def finish_updates(self) -> None:
+        """Finishes updates that are under way, before the masters are read. All ranks call it."""
         for updates in list(self.updates):
-            updates.settle()
+            updates.finish_update()
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiplies the reduced gradients: at once, when they are next looked at, or by who takes the scale.
@@ -574,7 +574,7 @@ class ZeroEngine(Uncopyable):
             `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, or when someone wrote to a parameter whose
                 data is away.
         """
-        self.settle()
+        self.finish_updates()
         self._refuse_held("unshard")
         writes.take_here(self)
         self.clear_gradients()
@@ -597,7 +597,7 @@ class ZeroEngine(Uncopyable):
             values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
         """
         self._refuse_divided()
-        self.settle()
+        self.finish_updates()
         if values and not self.is_cast:
             writes.take_here(self)
         for unit in self.units:

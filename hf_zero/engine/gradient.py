@@ -81,7 +81,7 @@ class Gradient:
         is_filled = self.filled[index]
         self.filled[index] = self.used[index] = True
         if is_filled:
-            self.settle()
+            self.flush()
         return self.views[index], is_filled
 
     def receive(self, index: int, grad: Tensor) -> None:
@@ -95,7 +95,7 @@ class Gradient:
         else:
             destination.copy_(grad)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Copies the gradients that were held back to be copied at once."""
         if self._destinations:
             torch._foreach_copy_(self._destinations, self._grads)
@@ -104,7 +104,7 @@ class Gradient:
     def reduce(self, what: str) -> Pending:
         """Averages what was collected over the ranks, into `reduced`. Where no gradient came, zero counts."""
         full, flat = self.full, self.flat
-        self.settle()
+        self.flush()
         for start, stop in self._pads:  # each time: clipping by a norm that is not finite reaches the padding too
             full[start:stop].zero_()
         self._testify()
@@ -236,7 +236,7 @@ class GradientSlots:
     def acquire(self) -> Slot:
         """A buffer to collect in: a new one as long as there is one at most, then the one that is being reduced."""
         if not self._free and len(self._busy) > 1:
-            self._settle_one()
+            self._wait_for_oldest()
         slot = self._free.pop() if self._free else Slot(self._arena.take(self._nbytes, torch.uint8))
         self._busy[slot] = None
         return slot
@@ -251,14 +251,14 @@ class GradientSlots:
         del self._busy[slot]
         self._free.append(slot)
 
-    def drain(self) -> None:
+    def wait_for_all(self) -> None:
         """Waits for all reductions under way, and gives the memory back, unless its arena would keep it anyway."""
-        while self._settle_one():
+        while self._wait_for_oldest():
             pass
         while self._free and not self._arena.keeps:
             self._arena.give(self._free.pop().buffer)
 
-    def _settle_one(self) -> bool:
+    def _wait_for_oldest(self) -> bool:
         """Waits for the oldest reduction under way; False when there is none."""
         for slot, pending in self._busy.items():
             if pending is not None:

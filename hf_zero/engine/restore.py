@@ -21,7 +21,7 @@ def restore(engine: "ZeroEngine") -> None:
         arena.close()
     engine.arenas = None
     for unit in engine.units:
-        unit.settle()
+        unit.wait_for_all_gather()
         for flat in unit.flats:
             flat.give_back(unit.name)
         unit.slot = unit.gradient_slots = unit.reader = None

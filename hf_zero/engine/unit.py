@@ -74,7 +74,7 @@ class Unit(Uncopyable):
         self.slot: Slot | None = None  # where the whole values appear; None when they never leave
         self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
         self.reader: Reader | None = None  # where the values come from that rest on disk
-        self.let_count: Callable[[], None] = lambda: None  # see `ZeroEngine.settle`
+        self.finish_updates: Callable[[], None] = lambda: None  # see `ZeroEngine.finish_updates`
         self.pins = 0  # how many `gathered` contexts hold the parameters
         self.keeps_writes = not self.is_sharded  # whether what is written to the parameters now counts
         self._gathering: list[Pending] = []
@@ -119,8 +119,8 @@ class Unit(Uncopyable):
                 self.slot.holder.evict()
             self.slot.holder = self
 
-    def settle(self) -> None:
-        """Waits for a gather under way."""
+    def wait_for_all_gather(self) -> None:
+        """Waits for an all-gather under way."""
         if self.phase is Phase.GATHERING:
             for pending in self._gathering:
                 pending.wait()
@@ -138,7 +138,7 @@ class Unit(Uncopyable):
             for flat in self.flats:
                 flat.holders = None
             return
-        self.settle()
+        self.wait_for_all_gather()
         self.phase = moved(self.name, self.phase, Phase.ATTACHED)
         for flat in self.flats:
             flat.attach()
@@ -171,7 +171,7 @@ class Unit(Uncopyable):
         """Gives up the slot's contents: another unit takes it, or the values have changed."""
         if self.pins:
             return  # its values lie in memory of its own
-        self.settle()
+        self.wait_for_all_gather()
         if self.is_sharded and self.phase is not Phase.SHARDED:
             self.detach()
             self.phase = moved(self.name, self.phase, Phase.SHARDED)

@@ -178,7 +178,7 @@ class HostSteps:
             optimizers (`list[torch.optim.Optimizer]`): those that step.
             grads (`Gradients`): by unit its slices, each with its gradient.
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
-            is_late (`bool`): `end` does not wait for it, but the next `settle`.
+            is_late (`bool`): `end` does not wait for it, but the next `finish_update`.
         """
         if self._early is not None and self._early.is_outdated:
             raise LifecycleError(
@@ -201,7 +201,7 @@ class HostSteps:
         for gradient in self._engine.gradients():
             gradient.hand_over()
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Waits for an update that was made beside a forward and backward, and lets the compute copies follow."""
         if self._early is not None:
             self._engine.wait_for_host()

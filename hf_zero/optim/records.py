@@ -36,7 +36,7 @@ class StateRecords(torch.optim.Optimizer):
                 written to them lasts.
             values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
         """
-        self.engine.settle()
+        self.engine.finish_updates()
         turns = self._in_turn(writes=resident) if values else [self.slices]
         for flat_slice in (flat_slice for slices in turns for flat_slice in slices):
             only = (flat_slice.start, flat_slice.stop) if resident else flat_slice.saved
@@ -44,7 +44,7 @@ class StateRecords(torch.optim.Optimizer):
 
     def named_scalar_state(self) -> dict[str, dict[str, float]]:
         """The state that is one number per parameter, such as Adam's step count, by parameter name."""
-        self.engine.settle()
+        self.engine.finish_updates()
         scalars: dict[str, dict[str, float]] = {}
         for flat_slice in self.slices:
             if self.state.get(flat_slice.param):
@@ -61,7 +61,7 @@ class StateRecords(torch.optim.Optimizer):
             state (`dict[str, dict[str, float]]`): for every parameter that has state, its numbers by key (there may
                 be none, as for SGD with momentum).
         """
-        self.engine.settle()
+        self.engine.finish_updates()
         self.state.clear()
         self.slices = [
             part
@@ -103,7 +103,7 @@ class StateRecords(torch.optim.Optimizer):
             `LifecycleError`: where the state rests on disk.
         """
         self._refuse_on_disk("state_dict")
-        self.engine.settle()
+        self.engine.finish_updates()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -113,7 +113,7 @@ class StateRecords(torch.optim.Optimizer):
             `LifecycleError`: for groups or stretches that are not these: of another rank, stage or training.
         """
         self._refuse_on_disk("load_state_dict")
-        self.engine.settle()
+        self.engine.finish_updates()
         groups, state = state_dict["param_groups"], state_dict["state"]
         params = [param for group in self.param_groups for param in group["params"]]
         found = [len(group["params"]) for group in groups]

@@ -171,7 +171,7 @@ class ShardedOptimizer(StateRecords):
             self.engine.take_writes()
         scale = self.engine.take_grad_scale() if self._can_scale() else None
         self.engine.finish_gradients()
-        self.engine.settle()
+        self.engine.finish_updates()
         if not self._may_step():
             return loss
         self._leave_out_unused()
@@ -270,7 +270,7 @@ class ShardedOptimizer(StateRecords):
             and any(group.get("train_mode") is not (mode == "train") for group in inner.param_groups)
         ]
         if switched:
-            self.engine.settle()
+            self.engine.finish_updates()
             self.engine.begin_update()
             self.engine.take_writes()
             for inner in switched:

@@ -202,11 +202,11 @@ class Disk:
         writing = [self.file.write(e.offset, memory) for e, memory in _parts(record, buffer)] if writes else []
         self._leaving.append((buffer, [*writing, *uses]))
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Returns when everything that was taken back is written."""
         self._drop_ahead()
         while self._leaving:
-            self._free.append(self._landed())
+            self._free.append(self._wait_for_oldest())
 
     def _read(self, record: Record) -> tuple[Tensor, list[Pending]]:
         buffer = self._claim(_nbytes(record))
@@ -223,7 +223,7 @@ class Disk:
         if self._free:
             buffer = self._free.pop()
         elif self._leaving and self._num_buffers >= self._limit:
-            buffer = self._landed()
+            buffer = self._wait_for_oldest()
         else:
             self._num_buffers += 1
         if buffer is None or buffer.numel() < self._buffer_nbytes:
@@ -231,7 +231,7 @@ class Disk:
             buffer = self._make(self._buffer_nbytes)
         return buffer
 
-    def _landed(self) -> Tensor:
+    def _wait_for_oldest(self) -> Tensor:
         buffer, uses = self._leaving.popleft()
         for use in uses:
             use.wait()

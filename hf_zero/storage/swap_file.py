@@ -156,7 +156,7 @@ class SwapFile:
         assert stop <= self.nbytes, f"bytes [{offset}, {stop}) of {self.nbytes}"
         for reader in list(self.readers) if way == WRITE else ():
             reader.written(offset, stop)
-        self._settle(way, offset, stop)
+        self._wait_for_conflicts(way, offset, stop)
         self._refuse_failed()
         pieces = [
             self._threads.submit(self._transfer, way, view[first : first + PIECE_NBYTES], offset + first)
@@ -168,7 +168,7 @@ class SwapFile:
             self._counters.add(way, len(view))
         return Pending(lambda: self._finish(operation))
 
-    def _settle(self, way: str, start: int, stop: int) -> None:
+    def _wait_for_conflicts(self, way: str, start: int, stop: int) -> None:
         """Waits for what is under way in this range and must come before."""
         with self._lock:
             before = [operation for operation in self._under_way if operation.conflicts(way, start, stop)]

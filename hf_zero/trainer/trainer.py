@@ -232,7 +232,7 @@ class ZeroTrainerMixin(PushMixin):
         `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and trains on as it was."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine, shown = self.accelerator.shard(self.model), nullcontext()
-        engine.settle()  # what is measured is what a checkpoint of now would hold
+        engine.finish_updates()  # what is measured is what a checkpoint of now would hold
         if dtype is not None and not self.is_in_train:
             if self._zero_optimizer is not None:
                 self._zero_optimizer.eval()  # schedule-free ones: Trainer does it when the model is shown already

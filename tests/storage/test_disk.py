@@ -74,7 +74,7 @@ def test_tensors_of_any_size_keep_their_values_in_buffers_that_do_not_grow_with_
         whole.fill_(-1)  # not written back
     for number, (whole, half) in zip(reversed(range(len(records))), shelf.walk(records[::-1], writes=False)):
         assert (whole == 2 * number).all() and (half == 2 * (number % 100)).all()
-    shelf.settle()
+    shelf.wait_for_writes()
     # one buffer each for what is used, read and written; the first, made for a small record, is made again
     assert max(memory.sizes) == 4096 * (4 + 2) and len(memory.sizes) <= 3 + 3
     assert len(shelf._free) == 3
@@ -86,7 +86,7 @@ def test_the_next_record_is_read_and_the_last_written_while_one_is_used(memory):
     records = [(Extent(4096 * index, 1024, torch.float32),) for index in range(4)]
     for record, _ in zip(records, shelf.walk(records, writes=True)):
         log.events.append(f"use {'abcd'[record[0].offset // 4096]}")
-    shelf.settle()
+    shelf.wait_for_writes()
     assert log.events == [
         "read a", "read a over", "read b", "use a",
         "write a", "read b over", "read c", "use b",  # a third buffer: nobody has waited for a
