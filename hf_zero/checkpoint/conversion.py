@@ -117,17 +117,17 @@ def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mappin
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    trace, twin = Trace(), Twin(model)
+    trace, meta_copy = Trace(), MetaCopy(model)
     headers = {name: Header(trace, entry) for name, entry in entries.items()}
     config = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=_conversions_of(model))
     with without_progress_bars(), trace:
-        info, _ = convert_and_load_state_dict_in_model(twin, headers, config)
+        info, _ = convert_and_load_state_dict_in_model(meta_copy, headers, config)
     for key, error in info.conversion_errors.items():
         raise CheckpointError(
             f"{key}: the checkpoint's tensors cannot be converted ({error.strip().splitlines()[-1]}); "
             "use a checkpoint of this model"
         )
-    held = twin.state_dict(keep_vars=True)
+    held = meta_copy.state_dict(keep_vars=True)
     found, missing = {}, []
     for saved in tensors:
         names = [name for name in (saved.key, saved.name, *saved.aliases) if name in held and trace.knows(held[name])]
@@ -231,7 +231,7 @@ class Header:
         return self._trace.new(self._entry.name, self._entry.shape, dtype or self._entry.dtype)
 
 
-class Twin(nn.Module):
+class MetaCopy(nn.Module):
     """A model's tree of modules with its parameters and buffers on the meta device, and nothing else of its own."""
 
     def __init__(self, model: nn.Module):

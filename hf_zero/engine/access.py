@@ -67,12 +67,12 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
     held = sorted(units, key=lambda unit: unit.index)  # of several models, in the order given: all ranks have one
     if writeback and any(flat.cast for unit in held for flat in unit.flats):
         raise LifecycleError("gathered(writeback=True): what is written inside computing_in is lost; write outside")
-    with ExitStack() as pinned:
+    with ExitStack() as entered:
         for unit in held:
             unit.finish_updates()
         for unit in held:
-            unit.pin(writeback)
-            pinned.callback(unit.unpin, writeback)
+            unit.begin_gathered(writeback)
+            entered.callback(unit.end_gathered, writeback)
         yield
 
 
@@ -90,7 +90,7 @@ class RanksInStep(Uncopyable):
         self._units = [unit for unit in units if unit.is_sharded]
 
     def __bool__(self) -> bool:
-        return not all(unit.pins for unit in self._units)
+        return not all(unit.num_gathered for unit in self._units)
 
     def marks(self, module: nn.Module) -> list[Patch]:
         """Tells `generate` of a module of the model, and refuses there what cannot be kept in step."""

@@ -114,7 +114,7 @@ def build(
     for index, (spec, flats_of, slot) in enumerate(zip(specs, flats, slots)):
         for flat in flats_of:
             flat.fill()
-            flat.detach() if flat.is_sharded else flat.attach()
+            flat.reshard() if flat.is_sharded else flat.unshard()
             flat.note()
         gradients = [Gradient(flat, config.reduce_dtype, arenas.reduced) for flat in flats_of if flat.trainable]
         units.append(Unit(spec.name, flats_of, gradients, index=index))

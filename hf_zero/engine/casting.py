@@ -121,4 +121,4 @@ def _show(engine: "ZeroEngine") -> None:
     for unit in engine.units:
         for flat in unit.flats:
             flat.holders = None  # of other parameters
-            flat.attach() if unit.is_whole else flat.detach()
+            flat.unshard() if unit.is_unsharded else flat.reshard()

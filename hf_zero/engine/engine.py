@@ -1,4 +1,4 @@
-"""The engine: when units are gathered, attached, released and reduced, driven by the hooks of forward and backward."""
+"""The engine: when units are unsharded, resharded and reduced, driven by the hooks of forward and backward."""
 
 import logging
 import weakref
@@ -61,8 +61,8 @@ class ZeroEngine(Uncopyable):
     """Holds a model's units and brings them where forward, backward and the optimizer need them.
 
     [Note: the order of one step at stage 3]
-    The outermost forward gathers the root. Before a block runs, its unit is gathered and attached and the next one's
-    gather is started; after it, the unit is detached, its values staying in the slot until another unit comes. In
+    The outermost forward unshards the root. Before a block runs, its unit is unsharded and the next one's all-gather
+    is started; after it, the unit is resharded, its values staying in the slot until another unit comes. In
     backward, the hook on a block's outputs does the same in the opposite order; when the next block's hook fires, the
     former block's gradients are complete and their reduction starts. A callback at the end of backward closes what is
     left, in a fixed order, so that every unit is reduced once in each backward on every rank.
@@ -111,7 +111,7 @@ class ZeroEngine(Uncopyable):
         self._watch: Watch | None = None  # None but in the first forward of each kind
         self._watched_kinds: set[tuple[bool, bool]] = set()  # forwards in training or not, with gradients or not
         self._running: list[Unit] = []  # units whose forward is under way
-        self._last: Unit | None = None  # the block that has just been called, still attached
+        self._last: Unit | None = None  # the block that has just been called, still unsharded
         self._is_backward_open = False
         self._current: Unit | None = None  # the unit whose backward is under way; None outside of backward
         self._closed: set[Unit] = set()  # units whose reduction has begun in this backward
@@ -139,7 +139,7 @@ class ZeroEngine(Uncopyable):
     def begin_forward(self) -> None:
         """Before the forward of the model or of a module that holds blocks or root parameters."""
         if in_backward():
-            self._attach_root()
+            self._unshard_root()
             return
         if self._depth == 0:
             writes.refuse_lost(self)
@@ -148,13 +148,13 @@ class ZeroEngine(Uncopyable):
             self.schedule.begin_pass()
             self._notes = torch.is_grad_enabled()
         self._depth += 1
-        self._attach_root()
+        self._unshard_root()
         if self._depth == 1 and self.blocks:
-            self.blocks[0].read_ahead()
+            self.blocks[0].prefetch_from_disk()
             self._open_watch()
 
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
-        """After it: what is left of its stack is passed over, so that all ranks gather the same."""
+        """After such a forward: what is left of its stack is passed over, so that all ranks gather the same."""
         if in_backward():
             return
         if stack is not None:
@@ -165,9 +165,9 @@ class ZeroEngine(Uncopyable):
         if self._depth == 0:
             self._close_watch(failed)
         if stack is not None or self._depth == 0:
-            self._detach_last()
+            self._reshard_last()
         if self._depth == 0 and (failed or not torch.is_grad_enabled()):
-            self.root.detach()
+            self.root.reshard()
         if self._depth == 0 and not failed:
             self.refuse_misuse()  # while the graph still holds what it took: backward lets go of it, the latest first
 
@@ -189,20 +189,20 @@ class ZeroEngine(Uncopyable):
     def leaves_alone(self, unit: Unit) -> bool:
         """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
         and no backward will come to it."""
-        return unit.pins > 0 and self._depth > 0 and not self._notes and not torch.is_grad_enabled()
+        return unit.num_gathered > 0 and self._depth > 0 and not self._notes and not torch.is_grad_enabled()
 
     def before_block(self, unit: Unit, inputs_need_grad: bool) -> None:
         """Before a block's forward: its parameters become whole, and the next unit is on its way."""
         if in_backward():
             self._visit_recomputation(unit)
         else:
-            self._detach_last()
+            self._reshard_last()
             stack = self.schedule.stack_of[unit]
             if not self._is_order_known:
                 stack.see(unit)
             stack.carries_grad = stack.carries_grad or inputs_need_grad
             self._take(stack.advance(unit), stack)
-            unit.attach()
+            unit.unshard()
             self._prefetch(unit, self.schedule.after(unit, self.config.prefetch_units + 1))
         self._running.append(unit)
 
@@ -215,10 +215,10 @@ class ZeroEngine(Uncopyable):
             unit.end_use()
             self._last = unit
 
-    def _detach_last(self) -> None:
+    def _reshard_last(self) -> None:
         last, self._last = self._last, None
         if last is not None and last not in self._running:
-            last.detach()
+            last.reshard()
 
     def _take(self, units: list[Unit], stack: Stack) -> None:
         """Gathers units of a stack. Those that a backward will come to are noted: by what all ranks know, whether or
@@ -229,29 +229,29 @@ class ZeroEngine(Uncopyable):
             stack.carries_grad = stack.carries_grad or unit.is_trainable
             if self._notes and stack.carries_grad:
                 self.schedule.note(unit)
-            self._gather(unit)
+            self._all_gather(unit)
 
-    def _gather(self, unit: Unit) -> None:
+    def _all_gather(self, unit: Unit) -> None:
         holder = unit.slot.holder if unit.slot is not None else None
         if holder is not unit and holder in self._running:
             raise LifecycleError(
                 f"unit {unit.name!r}: is called inside the forward of unit {holder.name!r}, and both use one buffer; "
                 "raise prefetch_units by one"
             )
-        unit.gather()
+        unit.all_gather()
 
     def _prefetch(self, unit: Unit, candidates: list[Unit]) -> None:
         """Gathers the units that come next, as far as there is room, and has the one behind them read from disk."""
         for position, candidate in enumerate(candidates):
             is_taken = candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in self._running)
             if is_taken or position == self.config.prefetch_units:
-                candidate.read_ahead()
+                candidate.prefetch_from_disk()
                 break
-            candidate.gather()
+            candidate.all_gather()
 
-    def _attach_root(self) -> None:
-        self.root.gather()
-        self.root.attach()
+    def _unshard_root(self) -> None:
+        self.root.all_gather()
+        self.root.unshard()
 
     # Backward
 
@@ -280,27 +280,27 @@ class ZeroEngine(Uncopyable):
             self.grad_norm = None
             self._apply_grad_scale()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-            self._attach_root()
+            self._unshard_root()
 
     def visit_backward(self, unit: Unit) -> None:
         """The backward has come to this unit: its parameters become whole, and what came before it is complete."""
         self.open_backward()
-        if unit is not self._current or unit.phase is not Phase.ATTACHED:
+        if unit is not self._current or unit.phase is not Phase.UNSHARDED:
             self._pass_over(self.schedule.rewind_to(unit))
-            unit.come_home()
-            unit.attach()
+            unit.fill_slot()
+            unit.unshard()
             self._prefetch(unit, self.schedule.before(self.config.prefetch_units + 1))
 
     def _visit_recomputation(self, unit: Unit) -> None:
         """Gradient checkpointing calls the block again before backward comes to it (Chen et al., arXiv 1604.06174)."""
         self.open_backward()
         for passed in self.schedule.look_back(unit) if unit is not self._current else ():
-            passed.gather()
-        unit.gather()
-        unit.attach()
+            passed.all_gather()
+        unit.all_gather()
+        unit.unshard()
 
     def end_backward(self) -> None:
-        """Every unit that has not been reduced is, in a fixed order; nothing stays attached."""
+        """Reduces every unit that has not been reduced, in a fixed order; nothing stays unsharded."""
         self._pass_over(self.schedule.finish_passes())
         self._turn_to(None)
         for unit in [*reversed(self.blocks), self.root]:
@@ -310,7 +310,7 @@ class ZeroEngine(Uncopyable):
                 raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
         self._wait_for_reductions()
         for unit in self.units:
-            unit.detach()
+            unit.reshard()
         self.schedule.end_backward()
         self._closed.clear()
         self._is_backward_open = False
@@ -318,7 +318,7 @@ class ZeroEngine(Uncopyable):
     def _pass_over(self, visits: Iterator[Visit]) -> None:
         for visit in visits:
             if not visit.is_taken:
-                visit.unit.gather()
+                visit.unit.all_gather()
             self._turn_to(visit.unit)
 
     def _turn_to(self, unit: Unit | None) -> None:
@@ -327,7 +327,7 @@ class ZeroEngine(Uncopyable):
         done, self._current = self._current, unit
         if done is None:
             return
-        done.detach()
+        done.reshard()
         if self.plan.grad is Residency.SHARDED and done not in self._closed and self.schedule.is_complete(done):
             self._closed.add(done)
             self._reduce(done)
@@ -355,7 +355,7 @@ class ZeroEngine(Uncopyable):
             raise UnsupportedError(DOUBLE_BACKWARD)
         if not self._is_backward_open and not gradient.rests_where_collected:
             self.open_backward()
-        if unit.phase is not Phase.ATTACHED:
+        if unit.phase is not Phase.UNSHARDED:
             raise LifecycleError(
                 f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through "
                 "the outputs of its forward, so its parameters were away; return the tensor from the block's forward, "
@@ -376,7 +376,7 @@ class ZeroEngine(Uncopyable):
             logger.warning("hf_zero: what had been sent to the host is dropped too: %s", error)
         for unit in self.units:
             unit.drop_gradients()
-            unit.detach()
+            unit.reshard()
         self.schedule.reset()
         self._depth = 0
         self._last = None
@@ -491,14 +491,14 @@ class ZeroEngine(Uncopyable):
             `LifecycleError`: with a parameter's name.
         """
         for unit in self.units:
-            if not unit.is_whole:
+            if not unit.is_unsharded:
                 unit.refuse_misuse()
 
     def _refuse_held(self, what: str) -> None:
         if self.is_cast:
             raise LifecycleError(f"{what} inside engine.computing_in(...): leave it first")
         for unit in self.units:
-            if unit.pins:
+            if unit.num_gathered:
                 raise LifecycleError(
                     f"unit {unit.name!r}: {what} inside hf_zero.gathered(...); leave the context first"
                 )

@@ -75,8 +75,9 @@ class Flat:
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
     master: Tensor  # the values at rest, as far as this rank updates them; often the compute copy itself
     on_disk: DiskTensor | None = None  # where the master rests, `master` being NaN (see `masters`); None: in memory
-    twin_on_disk: DiskTensor | None = None  # where the twin rests, `twin` being None
-    twin: Tensor | None = None  # the compute copy of this rank's range at rest, where gathers do not go by the master
+    compute_shard_on_disk: DiskTensor | None = None  # where it rests, `compute_shard` being None
+    # the compute copy of this rank's range at rest; None where all-gathers take the master's own values
+    compute_shard: Tensor | None = None
     refreshing: Pending | None = None  # the compute copy is being made to follow the master already
     common: Tensor | None = None  # all ranks' masters, where the ranks share memory; this rank's is its part of it
     views: list[Tensor]  # of `full`, one per parameter, in its shape
@@ -138,7 +139,7 @@ class Flat:
         return self.is_sharded and self.comm.shares_memory and not self.is_away
 
     @property
-    def has_twin(self) -> bool:
+    def has_compute_shard(self) -> bool:
         """Whether gathers take values that are not the master's own: it is elsewhere, or to be cast on the host."""
         differs = self.master_at is not self.plan.compute_at or self.master_dtype is not self.dtype
         return self.is_sharded and self.is_away and (differs or (self.trainable and self.plan.lags))
@@ -146,7 +147,7 @@ class Flat:
     @property
     def _has_copy(self) -> bool:
         """Whether compute copies rest that are to follow the master."""
-        return self.has_master or self.has_twin
+        return self.has_master or self.has_compute_shard
 
     @property
     def is_sharded(self) -> bool:
@@ -252,9 +253,9 @@ class Flat:
             self.master = self.common[slice(*self.held)]
         else:
             self._fill_from_params()
-        if self.has_twin:
-            if self.twin_on_disk is None:
-                self.twin = self._new_rest(self.dtype, self.plan.compute_at is not MemoryTier.DEVICE)
+        if self.has_compute_shard:
+            if self.compute_shard_on_disk is None:
+                self.compute_shard = self._new_rest(self.dtype, self.plan.compute_at is not MemoryTier.DEVICE)
             self.refresh().wait()
 
     def _fill_rest(self) -> None:
@@ -296,9 +297,9 @@ class Flat:
         """What gathers take, where that rests on disk."""
         if not self.is_sharded or self.plan.compute_at is not MemoryTier.DISK:
             return None
-        return self.twin_on_disk if self.has_twin else self.on_disk
+        return self.compute_shard_on_disk if self.has_compute_shard else self.on_disk
 
-    def gather(self, what: str, arriving: Pending | None = None) -> Pending:
+    def all_gather(self, what: str, arriving: Pending | None = None) -> Pending:
         """Brings the whole values into `full`: this rank's range is written, cast if need be, and sent from there.
 
         Args:
@@ -310,7 +311,7 @@ class Flat:
                 self.comm.read_common(self.full, self.common, what=what)
             return Pending()
         own = self.full[slice(*self.owned)]
-        source = self.master if self.twin is None else self.twin
+        source = self.master if self.compute_shard is None else self.compute_shard
         if self.is_sharded and self.plan.compute_at is not MemoryTier.DEVICE:
             return self._gather_from_host(own, source, what, arriving)
         if self.is_sharded:
@@ -329,11 +330,11 @@ class Flat:
 
         return Pending(finish)
 
-    def attach(self) -> None:
+    def unshard(self) -> None:
         self._put(self.views if self.cast is None else [view.to(self.cast) for view in self.views])
         self.holders = None
 
-    def detach(self) -> None:
+    def reshard(self) -> None:
         self._put(self.placeholders)
         if self.holders is None:
             self.end_use()
@@ -375,11 +376,11 @@ class Flat:
         """
         if not self._has_copy:
             return Pending()
-        if self.twin_on_disk is not None:
-            self.twin_on_disk.write(covers[0] - self.held[0], master)
+        if self.compute_shard_on_disk is not None:
+            self.compute_shard_on_disk.write(covers[0] - self.held[0], master)
             return Pending()
         first = 0 if self.has_master else self.held[0]
-        target = (self.full if self.has_master else self.twin)[covers[0] - first : covers[1] - first]
+        target = (self.full if self.has_master else self.compute_shard)[covers[0] - first : covers[1] - first]
         if self.is_away and (self.has_master or self.plan.compute_at is MemoryTier.DEVICE):
             return self.host_transfer.up(target, master)
         target.copy_(master)
@@ -394,7 +395,7 @@ class Flat:
         self.comm.fence()
         if self.is_sharded or self.has_master:
             self.follow_written()
-            if self.has_twin:
+            if self.has_compute_shard:
                 self.refresh().wait()
         self.comm.fence()
 
@@ -474,7 +475,7 @@ class Flat:
         for companions in self._companions:
             companions.follow()
         self.comm.fence()
-        self.full = self.master = self.common = self.twin = self.on_disk = self.twin_on_disk = None
+        self.full = self.master = self.common = self.compute_shard = self.on_disk = self.compute_shard_on_disk = None
         self.views = []
 
     def whole_master(self, what: str) -> Tensor:

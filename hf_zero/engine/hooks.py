@@ -126,7 +126,7 @@ def _written_through(tensor: Tensor, known: set[int]) -> Tensor:
 def _guard_state_dict(engine: ZeroEngine) -> None:
     def refuse_away(params) -> None:
         units = {unit_of(param) for param in params} - {None}
-        away = next((unit.name for unit in units if not unit.is_whole), None)
+        away = next((unit.name for unit in units if not unit.is_unsharded), None)
         if away is not None:
             raise LifecycleError(
                 f"state_dict: the parameters of unit {away!r} are sharded over {engine.comm.num_ranks} ranks; "
@@ -169,7 +169,7 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
                 "load without it"
             )
         unit, flat, index = held[id(p)]
-        if unit.pins and not unit.keeps_writes:
+        if unit.num_gathered and not unit.keeps_writes:
             raise LifecycleError(
                 f"load_state_dict: what is loaded into {prefix + key} would be dropped when hf_zero.gathered is left; "
                 "load inside `with hf_zero.gathered(model, writeback=True):`"

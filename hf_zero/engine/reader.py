@@ -65,19 +65,19 @@ def _record(parts: list[tuple[Flat, int, Extent]]) -> tuple[Extent, ...]:
 def rest_on_disk(flats: list[Flat], folder: str, bus: Bus) -> None:
     """Takes room in files for the masters that rest there, and for compute copies that do."""
     masters = [flat for flat in flats if flat.master_at is MemoryTier.DISK]
-    twins = [flat for flat in masters if flat.has_twin and flat.plan.compute_at is MemoryTier.DISK]
+    compute_shards = [flat for flat in masters if flat.has_compute_shard and flat.plan.compute_at is MemoryTier.DISK]
     if masters:
         comm = masters[0].comm
-        num_buffers = NUM_BUFFERS + bool(twins)  # one more, into which masters are cast
+        num_buffers = NUM_BUFFERS + bool(compute_shards)  # one more, into which masters are cast
         make = partial(bus.empty, dtype=torch.uint8)
         disk = Disk.open(comm, folder, make, num_buffers=num_buffers)
         parts = [(flat.held[1] - flat.held[0], flat.master_dtype) for flat in masters]
-        parts += [(flat.held[1] - flat.held[0], flat.dtype) for flat in twins]
+        parts += [(flat.held[1] - flat.held[0], flat.dtype) for flat in compute_shards]
         extents = disk.extents(comm, parts)
         for flat, extent in zip(masters, extents):
             flat.on_disk = DiskTensor(disk, extent)
-        for flat, extent in zip(twins, extents[len(masters) :]):
-            flat.twin_on_disk = DiskTensor(disk, extent)
+        for flat, extent in zip(compute_shards, extents[len(masters) :]):
+            flat.compute_shard_on_disk = DiskTensor(disk, extent)
         disk.measure(comm)
 
 

@@ -1,4 +1,4 @@
-"""The unit: parameters that are gathered, attached, released and reduced together."""
+"""The unit: parameters that are unsharded, resharded and reduced together."""
 
 import logging
 from collections.abc import Callable
@@ -21,26 +21,26 @@ logger = logging.getLogger(__name__)
 
 
 class Phase(Enum):
-    """Where a unit's parameters are."""
+    """The phases of a unit: where the whole values are, and what its parameters show."""
 
     SHARDED = "sharded"  # only this rank's shard is held; parameters are placeholders
-    GATHERING = "gathering"  # the collective is under way; parameters are placeholders
+    GATHERING = "gathering"  # the all-gather is under way; parameters are placeholders
     GATHERED = "gathered"  # the whole values lie in the slot; parameters are placeholders
-    ATTACHED = "attached"  # parameters are views of the slot
+    UNSHARDED = "unsharded"  # parameters are views of the slot
 
 
 # The transitions that exist.
 ALLOWED = {
     (Phase.SHARDED, Phase.GATHERING),
     (Phase.GATHERING, Phase.GATHERED),
-    (Phase.GATHERED, Phase.ATTACHED),
-    (Phase.ATTACHED, Phase.GATHERED),
+    (Phase.GATHERED, Phase.UNSHARDED),
+    (Phase.UNSHARDED, Phase.GATHERED),
     (Phase.GATHERED, Phase.SHARDED),
 }
 
 
 def moved(name: str, phase: Phase, new: Phase) -> Phase:
-    """`new`, if a unit may go there from `phase`.
+    """Returns `new`, if a unit may go there from `phase`.
 
     Raises:
         `LifecycleError`: for a transition that does not exist.
@@ -70,17 +70,18 @@ class Unit(Uncopyable):
         self.flats = flats
         self.gradients = gradients
         self.is_sharded = any(flat.is_sharded for flat in flats)
-        self.phase = Phase.SHARDED if self.is_sharded else Phase.ATTACHED
+        self.phase = Phase.SHARDED if self.is_sharded else Phase.UNSHARDED
         self.slot: Slot | None = None  # where the whole values appear; None when they never leave
         self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
         self.reader: Reader | None = None  # where the values come from that rest on disk
         self.finish_updates: Callable[[], None] = lambda: None  # see `ZeroEngine.finish_updates`
-        self.pins = 0  # how many `gathered` contexts hold the parameters
+        self.num_gathered = 0  # how many `gathered` contexts hold the parameters
         self.keeps_writes = not self.is_sharded  # whether what is written to the parameters now counts
-        self._gathering: list[Pending] = []
+        self._all_gathers: list[Pending] = []
         self._gradient_slot: Slot | None = None
-        self._was_attached = False  # when it was pinned
-        self._homes: list[Tensor] = []  # where the whole values appear when not pinned; empty while they are there
+        self._was_unsharded = False  # when the first `gathered` context was entered
+        # the buffers' `full` outside of `gathered` contexts; empty outside of them
+        self._outer_fulls: list[Tensor] = []
 
     @property
     def is_trainable(self) -> bool:
@@ -92,26 +93,26 @@ class Unit(Uncopyable):
         return any(gradient.flat.is_away for gradient in self.gradients)
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the parameters can be read now."""
-        return self.phase is Phase.ATTACHED
+        return self.phase is Phase.UNSHARDED
 
-    def gather(self) -> None:
-        """Starts to bring the whole values into the slot, unless they are there."""
+    def all_gather(self) -> None:
+        """Starts to bring the whole values into the slot, unless they are there or on their way."""
         if self.phase is not Phase.SHARDED:
             return
         self._take_slot()
-        self._begin_gathering()
+        self._begin_all_gather()
 
-    def read_ahead(self) -> None:
-        """Begins to read what rests on disk and is to be gathered after what is being gathered now."""
+    def prefetch_from_disk(self) -> None:
+        """Begins to read what rests on disk and is gathered after what is being gathered now."""
         if self.reader is not None and self.phase is Phase.SHARDED:
             self.reader.begin()
 
-    def _begin_gathering(self) -> None:
+    def _begin_all_gather(self) -> None:
         self.phase = moved(self.name, self.phase, Phase.GATHERING)
         arriving = self.reader.bring() if self.reader is not None else None
-        self._gathering = [flat.gather(self.name, arriving) for flat in self.flats]
+        self._all_gathers = [flat.all_gather(self.name, arriving) for flat in self.flats]
 
     def _take_slot(self) -> None:
         if self.slot is not None:
@@ -122,58 +123,58 @@ class Unit(Uncopyable):
     def wait_for_all_gather(self) -> None:
         """Waits for an all-gather under way."""
         if self.phase is Phase.GATHERING:
-            for pending in self._gathering:
+            for pending in self._all_gathers:
                 pending.wait()
-            self._gathering = []
+            self._all_gathers = []
             self.phase = moved(self.name, self.phase, Phase.GATHERED)
 
-    def attach(self) -> None:
-        """Makes the parameters whole; they must have been gathered.
+    def unshard(self) -> None:
+        """Makes the parameters whole, waiting for their all-gather, which must have begun.
 
         Raises:
             `LifecycleError`: when someone wrote to them, or used them, while their data was away.
         """
         self.refuse_misuse()
-        if self.phase is Phase.ATTACHED:
+        if self.phase is Phase.UNSHARDED:
             for flat in self.flats:
                 flat.holders = None
             return
         self.wait_for_all_gather()
-        self.phase = moved(self.name, self.phase, Phase.ATTACHED)
+        self.phase = moved(self.name, self.phase, Phase.UNSHARDED)
         for flat in self.flats:
-            flat.attach()
+            flat.unshard()
 
-    def detach(self) -> None:
-        """Puts placeholders into the parameters; the slot keeps the values until it is needed."""
-        if self.is_sharded and self.phase is Phase.ATTACHED and not self.pins:
+    def reshard(self) -> None:
+        """Puts placeholders into the parameters. The slot keeps the whole values until it is needed."""
+        if self.is_sharded and self.phase is Phase.UNSHARDED and not self.num_gathered:
             for flat in self.flats:
-                flat.detach()
+                flat.reshard()
             self.phase = moved(self.name, self.phase, Phase.GATHERED)
 
     def end_use(self) -> None:
-        """The forward of its block has ended. What a `gathered` context holds may be used by others."""
-        if self.is_sharded and not self.pins:
+        """Notes that the forward of its block has ended. What a `gathered` context holds may be used by others."""
+        if self.is_sharded and not self.num_gathered:
             for flat in self.flats:
                 flat.end_use()
 
     def refuse_misuse(self) -> None:
-        """Looks whether someone wrote to parameters whose data is away, or used them outside of their forward.
+        """Refuses parameters that someone wrote to while their data was away, or used outside of their forward.
 
         Raises:
             `LifecycleError`: when someone has.
         """
         for flat in self.flats if self.is_sharded else ():
-            if self.phase is not Phase.ATTACHED:
+            if self.phase is not Phase.UNSHARDED:
                 refuse_writes(flat)
             refuse_uses(flat)
 
     def evict(self) -> None:
-        """Gives up the slot's contents: another unit takes it, or the values have changed."""
-        if self.pins:
+        """Gives up the slot's contents, because another unit takes it or the values have changed."""
+        if self.num_gathered:
             return  # its values lie in memory of its own
         self.wait_for_all_gather()
         if self.is_sharded and self.phase is not Phase.SHARDED:
-            self.detach()
+            self.reshard()
             self.phase = moved(self.name, self.phase, Phase.SHARDED)
 
     def refresh(self, only_trained: bool) -> list[Pending]:
@@ -189,7 +190,7 @@ class Unit(Uncopyable):
             flat.refresh().wait()
         if self.is_sharded and flats:
             self.evict()
-        return [flat.gather(self.name) for flat in flats if flat.needs_spread]
+        return [flat.all_gather(self.name) for flat in flats if flat.needs_spread]
 
     @property
     def reduces_each_backward(self) -> bool:
@@ -203,7 +204,7 @@ class Unit(Uncopyable):
         return any(any(gradient.filled) for gradient in self.gradients)
 
     def lend_gradients(self) -> None:
-        """Sees to it that there is memory to collect gradients in."""
+        """Takes memory in which gradients are collected, unless there is some."""
         if self.gradients and self.gradients[0].full is None:
             slot = self._gradient_slot = self.gradient_slots.acquire()
             if self not in slot.memos:
@@ -212,50 +213,50 @@ class Unit(Uncopyable):
             for gradient, memory in zip(self.gradients, slot.memos[self]):
                 gradient.lend(*memory)
 
-    def pin(self, writeback: bool) -> None:
-        """Makes the parameters whole in memory of their own, outside of the slots, until `unpin`; with `writeback`,
-        what is written to them meanwhile is kept."""
+    def begin_gathered(self, writeback: bool) -> None:
+        """Makes the parameters whole in memory of their own, outside of the slots, until `end_gathered`; with
+        `writeback`, what is written to them meanwhile is kept."""
         self.keeps_writes = self.keeps_writes or writeback
-        if self.pins or not self.is_sharded:
-            self.pins += 1
+        if self.num_gathered or not self.is_sharded:
+            self.num_gathered += 1
             return
         self.refuse_misuse()
-        self._was_attached = self.phase is Phase.ATTACHED
-        if not self._was_attached:
+        self._was_unsharded = self.phase is Phase.UNSHARDED
+        if not self._was_unsharded:
             self._leave_slot()
-        self.pins = 1
+        self.num_gathered = 1
         # Autograd may hold views of the slot from a forward: the private memory leaves them as they are.
-        self._homes = [flat.full for flat in self.flats]
-        for flat, home in zip(self.flats, self._homes):
-            flat.bind(home.clone() if self._was_attached else torch.empty_like(home))
-        if self._was_attached:
+        self._outer_fulls = [flat.full for flat in self.flats]
+        for flat, full in zip(self.flats, self._outer_fulls):
+            flat.bind(full.clone() if self._was_unsharded else torch.empty_like(full))
+        if self._was_unsharded:
             for flat in self.flats:
-                flat.attach()
+                flat.unshard()
         else:
-            self._begin_gathering()
-            self.attach()
+            self._begin_all_gather()
+            self.unshard()
 
-    def come_home(self) -> None:
-        """Brings the values of a pinned unit also into its slot, where autograd's views of a former forward look."""
-        if self._homes and self.slot is not None and self.slot.holder is not self:
+    def fill_slot(self) -> None:
+        """Inside `gathered`, brings the values also into the slot, where autograd's views of a former forward look."""
+        if self._outer_fulls and self.slot is not None and self.slot.holder is not self:
             self._take_slot()
-            self._copy_home(self._homes)
+            self._copy_to(self._outer_fulls)
 
-    def unpin(self, writeback: bool) -> None:
-        """Ends a `pin`; with `writeback`, rank 0's values become everyone's."""
+    def end_gathered(self, writeback: bool) -> None:
+        """Ends a `begin_gathered`; with `writeback`, rank 0's values become everyone's."""
         if writeback:
             for flat in self.flats:
                 flat.take_back()
-        self.pins -= 1
-        if not self.pins:
+        self.num_gathered -= 1
+        if not self.num_gathered:
             if not self.keeps_writes:
-                self._tell_dropped()
-            self._leave_home()
+                self._warn_dropped()
+            self._return_to_slot()
             self.keeps_writes = not self.is_sharded
             for flat in self.flats if writeback or self.is_sharded else ():
                 flat.note()
 
-    def _tell_dropped(self) -> None:
+    def _warn_dropped(self) -> None:
         for flat in self.flats:
             index = flat.rewritten()
             index = next(flat.assigned(), None) if index is None else index
@@ -266,25 +267,25 @@ class Unit(Uncopyable):
                 )
                 return
 
-    def _leave_home(self) -> None:
-        if not self._homes:
+    def _return_to_slot(self) -> None:
+        if not self._outer_fulls:
             return
-        homes, self._homes = self._homes, []
-        # in use when it was pinned, and its slot not taken since: whoever attached it detaches it
-        stays = self._was_attached and (self.slot is None or self.slot.holder is self)
+        fulls, self._outer_fulls = self._outer_fulls, []
+        # in use when the context was entered, and its slot not taken since: whoever unsharded it reshards it
+        stays = self._was_unsharded and (self.slot is None or self.slot.holder is self)
         if stays:
-            self._copy_home(homes)
-        for flat, home in zip(self.flats, homes):
-            flat.bind(home)
+            self._copy_to(fulls)
+        for flat, full in zip(self.flats, fulls):
+            flat.bind(full)
             if stays:
-                flat.attach()
+                flat.unshard()
         if not stays:
             self._leave_slot()
 
-    def _copy_home(self, homes: list[Tensor]) -> None:
-        for flat, home in zip(self.flats, homes):
-            if home is not flat.common:  # there the masters are the values
-                home.copy_(flat.full)
+    def _copy_to(self, fulls: list[Tensor]) -> None:
+        for flat, full in zip(self.flats, fulls):
+            if full is not flat.common:  # there the masters are the values
+                full.copy_(flat.full)
 
     def _leave_slot(self) -> None:
         self.evict()

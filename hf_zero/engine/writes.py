@@ -99,15 +99,15 @@ def refuse_lost(engine: "ZeroEngine") -> None:
         `LifecycleError`: with the parameter's name; its data is put back.
     """
     for unit in engine.units if any(unit.is_sharded for unit in engine.units) else ():
-        for flat in unit.flats if not unit.pins else ():
+        for flat in unit.flats if not unit.num_gathered else ():
             index = next(flat.assigned(), None)
             if index is not None:
-                flat.attach() if unit.is_whole else flat.detach()
+                flat.unshard() if unit.is_unsharded else flat.reshard()
                 raise LifecycleError(
                     f"{flat.infos[index].name}: was given other data while its own is sharded, and that is lost; "
                     + _INSIDE
                 )
-            if not unit.is_whole:
+            if not unit.is_unsharded:
                 unit.refuse_misuse()
             if flat.trainable and (index := flat.rewritten()) is not None:
                 flat.note()

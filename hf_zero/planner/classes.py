@@ -55,7 +55,7 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
     numel: Counter[tuple[str, torch.dtype, Residency, MemoryTier]] = Counter()
     for flat in (flat for unit in engine.units for flat in unit.flats):
         name = "parameters" if flat.trainable else "frozen parameters"
-        is_apart = flat.has_master or flat.has_twin
+        is_apart = flat.has_master or flat.has_compute_shard
         dtype = flat.master_dtype if flat.is_sharded and not is_apart else flat.dtype
         numel[name, dtype, plan.compute, flat.plan.compute_at] += _held(flat, plan.compute)
         if is_apart:

@@ -117,7 +117,7 @@ def predict(
 ) -> Prediction:
     """Predicts what each rank of a run takes, without memory and without other ranks.
 
-    The engine itself shards a twin of the model that has no data, as one of so many ranks, and runs a step.
+    The engine itself shards a copy of the model that has no data, as one of so many ranks, and runs a step.
 
     Args:
         model (`nn.Module`): not sharded; on any device, the meta device included, its weights read or not. It is left

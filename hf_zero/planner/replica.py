@@ -1,4 +1,4 @@
-"""A model's twin without data, to be sharded and run in its place."""
+"""A copy of a model without data, to be sharded and run in its place."""
 
 import copy
 

@@ -256,7 +256,7 @@ def _late_gradient(stage):
     unit = engine.blocks[2]
 
     def come_late(grad):
-        assert unit.phase is not Phase.ATTACHED or stage == 2
+        assert unit.phase is not Phase.UNSHARDED or stage == 2
         gradient = unit.gradients[0]
         unit.lend_gradients()
         gradient.receive(0, torch.ones_like(gradient.views[0]))

@@ -30,5 +30,5 @@ def test_every_phase_can_be_reached_from_every_other():
 
 
 def test_parameters_become_whole_only_through_a_gather():
-    assert [start for start, end in ALLOWED if end is Phase.ATTACHED] == [Phase.GATHERED]
+    assert [start for start, end in ALLOWED if end is Phase.UNSHARDED] == [Phase.GATHERED]
     assert [start for start, end in ALLOWED if end is Phase.GATHERING] == [Phase.SHARDED]

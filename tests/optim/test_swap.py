@@ -186,7 +186,7 @@ def memory_of(folder: str, offload: str, num_layers: int) -> tuple[int, int]:
     others = sum(tensor.nbytes for tensor in [g.reduced for g in engine.gradients()] if engine.bus.holds(tensor))
     host_transfer = flats[0].host_transfer
     others += host_transfer._going_up.nbytes + host_transfer._going_down.nbytes
-    assert all(flat.twin is None for flat in flats) or offload == "optimizer"
+    assert all(flat.compute_shard is None for flat in flats) or offload == "optimizer"
     return engine.bus.host_nbytes - others, engine.disk.file.nbytes
 
 
