@@ -39,7 +39,7 @@ class Division:
         """The whole of so many elements, from the parts of all ranks, which call it in the same order."""
         whole = part.new_empty(part.numel() * self._comm.num_ranks)
         own = whole[self._comm.rank * part.numel() : (self._comm.rank + 1) * part.numel()].copy_(part)
-        self._comm.gather(whole, own, what="checkpointed input").wait()
+        self._comm.all_gather(whole, own, what="checkpointed input").wait()
         sent = part.numel() * part.element_size() * (self._comm.num_ranks - 1)
         self._counters.add("activation", sent)
         return whole[:numel]

@@ -93,7 +93,8 @@ class Comm:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory, 1-D and zero, that is one for all ranks. Between two fences each element has one writer, or readers.
+        """Memory, 1-D and zero, that is one for all ranks. Between two memory barriers each element has one writer, or
+        readers.
 
         Raises:
             `NotImplementedError`: where the ranks do not share memory.
@@ -104,13 +105,14 @@ class Comm:
         """Copies `common` memory into `full`, casting if need be; `what` is the unit's name."""
         raise NotImplementedError("these ranks do not share memory")
 
-    def fence(self) -> None:
-        """What any rank wrote to common memory before it, all can read after it. Without such memory it is nothing."""
+    def memory_barrier(self) -> None:
+        """Waits for all ranks: what any wrote to common memory before, all can read after. Without such memory it does
+        nothing."""
 
     def progress(self) -> None:
         """Does what can be done of the collectives under way without waiting; to be called now and then."""
 
-    def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         """Fills `full` from the shards of all ranks.
 
         Args:
@@ -122,7 +124,7 @@ class Comm:
             full.copy_(shard)
         return DONE
 
-    def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         """Averages `full` over the ranks, and gives every rank its own range of the result.
 
         The sum is taken in `dtype` and in rank order, then divided by the number of ranks.

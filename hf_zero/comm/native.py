@@ -56,14 +56,14 @@ class NativeComm(DistributedComm):
     def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         return super().all_gather_vector(vector.to(self.device), what=what)  # what rests on the host is counted there
 
-    def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         under_way = f"gather of unit {what!r}"
         with self._reaching(under_way):
             work = self._collect(full, shard)
         self.counters.add("gather", shard.numel() * shard.element_size() * (self.num_ranks - 1), what)
         return Pending(partial(self._finish, work, under_way))
 
-    def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         self._stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._stream), self._reaching(f"reduce of unit {what!r}"):
             if full.dtype is dtype:

@@ -39,7 +39,7 @@ class PairwiseComm(DistributedComm):
     def buckets(self) -> list[Bucket]:
         return [self._staging, self._scratch]
 
-    def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         numel = shard.numel()
         receives = [(full[rank * numel : (rank + 1) * numel], rank) for rank in reversed(self._other_ranks())]
         pending = self._begin_messages("gather", what, receives, [(shard, rank) for rank in self._other_ranks()])
@@ -48,7 +48,7 @@ class PairwiseComm(DistributedComm):
             own.copy_(shard)
         return pending
 
-    def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
         # The first piece travels while the caller computes; the others follow when it is waited for.
         pieces = self._staging.pieces(out.numel(), self.num_ranks - 1, full.dtype)

@@ -22,7 +22,7 @@ class Kind(IntEnum):
 
     READY = 0  # tag, number of the memory, offset in bytes
     DONE = 1
-    FENCE = 2  # 0, 0, number of collectives begun before it
+    BARRIER = 2  # 0, 0, number of collectives begun before it
     MEMORY = 3  # 0, number, size in bytes; carries a descriptor
     COMMON = 4  # likewise
 
@@ -40,8 +40,8 @@ class Peer:
         self.ready: deque[tuple[int, int, int]] = deque()
         self.common: deque[int] = deque()
         self.memory: dict[int, Tensor] = {}
-        self.counts = {Kind.READY: 0, Kind.DONE: 0, Kind.FENCE: 0}
-        self.num_begun_at_fence = 0  # the last that it has come to
+        self.counts = {Kind.READY: 0, Kind.DONE: 0, Kind.BARRIER: 0}
+        self.num_begun_at_barrier = 0  # the last that it has come to
         self._waiter = select.poll()
         self._waiter.register(connection, select.POLLIN)
 
@@ -80,8 +80,8 @@ class Peer:
             self.counts[kind] += 1
         if kind == Kind.READY:
             self.ready.append((tag, number, last))
-        elif kind == Kind.FENCE:
-            self.num_begun_at_fence = last
+        elif kind == Kind.BARRIER:
+            self.num_begun_at_barrier = last
         elif kind in (Kind.MEMORY, Kind.COMMON):
             if not ancillary:  # the kernel drops a descriptor that this process has no number for
                 raise OSError(errno.EMFILE, "too many open files here, see ulimit -n")

@@ -2,9 +2,9 @@
 
 [Note: messages] A rank tells its peers where its values lie (READY), reads theirs when they are ready, and tells when
 it has read them (DONE), after which the owner may write there again. All ranks begin their collectives in the same
-order, so the n-th READY of each belongs together; a tag says which unit it is, to notice when they do not. FENCE says
-that a rank has come to a fence, and how many collectives it had begun by then: as many as all others had. MEMORY and
-COMMON introduce memory.
+order, so the n-th READY of each belongs together; a tag says which unit it is, to notice when they do not. BARRIER
+says that a rank has come to a memory barrier, and how many collectives it had begun by then: as many as all others
+had. MEMORY and COMMON introduce memory.
 """
 
 import os
@@ -53,8 +53,8 @@ class SharedComm(PairwiseComm):
         self._under_way: deque[_Exchange] = deque()  # begun, the values not taken yet
         self._boards: list[Tensor] = []  # two, on which each rank has a row of bytes, used in turn
         self._num_begun = 0
-        self._num_fences = 0
-        self._num_begun_at_fence = 0  # the last
+        self._num_barriers = 0
+        self._num_begun_at_barrier = 0  # the last
         self._tags: dict[int, str] = {}  # what the tags mean that were used so far
         weakref.finalize(self, close, list(connections.values()))
 
@@ -73,17 +73,17 @@ class SharedComm(PairwiseComm):
         self._hear_until(first, lambda: first.common, "sharing memory")
         return first.memory[first.common.popleft()][: numel * dtype.itemsize].view(dtype)
 
-    def fence(self) -> None:
-        self._fence("a fence")
+    def memory_barrier(self) -> None:
+        self._memory_barrier("a memory barrier")
 
     def read_common(self, full: Tensor, common: Tensor, *, what: str) -> None:
         full.copy_(common)
         others = common.numel() * (self.num_ranks - 1) // self.num_ranks
         self.counters.add("gather", others * common.element_size(), what)
 
-    def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         if not self._is_shared(shard):
-            return super().gather(full, shard, what=what)
+            return super().all_gather(full, shard, what=what)
 
         def take(shards: list[Tensor]) -> None:
             for place, values in zip(full.chunk(self.num_ranks), shards):
@@ -92,9 +92,9 @@ class SharedComm(PairwiseComm):
 
         return self._begin("gather", what, shard, shard.numel(), take)
 
-    def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         if not self._is_shared(full):
-            return super().reduce(full, out, dtype=dtype, accumulate=accumulate, what=what)
+            return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         numel, scratch = out.numel(), self._scratch_of(dtype)
 
         def take(fulls: list[Tensor]) -> None:
@@ -108,10 +108,10 @@ class SharedComm(PairwiseComm):
         if not self._boards or self._boards[0].shape[1] < nbytes:
             numel = self.num_ranks * max(nbytes, 4096)
             self._boards = [self.common(numel, torch.uint8).view(self.num_ranks, -1) for _ in range(2)]
-        self._boards.reverse()  # whoever still reads the last one has not come to this fence
+        self._boards.reverse()  # whoever still reads the last one has not come to this barrier
         rows = self._boards[0][:, :nbytes]
         rows[self.rank].copy_(vector.detach().contiguous().view(torch.uint8))
-        self._fence(what)
+        self._memory_barrier(what)
         self.counters.add("scalar", nbytes * (self.num_ranks - 1))
         return rows.clone(memory_format=torch.contiguous_format).view(vector.dtype)
 
@@ -137,13 +137,13 @@ class SharedComm(PairwiseComm):
     def _is_shared(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._own
 
-    def _fence(self, what: str) -> None:
-        self._num_fences += 1
-        self._num_begun_at_fence = self._num_begun
+    def _memory_barrier(self, what: str) -> None:
+        self._num_barriers += 1
+        self._num_begun_at_barrier = self._num_begun
         for peer in self._others:
-            self._tell(peer, Kind.FENCE, 0, 0, self._num_begun)
+            self._tell(peer, Kind.BARRIER, 0, 0, self._num_begun)
         for peer in self._others:
-            self._hear_until(peer, lambda peer=peer: peer.counts[Kind.FENCE] >= self._num_fences, what)
+            self._hear_until(peer, lambda peer=peer: peer.counts[Kind.BARRIER] >= self._num_barriers, what)
 
     def _begin(self, verb: str, what: str, own: Tensor, numel: int, take: Callable) -> Pending:
         tag, under_way = tag_of(verb, what), f"{verb} of unit {what!r}"
@@ -207,16 +207,16 @@ class SharedComm(PairwiseComm):
             raise self._failed(what, peer.rank, error) from error
 
     def _refuse_out_of_step(self, peer: Peer, what: str) -> None:
-        """Between two fences all ranks begin equally many collectives: what has come may show that a rank does not."""
-        num_fences = peer.counts[Kind.FENCE]
-        if num_fences < self._num_fences:  # this rank waits for it at a fence
+        """Refuses a rank that begins other collectives: between two barriers all ranks begin equally many."""
+        num_barriers = peer.counts[Kind.BARRIER]
+        if num_barriers < self._num_barriers:  # this rank waits for it at a memory barrier
             if peer.counts[Kind.READY] > self._num_begun:
                 raise self._out_of_step(what, peer, self._tags.get(peer.ready[-1][0]))
-        elif num_fences > self._num_fences:  # it waits for this rank
-            if self._num_begun > peer.num_begun_at_fence:
-                raise self._out_of_step(what, peer, "a fence")
-        elif self._num_begun_at_fence != peer.num_begun_at_fence:
-            raise self._out_of_step(what, peer, "this fence with other collectives behind it")
+        elif num_barriers > self._num_barriers:  # it waits for this rank
+            if self._num_begun > peer.num_begun_at_barrier:
+                raise self._out_of_step(what, peer, "a memory barrier")
+        elif self._num_begun_at_barrier != peer.num_begun_at_barrier:
+            raise self._out_of_step(what, peer, "this barrier with other collectives behind it")
 
     def _out_of_step(self, what: str, peer: Peer, there: str | None) -> CommError:
         there = there or "another unit or step"

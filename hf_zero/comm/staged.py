@@ -31,22 +31,22 @@ class StagedComm(PairwiseComm):
     def buckets(self) -> list[Bucket]:
         return [*super().buckets, *self._copies]
 
-    def gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         whole = full.view(self.num_ranks, -1)
         for start, stop in self._copies[0].pieces(shard.numel(), self.num_ranks, full.dtype):
             copies = self._copies[0].rows(self.num_ranks, stop - start, full.dtype)
             own = copies[self.rank].copy_(shard[start:stop])
-            super().gather(copies.view(-1), own, what=what).wait()
+            super().all_gather(copies.view(-1), own, what=what).wait()
             whole[:, start:stop].copy_(copies)
         return DONE
 
-    def reduce(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         whole = full.view(self.num_ranks, -1)
         widest = max(full.dtype, out.dtype, key=lambda dtype: dtype.itemsize)
         for start, stop in self._copies[0].pieces(out.numel(), self.num_ranks, widest):
             copies = self._copies[0].rows(self.num_ranks, stop - start, full.dtype).copy_(whole[:, start:stop])
             average = self._copies[1].rows(1, stop - start, out.dtype)[0].copy_(out[start:stop])
-            super().reduce(copies.view(-1), average, dtype=dtype, accumulate=accumulate, what=what).wait()
+            super().reduce_scatter(copies.view(-1), average, dtype=dtype, accumulate=accumulate, what=what).wait()
             out[start:stop].copy_(average)
         return DONE
 

@@ -249,7 +249,7 @@ class Flat:
         elif self.common is not None:
             if self.comm.rank == 0:
                 self._copy_params(self.common)
-            self.comm.fence()
+            self.comm.memory_barrier()
             self.master = self.common[slice(*self.held)]
         else:
             self._fill_from_params()
@@ -270,7 +270,7 @@ class Flat:
                 low, high = max(span.offset, start), min(span.stop, stop)
                 if low < high:
                     memory[low - start : high - start].copy_(whole[low - span.offset : high - span.offset])
-        self.comm.fence()
+        self.comm.memory_barrier()
 
     def _fill_from_params(self) -> None:
         whole = self.full if self.master_dtype is self.dtype else torch.empty_like(self.full, dtype=self.master_dtype)
@@ -316,13 +316,13 @@ class Flat:
             return self._gather_from_host(own, source, what, arriving)
         if self.is_sharded:
             own.copy_(source)
-        return self.comm.gather(self.full, own, what=what)
+        return self.comm.all_gather(self.full, own, what=what)
 
     def _gather_from_host(self, own: Tensor, source: Tensor, what: str, arriving: Pending | None) -> Pending:
         # what computes meanwhile waits for neither copy nor collective
         with self.host_transfer.bus.on_side_stream("up"):
             transfer = self.host_transfer.bus.up(own, source) if arriving is None else arriving
-            gathering = self.comm.gather(self.full, own, what=what)
+            gathering = self.comm.all_gather(self.full, own, what=what)
 
         def finish():
             transfer.wait()
@@ -392,12 +392,12 @@ class Flat:
         for index in self.assigned():
             self.take_assigned(index)
         self.comm.broadcast_(self.full)
-        self.comm.fence()
+        self.comm.memory_barrier()
         if self.is_sharded or self.has_master:
             self.follow_written()
             if self.has_compute_shard:
                 self.refresh().wait()
-        self.comm.fence()
+        self.comm.memory_barrier()
 
     def follow_written(self) -> None:
         """Lets the master follow what was written to `full`. What was not keeps its master: the compute copy may be a
@@ -474,7 +474,7 @@ class Flat:
             put(p, values.to(device=self.comm.device, dtype=dtype, copy=True))
         for companions in self._companions:
             companions.follow()
-        self.comm.fence()
+        self.comm.memory_barrier()
         self.full = self.master = self.common = self.compute_shard = self.on_disk = self.compute_shard_on_disk = None
         self.views = []
 
@@ -489,7 +489,7 @@ class Flat:
         for master, (start, stop) in self.masters(writes=False):
             whole[start:stop].copy_(master)
         if not is_replicated:
-            self.comm.gather(whole, whole[slice(*self.owned)], what=what).wait()
+            self.comm.all_gather(whole, whole[slice(*self.owned)], what=what).wait()
         return whole
 
     def named_shards(self, tensor: Tensor, covers: tuple[int, int], only: tuple[int, int]) -> Iterator[NamedShard]:

@@ -143,11 +143,11 @@ class Gradient:
         flat = self.flat
         replicated = flat.plan.grad is Residency.REPLICATED
         out = result[slice(*flat.owned)] if replicated else result
-        pending = flat.comm.reduce(full, out, dtype=self.sum_dtype, accumulate=adds, what=what)
+        pending = flat.comm.reduce_scatter(full, out, dtype=self.sum_dtype, accumulate=adds, what=what)
         if not replicated:
             return pending
         pending.wait()
-        return flat.comm.gather(result, out, what=what)
+        return flat.comm.all_gather(result, out, what=what)
 
     def _make_reduced(self) -> Tensor:
         if self.flat.is_away:
@@ -184,7 +184,7 @@ class Gradient:
             return self.reduced.to(self.flat.comm.device) if self.is_reduced else None
         whole = torch.empty(self.flat.layout.full_numel, dtype=self.dtype, device=self.flat.comm.device)
         own = whole[slice(*self.flat.owned)].copy_(self.reduced)
-        self.flat.comm.gather(whole, own, what=what).wait()
+        self.flat.comm.all_gather(whole, own, what=what).wait()
         return whole
 
     def hand_over(self) -> None:

@@ -119,7 +119,7 @@ class _Shared(_Pairwise, SharedComm):
         with self._meter.at(MemoryTier.DEVICE, share=self.num_ranks):
             return self.empty(numel, dtype)
 
-    def fence(self) -> None:
+    def memory_barrier(self) -> None:
         pass
 
     def progress(self) -> None:

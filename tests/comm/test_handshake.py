@@ -70,8 +70,8 @@ class Other:
     def is_ready(self, verb: str, what: str) -> Callable[[], None]:
         return lambda: self._peer.tell(Kind.READY, shared.tag_of(verb, what), 0, 0)
 
-    def comes_to_a_fence(self, num_begun: int) -> Callable[[], None]:
-        return lambda: self._peer.tell(Kind.FENCE, 0, 0, num_begun)
+    def comes_to_a_barrier(self, num_begun: int) -> Callable[[], None]:
+        return lambda: self._peer.tell(Kind.BARRIER, 0, 0, num_begun)
 
     def has_read(self) -> None:
         self._peer.tell(Kind.DONE)
@@ -106,7 +106,7 @@ def pair(monkeypatch) -> Iterator[tuple[SharedComm, Other]]:
 def _begin(comm: SharedComm) -> tuple[torch.Tensor, torch.Tensor, Pending]:
     full, out = comm.empty(2 * NUMEL, torch.float32), torch.zeros(NUMEL)
     full.fill_(2.0)
-    return full, out, comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="u")
+    return full, out, comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="u")
 
 
 def test_done_is_told_when_the_values_are_read_and_not_before(pair, monkeypatch):
@@ -168,44 +168,44 @@ def test_what_was_read_of_one_collective_does_not_count_for_the_next(pair):
     assert other.is_over and other.heard.count(Kind.DONE) + other.listen().count(Kind.DONE) == 3
 
 
-def test_a_fence_that_hears_another_collective_names_it_and_the_rank_at_once(pair):
+def test_a_barrier_that_hears_another_collective_names_it_and_the_rank_at_once(pair):
     comm, other = pair
     _, _, pending = _begin(comm)  # so the rank knows the name
     other.plays(other.shows(torch.zeros(2 * NUMEL)), other.has_read)
     pending.wait()
     other.plays(other.is_ready("reduce", "u"))
     with pytest.raises(
-        CommError, match="^a fence: rank 1 has come to reduce of unit 'u'; the ranks do not run the same"
+        CommError, match="^a memory barrier: rank 1 has come to reduce of unit 'u'; the ranks do not run the same"
     ):
-        comm.fence()
+        comm.memory_barrier()
 
 
-def test_a_collective_that_hears_a_fence_names_the_rank_at_once(pair):
+def test_a_collective_that_hears_a_barrier_names_the_rank_at_once(pair):
     comm, other = pair
     _, _, pending = _begin(comm)
-    other.plays(other.comes_to_a_fence(num_begun=0))
+    other.plays(other.comes_to_a_barrier(num_begun=0))
     with pytest.raises(
-        CommError, match="^reduce of unit 'u': rank 1 has come to a fence; the ranks do not run the same"
+        CommError, match="^reduce of unit 'u': rank 1 has come to a memory barrier; the ranks do not run the same"
     ):
         pending.wait()
 
 
-def test_ranks_at_one_fence_with_other_collectives_behind_them_are_told_at_once(pair):
+def test_ranks_at_one_barrier_with_other_collectives_behind_them_are_told_at_once(pair):
     comm, other = pair
-    other.plays(other.comes_to_a_fence(num_begun=0))
-    comm.fence()
-    other.plays(other.comes_to_a_fence(num_begun=1))
-    with pytest.raises(CommError, match="rank 1 has come to this fence with other collectives behind it"):
-        comm.fence()
+    other.plays(other.comes_to_a_barrier(num_begun=0))
+    comm.memory_barrier()
+    other.plays(other.comes_to_a_barrier(num_begun=1))
+    with pytest.raises(CommError, match="rank 1 has come to this barrier with other collectives behind it"):
+        comm.memory_barrier()
 
 
-def test_a_rank_that_is_ahead_of_the_fence_is_in_step(pair):
-    """It has come to the fence, and passes it when this rank comes; then it begins the next collective."""
+def test_a_rank_that_is_ahead_of_the_barrier_is_in_step(pair):
+    """It has come to the barrier, and passes it when this rank comes; then it begins the next collective."""
     comm, other = pair
     _, _, pending = _begin(comm)
-    other.plays(other.shows(torch.zeros(2 * NUMEL)), other.comes_to_a_fence(num_begun=1), other.has_read)
+    other.plays(other.shows(torch.zeros(2 * NUMEL)), other.comes_to_a_barrier(num_begun=1), other.has_read)
     pending.wait()
-    comm.fence()
+    comm.memory_barrier()
     _, _, pending = _begin(comm)
     other.plays(other.is_ready("reduce", "u"), other.has_read)
     pending.wait()

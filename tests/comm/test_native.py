@@ -35,11 +35,11 @@ def _reduces(in_dtype, sum_dtype, out_dtype) -> None:
         out = torch.full((numel,), 7, dtype=out_dtype)
         for accumulate in (False, True):
             full = _summand(comm.rank, full_numel, in_dtype, seed)
-            comm.reduce(full, out, dtype=sum_dtype, accumulate=accumulate, what="apart").wait()
+            comm.reduce_scatter(full, out, dtype=sum_dtype, accumulate=accumulate, what="apart").wait()
             assert _close(out, wanted + wanted if accumulate else wanted, *rounding), (numel, accumulate)
         if in_dtype is out_dtype:
             full = _summand(comm.rank, full_numel, in_dtype, seed)
-            comm.reduce(full, _mine(full), dtype=sum_dtype, accumulate=False, what="in place").wait()
+            comm.reduce_scatter(full, _mine(full), dtype=sum_dtype, accumulate=False, what="in place").wait()
             assert _close(_mine(full), wanted, *rounding), numel
     made = [bucket.memory.numel() for bucket in comm.buckets if bucket.memory is not None]
     assert made == ([SMALL, SMALL] if casts else [])
@@ -66,7 +66,7 @@ def _moves(dtypes: list[torch.dtype]) -> None:
     for dtype in dtypes:
         shards = [torch.arange(1, 6).add(10 * rank).to(dtype) for rank in range(comm.num_ranks)]
         full, received = torch.zeros(5 * comm.num_ranks, dtype=dtype), torch.zeros(5, dtype=dtype)
-        comm.gather(full, shards[comm.rank], what="codes").wait()
+        comm.all_gather(full, shards[comm.rank], what="codes").wait()
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(full.chunk(comm.num_ranks), shards)), dtype
         following, last = (comm.rank + 1) % comm.num_ranks, (comm.rank - 1) % comm.num_ranks
         comm.exchange([(shards[comm.rank], following)], [(received, last)], what="codes").wait()
@@ -88,9 +88,9 @@ def _pieces_change_no_bit() -> None:
         outs = [torch.empty(5_001) for _ in range(3)]
         fulls = [_summand(comm.rank, 10_002, torch.bfloat16, seed) for seed in range(3)]
         pairs = list(zip(fulls, outs))
-        works = [comm.reduce(f, o, dtype=torch.float32, accumulate=False, what="several") for f, o in pairs]
+        works = [comm.reduce_scatter(f, o, dtype=torch.float32, accumulate=False, what="several") for f, o in pairs]
         gathered = torch.empty(10_002)
-        comm.gather(gathered, outs[0].clone().fill_(comm.rank), what="between").wait()
+        comm.all_gather(gathered, outs[0].clone().fill_(comm.rank), what="between").wait()
         for work in reversed(works):
             work.wait()
         assert gathered.view(2, -1).amax(1).tolist() == [0.0, 1.0]

@@ -42,12 +42,12 @@ def _gathers(numels: list[int], dtype: torch.dtype) -> None:
     for numel in numels:
         wanted = torch.cat([_summand(rank, numel, dtype) for rank in range(comm.num_ranks)])
         full = torch.full((numel * comm.num_ranks,), 7, dtype=dtype)
-        comm.gather(full, _summand(comm.rank, numel, dtype), what="apart").wait()
+        comm.all_gather(full, _summand(comm.rank, numel, dtype), what="apart").wait()
         assert torch.equal(full, wanted), numel
         full = torch.full_like(full, 7)
         _mine(full).copy_(_summand(comm.rank, numel, dtype)) if numel else None
         shard = full[comm.rank * numel : (comm.rank + 1) * numel]
-        pending = comm.gather(full, shard, what="in place")
+        pending = comm.all_gather(full, shard, what="in place")
         pending.wait()
         pending.wait()  # costs nothing
         assert torch.equal(full, wanted), numel
@@ -67,18 +67,18 @@ def _reduces(numels: list[int], bucket_nbytes: int, in_dtype, sum_dtype, out_dty
         wanted = _mine(_average(full_numel, in_dtype, sum_dtype, seed)) if numel else torch.zeros(0)
         out = torch.full((numel,), 7, dtype=out_dtype)
         full = _summand(comm.rank, full_numel, in_dtype, seed)
-        comm.reduce(full, out, dtype=sum_dtype, accumulate=False, what="apart").wait()
+        comm.reduce_scatter(full, out, dtype=sum_dtype, accumulate=False, what="apart").wait()
         assert torch.equal(out, wanted.to(out_dtype)), f"{numel}: {(out - wanted).abs().max()}"
 
         full = _summand(comm.rank, full_numel, in_dtype, seed)
-        comm.reduce(full, out, dtype=sum_dtype, accumulate=True, what="accumulated").wait()
+        comm.reduce_scatter(full, out, dtype=sum_dtype, accumulate=True, what="accumulated").wait()
         # the second average is added in the dtype of `out`, unrounded before that
         assert torch.equal(out, wanted.to(out_dtype).clone().add_(wanted)), numel
 
         if in_dtype is out_dtype:
             full = _summand(comm.rank, full_numel, in_dtype, seed)
             own = full[comm.rank * numel : (comm.rank + 1) * numel]
-            comm.reduce(full, own, dtype=sum_dtype, accumulate=False, what="in place").wait()
+            comm.reduce_scatter(full, own, dtype=sum_dtype, accumulate=False, what="in place").wait()
             assert torch.equal(own, wanted.to(out_dtype)), numel
 
 
@@ -110,8 +110,8 @@ def _reduces_alone() -> None:
     comm = _connect()
     values = torch.arange(6.0)
     out = torch.empty(6)
-    comm.reduce(values.clone(), out, dtype=torch.float32, accumulate=False, what="alone").wait()
-    comm.reduce(values.clone(), out, dtype=torch.float32, accumulate=True, what="alone").wait()
+    comm.reduce_scatter(values.clone(), out, dtype=torch.float32, accumulate=False, what="alone").wait()
+    comm.reduce_scatter(values.clone(), out, dtype=torch.float32, accumulate=True, what="alone").wait()
     assert torch.equal(out, 2 * values)
     assert comm.num_ranks == 1 and comm.counters.total_sent_nbytes == 0
 
@@ -128,11 +128,11 @@ def _overlaps(bucket_nbytes: int) -> None:
     outs = [torch.empty(numel) for _ in range(3)]
     gathered = [torch.empty(numel * num_ranks) for _ in range(2)]
     shards = [_summand(comm.rank, numel, torch.float32, 10 + seed) for seed in range(2)]
-    first = comm.reduce(fulls[0], outs[0], dtype=torch.float32, accumulate=False, what="first")
-    g0 = comm.gather(gathered[0], shards[0], what="g0")
-    second = comm.reduce(fulls[1], outs[1], dtype=torch.float32, accumulate=False, what="second")
-    g1 = comm.gather(gathered[1], shards[1], what="g1")
-    third = comm.reduce(fulls[2], outs[2], dtype=torch.float32, accumulate=False, what="third")
+    first = comm.reduce_scatter(fulls[0], outs[0], dtype=torch.float32, accumulate=False, what="first")
+    g0 = comm.all_gather(gathered[0], shards[0], what="g0")
+    second = comm.reduce_scatter(fulls[1], outs[1], dtype=torch.float32, accumulate=False, what="second")
+    g1 = comm.all_gather(gathered[1], shards[1], what="g1")
+    third = comm.reduce_scatter(fulls[2], outs[2], dtype=torch.float32, accumulate=False, what="third")
     for pending in (g1, third, g0, first, second):
         pending.wait()
     for seed, out in enumerate(outs):
@@ -152,9 +152,9 @@ def _counts() -> None:
     comm = _connect(SMALL)
     others = comm.num_ranks - 1
     full, shard = torch.zeros(1000 * comm.num_ranks), torch.zeros(1000)
-    comm.gather(full, shard, what="counted").wait()
+    comm.all_gather(full, shard, what="counted").wait()
     assert comm.counters.sent_nbytes == {"gather": 4000 * others}
-    comm.reduce(full.bfloat16(), shard, dtype=torch.float32, accumulate=False, what="counted").wait()
+    comm.reduce_scatter(full.bfloat16(), shard, dtype=torch.float32, accumulate=False, what="counted").wait()
     assert comm.counters.sent_nbytes == {"gather": 4000 * others, "reduce": 2000 * others}
     assert comm.counters.total_sent_nbytes == 6000 * others
 
@@ -190,9 +190,9 @@ def _serves_a_part() -> float:
     assert (comm.num_ranks, comm.rank) == (2, dist.get_rank() // 2)
     full = torch.full((4,), float(dist.get_rank() + 1))
     out = torch.empty(2)
-    comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="part").wait()
+    comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="part").wait()
     gathered = torch.empty(4)
-    comm.gather(gathered, out * (comm.rank + 1), what="part").wait()
+    comm.all_gather(gathered, out * (comm.rank + 1), what="part").wait()
     assert gathered.tolist() == [2.0, 2.0, 4.0, 4.0]
     tensor = torch.full((1,), float(dist.get_rank()))
     comm.broadcast_(tensor)
@@ -207,7 +207,7 @@ def test_a_group_of_some_ranks_numbers_them_itself():
 def _one_stays_away() -> None:
     comm = _connect(timeout_seconds=2.0)
     if comm.rank:
-        comm.gather(torch.empty(16 * comm.num_ranks), torch.ones(16), what="layers.3").wait()
+        comm.all_gather(torch.empty(16 * comm.num_ranks), torch.ones(16), what="layers.3").wait()
 
 
 def test_a_rank_that_stays_away_is_named_with_the_unit():
@@ -224,13 +224,13 @@ def _copies(dtype: torch.dtype) -> None:
     numel, num_ranks = 3000, comm.num_ranks
     full, out = _summand(comm.rank, numel * num_ranks, dtype), torch.zeros(numel)
     wanted = _mine(_average(numel * num_ranks, dtype, torch.float32))
-    comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="sum").wait()
+    comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="sum").wait()
     assert torch.equal(out, wanted)
-    comm.reduce(full, out, dtype=torch.float32, accumulate=True, what="sum").wait()
+    comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=True, what="sum").wait()
     assert torch.equal(out, wanted + wanted)
     gathered = torch.zeros(numel * num_ranks, dtype=dtype)
     _mine(gathered).copy_(_summand(comm.rank, numel, dtype))
-    comm.gather(gathered, _mine(gathered), what="all").wait()
+    comm.all_gather(gathered, _mine(gathered), what="all").wait()
     assert torch.equal(gathered, torch.cat([_summand(rank, numel, dtype) for rank in range(num_ranks)]))
     assert comm.all_gather_vector(torch.tensor([comm.rank])).flatten().tolist() == list(range(num_ranks))
     assert [bucket.memory.numel() for bucket in comm.buckets] == [SMALL, SUM_NBYTES, SMALL, SMALL]

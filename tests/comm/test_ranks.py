@@ -41,12 +41,12 @@ def new_ranks() -> None:
 
 def _reduce(comm: Comm) -> None:
     full, out = comm.empty(NUMEL * comm.num_ranks, torch.float32), torch.empty(NUMEL)
-    comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="layers.3").wait()
+    comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="layers.3").wait()
 
 
 def _gather(comm: Comm) -> None:
     full = comm.empty(NUMEL * comm.num_ranks, torch.float32)
-    comm.gather(full, full.chunk(comm.num_ranks)[comm.rank], what="layers.3").wait()
+    comm.all_gather(full, full.chunk(comm.num_ranks)[comm.rank], what="layers.3").wait()
 
 
 def _exchange(comm: Comm) -> None:
@@ -60,7 +60,7 @@ COLLECTIVES = {
     "gather": _gather,
     "reduce": _reduce,
     "exchange": _exchange,
-    "fence": lambda comm: comm.fence(),
+    "memory barrier": lambda comm: comm.memory_barrier(),
     "barrier": lambda comm: comm.barrier(),
     "vector": lambda comm: comm.all_gather_vector(torch.ones(3)),
     "object": lambda comm: comm.all_gather_object({"rank": comm.rank}),
@@ -70,9 +70,9 @@ COLLECTIVES = {
     "agreement": lambda comm: run_on_all_ranks(comm, "saving", lambda: None),
     "side group": lambda comm: comm.side_group("files").all_gather_object(comm.rank),
 }
-# Without shared memory a fence is nothing.
+# Without shared memory a memory barrier is nothing.
 CASES = [(kind, name) for kind in ("shared", "messages", "native") for name in COLLECTIVES]
-CASES = [(kind, name) for kind, name in CASES if kind == "shared" or name != "fence"]
+CASES = [(kind, name) for kind, name in CASES if kind == "shared" or name != "memory barrier"]
 
 
 def _connected(kind: str, timeout_seconds: float = 60.0) -> Comm:

@@ -49,12 +49,12 @@ def _gathers(numels: list[int], dtype: torch.dtype) -> None:
         full = _filled(comm, torch.full_like(wanted, 7))
         shard = _mine(full)
         shard.copy_(_summand(comm.rank, numel, dtype))
-        pending = comm.gather(full, shard, what="in place")
+        pending = comm.all_gather(full, shard, what="in place")
         pending.wait()
         pending.wait()  # costs nothing
         assert torch.equal(full, wanted), numel
         apart = torch.full_like(wanted, 7)
-        comm.gather(apart, _filled(comm, _summand(comm.rank, numel, dtype)), what="apart").wait()
+        comm.all_gather(apart, _filled(comm, _summand(comm.rank, numel, dtype)), what="apart").wait()
         assert torch.equal(apart, wanted), numel
 
 
@@ -72,16 +72,16 @@ def _reduces(numels: list[int], in_dtype, sum_dtype, out_dtype) -> None:
         wanted = _mine(_average(full_numel, in_dtype, sum_dtype, seed))
         full = _filled(comm, _summand(comm.rank, full_numel, in_dtype, seed))
         out = torch.full((numel,), 7, dtype=out_dtype)
-        comm.reduce(full, out, dtype=sum_dtype, accumulate=False, what="apart").wait()
+        comm.reduce_scatter(full, out, dtype=sum_dtype, accumulate=False, what="apart").wait()
         assert torch.equal(out, wanted.to(out_dtype)), f"{numel}: {(out - wanted).abs().max()}"
 
         full.copy_(_summand(comm.rank, full_numel, in_dtype, seed))  # every peer has read it
-        comm.reduce(full, out, dtype=sum_dtype, accumulate=True, what="accumulated").wait()
+        comm.reduce_scatter(full, out, dtype=sum_dtype, accumulate=True, what="accumulated").wait()
         assert torch.equal(out, wanted.to(out_dtype).clone().add_(wanted)), numel
 
         if in_dtype is out_dtype:
             full.copy_(_summand(comm.rank, full_numel, in_dtype, seed))
-            comm.reduce(full, _mine(full), dtype=sum_dtype, accumulate=False, what="in place").wait()
+            comm.reduce_scatter(full, _mine(full), dtype=sum_dtype, accumulate=False, what="in place").wait()
             assert torch.equal(_mine(full), wanted.to(out_dtype)), numel
 
 
@@ -104,9 +104,9 @@ def _overlaps() -> None:
     time.sleep(0.02 * comm.rank)
     pendings = []
     for full, out in zip(fulls, outs):
-        pendings.append(comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="sum"))
+        pendings.append(comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="sum"))
         comm.progress()
-    pendings.append(comm.gather(gathered, _mine(gathered), what="all"))
+    pendings.append(comm.all_gather(gathered, _mine(gathered), what="all"))
     for index in (2, 3, 0, 1):
         pendings[index].wait()
     for seed, out in enumerate(outs):
@@ -124,7 +124,7 @@ def _progresses() -> None:
     """A reduction is done without anybody waiting for it, once all ranks have begun it."""
     comm = _connect()
     full, out = _filled(comm, torch.full((8,), float(comm.rank))), torch.zeros(4)
-    pending = comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="sum")
+    pending = comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="sum")
     dist.barrier()
     comm.progress()
     assert out.tolist() == [0.5] * 4
@@ -139,12 +139,12 @@ def _has_common_memory(rounds: int) -> None:
     comm = _connect()
     numbers = comm.common(4 * comm.num_ranks, torch.float32)
     assert not numbers.any()
-    comm.fence()
+    comm.memory_barrier()
     for number in range(rounds):
         _mine(numbers).fill_(10 * number + comm.rank)
-        comm.fence()
+        comm.memory_barrier()
         assert numbers.view(comm.num_ranks, 4)[:, 0].tolist() == [10.0 * number + r for r in range(comm.num_ranks)]
-        comm.fence()
+        comm.memory_barrier()
     half = torch.empty(numbers.numel(), dtype=torch.bfloat16)
     comm.read_common(half, numbers, what="u")
     assert torch.equal(half, numbers.bfloat16())
@@ -162,7 +162,7 @@ def _begins_more_than_a_socket_holds(count: int) -> None:
     fulls = [_filled(comm, torch.full((2,), float(comm.rank + index))) for index in range(8)]
     outs = torch.zeros(count, 1)
     pendings = [
-        comm.reduce(fulls[index % 8], outs[index], dtype=torch.float32, accumulate=False, what=f"{index}")
+        comm.reduce_scatter(fulls[index % 8], outs[index], dtype=torch.float32, accumulate=False, what=f"{index}")
         for index in range(count)
     ]
     for pending in pendings:
@@ -178,9 +178,9 @@ def _counts() -> None:
     comm = _connect()
     others = comm.num_ranks - 1
     full, shard = comm.empty(1000 * comm.num_ranks, torch.float32), comm.empty(1000, torch.float32)
-    comm.gather(full, shard, what="counted").wait()
+    comm.all_gather(full, shard, what="counted").wait()
     half = comm.empty(1000 * comm.num_ranks, torch.bfloat16)
-    comm.reduce(half, shard, dtype=torch.float32, accumulate=False, what="counted").wait()
+    comm.reduce_scatter(half, shard, dtype=torch.float32, accumulate=False, what="counted").wait()
     assert comm.counters.sent_nbytes == {"gather": 4000 * others, "reduce": 2000 * others}
 
 
@@ -192,9 +192,11 @@ def test_what_others_read_is_counted_as_sent(num_ranks):
 def _takes_memory_of_its_own() -> None:
     comm = _connect()
     out = torch.empty(2)
-    comm.reduce(torch.full((4,), float(comm.rank)), out, dtype=torch.float32, accumulate=False, what="u").wait()
+    comm.reduce_scatter(
+        torch.full((4,), float(comm.rank)), out, dtype=torch.float32, accumulate=False, what="u"
+    ).wait()
     gathered = torch.empty(4)
-    comm.gather(gathered, out + comm.rank, what="u").wait()
+    comm.all_gather(gathered, out + comm.rank, what="u").wait()
     assert gathered.tolist() == [0.5, 0.5, 1.5, 1.5]
 
 
@@ -206,7 +208,7 @@ def _one_stays_away() -> None:
     comm = _connect(timeout_seconds=2.0)
     full = comm.empty(32, torch.float32)
     if comm.rank:
-        comm.gather(full, _mine(full), what="layers.3").wait()
+        comm.all_gather(full, _mine(full), what="layers.3").wait()
     else:
         time.sleep(4.0)
 
@@ -223,7 +225,7 @@ def _come_to_different_units() -> None:
     comm = _connect()
     full = comm.empty(32, torch.float32)
     with pytest.raises(CommError, match=r"gather of unit 'layers.\d': rank \d .* has come to another unit"):
-        comm.gather(full, _mine(full), what=f"layers.{comm.rank}").wait()
+        comm.all_gather(full, _mine(full), what=f"layers.{comm.rank}").wait()
 
 
 def test_ranks_at_different_units_are_told_at_once():
@@ -294,7 +296,7 @@ def _one_is_killed() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     try:
-        comm.gather(full, _mine(full), what="layers.3").wait()
+        comm.all_gather(full, _mine(full), what="layers.3").wait()
     finally:
         assert time.monotonic() - begin < 20.0, "the end of a rank was not noticed"
 
@@ -317,7 +319,7 @@ def _gives_back() -> int:
     before = held()
     comm = _connect()
     memory, common = comm.empty(1000, torch.float32), comm.common(1000, torch.float32)
-    comm.fence()
+    comm.memory_barrier()
     assert held()[1] >= before[1] + 3  # the peer's too
     del memory, common, comm
     dist.barrier()
@@ -365,7 +367,7 @@ def _serves_a_part() -> None:
     comm = connect(CPU, group=group, timeout_seconds=60.0, bucket_nbytes=2**20)
     assert isinstance(comm, SharedComm) and (comm.num_ranks, comm.rank) == (2, dist.get_rank() // 2)
     full, out = _filled(comm, torch.full((4,), float(dist.get_rank() + 1))), torch.empty(2)
-    comm.reduce(full, out, dtype=torch.float32, accumulate=False, what="part").wait()
+    comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="part").wait()
     assert out.tolist() == [2.0, 2.0]
 
 
