@@ -10,7 +10,7 @@ from hf_zero.checkpoint.folders import remove_replaced, take_name
 from hf_zero.checkpoint.interfaces import Engine, Optimizer
 from hf_zero.checkpoint.save import Weights, plan_weights
 from hf_zero.checkpoint.snapshot import Snapshots
-from hf_zero.checkpoint.staging import Part, Staged, connected
+from hf_zero.checkpoint.staging import Staged, StagedFiles, connected
 from hf_zero.checkpoint.state import State, plan_state
 from hf_zero.comm.agreement import run_on_all_ranks
 
@@ -62,11 +62,11 @@ class Checkpoint:
 
     Args:
         staged (`Staged`): its temporary folder.
-        parts (`Sequence[Part]`): its safetensors files.
+        parts (`Sequence[StagedFiles]`): its safetensors files.
         state (`State`, *optional*): whose manifest closes it.
     """
 
-    def __init__(self, staged: Staged, parts: Sequence[Part], state: State | None):
+    def __init__(self, staged: Staged, parts: Sequence[StagedFiles], state: State | None):
         self._staged = staged
         self._parts = list(parts)
         self._state = state

@@ -16,15 +16,15 @@ _POLYNOMIAL = 0xEDB88320  # of CRC-32, the coefficient of x^0 in the highest bit
 _ONE, _X = 1 << 31, 1 << 30
 
 
-class Range(NamedTuple):
-    """Bytes [begin, begin + nbytes) of a tensor in a file, and their CRC-32."""
+class RangeChecksum(NamedTuple):
+    """The CRC-32 of bytes [begin, begin + nbytes) of a tensor in a file."""
 
     begin: int
     nbytes: int
     crc: int
 
 
-def crc_of_whole(ranges: Iterable[Range], nbytes: int) -> int | None:
+def crc_of_whole(ranges: Iterable[RangeChecksum], nbytes: int) -> int | None:
     """The CRC-32 of a tensor of `nbytes` bytes, of which `ranges` are known, in any order and possibly repeated.
 
     Returns:
@@ -40,7 +40,7 @@ def crc_of_whole(ranges: Iterable[Range], nbytes: int) -> int | None:
     return crc if position == nbytes else None
 
 
-def _appended(crc: int, part: Range) -> int:
+def _appended(crc: int, part: RangeChecksum) -> int:
     return _times(_shift(part.nbytes), crc) ^ part.crc if crc else part.crc
 
 

@@ -48,7 +48,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file that is to be written.
+    """A tensor of a safetensors file that is to be written.
 
     Args:
         entry (`TensorEntry`): its key, dtype and shape.

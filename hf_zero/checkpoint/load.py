@@ -13,7 +13,7 @@ from hf_zero.checkpoint.conversion import Origin, Origins, is_pretrained, origin
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import recorded
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
-from hf_zero.checkpoint.table import Table
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors, shortened
 from hf_zero.checkpoint.transfer import incoming
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
@@ -62,8 +62,8 @@ def load_weights(
     if keys is not None:
         tensors = renamed(tensors, keys)
 
-    def read() -> tuple[LoadReport, WeightFiles, Ranges, Table]:
-        table = recorded(folder) or Table()
+    def read() -> tuple[LoadReport, WeightFiles, Ranges, ChecksumTable]:
+        table = recorded(folder) or ChecksumTable()
         files = WeightFiles.read(folder, weights_name)
         for name, layout in files.layouts.items():
             table.check_layout(folder, name, layout)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.plain import is_file_name, is_inner_path, parse_json, read_bytes
-from hf_zero.checkpoint.table import TABLE_NAME, FileSum, Table
+from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable, FileSum
 from hf_zero.errors import CheckpointError
 
 
@@ -84,23 +84,23 @@ class Manifest:
         return cls(**{part.name: content[part.name] for part in fields(cls)})
 
 
-def recorded(folder: str | os.PathLike) -> Table | None:
+def recorded(folder: str | os.PathLike) -> ChecksumTable | None:
     """The checksums of a folder: its table or, of a checkpoint of the former version, what its manifest has.
 
     Returns:
-        [`Table`] or `None`: `None` for a model that was saved without any.
+        [`ChecksumTable`] or `None`: `None` for a model that was saved without any.
 
     Raises:
         `CheckpointError`: the table is damaged, or has gone from a checkpoint that had one.
     """
-    table = Table.covering(folder)
+    table = ChecksumTable.covering(folder)
     if table is not None or not manifest_path(folder).is_file():
         return table
     content = _content(folder)
     path, files, tensors = manifest_path(folder), content.get("files"), content.get("checksums")
     if not _is_former(files, tensors):
         raise CheckpointError(f"{path}: files and checksums are not what a run writes; {TAKE_ANOTHER}")
-    return Table({name: FileSum(nbytes, None, tensors.get(name, {})) for name, nbytes in files.items()})
+    return ChecksumTable({name: FileSum(nbytes, None, tensors.get(name, {})) for name, nbytes in files.items()})
 
 
 def manifest_path(folder: str | os.PathLike) -> Path:
@@ -118,7 +118,7 @@ def _content(folder: str | os.PathLike) -> dict:
             f"{path}: not found: {folder} holds no complete optimizer state; "
             "resume from another checkpoint, or start a new run from its weights"
         ) from error
-    table = Table.read(folder)
+    table = ChecksumTable.read(folder)
     expected = table.files.get(name) if table is not None else None
     if expected is not None and zlib.crc32(raw) != expected.crc32:
         raise CheckpointError(f"{path}: has changed since it was saved; {TAKE_ANOTHER}")

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
+from hf_zero.checkpoint.checksum import MANY, RangeChecksum, crc_of_whole
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
@@ -17,7 +17,7 @@ from hf_zero.errors import CheckpointError
 
 # A transposed tensor is written row by row: its ranges would take more memory than the tensor.
 MAX_RANGES = 1000
-Ranges = dict[str, list[Range]]  # by tensor
+Ranges = dict[str, list[RangeChecksum]]  # by tensor
 
 
 class OpenFiles:
@@ -44,7 +44,7 @@ class OpenFiles:
         """See `SafetensorsFile.write_range`; the range is noted."""
         self.note(tensor, self._file(tensor).write_range(tensor, start, values))
 
-    def write_bytes(self, tensor: str, after: Range, view: memoryview) -> Range:
+    def write_bytes(self, tensor: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
         """See `SafetensorsFile.write_bytes`; the caller notes the range when it is whole."""
         return self._file(tensor).write_bytes(tensor, after, view)
 
@@ -60,12 +60,12 @@ class OpenFiles:
         """See `SafetensorsFile.checksum`."""
         return self._file(tensor).checksum(tensor)
 
-    def note(self, tensor: str, found: Range) -> None:
+    def note(self, tensor: str, found: RangeChecksum) -> None:
         """Takes a range of a tensor into `ranges`."""
         noted = self.ranges.setdefault(tensor, [])
         noted.append(found)
         if not self._keeps_all and (len(noted) > MAX_RANGES or noted[0].begin == MANY):
-            noted[:] = [Range(MANY, sum(part.nbytes for part in noted), 0)]
+            noted[:] = [RangeChecksum(MANY, sum(part.nbytes for part in noted), 0)]
 
     def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:
         """Raises `CheckpointError` where the files have the tensor in another shape, or not at all."""

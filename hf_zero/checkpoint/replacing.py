@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hf_zero.checkpoint.staging import Staged, connected
-from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Table
+from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, ChecksumTable
 from hf_zero.comm import Comm
 from hf_zero.errors import CheckpointError
 
@@ -21,11 +21,11 @@ def inside(staged: Path, folder: Path, *, replaces: Callable[[str], bool]) -> It
         folder (`Path`): the destination.
         replaces (`Callable[[str], bool]`): says of a file of a former save whether it goes now.
     """
-    new = Table.read(staged)
+    new = ChecksumTable.read(staged)
     try:
-        before = Table.read(folder) or Table()
+        before = ChecksumTable.read(folder) or ChecksumTable()
     except CheckpointError:  # whatever was wrong there: what is saved now is known
-        before = Table()
+        before = ChecksumTable()
     (folder / TABLE_NAME).unlink(missing_ok=True)
     yield
     before.replaced(new, gone=filter(replaces, before.files)).write(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.checksum import Range
+from hf_zero.checkpoint.checksum import RangeChecksum
 from hf_zero.checkpoint.filesystem_groups import FilesystemGroups
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
 from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
@@ -87,7 +87,7 @@ def replicate_files(comm: Comm, subject: str, groups: FilesystemGroups, folder: 
     run_on_all_ranks(comm, subject, write)
 
 
-def _written_by(ranks: tuple[int, ...], ranges: list[Ranges]) -> Iterator[tuple[str, Range]]:
+def _written_by(ranks: tuple[int, ...], ranges: list[Ranges]) -> Iterator[tuple[str, RangeChecksum]]:
     for rank in ranks:
         for tensor, parts in ranges[rank].items():
             for part in parts:
@@ -99,14 +99,14 @@ def _copy(
     groups: FilesystemGroups,
     opened: OpenFiles,
     tensor: str,
-    part: Range,
+    part: RangeChecksum,
     *,
     source: int,
     bounce: torch.Tensor,
 ) -> None:
     """One range, from the writer `source` to all others. A rank that fails goes on, so that the others can."""
     failure: Exception | None = None
-    done = Range(part.begin, 0, 0)
+    done = RangeChecksum(part.begin, 0, 0)
     while done.nbytes < part.nbytes:
         piece = bounce[: min(len(bounce), part.nbytes - done.nbytes)]
         view = piece.numpy().data
@@ -125,7 +125,7 @@ def _copy(
                 opened.write_bytes(tensor, done, view)
         except _FAILURES as error:
             failure = error
-        done = Range(part.begin, done.nbytes + len(view), zlib.crc32(view, done.crc))
+        done = RangeChecksum(part.begin, done.nbytes + len(view), zlib.crc32(view, done.crc))
     if failure is None and done.crc != part.crc:
         failure = CheckpointError(f"{opened.folder}: tensor {tensor!r} was damaged on its way; save again")
     reraise(failure)

@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.checksum import Range
+from hf_zero.checkpoint.checksum import RangeChecksum
 from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.errors import CheckpointError, size_text
 
@@ -80,7 +80,7 @@ class SafetensorsFile:
         """
         return cls(os.fspath(path), layout or FileLayout.read(path), _opened(path, "rb"))
 
-    def write_range(self, name: str, start: int, values: Tensor) -> Range:
+    def write_range(self, name: str, start: int, values: Tensor) -> RangeChecksum:
         """Writes elements [start, start + values.numel()) of one tensor, row-major, in the file's dtype.
 
         Args:
@@ -89,27 +89,27 @@ class SafetensorsFile:
             values (`Tensor`): 1-D, any dtype, any device; converted in pieces where it differs from the file's.
 
         Returns:
-            `Range`: the bytes written.
+            `RangeChecksum`: the bytes written.
 
         Raises:
             `CheckpointError`: no such tensor, a range outside it, or the system refuses the write (a full disk).
         """
         entry = self._range_of(name, start, values)
-        written = Range(start * entry.dtype.itemsize, 0, 0)
+        written = RangeChecksum(start * entry.dtype.itemsize, 0, 0)
         for view in _outgoing(values, entry.dtype):
             written = self.write_bytes(name, written, view)
         return written
 
-    def write_bytes(self, name: str, after: Range, view: memoryview) -> Range:
+    def write_bytes(self, name: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
         """Writes bytes of one tensor behind a range of it.
 
         Args:
             name (`str`): the tensor.
-            after (`Range`): what was written before; it may be empty.
+            after (`RangeChecksum`): what was written before; it may be empty.
             view (`memoryview`): the bytes.
 
         Returns:
-            `Range`: both together.
+            `RangeChecksum`: both together.
         """
         begin, nbytes, crc = after
         offset = self.layout.offsets[name] + begin + nbytes
@@ -123,9 +123,9 @@ class SafetensorsFile:
                 f"{self.path}: writing tensor {name!r} failed ({error.strerror}); "
                 "free space there or save to another folder"
             ) from error
-        return Range(begin, nbytes + len(view), crc)
+        return RangeChecksum(begin, nbytes + len(view), crc)
 
-    def read_range(self, name: str, start: int, out: Tensor) -> Range:
+    def read_range(self, name: str, start: int, out: Tensor) -> RangeChecksum:
         """Fills `out` with elements [start, start + out.numel()) of one tensor.
 
         Args:
@@ -134,7 +134,7 @@ class SafetensorsFile:
             out (`Tensor`): 1-D, any device; the file's values are converted to its dtype in pieces.
 
         Returns:
-            `Range`: the bytes read, as they lie in the file.
+            `RangeChecksum`: the bytes read, as they lie in the file.
 
         Raises:
             `CheckpointError`: no such tensor, a range outside it, numbers of another kind, or the file ends early.
@@ -149,14 +149,14 @@ class SafetensorsFile:
         out = out.detach()
         begin, nbytes, crc = start * entry.dtype.itemsize, out.numel() * entry.dtype.itemsize, 0
         if _is_addressable(out, entry.dtype):
-            return Range(begin, nbytes, self._fill(_bytes_of(out), name, crc))
+            return RangeChecksum(begin, nbytes, self._fill(_bytes_of(out), name, crc))
         bounce = torch.empty(_piece_numel(out, entry.dtype), dtype=entry.dtype)
         for first in range(0, out.numel(), len(bounce)):
             target = out[first : first + len(bounce)]
             piece = bounce[: target.numel()]
             crc = self._fill(_bytes_of(piece), name, crc)
             target.copy_(piece)
-        return Range(begin, nbytes, crc)
+        return RangeChecksum(begin, nbytes, crc)
 
     def read_bytes(self, name: str, begin: int, view: memoryview) -> int:
         """Fills `view` with bytes of one tensor, from byte `begin` of it on. Returns their CRC-32."""

@@ -14,7 +14,7 @@ from hf_zero.checkpoint.folders import remove_replaced, take_name
 from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
 from hf_zero.checkpoint.replacing import inside, move_into
-from hf_zero.checkpoint.staging import Part, Staged, connected
+from hf_zero.checkpoint.staging import Staged, StagedFiles, connected
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.transfer import outgoing
@@ -87,7 +87,7 @@ def _holds_something(folder: Path) -> bool:
 class Weights:
     """A model as it will be saved: its safetensors files, and what lies beside them, written into a given folder."""
 
-    part: Part
+    part: StagedFiles
     write_beside: Callable[[Path], None]
 
 
@@ -121,7 +121,7 @@ def plan_weights(
             (staged / files.index_name).write_text(files.index_text(num_parameters), encoding="utf-8")
         (write_beside or (lambda path: _write_configs(model, tensors, path)))(staged)
 
-    return Weights(Part(files, lambda: _pieces(engine, tensors, content, _computed(engine, content))), beside)
+    return Weights(StagedFiles(files, lambda: _pieces(engine, tensors, content, _computed(engine, content))), beside)
 
 
 def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.staging import Part
+from hf_zero.checkpoint.staging import StagedFiles
 
 
 _CHUNK_NBYTES = 64 * 2**20
@@ -26,7 +26,7 @@ class Snapshots:
         self._next = 0  # the chunk that is being filled
         self._used = 0  # bytes of it
 
-    def take(self, parts: Sequence[Part]) -> list[Part]:
+    def take(self, parts: Sequence[StagedFiles]) -> list[StagedFiles]:
         """The same parts, their pieces copied. What was taken before is overwritten."""
         self._next = self._used = 0
         taken, on_gpu = [], False

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hf_zero.checkpoint.checksum import MANY, Range, crc_of_whole
+from hf_zero.checkpoint.checksum import MANY, RangeChecksum, crc_of_whole
 from hf_zero.checkpoint.filesystem_groups import FilesystemGroups
 from hf_zero.checkpoint.folders import STAGED_PREFIX, make_folder, make_staged, remove_left_over, sync_all, sync_path
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges
 from hf_zero.checkpoint.replication import replicate_files, replicate_ranges
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
-from hf_zero.checkpoint.table import Checksums, Table
+from hf_zero.checkpoint.table import Checksums, ChecksumTable
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
@@ -25,8 +25,8 @@ from hf_zero.errors import CheckpointError, NoRoomError, size_text
 
 
 @dataclass(frozen=True)
-class Part:
-    """Safetensors files of one folder of what is saved.
+class StagedFiles:
+    """The safetensors files of one folder that is saved.
 
     Args:
         files (`WeightFiles`): the files, the same on all ranks.
@@ -67,14 +67,14 @@ class Staged:
 
     @classmethod
     def open(
-        cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[Part], *, inside: bool = False
+        cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[StagedFiles], *, inside: bool = False
     ) -> "Staged":
         """Makes the temporary folder with all safetensors files in it at their full size.
 
         Args:
             comm (`Comm`): the ranks.
             destination (`str` or `os.PathLike`): the folder that is saved; missing parents are created.
-            parts (`Sequence[Part]`): its safetensors files.
+            parts (`Sequence[StagedFiles]`): its safetensors files.
             inside (`bool`): stages within the destination, for a save that adds to what is there, and not beside it.
 
         Raises:
@@ -90,7 +90,7 @@ class Staged:
         staged._on_writers(lambda: staged._reserve(parts))
         return staged
 
-    def _reserve(self, parts: Sequence[Part]) -> None:
+    def _reserve(self, parts: Sequence[StagedFiles]) -> None:
         parent = self.root.parent
         remove_left_over(parent)
         nbytes, free_nbytes = sum(part.files.nbytes for part in parts), shutil.disk_usage(parent).free
@@ -108,7 +108,7 @@ class Staged:
                 SafetensorsFile.create(folder / name, layout).close()
         self.path.mkdir(exist_ok=True)
 
-    def write(self, parts: Sequence[Part]) -> None:
+    def write(self, parts: Sequence[StagedFiles]) -> None:
         """Writes all ranks' pieces to disk.
 
         Raises:
@@ -143,7 +143,7 @@ class Staged:
                 replicate_files(self.comm, self._subject, self.groups, self.path, self._names)
 
         def act():
-            Table.of_folder(self.path, self._checksums).write(self.path)
+            ChecksumTable.of_folder(self.path, self._checksums).write(self.path)
             sync_all(self.path)
             publish(self.path)
             sync_path(self.root.parent)
@@ -186,7 +186,7 @@ def connected(comm: Comm) -> Comm:
     return own
 
 
-def _write(folder: Path, part: Part, *, keeps_all: bool) -> Ranges:
+def _write(folder: Path, part: StagedFiles, *, keeps_all: bool) -> Ranges:
     """This rank's part of the bytes, flushed to disk. Returns the ranges that it wrote of each tensor."""
     failure: Exception | None = None
     with OpenFiles(folder, part.files, writable=True, keeps_all=keeps_all) as opened:
@@ -229,6 +229,6 @@ def _read_again(path: Path, tensor: str) -> int:
         return file.checksum(tensor)
 
 
-def _ranges_of(tensor: str, ranges: list[Ranges]) -> Iterator[Range]:
+def _ranges_of(tensor: str, ranges: list[Ranges]) -> Iterator[RangeChecksum]:
     for ranges_of_rank in ranges:
         yield from ranges_of_rank.get(tensor, ())

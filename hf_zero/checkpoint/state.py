@@ -20,8 +20,8 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, m
 from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
 from hf_zero.checkpoint.pretrained import check_configs, check_weights
 from hf_zero.checkpoint.replacing import inside
-from hf_zero.checkpoint.staging import Part, Staged, connected
-from hf_zero.checkpoint.table import Table
+from hf_zero.checkpoint.staging import Staged, StagedFiles, connected
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
@@ -56,7 +56,7 @@ def save_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike, 
 class State:
     """What a run needs beside its weights to go on, as it will be saved."""
 
-    part: Part
+    part: StagedFiles
     manifest: Manifest
 
     def write_manifest(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
         for name, shard in chain(_state_pieces(optimizer), _master_pieces(engine)):
             yield name, shard.start, shard.tensor
 
-    return State(Part(WeightFiles.of(layouts), pieces, STATE_FOLDER), manifest)
+    return State(StagedFiles(WeightFiles.of(layouts), pieces, STATE_FOLDER), manifest)
 
 
 def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) -> Manifest:
@@ -112,7 +112,7 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
     engine.begin_update()
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
     manifest = run_on_all_ranks(comm, subject, lambda: Manifest.read(folder))
-    table = run_on_all_ranks(comm, subject, lambda: recorded(folder) or Table())
+    table = run_on_all_ranks(comm, subject, lambda: recorded(folder) or ChecksumTable())
     files = run_on_all_ranks(comm, subject, lambda: _read_files(folder, manifest, table))
 
     def read() -> tuple[set[str], Ranges]:
@@ -145,7 +145,7 @@ def check_checkpoint(folder: str | os.PathLike) -> None:
         `CheckpointError`: says what is missing or damaged.
     """
     folder = Path(folder)
-    table = recorded(folder) or Table()
+    table = recorded(folder) or ChecksumTable()
     table.check_files(folder)
     check_weights(folder)
     check_configs(folder)
@@ -216,7 +216,7 @@ def _merged_scalars(
     return merged
 
 
-def _read_files(folder: str | os.PathLike, manifest: Manifest, table: Table) -> WeightFiles:
+def _read_files(folder: str | os.PathLike, manifest: Manifest, table: ChecksumTable) -> WeightFiles:
     """The state's files, their headers as they were saved."""
     layouts = {name: FileLayout.read(Path(folder) / STATE_FOLDER / name) for name in manifest.state_files}
     for name, layout in layouts.items():

@@ -68,7 +68,7 @@ class FileSum:
 
 
 @dataclass(frozen=True)
-class Table:
+class ChecksumTable:
     """The checksums of a folder, by path in it.
 
     Args:
@@ -78,7 +78,7 @@ class Table:
     files: Mapping[str, FileSum] = field(default_factory=dict)
 
     @classmethod
-    def of_folder(cls, folder: Path, known: Checksums) -> "Table":
+    def of_folder(cls, folder: Path, known: Checksums) -> "ChecksumTable":
         """Reads the files of a folder, but not the tensors that are known.
 
         Args:
@@ -89,7 +89,7 @@ class Table:
         return cls({name: _sum_of(folder / name, known.get(name)) for name in sorted(names) if is_listed(name)})
 
     @classmethod
-    def read(cls, folder: str | os.PathLike) -> "Table | None":
+    def read(cls, folder: str | os.PathLike) -> "ChecksumTable | None":
         """The table of a folder; `None` where it has none.
 
         Raises:
@@ -108,7 +108,7 @@ class Table:
         return _parsed(parse_json(content, path, COPY_AGAIN), path)
 
     @classmethod
-    def covering(cls, folder: str | os.PathLike) -> "Table | None":
+    def covering(cls, folder: str | os.PathLike) -> "ChecksumTable | None":
         """The table of a folder, or that part of its parent's: adapters have folders of their own."""
         folder = Path(folder)
         table = cls.read(folder)
@@ -123,11 +123,11 @@ class Table:
         body = json.dumps(content, indent=1).removesuffix("\n}").encode()
         write_whole(folder / TABLE_NAME, _sealed(body))
 
-    def replaced(self, new: "Table", gone: Iterable[str] = ()) -> "Table":
+    def replaced(self, new: "ChecksumTable", gone: Iterable[str] = ()) -> "ChecksumTable":
         """With the files of another one instead of those of the same names, and without those that are gone."""
         gone = set(gone)
         left = {name: found for name, found in self.files.items() if name not in gone}
-        return Table(left | dict(new.files))
+        return ChecksumTable(left | dict(new.files))
 
     def tensors_in(self, subfolder: str = "") -> Checksums:
         """The checksums of the tensors in one folder, by the files' names."""
@@ -248,7 +248,7 @@ def _sealed(body: bytes) -> bytes:
     return body + f"{_SEAL}{zlib.crc32(body)}\n}}\n".encode()
 
 
-def _parsed(content: dict, path: Path) -> Table:
+def _parsed(content: dict, path: Path) -> ChecksumTable:
     """Checks types, too: the seal is no secret."""
     if content.get("format") != TABLE_VERSION:
         raise CheckpointError(
@@ -258,7 +258,7 @@ def _parsed(content: dict, path: Path) -> Table:
     files = content.get("files")
     if not isinstance(files, dict) or not all(is_inner_path(name) for name in files):
         raise CheckpointError(f"{path}: lists files that are not in its folder; {COPY_AGAIN}")
-    return Table({name: _file_sum(name, entry, path) for name, entry in files.items()})
+    return ChecksumTable({name: _file_sum(name, entry, path) for name, entry in files.items()})
 
 
 def _file_sum(name: str, entry: object, path: Path) -> FileSum:

@@ -17,7 +17,7 @@ from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, recorded
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
 from hf_zero.checkpoint.state import MASTER_NAME
-from hf_zero.checkpoint.table import COPY_AGAIN, STATE_PATTERNS, Table
+from hf_zero.checkpoint.table import COPY_AGAIN, STATE_PATTERNS, ChecksumTable
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.errors import CheckpointError
 
@@ -114,13 +114,13 @@ def check_checksums(folder: str | os.PathLike, scans: Scans | None = None) -> Co
     return Compared(len(units), num_files, left_out, all(found.crc32 is not None for found in table.files.values()))
 
 
-def check_tensors(folder: str | os.PathLike, tensors: Iterable[tuple[str, str]], table: Table) -> None:
+def check_tensors(folder: str | os.PathLike, tensors: Iterable[tuple[str, str]], table: ChecksumTable) -> None:
     """Reads tensors and compares them with their checksums: one rank's part of `check_checksums`.
 
     Args:
         folder (`str` or `os.PathLike`): the checkpoint.
         tensors (`Iterable[tuple[str, str]]`): of `tensors_of`.
-        table (`Table`): with their checksums.
+        table (`ChecksumTable`): with their checksums.
 
     Raises:
         `CheckpointError`: names the file and the tensor that differs.
@@ -132,12 +132,12 @@ def check_tensors(folder: str | os.PathLike, tensors: Iterable[tuple[str, str]],
                 _refuse(path, tensor, opened.checksum(tensor), table.files[file].tensors[tensor])
 
 
-def tensors_of(table: Table) -> list[tuple[str, str]]:
+def tensors_of(table: ChecksumTable) -> list[tuple[str, str]]:
     """(file, tensor) of every tensor that has a checksum, in the order of the files."""
     return [(file, tensor) for file, found in table.files.items() for tensor in found.tensors or ()]
 
 
-def _left_out(folder: str | os.PathLike, table: Table) -> tuple[str, ...]:
+def _left_out(folder: str | os.PathLike, table: ChecksumTable) -> tuple[str, ...]:
     """The files of the run's state, where none of them is there. A part of them is no state."""
     state = [name for name in table.files if any(fnmatch(name, pattern) for pattern in STATE_PATTERNS)]
     return () if any((Path(folder) / name).exists() for name in state) else tuple(state)

@@ -20,7 +20,7 @@ from hf_zero.recipes.classification import BadRows, Classes, Images, Labelled, T
 from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.local import is_local
-from hf_zero.recipes.data.rows import Part, Rows
+from hf_zero.recipes.data.rows import RowRange, Rows
 from hf_zero.recipes.data.sources import check_sources, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
 from hf_zero.recipes.memory import MemoryRecorder
@@ -189,7 +189,7 @@ def _load_rows(arguments: Arguments) -> tuple[Rows, Rows | None]:
         return load_rows(everything, "train"), load_rows(everything, "test")
     examples = load_docstrings(arguments.num_classes)
     rows = [{"text": example.text, "label": example.label} for example in examples]
-    return Rows(Dataset.from_list(rows), BUILT_IN, (Part(BUILT_IN, "row", 0, len(rows)),), example=rows[0]), None
+    return Rows(Dataset.from_list(rows), BUILT_IN, (RowRange(BUILT_IN, "row", 0, len(rows)),), example=rows[0]), None
 
 
 def _inputs(rows: Rows, arguments: Arguments) -> Texts | Images:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_zero.checkpoint.folders import remove_replaced, sync_all, sync_path, take_name
-from hf_zero.checkpoint.table import Table
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.config import choose
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.loading import adapter_config, attach, load_base, load_model, one_line, quiet
@@ -113,7 +113,7 @@ def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
                 tokenizer.save_pretrained(staged)
         _check_same(load_model(staged), model, output)
         with one_line(output, "saving"):
-            Table.of_folder(staged, {}).write(staged)
+            ChecksumTable.of_folder(staged, {}).write(staged)
             sync_all(staged)
             take_name(staged, output)
             sync_path(output.parent)

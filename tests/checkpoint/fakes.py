@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.table import TABLE_NAME, Table
+from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
 from hf_zero.comm import connect
 from tests import distributed
 
@@ -131,7 +131,7 @@ def expected_moment(info, key: str) -> torch.Tensor:
 
 def as_former_version(folder: Path) -> None:
     """Makes a checkpoint what it was before there was a table: the manifest had the checksums of the tensors."""
-    table = {name: found for name, found in Table.read(folder).files.items() if found.tensors is not None}
+    table = {name: found for name, found in ChecksumTable.read(folder).files.items() if found.tensors is not None}
     (folder / TABLE_NAME).unlink()
     path = folder / "zero" / "manifest.json"
     content = json.loads(path.read_text(encoding="utf-8")) | {

@@ -23,7 +23,7 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.filesystem_groups import FilesystemGroups
 from hf_zero.checkpoint.open_files import OpenFiles
-from hf_zero.checkpoint.table import Table
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
@@ -55,7 +55,7 @@ def test_the_folder_holds_model_state_and_record(tmp_path):
         "zero/optimizer.safetensors",
         "zero_checksums.json",
     }
-    table = Table.read(folder)
+    table = ChecksumTable.read(folder)
     others = set(content_of(folder)) - {"zero_checksums.json"}
     assert {name: found.nbytes for name, found in table.files.items()} == {
         name: (folder / name).stat().st_size for name in others
@@ -253,7 +253,9 @@ def save_in_many_ranges(comm, folder):
 def test_a_tensor_written_in_more_ranges_than_are_kept_has_its_checksum_all_the_same(tmp_path):
     run_ranks(save_in_many_ranges, 2, tmp_path)
     save(world_of_one(), tmp_path, "reference")
-    assert Table.read(tmp_path / "many").tensors_in() == Table.read(tmp_path / "reference").tensors_in()
+    assert (
+        ChecksumTable.read(tmp_path / "many").tensors_in() == ChecksumTable.read(tmp_path / "reference").tensors_in()
+    )
 
 
 def wait_in_the_next_save(comm, folder):

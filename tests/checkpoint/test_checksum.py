@@ -3,12 +3,12 @@ import zlib
 
 import pytest
 
-from hf_zero.checkpoint.checksum import Range, crc_of_whole
+from hf_zero.checkpoint.checksum import RangeChecksum, crc_of_whole
 
 
-def ranges_of(data: bytes, cuts: list[int]) -> list[Range]:
+def ranges_of(data: bytes, cuts: list[int]) -> list[RangeChecksum]:
     edges = [0, *sorted(cuts), len(data)]
-    return [Range(begin, end - begin, zlib.crc32(data[begin:end])) for begin, end in zip(edges, edges[1:])]
+    return [RangeChecksum(begin, end - begin, zlib.crc32(data[begin:end])) for begin, end in zip(edges, edges[1:])]
 
 
 @pytest.mark.parametrize("num_cuts", [0, 1, 2, 7])

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from hf_zero.checkpoint.foreign.dcp import _Folder, read_weights
 from hf_zero.checkpoint.foreign.detect import Carried, carried, detect
-from hf_zero.checkpoint.foreign.parts import Box, FileTensor, Piece, pieces_of, window_of
+from hf_zero.checkpoint.foreign.parts import Box, ForeignTensor, Piece, pieces_of, window_of
 from hf_zero.checkpoint.foreign.trusted import load_index
 from hf_zero.errors import CheckpointError
 
@@ -45,7 +45,7 @@ def test_no_other_attribute_is_given_to_an_index(tmp_path, owner, name):
 
 def test_any_range_is_read_across_pieces_and_converted():
     parts = [torch.arange(5.0), torch.arange(5.0, 6.0), torch.arange(6.0, 20.0)]
-    tensor = FileTensor.build("t", (3, 5), pieces_of(parts, 2, 15))
+    tensor = ForeignTensor.build("t", (3, 5), pieces_of(parts, 2, 15))
     for start in range(15):
         for stop in range(start, 16):
             out = torch.empty(stop - start, dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ def test_any_range_is_read_across_pieces_and_converted():
 def test_pieces_that_do_not_tile_the_tensor_are_refused(places):
     pieces = [Piece(start, numel, window_of(torch.zeros(numel))) for start, numel in places]
     with pytest.raises(CheckpointError, match=r"t: its pieces .* its shape \[2, 3\] has 6"):
-        FileTensor.build("t", (2, 3), pieces)
+        ForeignTensor.build("t", (2, 3), pieces)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_box_is_loaded_only_where_a_range_lies_in_it():
 def test_boxes_that_do_not_tile_the_tensor_are_refused(places):
     boxes = [Box(offsets, sizes, lambda: pytest.fail("nobody reads it")) for offsets, sizes in places]
     with pytest.raises(CheckpointError, match=r"t: its parts .* its shape \[2, 3\] 6"):
-        FileTensor.of_boxes("t", (2, 3), boxes)
+        ForeignTensor.of_boxes("t", (2, 3), boxes)
 
 
 def test_experts_divided_on_their_last_dimension_take_no_memory_for_each_row(tmp_path):

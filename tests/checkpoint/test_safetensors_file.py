@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_zero.checkpoint.checksum import Range
+from hf_zero.checkpoint.checksum import RangeChecksum
 from hf_zero.checkpoint.file_layout import DTYPE_OF_CODE, FileLayout, TensorEntry
 from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES, SafetensorsFile
 from hf_zero.errors import CheckpointError
@@ -80,7 +80,7 @@ def test_ranges_land_and_are_found_at_their_place(tmp_path, start, stop):
     values = torch.arange(float(start), float(stop)) + 1
     with SafetensorsFile.open_for_writing(tmp_path / "ours", layout) as file:
         crc = zlib.crc32(values.numpy().tobytes())
-        assert file.write_range("matrix", start, values) == Range(4 * start, 4 * (stop - start), crc)
+        assert file.write_range("matrix", start, values) == RangeChecksum(4 * start, 4 * (stop - start), crc)
     expected = torch.zeros(12)
     expected[start:stop] = values
     tensors["matrix"] = expected.view(3, 4)
@@ -88,7 +88,7 @@ def test_ranges_land_and_are_found_at_their_place(tmp_path, start, stop):
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     with SafetensorsFile.open(tmp_path / "ours") as file:
         out = torch.full((stop - start,), -1.0)
-        assert file.read_range("matrix", start, out) == Range(4 * start, 4 * (stop - start), crc)
+        assert file.read_range("matrix", start, out) == RangeChecksum(4 * start, 4 * (stop - start), crc)
         assert torch.equal(out, values)
 
 

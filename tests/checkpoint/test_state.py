@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hf_zero.checkpoint import Manifest, check_checkpoint, load_state, load_weights, save_pretrained, save_state
 from hf_zero.checkpoint.open_files import OpenFiles
-from hf_zero.checkpoint.table import TABLE_NAME, Table
+from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import (
@@ -117,7 +117,7 @@ def edit(path: Path, change) -> None:
 def edit_sealed(folder: Path, change) -> None:
     """By somebody who also knows how to write the table of checksums."""
     edit(folder / "zero" / "manifest.json", change)
-    Table.of_folder(folder, {}).write(folder)
+    ChecksumTable.of_folder(folder, {}).write(folder)
 
 
 @pytest.mark.parametrize(

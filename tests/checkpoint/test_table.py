@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.checkpoint import check_checkpoint, save_checkpoint, save_pretrained, save_state
-from hf_zero.checkpoint.table import TABLE_NAME, Table
+from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
@@ -56,7 +56,7 @@ def test_every_bit_of_the_table_counts(saved, folder):
     for byte in range(nbytes):
         flip(folder / TABLE_NAME, 8 * byte + byte % 8)
         with pytest.raises(CheckpointError, match="has changed since it was written, so nothing can be compared"):
-            Table.read(folder)
+            ChecksumTable.read(folder)
         shutil.copy(saved / TABLE_NAME, folder)
 
 
@@ -79,10 +79,10 @@ def test_a_model_card_may_change_and_files_may_be_added(folder):
     for name in ("README.md", "notes.txt", ".gitattributes", "events.out.tfevents"):
         (folder / name).write_text("mine")
     check_checkpoint(folder)
-    Table.of_folder(folder, {}).write(folder)
+    ChecksumTable.of_folder(folder, {}).write(folder)
     (folder / "README.md").write_text("changed")
     (folder / ".gitattributes").unlink()
-    assert check_checksums(folder).num_files == len(Table.read(folder).files)
+    assert check_checksums(folder).num_files == len(ChecksumTable.read(folder).files)
 
 
 def test_a_folder_that_was_pushed_without_the_runs_state_is_whole_but_not_with_a_part_of_it(folder):
@@ -100,12 +100,12 @@ def test_a_model_saved_alone_has_checksums_and_saving_into_it_again_keeps_them_t
     engine = FakeEngine(models.tied_llama(), world_of_one())
     save_pretrained(engine, tmp_path)
     first = check_checksums(tmp_path)
-    assert first.num_tensors > 0 and {"config.json", "model.safetensors"} <= set(Table.read(tmp_path).files)
+    assert first.num_tensors > 0 and {"config.json", "model.safetensors"} <= set(ChecksumTable.read(tmp_path).files)
     save_state(engine, FakeOptimizer(engine), tmp_path)
     assert check_checksums(tmp_path).num_tensors > first.num_tensors
     (tmp_path / "mine.txt").write_text("mine")
     save_pretrained(engine, tmp_path, max_shard_size="2KB")
-    names = set(Table.read(tmp_path).files)
+    names = set(ChecksumTable.read(tmp_path).files)
     assert "model.safetensors.index.json" in names and not {"model.safetensors", "zero/manifest.json"} & names
     assert "mine.txt" not in names
     assert check_checksums(tmp_path).left_out == ()
@@ -124,15 +124,15 @@ def test_a_save_that_is_killed_among_its_files_leaves_no_table_that_is_wrong(tmp
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         save_pretrained(engine, tmp_path)
-    assert Table.read(tmp_path) is None
+    assert ChecksumTable.read(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a\0b", "", "zero/../../x", "\ud800"])
 def test_names_that_lead_elsewhere_are_refused(folder, name):
-    table = Table.read(folder)
-    Table({**table.files, name: table.files["config.json"]}).write(folder)
+    table = ChecksumTable.read(folder)
+    ChecksumTable({**table.files, name: table.files["config.json"]}).write(folder)
     with pytest.raises(CheckpointError, match="lists files that are not in its folder"):
-        Table.read(folder)
+        ChecksumTable.read(folder)
 
 
 def test_a_table_of_wrong_types_or_deeply_nested_is_one_line(folder, monkeypatch):
@@ -148,11 +148,11 @@ def test_a_table_of_wrong_types_or_deeply_nested_is_one_line(folder, monkeypatch
         body = json.dumps(content, indent=1).removesuffix("\n}").encode()
         (folder / TABLE_NAME).write_bytes(room._sealed(body))
         with pytest.raises(CheckpointError) as error:
-            Table.read(folder)
+            ChecksumTable.read(folder)
         assert "\n" not in str(error.value)
     (folder / TABLE_NAME).write_bytes(room._sealed(b'{"a":' + b"[" * 200_000))
     with pytest.raises(CheckpointError, match="cannot be read"):
-        Table.read(folder)
+        ChecksumTable.read(folder)
 
 
 def test_weights_in_parts_without_their_index_are_incomplete(tmp_path):

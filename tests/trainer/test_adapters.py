@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer
 
 import hf_zero
-from hf_zero.checkpoint.table import Table
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests import models
 from tests.distributed import run_ranks
@@ -73,7 +73,7 @@ def test_adapters_are_saved_whole_and_resume(tmp_path, stage):
     # 3 layers, q and v, A and B of rank 3, and the head; in all below 24 KB with the header
     assert size < 24_000, "only the adapters are saved"
     name = "adapter_model.safetensors"
-    assert len(Table.read(tmp_path / "checkpoint-4").files[name].tensors) == 3 * 2 * 2 + 1
+    assert len(ChecksumTable.read(tmp_path / "checkpoint-4").files[name].tensors) == 3 * 2 * 2 + 1
     with open(tmp_path / "checkpoint-4" / name, "r+b") as file:
         file.seek(-2, 2)
         file.write(b"?!")

@@ -9,7 +9,7 @@ import yaml
 from transformers.training_args import ParallelMode
 
 from hf_zero.checkpoint import Manifest
-from hf_zero.checkpoint.table import Table
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.planner import MemoryReport
 from hf_zero.trainer.card import RunFacts, card_text, facts_of, facts_of_folder, fenced
 from tests import models
@@ -166,7 +166,7 @@ def test_a_folder_tells_what_its_files_have(tmp_path):
     checkpoint.mkdir(parents=True)
     manifest = Manifest(stage=1, num_ranks=4, dtypes={"weights": ["bfloat16"]}, groups=[], scalars={})
     (checkpoint / "manifest.json").write_text(manifest.text(), encoding="utf-8")
-    Table.of_folder(checkpoint.parent, {}).write(checkpoint.parent)
+    ChecksumTable.of_folder(checkpoint.parent, {}).write(checkpoint.parent)
     state = {"global_step": 10, "log_history": [{"eval_loss": 0.5, "eval_runtime": 2.0, "epoch": 1.0}]}
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
     (tmp_path / "config.json").write_text('{"transformers_version": "5.23.0"}', encoding="utf-8")

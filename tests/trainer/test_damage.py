@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_zero.checkpoint.table import TABLE_NAME, Table, is_read
+from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable, is_read
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from hf_zero.recipes.cli import main
@@ -67,7 +67,7 @@ def test_a_checkpoint_has_all_its_files_in_the_table(run):
     names = set(_files(folder))
     assert {"scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json", "vocab.txt"} <= names
     assert {"training_args.bin", "config.json", "zero/manifest.json"} <= names
-    assert set(Table.read(folder).files) == names - {TABLE_NAME}
+    assert set(ChecksumTable.read(folder).files) == names - {TABLE_NAME}
 
 
 def test_a_bit_of_any_file_is_noticed_and_the_next_older_checkpoint_is_taken(output_dir, caplog):
@@ -170,7 +170,7 @@ def test_files_of_different_steps_are_noticed_even_where_their_checksums_agree(o
     content = json.loads((folder / name).read_text())
     change(content)
     (folder / name).write_text(json.dumps(content))
-    Table.of_folder(folder, {}).write(folder)
+    ChecksumTable.of_folder(folder, {}).write(folder)
     with pytest.raises(CheckpointError, match=message):
         check_resumable(folder)
 
@@ -226,7 +226,7 @@ def test_a_schedule_that_does_not_save_its_position_is_compared_with_nothing(out
     assert manifest["extra"]["schedule"] == 4
     for manifest["extra"]["schedule"] in (schedule_position(Warmup()), 4):  # former ones have the attribute's
         (folder / "zero" / "manifest.json").write_text(json.dumps(manifest))
-        Table.of_folder(folder, {}).write(folder)
+        ChecksumTable.of_folder(folder, {}).write(folder)
         check_resumable(folder)
     assert schedule_position(Warmup()) is None and schedule_position(None) is None
 
@@ -287,7 +287,7 @@ def test_the_final_model_has_checksums_of_all_that_was_saved_with_it(tmp_path):
     torch.set_num_threads(1)
     run_ranks(_saves_final, 2, str(tmp_path), timeout=240)
     names = {"config.json", "model.safetensors", "training_args.bin", "vocab.txt"}
-    assert set(Table.read(tmp_path).files) == names
+    assert set(ChecksumTable.read(tmp_path).files) == names
     (tmp_path / "README.md").write_text("a card")
     (tmp_path / "all_results.json").write_text("{}")
     assert check_checksums(tmp_path).num_files == len(names)

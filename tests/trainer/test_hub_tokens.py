@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from hf_zero.checkpoint.table import Table
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.trainer.hub_tokens import token_warning, without_tokens
 from tests import models
 from tests.trainer.harness import Rows, make
@@ -68,7 +68,7 @@ def test_resuming_from_a_folder_that_holds_a_token_says_so(tmp_path, caplog):
     trainer.train()
     trainer.args.hub_token = SECRET
     torch.save(trainer.args, tmp_path / "checkpoint-2" / "training_args.bin")
-    Table.of_folder(tmp_path / "checkpoint-2", {}).write(tmp_path / "checkpoint-2")
+    ChecksumTable.of_folder(tmp_path / "checkpoint-2", {}).write(tmp_path / "checkpoint-2")
     resumed = make(3, tmp_path, models.build("bert"), Rows("bert"), **settings)
     with caplog.at_level(logging.WARNING, logger="hf_zero"):
         resumed.train(resume_from_checkpoint=True)

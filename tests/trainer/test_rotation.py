@@ -7,7 +7,7 @@ import pytest
 from transformers import Trainer
 
 from hf_zero.checkpoint import Manifest
-from hf_zero.checkpoint.table import Table
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.trainer.rotation import keep_best, rotation
 from tests.trainer.harness import Rows, train
 
@@ -19,7 +19,7 @@ def make(folder: Path, steps: dict[int, bool]) -> None:
         manifest = Manifest(stage=3, num_ranks=1, dtypes={}, groups=[], scalars={}, loss=number, grad_norm=number)
         (folder / f"checkpoint-{step}" / "zero").mkdir(parents=True)
         (folder / f"checkpoint-{step}" / "zero" / "manifest.json").write_text(manifest.text())
-        Table.of_folder(folder / f"checkpoint-{step}", {}).write(folder / f"checkpoint-{step}")
+        ChecksumTable.of_folder(folder / f"checkpoint-{step}", {}).write(folder / f"checkpoint-{step}")
 
 
 def names(folder: Path) -> list[str]:

@@ -1,12 +1,12 @@
 """Checkpoints that other programs left: DeepSpeed, torch's distributed checkpoints, FSDP and plain Trainer runs."""
 
-from hf_zero.checkpoint.foreign.detect import Carried, Kind, carried, detect
+from hf_zero.checkpoint.foreign.detect import Carried, ForeignFormat, carried, detect
 from hf_zero.checkpoint.foreign.load import load_foreign, load_foreign_state, load_foreign_weights
 
 
 __all__ = [
     "Carried",
-    "Kind",
+    "ForeignFormat",
     "carried",
     "detect",
     "load_foreign",

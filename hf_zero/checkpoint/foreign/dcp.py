@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_zero.checkpoint.foreign.parts import Box, FileTensor, ForeignState
+from hf_zero.checkpoint.foreign.parts import Box, ForeignState, ForeignTensor
 from hf_zero.checkpoint.foreign.trusted import load_bytes, load_index
 from hf_zero.checkpoint.foreign.whole import full_state, full_weights, state_by_name
 from hf_zero.checkpoint.plain import is_file_name
@@ -26,7 +26,7 @@ FSDP_WEIGHTS, FSDP_STATE = "pytorch_model_fsdp", "optimizer"
 WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 
 
-def fsdp_weights(folder: Path) -> dict[str, FileTensor]:
+def fsdp_weights(folder: Path) -> dict[str, ForeignTensor]:
     """The weights of a Trainer run with FSDP, saved in shards or whole."""
     whole = folder / f"{FSDP_WEIGHTS}.bin"
     return full_weights(whole) if whole.is_file() else read_weights(folder / f"{FSDP_WEIGHTS}_0")
@@ -38,7 +38,7 @@ def fsdp_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
     return full_state(whole, groups) if whole.is_file() else read_state(folder / f"{FSDP_STATE}_0", groups)
 
 
-def read_weights(folder: Path) -> dict[str, FileTensor]:
+def read_weights(folder: Path) -> dict[str, ForeignTensor]:
     """The tensors under "model" by name.
 
     Raises:
@@ -127,7 +127,7 @@ class _Folder:
         tensor = self.tensor(key)
         return tensor if tensor.shape else self._load(key, ()).item()
 
-    def tensor(self, key: str) -> FileTensor:
+    def tensor(self, key: str) -> ForeignTensor:
         record = self.index.state_dict_metadata[key]
         shape = tuple(record.size)
         boxes = []
@@ -135,7 +135,7 @@ class _Folder:
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
             self._check_box(key, shape, offsets, sizes)
             boxes.append(Box(offsets, sizes, partial(self._load_box, key, offsets, sizes)))
-        return FileTensor.of_boxes(key, shape, boxes)
+        return ForeignTensor.of_boxes(key, shape, boxes)
 
     def _check_box(self, key: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         """Checks that a box lies in its tensor, and its bytes in their file."""

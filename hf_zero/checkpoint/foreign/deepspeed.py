@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState, Piece, pieces_of
+from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor, Piece, pieces_of
 from hf_zero.checkpoint.foreign.trusted import load_mapped
 from hf_zero.checkpoint.plain import is_file_name
 from hf_zero.errors import CheckpointError
@@ -43,7 +43,7 @@ def tag_folder(folder: Path) -> Path | None:
     return folder if any(folder.glob("*_optim_states.pt")) else None
 
 
-def read_weights(folder: Path) -> dict[str, FileTensor]:
+def read_weights(folder: Path) -> dict[str, ForeignTensor]:
     """Parameters and buffers by name: fp32 masters of what was trained, the rest as the model had it.
 
     Raises:
@@ -51,7 +51,7 @@ def read_weights(folder: Path) -> dict[str, FileTensor]:
     """
     files = _Files.read(folder)
     weights = {
-        name: FileTensor.of(tensor)
+        name: ForeignTensor.of(tensor)
         for name, tensor in files.model["module"].items()
         if isinstance(tensor, Tensor) and (files.layout == 2 or name in files.model["buffer_names"])
     }
@@ -172,15 +172,15 @@ class _Files:
                 "the files are not of one checkpoint, or of a version of DeepSpeed that lays them out otherwise"
             )
 
-    def tensor(self, name: str, place: _Place, parts: Sequence[Tensor]) -> FileTensor:
+    def tensor(self, name: str, place: _Place, parts: Sequence[Tensor]) -> ForeignTensor:
         """A parameter, or state of its shape, from the ranks' flat parts of its group."""
         if self.layout == 2:
             pieces = pieces_of(parts, place.offset, math.prod(place.shape))
         else:
             pieces = _cut(parts, place, self.part_numel(place.shape))
-        return FileTensor.build(name, place.shape, pieces)
+        return ForeignTensor.build(name, place.shape, pieces)
 
-    def frozen(self) -> dict[str, FileTensor]:
+    def frozen(self) -> dict[str, ForeignTensor]:
         """The parameters that were not trained, at stage 3; those of other stages lie among the model's tensors."""
         shapes = self.model.get("frozen_param_shapes") if self.layout == 3 else None
         if not shapes:
@@ -190,7 +190,7 @@ class _Files:
         for name, shape in shapes.items():
             own = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
             place = _Place(0, 0, tuple(shape))
-            tensors[name] = FileTensor.build(name, shape, _cut(own, place, self.part_numel(shape)))
+            tensors[name] = ForeignTensor.build(name, shape, _cut(own, place, self.part_numel(shape)))
         return tensors
 
     def state_of(self, rank: int, group: int) -> Mapping[str, Any]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.checkpoint.foreign import dcp, deepspeed, whole
-from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState
+from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor
 from hf_zero.checkpoint.manifest import manifest_path
 from hf_zero.checkpoint.plain import read_json
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A format.
+class ForeignFormat:
+    """The format of another program's checkpoints.
 
     Args:
         name (`str`): for messages.
@@ -23,24 +23,24 @@ class Kind:
     """
 
     name: str
-    read_weights: Callable[[Path], dict[str, FileTensor]] | None
+    read_weights: Callable[[Path], dict[str, ForeignTensor]] | None
     read_state: Callable[[Path, Sequence[dict]], ForeignState]
 
 
-DEEPSPEED = Kind("DeepSpeed ZeRO", deepspeed.read_weights, deepspeed.read_state)
-FSDP = Kind("FSDP", dcp.fsdp_weights, dcp.fsdp_state)
-DCP = Kind("torch distributed checkpoint", dcp.read_weights, dcp.read_state)
-TRAINER = Kind("Trainer", None, whole.trainer_state)
+DEEPSPEED = ForeignFormat("DeepSpeed ZeRO", deepspeed.read_weights, deepspeed.read_state)
+FSDP = ForeignFormat("FSDP", dcp.fsdp_weights, dcp.fsdp_state)
+DCP = ForeignFormat("torch distributed checkpoint", dcp.read_weights, dcp.read_state)
+TRAINER = ForeignFormat("Trainer", None, whole.trainer_state)
 
 
-def detect(folder: str | os.PathLike) -> Kind | None:
+def detect(folder: str | os.PathLike) -> ForeignFormat | None:
     """Whose checkpoint a folder is, by the files in it. Nothing is opened but DeepSpeed's `latest`.
 
     Args:
         folder (`str` or `os.PathLike`): such as `checkpoint-500`.
 
     Returns:
-        [`Kind`], or `None` for a checkpoint of hf_zero's own, for weights alone and for what is not known.
+        [`ForeignFormat`], or `None` for a checkpoint of hf_zero's own, for weights alone and for what is not known.
     """
     folder = Path(folder)
     if manifest_path(folder).exists():

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.foreign.detect import Kind, detect
-from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState
+from hf_zero.checkpoint.foreign.detect import ForeignFormat, detect
+from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor
 from hf_zero.checkpoint.interfaces import Engine, Optimizer
 from hf_zero.checkpoint.load import ignored_pattern, load_weights
 from hf_zero.checkpoint.tensor_names import saved_tensors, shortened
@@ -136,7 +136,7 @@ def _understood(folder: str | os.PathLike) -> Iterator[None]:
         ) from error
 
 
-def _known(folder: str | os.PathLike) -> Kind:
+def _known(folder: str | os.PathLike) -> ForeignFormat:
     kind = detect(folder)
     if kind is None:
         raise CheckpointError(
@@ -161,7 +161,7 @@ def _by_own_name(model: nn.Module, found: Mapping[str, Any]) -> dict[str, Any]:
 def _check_weights(
     engine: Engine,
     folder: str | os.PathLike,
-    found: Mapping[str, FileTensor],
+    found: Mapping[str, ForeignTensor],
     buffers: Mapping[str, tuple[int, ...]],
 ) -> None:
     wanted = {info.name: tuple(info.shape) for info in engine.param_infos()} | buffers
@@ -190,7 +190,7 @@ def _check_names(
         )
 
 
-def _check_shape(folder: str | os.PathLike, name: str, tensor: FileTensor, wanted: tuple[int, ...]) -> None:
+def _check_shape(folder: str | os.PathLike, name: str, tensor: ForeignTensor, wanted: tuple[int, ...]) -> None:
     if tensor.shape != wanted:
         raise CheckpointError(
             f"{folder}: {name} has shape {list(tensor.shape)}, {list(wanted)} in this model; "

@@ -67,7 +67,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class FileTensor:
+class ForeignTensor:
     """A tensor of a checkpoint: its shape, and the pieces, or else the boxes, that tile it."""
 
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class FileTensor:
     boxes: tuple[Box, ...] = ()
 
     @classmethod
-    def build(cls, name: str, shape: Iterable[int], pieces: Iterable[Piece]) -> "FileTensor":
+    def build(cls, name: str, shape: Iterable[int], pieces: Iterable[Piece]) -> "ForeignTensor":
         """Checks that the pieces tile the tensor.
 
         Raises:
@@ -96,7 +96,7 @@ class FileTensor:
         return cls(shape, tuple(ordered))
 
     @classmethod
-    def of_boxes(cls, name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> "FileTensor":
+    def of_boxes(cls, name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> "ForeignTensor":
         """Checks that the boxes, which lie in the tensor, tile it. Raises as `build`."""
         boxes = tuple(box for box in boxes if box.numel)
         numel, found = math.prod(shape), sum(box.numel for box in boxes)
@@ -108,7 +108,7 @@ class FileTensor:
         return cls(shape, boxes=boxes)
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "FileTensor":
+    def of(cls, tensor: Tensor) -> "ForeignTensor":
         """A tensor that lies whole in one file, mapped and not read."""
         return cls(tuple(tensor.shape), (Piece(0, tensor.numel(), window_of(tensor)),))
 
@@ -133,13 +133,13 @@ class ForeignState:
         settings (`dict`): {parameter: hyperparameters of its group}.
     """
 
-    tensors: dict[str, dict[str, FileTensor]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, ForeignTensor]] = field(default_factory=dict)
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     settings: dict[str, dict] = field(default_factory=dict)
 
-    def put(self, name: str, key: str, value: FileTensor | float | None) -> None:
+    def put(self, name: str, key: str, value: ForeignTensor | float | None) -> None:
         numbers = self.numbers.setdefault(name, {})
-        if isinstance(value, FileTensor):
+        if isinstance(value, ForeignTensor):
             self.tensors.setdefault(name, {})[key] = value
         elif value is not None:
             numbers[key] = float(value)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_zero.checkpoint.foreign.parts import FileTensor, ForeignState
+from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor
 from hf_zero.checkpoint.foreign.trusted import load_mapped
 from hf_zero.errors import CheckpointError
 
@@ -14,9 +14,9 @@ from hf_zero.errors import CheckpointError
 OPTIMIZER_NAME = "optimizer.pt"
 
 
-def full_weights(path: Path) -> dict[str, FileTensor]:
+def full_weights(path: Path) -> dict[str, ForeignTensor]:
     """The tensors of a file that holds a model's state dict."""
-    return {name: FileTensor.of(tensor) for name, tensor in load_mapped(path).items() if isinstance(tensor, Tensor)}
+    return {name: ForeignTensor.of(tensor) for name, tensor in load_mapped(path).items() if isinstance(tensor, Tensor)}
 
 
 def full_state(path: Path, groups: Sequence[dict]) -> ForeignState:
@@ -77,7 +77,7 @@ def _names(subject: Path, saved_groups: Sequence[dict], groups: Sequence[dict]) 
     return {param: name for params, names in pairs for param, name in zip(params, names, strict=True)}
 
 
-def _value(value: Any) -> FileTensor | float:
-    if isinstance(value, FileTensor) or not isinstance(value, Tensor):
+def _value(value: Any) -> ForeignTensor | float:
+    if isinstance(value, ForeignTensor) or not isinstance(value, Tensor):
         return value
-    return FileTensor.of(value) if value.dim() else float(value)
+    return ForeignTensor.of(value) if value.dim() else float(value)

@@ -11,7 +11,7 @@ from datasets import IterableDataset, concatenate_datasets, load_dataset, load_d
 from datasets.arrow_writer import SchemaInferenceError
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.rows import PLACE, Part, Rows, undecoded
+from hf_zero.recipes.data.rows import PLACE, RowRange, Rows, undecoded
 
 
 NO_ROWS = "no rows, expected one at least"
@@ -97,7 +97,7 @@ def load_files(name: str, files: list[Path], split: str, skip_bad_rows: bool) ->
                 options["on_bad_lines"] = "skip"
                 num_unreadable += _num_overlong(file, options["sep"])
             tables.append(load_dataset(reader, data_files=str(file), split="train", **options))
-    parts = [Part(str(file), _unit(reader), 0, len(table)) for file, table in zip(files, tables, strict=True)]
+    parts = [RowRange(str(file), _unit(reader), 0, len(table)) for file, table in zip(files, tables, strict=True)]
     data = tables[0] if len(tables) == 1 else concatenate_datasets(tables)
     return Rows(data, name, tuple(parts), form, num_unreadable=num_unreadable).slice(split)
 
@@ -115,7 +115,7 @@ def stream_files(name: str, files: list[Path], split: str) -> Rows:
     reader, options, form = _reader(files[0])
     given = {"files": [str(file) for file in files], "reader": reader, "options": options}
     data = IterableDataset.from_generator(_placed_rows, gen_kwargs=given)
-    return Rows(data, name, (Part(name, _unit(reader), 0, None),), form)
+    return Rows(data, name, (RowRange(name, _unit(reader), 0, None),), form)
 
 
 def _placed_rows(files: list[str], reader: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ def text_of(value: Any, column: str) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowRange:
     """Consecutive rows of one file or split.
 
     Args:
@@ -57,7 +57,7 @@ class Rows:
     Args:
         data (`datasets.Dataset` or `IterableDataset`): raw rows; [`Rows.read`] makes a row of one.
         source (`str`): what messages call all of it.
-        parts (`tuple[Part, ...]`): in the order of the rows.
+        parts (`tuple[RowRange, ...]`): in the order of the rows.
         form (`str`): "columns", or "text" or "json" where a raw row is one line of a file.
         example (`dict`): the first row that can be read.
         raw_columns (`list[str]`): those of the raw row that it is made of.
@@ -66,7 +66,7 @@ class Rows:
 
     data: Dataset | IterableDataset
     source: str
-    parts: tuple[Part, ...]
+    parts: tuple[RowRange, ...]
     form: Literal["columns", "text", "json"] = "columns"
     example: dict[str, Any] = field(default_factory=dict, repr=False)
     raw_columns: list[str] = field(default_factory=list, repr=False)
@@ -164,7 +164,7 @@ def undecoded(data: Dataset | IterableDataset) -> Dataset | IterableDataset:
     return data
 
 
-def _within(parts: Iterable[Part], start: int, stop: int) -> Iterator[Part]:
+def _within(parts: Iterable[RowRange], start: int, stop: int) -> Iterator[RowRange]:
     """What of `parts` lies between two positions in all of them together."""
     for part in parts:
         low, high = max(start, 0), min(stop, part.num_rows)

@@ -11,7 +11,7 @@ from datasets import IterableDataset, load_dataset
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data.local import NO_ROWS, as_data_error, check_path, files_of, is_local, load_files, stream_files
-from hf_zero.recipes.data.rows import BadRow, Part, Rows, undecoded
+from hf_zero.recipes.data.rows import BadRow, RowRange, Rows, undecoded
 
 
 NUM_TRIED = 1000  # lines that may be bad before the first good one
@@ -103,7 +103,7 @@ def _load_split(name: str, config: str | None, split: str, streaming: bool) -> R
     with as_data_error(source):
         data = load_dataset(name, config, split=split, streaming=streaming)
     num_rows = None if isinstance(data, IterableDataset) else len(data)
-    return Rows(data, source, (Part(source, "row", 0, num_rows),))
+    return Rows(data, source, (RowRange(source, "row", 0, num_rows),))
 
 
 def _with_example(rows: Rows) -> Rows:
