@@ -13,6 +13,7 @@ from hf_zero.comm.mesh import ranks_alike, refuse_dividing
 from hf_zero.config import StagePlan, ZeroConfig
 from hf_zero.engine import hooks
 from hf_zero.engine.access import RanksInStep, remember, unit_of
+from hf_zero.engine.disk_prefetcher import DiskPrefetcher, rest_on_disk
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
@@ -22,7 +23,6 @@ from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.placeholder import Placeholders
-from hf_zero.engine.reader import read_from_disk, rest_on_disk
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.source import read_sources
 from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
@@ -30,6 +30,7 @@ from hf_zero.errors import LifecycleError
 from hf_zero.sharding.arena import Arena, Arenas, trim
 from hf_zero.sharding.layout import Layout
 from hf_zero.sharding.slots import Slot, parts_nbytes
+from hf_zero.storage import Disk
 
 
 ENGINE_ATTRIBUTE = "_hf_zero_engine"
@@ -119,7 +120,7 @@ def build(
         gradients = [Gradient(flat, config.reduce_dtype, arenas.reduced) for flat in flats_of if flat.trainable]
         units.append(Unit(spec.name, flats_of, gradients, index=index))
         units[-1].slot = slot
-    read_from_disk(units, bus)
+    _make_disk_prefetchers(units, bus)
     remember(units)
     _place_gradients(units, comm, arenas.collected)
     _place_buffers(model, comm)
@@ -244,6 +245,17 @@ def _fitting(nbytes: int, flats: list[list[Flat]], comm: Comm) -> int:
     to_come = sum(12 * flat.layout.shard_numel for flat in trained)
     own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
     return int(comm.all_gather_vector(own).min())
+
+
+def _make_disk_prefetchers(units: list[Unit], bus: Bus) -> None:
+    """Gives units whose values rest on disk their prefetchers: a block is read at once, the root, which may be much
+    larger, in windows."""
+    sources = [flat.source_on_disk for unit in units for flat in unit.flats if flat.source_on_disk is not None]
+    if sources:
+        disk = Disk(sources[0].disk.file, partial(bus.empty, dtype=torch.uint8))
+        for unit in units:
+            if any(flat.source_on_disk is not None for flat in unit.flats):
+                unit.disk_prefetcher = DiskPrefetcher(disk, bus, unit.flats, in_windows=unit is units[0])
 
 
 def _place_gradients(units: list[Unit], comm: Comm, arena: Arena) -> None:

@@ -24,7 +24,7 @@ def restore(engine: "ZeroEngine") -> None:
         unit.wait_for_all_gather()
         for flat in unit.flats:
             flat.give_back(unit.name)
-        unit.slot = unit.gradient_slots = unit.reader = None
+        unit.slot = unit.gradient_slots = unit.disk_prefetcher = None
         for gradient in unit.gradients:
             gradient.give_up()
     engine.registered.clear()

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hf_zero.comm import Pending
 from hf_zero.engine.away import refuse_uses, refuse_writes
+from hf_zero.engine.disk_prefetcher import DiskPrefetcher
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.patch import Uncopyable
-from hf_zero.engine.reader import Reader
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.slots import Slot
 
@@ -73,7 +73,7 @@ class Unit(Uncopyable):
         self.phase = Phase.SHARDED if self.is_sharded else Phase.UNSHARDED
         self.slot: Slot | None = None  # where the whole values appear; None when they never leave
         self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
-        self.reader: Reader | None = None  # where the values come from that rest on disk
+        self.disk_prefetcher: DiskPrefetcher | None = None  # where the values come from that rest on disk
         self.finish_updates: Callable[[], None] = lambda: None  # see `ZeroEngine.finish_updates`
         self.num_gathered = 0  # how many `gathered` contexts hold the parameters
         self.keeps_writes = not self.is_sharded  # whether what is written to the parameters now counts
@@ -106,12 +106,12 @@ class Unit(Uncopyable):
 
     def prefetch_from_disk(self) -> None:
         """Begins to read what rests on disk and is gathered after what is being gathered now."""
-        if self.reader is not None and self.phase is Phase.SHARDED:
-            self.reader.begin()
+        if self.disk_prefetcher is not None and self.phase is Phase.SHARDED:
+            self.disk_prefetcher.begin()
 
     def _begin_all_gather(self) -> None:
         self.phase = moved(self.name, self.phase, Phase.GATHERING)
-        arriving = self.reader.bring() if self.reader is not None else None
+        arriving = self.disk_prefetcher.bring() if self.disk_prefetcher is not None else None
         self._all_gathers = [flat.all_gather(self.name, arriving) for flat in self.flats]
 
     def _take_slot(self) -> None:

@@ -1,7 +1,6 @@
-"""What rests on disk: where it lies, and how a unit's values get from there to the device before they are gathered."""
+"""Parameters that rest on disk: room for them in files, and reads ahead of the all-gathers that need them."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,11 +10,7 @@ from hf_zero.engine.flat import Flat
 from hf_zero.storage import NUM_BUFFERS, Disk, DiskTensor, Extent, windows
 
 
-if TYPE_CHECKING:
-    from hf_zero.engine.unit import Unit
-
-
-class Reader:
+class DiskPrefetcher:
     """Reads this rank's ranges of one unit's buffers.
 
     Args:
@@ -38,7 +33,7 @@ class Reader:
         self._records: list[list[tuple[Flat, int, Extent]]] = parts if in_windows else [whole]
 
     def begin(self) -> None:
-        """Begins to read what `bring` is to bring next."""
+        """Begins to read what the next `bring` brings."""
         if self._records:
             self._disk.prefetch(_record(self._records[0]))
 
@@ -79,14 +74,3 @@ def rest_on_disk(flats: list[Flat], folder: str, bus: Bus) -> None:
         for flat, extent in zip(compute_shards, extents[len(masters) :]):
             flat.compute_shard_on_disk = DiskTensor(disk, extent)
         disk.measure(comm)
-
-
-def read_from_disk(units: list["Unit"], bus: Bus) -> None:
-    """Lets units whose values rest on disk be read from there: each block at once, the root, which may be much larger,
-    in windows."""
-    sources = [flat.source_on_disk for unit in units for flat in unit.flats if flat.source_on_disk is not None]
-    if sources:
-        disk = Disk(sources[0].disk.file, partial(bus.empty, dtype=torch.uint8))
-        for unit in units:
-            if any(flat.source_on_disk is not None for flat in unit.flats):
-                unit.reader = Reader(disk, bus, unit.flats, in_windows=unit is units[0])
