@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint.lazy_loading import lazy_loading
 from hf_zero.checkpoint.plain import read_json
 from hf_zero.checkpoint.quantized import checkpoint_quantizer
-from hf_zero.checkpoint.unread import leaving_weights_in_files
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.engine.source import source_of
 from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
@@ -62,7 +62,7 @@ def load_pretrained(
     quantizer = checkpoint_quantizer(name_or_folder, where, kwargs.get("quantization_config"))
     if is_adapter or quantizer is not None or any(kwargs.get(name) is not None for name in _WHOLE):
         return _from_pretrained(auto_class, str(name_or_folder), kwargs)
-    with leaving_weights_in_files(allow_missing):
+    with lazy_loading(allow_missing):
         loaded = _from_pretrained(auto_class, str(name_or_folder), kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     lost = [name for name, p in model.named_parameters() if p.device.type == "meta" and source_of(p) is None]

@@ -94,16 +94,16 @@ def placeholders(model: nn.Module) -> Iterator[None]:
     Raises:
         `UnsupportedError`: a parameter that was added, or put in place of another, was computed from theirs.
     """
-    unread = [param for param in model.parameters() if source_of(param) is not None]
-    for param in unread:
+    lazy = [param for param in model.parameters() if source_of(param) is not None]
+    for param in lazy:
         nothing = float("nan") if param.is_floating_point() else 0
         _swap(param, torch.full((), nothing, dtype=param.dtype).expand(param.shape))
     try:
         yield
     finally:
-        for param in unread:
+        for param in lazy:
             _swap(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
-    for name, param in model.named_parameters() if unread else ():
+    for name, param in model.named_parameters() if lazy else ():
         source = source_of(param)
         is_new = source is None and param.is_floating_point() and param.device.type != "meta"
         if (is_new and bool(param.isnan().any())) or (source is not None and not fits(param, source)):

@@ -7,14 +7,14 @@ import torch
 from trl import SyncRefModelCallback
 from trl.trainer.utils import get_config_model_id
 
+from hf_zero.checkpoint.lazy_loading import lazy_loading
 from hf_zero.checkpoint.pretrained import refuse_placing, resolve
-from hf_zero.checkpoint.unread import leaving_weights_in_files
 from hf_zero.engine import gathered
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
 from hf_zero.trl.arguments import ZeroTrlArgumentsMixin
+from hf_zero.trl.constructor_patches import fit_for_lazy_loading
 from hf_zero.trl.reference import sync_reference
-from hf_zero.trl.unread import fit_for_unread_models
 
 
 class ZeroTrlTrainerMixin(ZeroTrainerMixin):
@@ -31,7 +31,7 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
     config_class: type = ZeroTrlArgumentsMixin  # what the arguments must be made of
 
     def __init__(self, *args, **kwargs):
-        with leaving_weights_in_files(()), fit_for_unread_models(type(self)):
+        with lazy_loading(()), fit_for_lazy_loading(type(self)):
             super().__init__(*args, **kwargs)
         backend = getattr(self, "_dist", None)  # of the trainers that generate
         if backend is not None:

@@ -1,4 +1,4 @@
-"""What TRL's constructors do with the weights of models, when these are still in files."""
+"""Replacements for what TRL's constructors do with weights, when these are still in files."""
 
 import hashlib
 import sys
@@ -37,11 +37,11 @@ def _hash(original, model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-_STAND_INS = {"get_peft_model": _adapt, "clone_chat_template": _clone_template, "hash_module": _hash}
+_REPLACEMENTS = {"get_peft_model": _adapt, "clone_chat_template": _clone_template, "hash_module": _hash}
 
 
 @contextmanager
-def fit_for_unread_models(trainer_class: type) -> Iterator[None]:
+def fit_for_lazy_loading(trainer_class: type) -> Iterator[None]:
     """While it is entered, functions by which a trainer's constructor works on weights do so without reading them all.
 
     Args:
@@ -49,11 +49,11 @@ def fit_for_unread_models(trainer_class: type) -> Iterator[None]:
     """
     modules = {sys.modules[base.__module__] for base in trainer_class.__mro__ if base.__module__.startswith("trl.")}
     found = [
-        (module, name, getattr(module, name)) for module in modules for name in _STAND_INS if hasattr(module, name)
+        (module, name, getattr(module, name)) for module in modules for name in _REPLACEMENTS if hasattr(module, name)
     ]
     try:
         for module, name, original in found:
-            setattr(module, name, partial(_STAND_INS[name], original))
+            setattr(module, name, partial(_REPLACEMENTS[name], original))
         yield
     finally:
         for module, name, original in found:

@@ -130,7 +130,7 @@ def _state_of(path: str) -> tuple[int, int] | None:
 
 
 @contextmanager
-def leaving_weights_in_files(allow_missing: Sequence[str]) -> Iterator[None]:
+def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
     """While it is entered, `from_pretrained` in this thread leaves weights where they are.
 
     Args:
