@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from hf_zero.recipes.artifacts import REPORT_FOLDER, REPORT_NAME
 from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data.formats import FORMATS, text_format
-from hf_zero.recipes.leaving import REPORT_FOLDER, REPORT_NAME
 from hf_zero.recipes.listing import recipes
 from hf_zero.recipes.log import LOG_NAME
 from hf_zero.recipes.resolved import RESOLVED_NAME

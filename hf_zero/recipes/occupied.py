@@ -6,7 +6,7 @@ from accelerate.utils import gather_object
 
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.leaving import REPORT_FOLDER, REPORT_NAME
+from hf_zero.recipes.artifacts import REPORT_FOLDER, REPORT_NAME
 from hf_zero.recipes.log import LOG_NAME, read_log
 from hf_zero.recipes.resolved import HIDDEN_NAME, RESOLVED_NAME, difference
 from hf_zero.recipes.settings import AUTO, NEVER, Settings

@@ -26,7 +26,7 @@ FREE = ("dataset_num_proc", "skip_bad_rows", "attn_implementation")
 ORDER = ("seed", "data_seed", "train_sampling_strategy")
 
 
-def asked(settings: Settings) -> dict[str, Any]:
+def non_default_settings(settings: Settings) -> dict[str, Any]:
     """The keys of a run that differ from their defaults.
 
     Args:
@@ -63,7 +63,7 @@ def resolved_text(settings: Settings) -> str:
     Args:
         settings ([`Settings`]): Of the run.
     """
-    set_by_user = asked(settings)
+    set_by_user = non_default_settings(settings)
     values = {key: value for key, value in _values(settings).items() if key not in set_by_user}
     values = {key: value for key, value in values.items() if value not in (None, [])}
     return (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.leaving import REPORT_NAME
+from hf_zero.recipes.artifacts import REPORT_NAME
 from hf_zero.recipes.occupied import check_model_is_kept, left_in
 from hf_zero.recipes.resolved import check_unchanged
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
@@ -94,8 +94,8 @@ def _newest_complete(training: ZeroTrainingArguments) -> str | None:
     return choice.folder
 
 
-def told(checkpoint: str) -> str:
-    """What to say of the checkpoint that a run goes on from."""
+def resume_message(checkpoint: str) -> str:
+    """Returns the line that names the checkpoint from which a run goes on."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
     step, max_steps = state["global_step"], state.get("max_steps")
     return f"resume: going on from {checkpoint}, step {step} of {max_steps}; --resume never starts anew"

@@ -7,9 +7,9 @@ from functools import partial
 import transformers
 
 from hf_zero.comm.ranks import transport_errors
-from hf_zero.recipes.leaving import leave, write_configuration
+from hf_zero.recipes.artifacts import write_artifacts, write_configuration
 from hf_zero.recipes.occupied import finished
-from hf_zero.recipes.resuming import checkpoint_of, set_aside, told
+from hf_zero.recipes.resuming import checkpoint_of, resume_message, set_aside
 from hf_zero.recipes.settings import AUTO, Settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.recipes.watch import Watch
@@ -45,7 +45,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     task, say = TASKS[settings.task].load(), _sayer(training)
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:
-        say(told(checkpoint))
+        say(resume_message(checkpoint))
     data = task.load_data(settings.arguments, training)
     for note in data.notes:
         say(note)
@@ -64,7 +64,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
     task.after(trainer, data, watch.memory, settings.arguments, say)
-    leave(trainer, settings, data, watch, say)
+    write_artifacts(trainer, settings, data, watch, say)
     if training.push_to_hub:
         trainer.push_to_hub(commit_message=f"{settings.task}: end of training", revision=training.hub_revision)
     return trainer

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
+from hf_zero.recipes.artifacts import REPORT_NAME
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.leaving import REPORT_NAME
 from hf_zero.recipes.log import LOG_NAME
 from hf_zero.recipes.occupied import LEFT, left_in
 from hf_zero.recipes.resolved import RESOLVED_NAME, resolved_text

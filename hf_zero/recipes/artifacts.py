@@ -1,4 +1,4 @@
-"""What a run leaves beside its model: its configuration, a report to look at, a model card."""
+"""The files that a run writes beside its model: its configuration, a report to look at, a model card."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ from hf_zero.recipes.page import Page, held_nbytes, results_of, tables_of
 from hf_zero.recipes.resolved import (
     HIDDEN_NAME,
     RESOLVED_NAME,
-    asked,
+    non_default_settings,
     repeating_command,
     resolved_name,
     resolved_text,
@@ -52,7 +52,9 @@ def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
     run_on_all_ranks(comm, f"writing {RESOLVED_NAME}", on_first(comm, write))
 
 
-def leave(trainer: ZeroTrainer, settings: Settings, data: Data, watch: Watch, say: Callable[..., None]) -> None:
+def write_artifacts(
+    trainer: ZeroTrainer, settings: Settings, data: Data, watch: Watch, say: Callable[..., None]
+) -> None:
     """Writes report and model card, from rank 0. All ranks call it, after training and saving.
 
     Args:
@@ -152,11 +154,11 @@ def _sections(settings: Settings, charts: list[Chart]) -> dict[str, str]:
 
 def _shown(settings: Settings) -> dict[str, Any]:
     """The keys of a run for others to see: files and folders of this machine go by their names."""
-    return {key: _name(value) for key, value in asked(settings).items() if key != "output_dir"}
+    return {key: _name(value) for key, value in non_default_settings(settings).items() if key != "output_dir"}
 
 
 def _without_folders(text: str, settings: Settings) -> str:
-    for value in asked(settings).values():
+    for value in non_default_settings(settings).values():
         if isinstance(value, str):
             text = text.replace(value, _name(value))
     return text
