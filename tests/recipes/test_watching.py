@@ -10,7 +10,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_zero.config import MemoryTier
 from hf_zero.planner import TensorClass, by_field
-from hf_zero.recipes import charts, leaving
+from hf_zero.recipes import artifacts, charts
 from hf_zero.recipes.data.collate import Collate
 from hf_zero.recipes.flops import PEAK_TFLOPS, peak_flops, training_flops
 from hf_zero.recipes.log import TrainingLog, read_log
@@ -142,9 +142,9 @@ def test_a_log_goes_on_with_the_checkpoints_and_a_cut_line_is_left_out(tmp_path)
 
 
 def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaving.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(artifacts.importlib.util, "find_spec", lambda name: None)
     said = []
-    assert leaving._draw(tmp_path, [{"loss": 1.0, "step": 1}], None, said.append) == []
+    assert artifacts._draw(tmp_path, [{"loss": 1.0, "step": 1}], None, said.append) == []
     assert said == ["report.html: without charts, as matplotlib is not installed; pip install 'hf-zero[recipes]'"]
 
 
