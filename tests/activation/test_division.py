@@ -49,13 +49,13 @@ def _same_bits(folder: str, stage: int, use_reentrant: bool, settings: dict) -> 
 def _count_gathers(subject: Parallel) -> list[str]:
     found: list[str] = []
     comm = subject.engine.divided_over
-    gather = comm.gather
+    all_gather = comm.all_gather
 
     def counted(full, shard, *, what):
         found.append(what)
-        return gather(full, shard, what=what)
+        return all_gather(full, shard, what=what)
 
-    comm.gather = counted
+    comm.all_gather = counted
     return found
 
 

@@ -50,7 +50,7 @@ def test_exactness_is_checked_with_late_threads(run_exact):
 
 
 def test_exactness_check_sees_an_update_that_nobody_waits_for(run_exact, monkeypatch):
-    monkeypatch.setattr(Bus, "join", lambda self: None)
+    monkeypatch.setattr(Bus, "wait_for_jobs", lambda self: None)
     cases = run_exact("params")["cases"]
     assert not all(entry["equal"] for entry in cases)
 

@@ -92,7 +92,7 @@ def _counting(comm: NativeComm) -> Iterator[_Allocations]:
         with made:
             return collective(*args, **kwargs)
 
-    for name in ("gather", "reduce"):
+    for name in ("all_gather", "reduce_scatter"):
         setattr(comm, name, partial(counted, getattr(comm, name)))
     yield made
 
