@@ -262,7 +262,7 @@ def _holds_no_open_files() -> None:
     comm = _connect()
     before = len(os.listdir("/proc/self/fd"))
     memory = [comm.empty(100, torch.float32) for _ in range(20)] + [comm.common(100, torch.float32)]
-    comm.fence()
+    comm.memory_barrier()
     assert len(os.listdir("/proc/self/fd")) == before, f"{len(memory)} parts of memory"
 
 
