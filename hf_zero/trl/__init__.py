@@ -9,41 +9,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
     from hf_zero.trl.arguments import ZeroTrlArgumentsMixin as ZeroTrlArgumentsMixin
-    from hf_zero.trl.distillation import ZeroDistillationConfig as ZeroDistillationConfig
-    from hf_zero.trl.distillation import ZeroDistillationTrainer as ZeroDistillationTrainer
-    from hf_zero.trl.dpo import ZeroDPOConfig as ZeroDPOConfig
-    from hf_zero.trl.dpo import ZeroDPOTrainer as ZeroDPOTrainer
-    from hf_zero.trl.grpo import ZeroGRPOConfig as ZeroGRPOConfig
-    from hf_zero.trl.grpo import ZeroGRPOTrainer as ZeroGRPOTrainer
-    from hf_zero.trl.kto import ZeroKTOConfig as ZeroKTOConfig
-    from hf_zero.trl.kto import ZeroKTOTrainer as ZeroKTOTrainer
     from hf_zero.trl.mixin import ZeroTrlTrainerMixin as ZeroTrlTrainerMixin
-    from hf_zero.trl.reward import ZeroRewardConfig as ZeroRewardConfig
-    from hf_zero.trl.reward import ZeroRewardTrainer as ZeroRewardTrainer
-    from hf_zero.trl.rloo import ZeroRLOOConfig as ZeroRLOOConfig
-    from hf_zero.trl.rloo import ZeroRLOOTrainer as ZeroRLOOTrainer
-    from hf_zero.trl.sft import ZeroSFTConfig as ZeroSFTConfig
-    from hf_zero.trl.sft import ZeroSFTTrainer as ZeroSFTTrainer
+    from hf_zero.trl.trainers import ZeroDistillationConfig as ZeroDistillationConfig
+    from hf_zero.trl.trainers import ZeroDistillationTrainer as ZeroDistillationTrainer
+    from hf_zero.trl.trainers import ZeroDPOConfig as ZeroDPOConfig
+    from hf_zero.trl.trainers import ZeroDPOTrainer as ZeroDPOTrainer
+    from hf_zero.trl.trainers import ZeroGRPOConfig as ZeroGRPOConfig
+    from hf_zero.trl.trainers import ZeroGRPOTrainer as ZeroGRPOTrainer
+    from hf_zero.trl.trainers import ZeroKTOConfig as ZeroKTOConfig
+    from hf_zero.trl.trainers import ZeroKTOTrainer as ZeroKTOTrainer
+    from hf_zero.trl.trainers import ZeroRewardConfig as ZeroRewardConfig
+    from hf_zero.trl.trainers import ZeroRewardTrainer as ZeroRewardTrainer
+    from hf_zero.trl.trainers import ZeroRLOOConfig as ZeroRLOOConfig
+    from hf_zero.trl.trainers import ZeroRLOOTrainer as ZeroRLOOTrainer
+    from hf_zero.trl.trainers import ZeroSFTConfig as ZeroSFTConfig
+    from hf_zero.trl.trainers import ZeroSFTTrainer as ZeroSFTTrainer
 
 
-_MODULES = {
-    "ZeroDPOConfig": "dpo",
-    "ZeroDPOTrainer": "dpo",
-    "ZeroDistillationConfig": "distillation",
-    "ZeroDistillationTrainer": "distillation",
-    "ZeroGRPOConfig": "grpo",
-    "ZeroGRPOTrainer": "grpo",
-    "ZeroKTOConfig": "kto",
-    "ZeroKTOTrainer": "kto",
-    "ZeroRLOOConfig": "rloo",
-    "ZeroRLOOTrainer": "rloo",
-    "ZeroRewardConfig": "reward",
-    "ZeroRewardTrainer": "reward",
-    "ZeroSFTConfig": "sft",
-    "ZeroSFTTrainer": "sft",
-    "ZeroTrlArgumentsMixin": "arguments",
-    "ZeroTrlTrainerMixin": "mixin",
-}
+_KINDS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
+_MODULES = {f"Zero{kind}{part}": "trainers" for kind in _KINDS for part in ("Config", "Trainer")}
+_MODULES |= {"ZeroTrlArgumentsMixin": "arguments", "ZeroTrlTrainerMixin": "mixin"}
 
 __all__ = list(_MODULES)
 
