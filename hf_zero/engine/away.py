@@ -68,7 +68,7 @@ def refuse_writes(flat: "Flat") -> None:
         flat.placeholders[index] = Placeholders(placeholder.device).of(placeholder.shape, placeholder.dtype)
         put(param, flat.placeholders[index])
     if found is not None:
-        flat.note()
+        flat.mark_clean()
         raise LifecycleError(WRITTEN.format(name=found))
 
 

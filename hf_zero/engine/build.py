@@ -106,7 +106,7 @@ def build(
     plans = _plans(specs, config, comm)
     flats = [[lay_out(group, plan) for group in groups_of] for groups_of, plan in zip(groups, plans)]
     for flat in (flat for flats_of in flats for flat in flats_of):
-        flat.rest()
+        flat.allocate()
     rest_on_disk([flat for flats_of in flats for flat in flats_of], config.offload_dir, bus)
     arenas = Arenas.of(comm)
     slots = _make_slots(flats, config, comm, arenas.gathered)
@@ -116,7 +116,7 @@ def build(
         for flat in flats_of:
             flat.fill()
             flat.reshard() if flat.is_sharded else flat.unshard()
-            flat.note()
+            flat.mark_clean()
         gradients = [Gradient(flat, config.reduce_dtype, arenas.reduced) for flat in flats_of if flat.trainable]
         units.append(Unit(spec.name, flats_of, gradients, index=index))
         units[-1].slot = slot

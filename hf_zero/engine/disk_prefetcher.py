@@ -32,24 +32,24 @@ class DiskPrefetcher:
         ]
         self._records: list[list[tuple[Flat, int, Extent]]] = parts if in_windows else [whole]
 
-    def begin(self) -> None:
-        """Begins to read what the next `bring` brings."""
+    def prefetch(self) -> None:
+        """Begins to read what the next `load` takes."""
         if self._records:
             self._disk.prefetch(_record(self._records[0]))
 
-    def bring(self) -> Pending:
-        """Starts to copy the values to where they are gathered from."""
+    def load(self) -> Pending:
+        """Begins to copy the values to the device, from where they are gathered."""
         transfer = Pending()
         for position, parts in enumerate(self._records):
             record = _record(parts)
-            tensors, uses = self._disk.bring(record), []
+            tensors, uses = self._disk.load(record), []
             if position + 1 < len(self._records):
                 self._disk.prefetch(_record(self._records[position + 1]))
             for (flat, start, extent), values in zip(parts, tensors):
                 first = flat.owned[0] + start
                 transfer = self._bus.up(flat.full[first : first + extent.numel], values)
                 uses.append(Pending(transfer.synchronize))
-            self._disk.take_back(record, writes=False, uses=uses)
+            self._disk.release(record, writes=False, uses=uses)
         return transfer
 
 

@@ -228,7 +228,7 @@ class ZeroEngine(Uncopyable):
         for unit in units:
             stack.carries_grad = stack.carries_grad or unit.is_trainable
             if self._notes and stack.carries_grad:
-                self.schedule.note(unit)
+                self.schedule.record(unit)
             self._all_gather(unit)
 
     def _all_gather(self, unit: Unit) -> None:
@@ -515,7 +515,7 @@ class ZeroEngine(Uncopyable):
         for pending in pendings:
             pending.wait()
         for flat in (flat for unit in self.units for flat in unit.flats):
-            flat.note()
+            flat.mark_clean()
         self.comm.memory_barrier()
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 

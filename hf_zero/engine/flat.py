@@ -168,8 +168,8 @@ class Flat:
         """The range of the buffer that the master covers on this rank."""
         return (0, self.layout.full_numel) if self.plan.master is Residency.REPLICATED else self.owned
 
-    def rest(self) -> None:
-        """Makes the memory in which whole values rest on this rank, or are shared by all."""
+    def allocate(self) -> None:
+        """Allocates the memory in which whole values rest on this rank, or are shared by all."""
         numel = self.layout.full_numel
         if self._is_common:
             self.common = self.comm.common(numel, self.master_dtype)
@@ -202,10 +202,10 @@ class Flat:
 
     def _new_master(self) -> Tensor:
         if self.on_disk is None:
-            return self._new_rest(self.master_dtype, self.is_away)
+            return self._new_shard(self.master_dtype, self.is_away)
         return Placeholders(self.host_transfer.bus.host).of(torch.Size([self.on_disk.extent.numel]), self.master_dtype)
 
-    def _new_rest(self, dtype: torch.dtype, away: bool) -> Tensor:
+    def _new_shard(self, dtype: torch.dtype, away: bool) -> Tensor:
         """Memory, zero, in which this rank's range rests: on the host or on the device."""
         numel = self.held[1] - self.held[0]
         if away:  # the device takes and gives values of its own dtype alone
@@ -255,7 +255,7 @@ class Flat:
             self._fill_from_params()
         if self.has_compute_shard:
             if self.compute_shard_on_disk is None:
-                self.compute_shard = self._new_rest(self.dtype, self.plan.compute_at is not MemoryTier.DEVICE)
+                self.compute_shard = self._new_shard(self.dtype, self.plan.compute_at is not MemoryTier.DEVICE)
             self.refresh().wait()
 
     def _fill_rest(self) -> None:
@@ -386,7 +386,7 @@ class Flat:
         target.copy_(master)
         return Pending()
 
-    def take_back(self) -> None:
+    def write_back(self) -> None:
         """Makes rank 0's whole values everyone's: the master follows what was written to the parameters, or assigned
         to their `data`."""
         for index in self.assigned():
@@ -440,8 +440,8 @@ class Flat:
         put(p, view)
         self.versions[index] = -1  # it counts as written
 
-    def note(self) -> None:
-        """The parameters are as the engine made them: whatever changes from now on was written by somebody else."""
+    def mark_clean(self) -> None:
+        """Notes that the parameters are as the engine made them: what changes from now on was written by somebody else."""
         self.versions = [p._version for p in self.params]
         if self.has_master:
             self.bits = bits_of(self.full)
@@ -466,7 +466,7 @@ class Flat:
             if low < high:
                 master[low - start : high - start].copy_(values[low - span.offset : high - span.offset])
 
-    def give_back(self, what: str) -> None:
+    def restore_params(self, what: str) -> None:
         """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""
         whole = self.whole_master(what)
         for span, p, dtype in zip(self.layout.spans, self.params, self._home_dtypes):

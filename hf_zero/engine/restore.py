@@ -23,7 +23,7 @@ def restore(engine: "ZeroEngine") -> None:
     for unit in engine.units:
         unit.wait_for_all_gather()
         for flat in unit.flats:
-            flat.give_back(unit.name)
+            flat.restore_params(unit.name)
         unit.slot = unit.gradient_slots = unit.disk_prefetcher = None
         for gradient in unit.gradients:
             gradient.give_up()

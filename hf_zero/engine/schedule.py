@@ -94,7 +94,7 @@ class Schedule:
         if len(self._passes) > MAX_PASSES:
             self._left.subtract(self._passes.pop(0))
 
-    def note(self, unit: Unit) -> None:
+    def record(self, unit: Unit) -> None:
         """Records that a forward took this unit and that its backward is to come."""
         self._passes[-1].append(unit)
         self._left[unit] += 1

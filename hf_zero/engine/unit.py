@@ -107,11 +107,11 @@ class Unit(Uncopyable):
     def prefetch_from_disk(self) -> None:
         """Begins to read what rests on disk and is gathered after what is being gathered now."""
         if self.disk_prefetcher is not None and self.phase is Phase.SHARDED:
-            self.disk_prefetcher.begin()
+            self.disk_prefetcher.prefetch()
 
     def _begin_all_gather(self) -> None:
         self.phase = moved(self.name, self.phase, Phase.GATHERING)
-        arriving = self.disk_prefetcher.bring() if self.disk_prefetcher is not None else None
+        arriving = self.disk_prefetcher.load() if self.disk_prefetcher is not None else None
         self._all_gathers = [flat.all_gather(self.name, arriving) for flat in self.flats]
 
     def _take_slot(self) -> None:
@@ -246,7 +246,7 @@ class Unit(Uncopyable):
         """Ends a `begin_gathered`; with `writeback`, rank 0's values become everyone's."""
         if writeback:
             for flat in self.flats:
-                flat.take_back()
+                flat.write_back()
         self.num_gathered -= 1
         if not self.num_gathered:
             if not self.keeps_writes:
@@ -254,7 +254,7 @@ class Unit(Uncopyable):
             self._return_to_slot()
             self.keeps_writes = not self.is_sharded
             for flat in self.flats if writeback or self.is_sharded else ():
-                flat.note()
+                flat.mark_clean()
 
     def _warn_dropped(self) -> None:
         for flat in self.flats:

@@ -88,7 +88,7 @@ def _follow(engine: "ZeroEngine", flat: Flat) -> None:
             + _INSIDE
         )
     flat.follow_written()
-    flat.note()
+    flat.mark_clean()
 
 
 def refuse_lost(engine: "ZeroEngine") -> None:
@@ -110,7 +110,7 @@ def refuse_lost(engine: "ZeroEngine") -> None:
             if not unit.is_unsharded:
                 unit.refuse_misuse()
             if flat.trainable and (index := flat.rewritten()) is not None:
-                flat.note()
+                flat.mark_clean()
                 raise LifecycleError(
                     f"{flat.infos[index].name}: was written in place during a forward or before its backward, where "
                     f"stage 3 shows a copy, so its values are not defined now; {_INSIDE} between steps, or use stage 2"

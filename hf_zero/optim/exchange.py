@@ -68,8 +68,8 @@ class Exchange:
         """The units of which any rank updates parameters."""
         return list(self._moves)
 
-    def bring(self, unit: Unit) -> None:
-        """Lends this rank's slices of a unit their gradients and values."""
+    def borrow(self, unit: Unit) -> None:
+        """Brings the gradients and values of a unit's slices that this rank updates and does not hold."""
         self._borrowed = {
             (flat_slice.gradient, flat_slice.indices[0]): _borrow(flat_slice)
             for flat_slice in self._to_borrow.get(unit, ())
@@ -93,8 +93,8 @@ class Exchange:
             param.data = borrowed.values.view(param.shape)
             param.grad = borrowed.grad.view(param.shape).to(param.dtype)
 
-    def take_back(self, unit: Unit) -> None:
-        """Sends the new values to who holds them; nothing of them stays here."""
+    def give_back(self, unit: Unit) -> None:
+        """Sends the new values to the ranks that hold them; nothing of them stays here."""
         sends, receives = [], []
         for move in self._used_moves(unit):
             flat = move.partition.gradient.flat

@@ -228,9 +228,9 @@ class ShardedOptimizer(StateRecords):
         exchange, step = self._exchanges[inner], PartialStep(inner)
         for unit in exchange.units:
             with _lent({unit: grads.get(unit, [])}):
-                exchange.bring(unit)
+                exchange.borrow(unit)
                 step.step([flat_slice.param for flat_slice in self.slices if flat_slice.unit is unit], scale)
-                exchange.take_back(unit)
+                exchange.give_back(unit)
         step.finish()
 
     @contextmanager

@@ -110,7 +110,7 @@ class Swap:
         if self._last is not None:
             self._order[self._last] = record
         self._last = record
-        master, *tensors = self._disk.bring(record)
+        master, *tensors = self._disk.load(record)
         state = dict(zip(self._tensors[flat], tensors))
         turn = Turn(flat, covers, master, slices)
         try:
@@ -120,7 +120,7 @@ class Swap:
         finally:
             for flat_slice in slices:
                 self._hide(flat_slice, turn, state)
-            self._disk.take_back(record, writes=writes, uses=turn.uses)
+            self._disk.release(record, writes=writes, uses=turn.uses)
 
     def _show(self, flat_slice: FlatSlice, turn: Turn, state: dict[str, Tensor]) -> None:
         part = slice(flat_slice.start - turn.covers[0], flat_slice.stop - turn.covers[0])

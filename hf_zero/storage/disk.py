@@ -15,7 +15,7 @@ from hf_zero.storage.speed import Speed
 from hf_zero.storage.swap_file import PAGE_NBYTES, SwapFile, in_pages
 
 
-# Long tensors are brought in windows of so many elements: with fp32 masters and Adam's state a buffer is 96 MiB.
+# Long tensors are loaded in windows of so many elements: with fp32 masters and Adam's state a buffer is 96 MiB.
 WINDOW_NUMEL = 2**23
 NUM_BUFFERS = 3  # for what is used, read and written
 
@@ -54,11 +54,11 @@ class Extent:
         return self.offset < stop and start < self.stop
 
 
-Record = tuple[Extent, ...]  # what is brought into memory together
+Record = tuple[Extent, ...]  # what is loaded into memory together
 
 
 def windows(numel: int) -> list[tuple[int, int]]:
-    """The ranges in which a tensor of so many elements is brought into memory."""
+    """The ranges in which a tensor of so many elements is loaded into memory."""
     return [(start, min(start + WINDOW_NUMEL, numel)) for start in range(0, numel, WINDOW_NUMEL)]
 
 
@@ -133,11 +133,11 @@ class Disk:
         Raises:
             `StorageError`: the disk has refused a read or write.
         """
-        tensors = self.bring(record)
+        tensors = self.load(record)
         try:
             yield tensors
         finally:
-            self.take_back(record, writes=writes)
+            self.release(record, writes=writes)
 
     def walk(self, records: Sequence[Record], *, writes: bool) -> Iterator[list[Tensor]]:
         """The tensors of one record after the other; those of the last one are no more when the next is asked for.
@@ -153,7 +153,7 @@ class Disk:
                 yield tensors
 
     def prefetch(self, record: Record) -> None:
-        """Begins to read what is brought next. It may be asked for at any time, and left out."""
+        """Begins to read what is loaded next. It may be called at any time, or never."""
         is_here = any(one.overlaps(e.offset, e.stop) for used in self._here for one in used for e in record)
         if is_here or self._is_ahead(record):
             return
@@ -170,8 +170,8 @@ class Disk:
     def _is_ahead(self, record: Record) -> bool:
         return self._ahead is not None and self._ahead[0] == record and not self._is_stale
 
-    def bring(self, record: Record, *, reads: bool = True) -> list[Tensor]:
-        """The tensors of a record in memory; they stay until `take_back`.
+    def load(self, record: Record, *, reads: bool = True) -> list[Tensor]:
+        """Loads the tensors of a record into memory, where they stay until `release`.
 
         Args:
             record (`Record`): what.
@@ -190,8 +190,8 @@ class Disk:
         self._here[record] = buffer
         return [memory[: e.numel * e.dtype.itemsize].view(e.dtype) for e, memory in _parts(record, buffer)]
 
-    def take_back(self, record: Record, *, writes: bool, uses: Sequence[Pending] = ()) -> None:
-        """Begins to write a record that is here; nobody writes to its tensors any more.
+    def release(self, record: Record, *, writes: bool, uses: Sequence[Pending] = ()) -> None:
+        """Gives up a loaded record, beginning to write it; nobody writes to its tensors any more.
 
         Args:
             record (`Record`): what.
@@ -203,7 +203,7 @@ class Disk:
         self._leaving.append((buffer, [*writing, *uses]))
 
     def wait_for_writes(self) -> None:
-        """Returns when everything that was taken back is written."""
+        """Waits until everything that was released is written."""
         self._drop_ahead()
         while self._leaving:
             self._free.append(self._wait_for_oldest())
@@ -218,7 +218,7 @@ class Disk:
             self._leaving.append((buffer, reads))
 
     def _claim(self, nbytes: int) -> Tensor:
-        """A buffer that nothing uses: one that is free, a new one, or the one that was taken back first."""
+        """A buffer that nothing uses: one that is free, a new one, or the one that was released first."""
         self._buffer_nbytes, buffer = max(self._buffer_nbytes, nbytes), None
         if self._free:
             buffer = self._free.pop()
@@ -271,8 +271,8 @@ class DiskTensor:
             values (`Tensor`): all of it, of any dtype.
         """
         record = (self.extent.window(start, start + values.numel()),)
-        self.disk.bring(record, reads=False)[0].copy_(values)
-        self.disk.take_back(record, writes=True)
+        self.disk.load(record, reads=False)[0].copy_(values)
+        self.disk.release(record, writes=True)
 
 
 def _nbytes(record: Record) -> int:

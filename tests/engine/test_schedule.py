@@ -91,7 +91,7 @@ def taped(*passes: list[str]) -> tuple[Schedule, list[list[str]]]:
         schedule.begin_pass()
         tapes.append(schedule.current_pass)
         for unit in units:
-            schedule.note(unit)
+            schedule.record(unit)
     return schedule, tapes
 
 

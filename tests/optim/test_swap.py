@@ -245,14 +245,14 @@ def count_read_ahead(folder: str) -> None:
     """Blocks are being read already when they are gathered."""
     model = models.llama(layers=6)
     hf_zero.shard(model, stage=3, offload="params", offload_dir=folder)
-    was_ahead, real = [], Disk.bring
+    was_ahead, real = [], Disk.load
 
-    def bring(self, record, **how):
+    def load(self, record, **how):
         was_ahead.append(self._is_ahead(record))
         return real(self, record, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Disk, "bring", bring)
+        patch.setattr(Disk, "load", load)
         loss = loss_of(model(**models.batch("llama", seed=0)))
         # the root; then the blocks, of which the second is gathered as soon as the first is
         assert was_ahead[-6:] == [True, False, True, True, True, True], was_ahead

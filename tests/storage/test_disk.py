@@ -125,8 +125,8 @@ def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(tmp_path, comm
     shelf = Disk.open(comm, tmp_path, memory)
     record, *others = [(extent,) for extent in shelf.extents(comm, [(1024, torch.float32)] * 5)]
     seen = []
-    lent = shelf.bring(record)[0].fill_(5)
-    shelf.take_back(record, writes=False, uses=[Pending(lambda: seen.append(lent.clone()))])
+    lent = shelf.load(record)[0].fill_(5)
+    shelf.release(record, writes=False, uses=[Pending(lambda: seen.append(lent.clone()))])
     for _ in shelf.walk(others, writes=False):
         pass
     assert (seen[0] == 5).all()
