@@ -441,7 +441,7 @@ class Flat:
         self.versions[index] = -1  # it counts as written
 
     def mark_clean(self) -> None:
-        """Notes that the parameters are as the engine made them: what changes from now on, somebody else has written."""
+        """Notes that the parameters are as the engine made them: later changes are written by somebody else."""
         self.versions = [p._version for p in self.params]
         if self.has_master:
             self.bits = bits_of(self.full)
