@@ -1,4 +1,4 @@
-"""One act on all ranks: it succeeds everywhere, or raises everywhere."""
+"""Acts that all ranks run together: they succeed everywhere, or raise everywhere."""
 
 from collections.abc import Callable
 from typing import TypeVar

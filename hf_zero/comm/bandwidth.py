@@ -1,4 +1,4 @@
-"""How large a buffer has to be so that the latency of a piece counts for little beside its transfer."""
+"""The size of a bucket, large enough that the latency of a piece counts for little beside its transfer."""
 
 import math
 import time
@@ -56,7 +56,7 @@ def _host() -> str:
 
 
 def bucket_nbytes(latency: float, seconds_per_byte: float) -> int:
-    """The power of two, within bounds, whose transfer takes `TIMES_LATENCY` latencies or more.
+    """Returns the power of two, within bounds, whose transfer takes `TIMES_LATENCY` latencies or more.
 
     Args:
         latency (`float`): seconds.
@@ -72,7 +72,7 @@ def _pass_on(comm: DistributedComm, sent: torch.Tensor, received: torch.Tensor) 
 
 
 def _seconds_of(act: Callable[[], None]) -> float:
-    """The shortest of a few: the first one also connects the ranks."""
+    """Returns the shortest time of a few: the first one also connects the ranks."""
     seconds = []
     for _ in range(NUM_PROBES):
         start = time.perf_counter()

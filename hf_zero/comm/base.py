@@ -163,7 +163,7 @@ class Comm:
         """Overwrites a contiguous `tensor`, of any dtype, by rank 0's."""
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Waits until every rank has called it."""
 
     def side_group(self, purpose: str) -> "Comm":
         """The same ranks over connections of their own, for objects and tensors on the CPU. What goes on there does
@@ -180,9 +180,9 @@ class Comm:
         raise NotImplementedError("there is no other rank")
 
     def broadcast_object(self, obj):
-        """Rank 0's `obj`, on every rank (pickled: small, trusted objects only)."""
+        """Returns rank 0's `obj` on every rank (pickled: small, trusted objects only)."""
         return obj
 
     def all_gather_object(self, obj, *, what: str = "an exchange of objects") -> list:
-        """The objects of all ranks, in rank order (pickled: small, trusted objects only)."""
+        """Returns the objects of all ranks, in rank order (pickled: small, trusted objects only)."""
         return [obj]

@@ -1,4 +1,4 @@
-"""Memory of a constant size for what is exchanged: what is larger goes through it in pieces (ZeRO-R C_B, arXiv
+"""Buckets: memory of a constant size through which larger tensors go in pieces (ZeRO-R C_B, arXiv
 1910.02054 section 6.2)."""
 
 import torch

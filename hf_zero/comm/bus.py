@@ -1,4 +1,4 @@
-"""The way between a device's memory and the host's: copies on streams of their own, and threads for what has arrived.
+"""The bus between a device's memory and the host's: copies on streams of their own, threads for what has arrived.
 
 The same code runs where the device is the CPU itself: `torch.cpu` has streams and events that do nothing, and copies
 are then made at once.

@@ -1,4 +1,4 @@
-"""What must not happen to parameters while their data is away, and how the host notices it without a look at a value.
+"""Guards for parameters whose data is away: writes and uses are noticed by the host, without a look at a value.
 
 A write gives a placeholder memory of its own (`Placeholders`), or puts another tensor in its place. A use whose
 backward needs the parameter holds it once more: that backward would run at a time of its own, when the values are NaN
@@ -32,12 +32,12 @@ USED = (
 
 
 def num_holders(params: list[nn.Parameter]) -> list[int]:
-    """How many hold each parameter, among them autograd for a backward to come."""
+    """Counts who holds each parameter, among them autograd for a backward to come."""
     return [param._use_count() for param in params]
 
 
 def refuse_uses(flat: "Flat") -> None:
-    """Looks whether parameters were used since their forward has ended.
+    """Refuses parameters that were used since their forward has ended.
 
     Raises:
         `LifecycleError`: when one was, and its backward is to come.
@@ -49,7 +49,7 @@ def refuse_uses(flat: "Flat") -> None:
 
 
 def refuse_writes(flat: "Flat") -> None:
-    """Looks whether placeholders were written to, or others put in their place, and puts new ones there.
+    """Refuses placeholders that were written to or replaced, and puts new ones in their place.
 
     Raises:
         `LifecycleError`: when someone has.

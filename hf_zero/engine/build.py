@@ -1,4 +1,4 @@
-"""From a plain model to an engine: partition, layout, buffers, slots, hooks."""
+"""Makes the engine of a plain model: partition, layout, buffers, slots, hooks."""
 
 import os
 import re
@@ -173,7 +173,7 @@ def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str
 
 
 def _plans(specs: list[UnitSpec], config: ZeroConfig, comm: Comm) -> list[StagePlan]:
-    """Every unit's stage plan: the last units are offloaded, until they are the fraction asked for."""
+    """Returns every unit's stage plan: the last units are offloaded, until they are the fraction asked for."""
     plan = config.plan(comm.num_ranks)
     left = config.offload_fraction * sum(p.numel() for spec in specs for p in spec.params.values())
     plans = []
@@ -234,7 +234,7 @@ def _make_slots(flats: list[list[Flat]], config: ZeroConfig, comm: Comm, arena: 
 
 
 def _fitting(nbytes: int, flats: list[list[Flat]], comm: Comm) -> int:
-    """How many buffers of so many bytes fit half of what is free on every rank beside gradients and Adam's state."""
+    """Counts the buffers of `nbytes` that fit half of what is free on every rank beside gradients and Adam's state."""
     if comm.device.type == "cuda":
         free = torch.cuda.mem_get_info(comm.device)[0]
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
@@ -273,7 +273,7 @@ def _place_gradients(units: list[Unit], comm: Comm, arena: Arena) -> None:
 
 
 def _place_buffers(model: nn.Module, comm: Comm) -> None:
-    """Buffers stay whole on every rank: on the engine's device, with rank 0's values."""
+    """Puts the model's buffers, which stay whole on every rank, on the engine's device with rank 0's values."""
     placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old ones live on, so that no id comes twice
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -287,7 +287,7 @@ def _place_buffers(model: nn.Module, comm: Comm) -> None:
 
 
 def _keep_in_fp32(model: nn.Module):
-    """Whether a parameter is one that the model's authors want in fp32 whatever the others' dtype."""
+    """Returns a test for the names of parameters that the model's authors want in fp32 whatever the others' dtype."""
     names: list[str] = []
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):

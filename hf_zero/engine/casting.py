@@ -1,4 +1,4 @@
-"""The dtype in which a sharded model is seen: it can be another for a while, but never for good."""
+"""The dtype in which a sharded model is shown: it can change for a while, but never for good."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ def guard(engine: "ZeroEngine") -> None:
 
 
 def _resize(engine: "ZeroEngine", module: nn.Module, num_rows: int | None = None, *args, **kwargs) -> nn.Module:
-    """transformers' method, which gives an embedding other data of another shape.
+    """Replaces transformers' method, which would give an embedding data of another shape.
 
     Raises:
         `LifecycleError`: when there is to be another number of rows.
@@ -46,7 +46,7 @@ def _resize(engine: "ZeroEngine", module: nn.Module, num_rows: int | None = None
 
 
 def _apply(engine: "ZeroEngine", module: nn.Module, fn, recurse: bool = True) -> nn.Module:
-    """What `module.to(...)`, `module.half()` and their like call: parameters stay as and where the engine has them.
+    """Replaces what `module.to(...)`, `module.half()` and their like call: parameters stay as the engine has them.
 
     Raises:
         `LifecycleError`: when they were to change.
@@ -61,7 +61,7 @@ def _apply(engine: "ZeroEngine", module: nn.Module, fn, recurse: bool = True) ->
 
 
 def _samples(engine: "ZeroEngine") -> list[Tensor]:
-    """One number for each dtype in which the parameters are shown, on their device."""
+    """Returns one number for each dtype in which the parameters are shown, on their device."""
     dtypes = {flat.cast or flat.dtype for unit in engine.units for flat in unit.flats}
     return [torch.ones((), dtype=dtype, device=engine.comm.device) for dtype in sorted(dtypes, key=str)]
 

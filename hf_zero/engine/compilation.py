@@ -1,4 +1,4 @@
-"""`torch.compile` for sharded models: a graph for each kind of block, and everything between blocks as it is."""
+"""`torch.compile` for sharded models: one graph for each kind of block; what is between blocks stays eager."""
 
 import torch
 

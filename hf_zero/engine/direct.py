@@ -28,7 +28,7 @@ MIN_NUMEL = 2**16
 
 
 class Sink:
-    """Where one weight's gradient goes.
+    """The destination of one weight's gradient.
 
     Args:
         engine (`ZeroEngine`): who is told that a gradient comes.
@@ -117,7 +117,7 @@ def _operand(sink: Sink, weight: nn.Parameter, input: Tensor) -> Tensor | None:
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """In which autocast has products computed; `None` outside of it, and on devices that do not know it."""
+    """Returns the dtype of products under autocast; `None` outside of it, and on devices that do not know it."""
     is_known = torch.amp.is_autocast_available(device_type)
     return torch.get_autocast_dtype(device_type) if is_known and torch.is_autocast_enabled(device_type) else None
 

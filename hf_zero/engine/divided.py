@@ -23,12 +23,12 @@ def is_divided(param: nn.Parameter) -> bool:
 
 
 def local_of(param: nn.Parameter) -> Tensor:
-    """What this rank has of a parameter, without gradients."""
+    """Returns the part of a parameter that this rank has, without gradients."""
     return param._local_tensor if is_dtensor(param) else param.data
 
 
 def put(param: nn.Parameter, values: Tensor) -> None:
-    """`param.data = values`, where these are what this rank has of it."""
+    """Sets `param.data` to `values`, the part of it that this rank has."""
     if not is_dtensor(param):
         param.data = values
         return
@@ -40,7 +40,7 @@ def put(param: nn.Parameter, values: Tensor) -> None:
 
 
 def with_local(param: nn.Parameter, values: Tensor) -> Tensor:
-    """A tensor of which this rank has `values`, divided as a parameter is; these alone, of one that is not divided."""
+    """Returns a tensor divided as a parameter is, whose part on this rank is `values`; else `values` themselves."""
     if not is_dtensor(param):
         return values
     from torch.distributed.tensor import DTensor
@@ -50,7 +50,7 @@ def with_local(param: nn.Parameter, values: Tensor) -> Tensor:
 
 
 def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """What this rank has of a parameter's gradient, which is summed or cut as the parameter needs it."""
+    """Returns this rank's part of a parameter's gradient, which is summed or cut as the parameter needs it."""
     if not is_dtensor(grad):
         return grad
     if grad.placements != param.placements:

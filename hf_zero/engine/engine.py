@@ -49,7 +49,7 @@ class Updates(Protocol):
 
 
 def _nothing() -> None:
-    """What is done where nothing was asked for."""
+    """Does nothing, where a callback is optional."""
 
 
 def in_backward() -> bool:
@@ -127,7 +127,7 @@ class ZeroEngine(Uncopyable):
 
     @property
     def disk(self) -> Disk | None:
-        """Where masters rest between uses; `None` where that is memory."""
+        """The disk on which masters rest between uses; `None` where they rest in memory."""
         return next((f.on_disk.disk for unit in self.units for f in unit.flats if f.on_disk is not None), None)
 
     @property
@@ -137,7 +137,7 @@ class ZeroEngine(Uncopyable):
     # Forward
 
     def begin_forward(self) -> None:
-        """Before the forward of the model or of a module that holds blocks or root parameters."""
+        """Prepares the forward of the model or of a module that holds blocks or root parameters."""
         if in_backward():
             self._unshard_root()
             return
@@ -154,7 +154,7 @@ class ZeroEngine(Uncopyable):
             self._open_watch()
 
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
-        """After such a forward: what is left of its stack is passed over, so that all ranks gather the same."""
+        """Ends such a forward: what is left of its stack is passed over, so that all ranks gather the same."""
         if in_backward():
             return
         if stack is not None:
@@ -192,7 +192,7 @@ class ZeroEngine(Uncopyable):
         return unit.num_gathered > 0 and self._depth > 0 and not self._notes and not torch.is_grad_enabled()
 
     def before_block(self, unit: Unit, inputs_need_grad: bool) -> None:
-        """Before a block's forward: its parameters become whole, and the next unit is on its way."""
+        """Prepares a block's forward: its parameters become whole, and the next unit is on its way."""
         if in_backward():
             self._visit_recomputation(unit)
         else:
@@ -207,7 +207,7 @@ class ZeroEngine(Uncopyable):
         self._running.append(unit)
 
     def after_block(self, unit: Unit) -> None:
-        """After a block's forward: its parameters may leave when the next block begins or the forward ends; until then
+        """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
         hooks that users put on the block still find them."""
         if unit in self._running:
             self._running.remove(unit)
@@ -256,7 +256,7 @@ class ZeroEngine(Uncopyable):
     # Backward
 
     def before_backward(self, *, unit: Unit | None = None, units: list[Unit] | None = None) -> None:
-        """The gradient of an output has arrived.
+        """Notes that the gradient of an output has arrived.
 
         Args:
             unit (`Unit`, *optional*): the block whose output it is.
@@ -274,7 +274,7 @@ class ZeroEngine(Uncopyable):
             self.visit_backward(unit)
 
     def open_backward(self) -> None:
-        """Once in each backward: the root is made whole, and the end of the backward is awaited."""
+        """Opens a backward, once in each: the root is made whole, and a callback at its end is queued."""
         if not self._is_backward_open:
             self._is_backward_open = True
             self.grad_norm = None
@@ -283,7 +283,7 @@ class ZeroEngine(Uncopyable):
             self._unshard_root()
 
     def visit_backward(self, unit: Unit) -> None:
-        """The backward has come to this unit: its parameters become whole, and what came before it is complete."""
+        """Notes that backward has come to a unit: its parameters become whole, and what came before it is complete."""
         self.open_backward()
         if unit is not self._current or unit.phase is not Phase.UNSHARDED:
             self._pass_over(self.schedule.rewind_to(unit))
@@ -292,7 +292,7 @@ class ZeroEngine(Uncopyable):
             self._prefetch(unit, self.schedule.before(self.config.prefetch_units + 1))
 
     def _visit_recomputation(self, unit: Unit) -> None:
-        """Gradient checkpointing calls the block again before backward comes to it (Chen et al., arXiv 1604.06174)."""
+        """Unshards a block that gradient checkpointing calls again before backward (Chen et al., arXiv 1604.06174)."""
         self.open_backward()
         for passed in self.schedule.look_back(unit) if unit is not self._current else ():
             passed.all_gather()
@@ -333,7 +333,7 @@ class ZeroEngine(Uncopyable):
             self._reduce(done)
 
     def _reduce(self, unit: Unit) -> None:
-        """Its backward is over."""
+        """Begins to reduce a unit's gradients: its backward is over."""
         self._reducing.append(unit.reduce_gradients(partial(self.on_reduced, unit) if self.on_reduced else _nothing))
 
     def receive(self, unit: Unit, gradient: Gradient, index: int, param: nn.Parameter, *_) -> None:
@@ -345,7 +345,7 @@ class ZeroEngine(Uncopyable):
         gradient.receive(index, local_grad(param, grad))
 
     def expect(self, unit: Unit, gradient: Gradient, index: int) -> None:
-        """A gradient of one parameter is about to come: there will be memory for it.
+        """Prepares memory for a parameter's gradient that is about to come.
 
         Raises:
             `UnsupportedError`: when the backward itself is to be differentiated.
@@ -365,7 +365,7 @@ class ZeroEngine(Uncopyable):
             unit.lend_gradients()
 
     def recover(self) -> None:
-        """After a backward that failed: what it collected is dropped, and everything is as before the step."""
+        """Recovers from a backward that failed: what it collected is dropped, and all is as before the step."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
         for unit in self.units:
             unit.wait_for_all_gather()
@@ -405,7 +405,7 @@ class ZeroEngine(Uncopyable):
             yield from unit.gradients
 
     def finish_gradients(self) -> None:
-        """Sees to it that every gradient is reduced: stages 0 and 1 have waited for it until now."""
+        """Reduces every gradient that is not reduced yet: stages 0 and 1 have left it until now."""
         if self._is_backward_open:
             self.recover()
         for unit in self.units:
@@ -439,7 +439,7 @@ class ZeroEngine(Uncopyable):
         self._grad_scale = scale
 
     def take_grad_scale(self) -> Tensor | None:
-        """By what the reduced gradients are still to be multiplied, which is up to the caller from now on."""
+        """Returns the factor by which the reduced gradients are still to be multiplied, by the caller from now on."""
         scale, self._grad_scale = self._grad_scale, None
         return scale
 
@@ -460,7 +460,7 @@ class ZeroEngine(Uncopyable):
             gradient.clear()
 
     def take_writes(self) -> None:
-        """Before an update: what user code has written to the parameters counts, see `writes`. All ranks call it.
+        """Takes over, before an update, what user code has written to the parameters, see `writes`. All ranks call it.
 
         Raises:
             `LifecycleError`: on all ranks, when not all have written the same, or when it cannot count.
@@ -471,7 +471,7 @@ class ZeroEngine(Uncopyable):
             writes.take(self)
 
     def begin_update(self) -> None:
-        """The masters are about to get new values: no rank reads the old ones any more. All ranks call it.
+        """Waits until no rank reads the masters, which are about to get new values. All ranks call it.
 
         Raises:
             `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, after `unshard`, or when someone wrote to a
@@ -504,7 +504,7 @@ class ZeroEngine(Uncopyable):
                 )
 
     def mark_updated(self, only_trained: bool = False) -> None:
-        """The masters have new values: the compute copies follow. All ranks call it.
+        """Lets the compute copies follow masters that have new values. All ranks call it.
 
         Args:
             only_trained (`bool`): frozen parameters have kept their values.
@@ -520,7 +520,7 @@ class ZeroEngine(Uncopyable):
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
     def end_step(self, is_late: bool = False) -> None:
-        """After an optimizer step: this step's gradients are no more.
+        """Ends an optimizer step: its gradients are dropped.
 
         Args:
             is_late (`bool`): the masters get their new values later; else they have them.
@@ -532,7 +532,7 @@ class ZeroEngine(Uncopyable):
             self._agree_on_order()
 
     def _agree_on_order(self) -> None:
-        """After the first step, the order in which all ranks called the blocks becomes the one that is expected."""
+        """Makes the order in which all ranks called the blocks in the first step the one that is expected."""
         own = [[unit.index for unit in stack.seen] for stack in self.schedule.stacks]
         if all(other == own for other in self.comm.all_gather_object(own, what="the end of a step")):
             for stack in self.schedule.stacks:

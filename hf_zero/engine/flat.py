@@ -25,7 +25,7 @@ Range = tuple[int, int]  # [start, stop), counted in the buffer
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What is known of a parameter without its data.
+    """The facts of a parameter that do not need its data.
 
     Args:
         name (`str`): its first name in `model.named_parameters()`.
@@ -42,7 +42,7 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class NamedShard:
-    """A run of one parameter (or of a tensor that belongs to it) that this rank holds.
+    """A range of one parameter (or of a tensor that belongs to it) that this rank holds.
 
     Args:
         name (`str`): the parameter's name.
@@ -228,7 +228,7 @@ class Flat:
             yield values, (first + start, first + start + values.numel())
 
     def cut(self, start: int, stop: int) -> list[Range]:
-        """A range of the held one, cut where another piece of `masters` begins."""
+        """Cuts a part of the held range where another piece of `masters` begins."""
         if self.on_disk is None:
             return [(start, stop)]
         first = self.held[0]
@@ -294,7 +294,7 @@ class Flat:
 
     @property
     def source_on_disk(self) -> DiskTensor | None:
-        """What gathers take, where that rests on disk."""
+        """The values that all-gathers take, where they rest on disk."""
         if not self.is_sharded or self.plan.compute_at is not MemoryTier.DISK:
             return None
         return self.compute_shard_on_disk if self.has_compute_shard else self.on_disk
@@ -340,7 +340,7 @@ class Flat:
             self.end_use()
 
     def end_use(self) -> None:
-        """The module that the parameters belong to has used them; they may stay for a while."""
+        """Notes that the module that the parameters belong to has used them; they may stay for a while."""
         self.holders = num_holders(self.params)
 
     def _put(self, values: list[Tensor]) -> None:
@@ -356,7 +356,7 @@ class Flat:
         return self._send_all() if refreshing is None else refreshing
 
     def begin_refresh(self) -> None:
-        """Begins what the next `refresh` returns."""
+        """Begins the transfer that the next `refresh` returns."""
         self.refreshing = self._send_all()
 
     def _send_all(self) -> Pending:
@@ -413,7 +413,7 @@ class Flat:
         return all(map(is_untouched, self.params))
 
     def assigned(self) -> Iterator[int]:
-        """The parameters whose data is not what the engine made it: somebody has assigned other."""
+        """Yields the parameters to whose data somebody has assigned another tensor."""
         if self.shows_placeholders:
             return
         for index, (p, shown) in enumerate(zip(self.params, self.shown)):
@@ -447,7 +447,7 @@ class Flat:
             self.bits = bits_of(self.full)
 
     def rewritten(self) -> int | None:
-        """The first parameter that somebody has written to in place since; `None` where nobody has."""
+        """Returns the first parameter that somebody has written to in place; `None` where nobody has."""
         if self.cast is not None:
             return None  # what is shown meanwhile are other parameters
         pairs = zip(self.params, self.versions)
@@ -479,7 +479,7 @@ class Flat:
         self.views = []
 
     def whole_master(self, what: str) -> Tensor:
-        """The values as the optimizer has them, whole, on every rank; to be read only."""
+        """Returns the masters of the whole buffer, on every rank; to be read only."""
         is_replicated = self.plan.master is Residency.REPLICATED
         if self.common is not None or (is_replicated and self.on_disk is None):
             return self.master if self.common is None else self.common
@@ -493,7 +493,7 @@ class Flat:
         return whole
 
     def named_shards(self, tensor: Tensor, covers: tuple[int, int], only: tuple[int, int]) -> Iterator[NamedShard]:
-        """The parameters' runs inside `tensor`, which covers the range `covers` of the buffer, limited to `only`."""
+        """Yields the parameters' ranges inside `tensor`, which covers the range `covers`, limited to `only`."""
         low, high = max(covers[0], only[0]), min(covers[1], only[1])
         window = tensor[low - covers[0] : max(low, high) - covers[0]]
         for piece in self.layout.param_slices(low, high):
@@ -502,5 +502,5 @@ class Flat:
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor begins: unlike its address, this is also known of tensors without data."""
+    """Returns where a tensor begins: unlike its address, this is also known of tensors without data."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()

@@ -64,11 +64,11 @@ class Gradient:
         self.full, self.views = full, views
 
     def views_of(self, full: Tensor) -> list[Tensor]:
-        """The places of the parameters' gradients in such memory."""
+        """Returns the destinations of the parameters' gradients in such memory."""
         return [full[span.offset : span.stop].view(span.shape) for span in self.flat.layout.spans]
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
-        """Where one parameter's gradient goes, and whether there is one already, to which to add. It counts as filled.
+        """Returns the memory for one parameter's gradient, then filled, and whether it holds one, to which to add.
 
         Raises:
             `LifecycleError`: when the gradients of this step are reduced already and rest where they were collected.
@@ -166,11 +166,11 @@ class Gradient:
         return self.flat.comm.num_ranks > 1 or self.dtype is self.flat.dtype
 
     def _scratch(self) -> Tensor:
-        """Device memory for an average on its way to the host."""
+        """Makes device memory for an average on its way to the host."""
         return torch.empty(self.reduced.shape, dtype=self.dtype, device=self.flat.comm.device)
 
     def _in_place(self, full: Tensor) -> Tensor:
-        """The part of the collected gradients that their average may overwrite."""
+        """Returns the part of the collected gradients that their average may overwrite."""
         return full[slice(*self.flat.held)]
 
     def owned_range(self) -> Tensor:
@@ -188,7 +188,7 @@ class Gradient:
         return whole
 
     def hand_over(self) -> None:
-        """Leaves the average, on the host, to who uses it until the next is handed over: that one lies elsewhere."""
+        """Leaves the average, on the host, to the optimizer until the next is handed over, which lies elsewhere."""
         self.reduced, self._other = self._other, self.reduced
 
     def give_up(self) -> None:
@@ -230,11 +230,11 @@ class GradientSlots:
 
     @property
     def slots(self) -> list[Slot]:
-        """All buffers there are at the moment."""
+        """The buffers that exist at the moment."""
         return [*self._free, *self._busy]
 
     def acquire(self) -> Slot:
-        """A buffer to collect in: a new one as long as there is one at most, then the one that is being reduced."""
+        """Returns a buffer to collect in: a new one while there is one at most, then the one that is being reduced."""
         if not self._free and len(self._busy) > 1:
             self._wait_for_oldest()
         slot = self._free.pop() if self._free else Slot(self._arena.take(self._nbytes, torch.uint8))
@@ -242,7 +242,7 @@ class GradientSlots:
         return slot
 
     def reducing(self, slot: Slot, pending: Pending) -> None:
-        """Tells that the buffer is free again when `pending` is done."""
+        """Notes that the buffer is free again when `pending` is done."""
         del self._busy[slot]  # they are waited for in the order of the reductions, which is the same on all ranks
         self._busy[slot] = pending
 

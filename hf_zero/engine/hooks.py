@@ -54,7 +54,7 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
 
 
 def _zero_grad(engine: ZeroEngine, set_to_none: bool = True) -> None:
-    """What `model.zero_grad()` is once the gradients are the engine's."""
+    """Replaces `model.zero_grad()` once the gradients are the engine's."""
     engine.clear_gradients()
     type(engine.model).zero_grad(engine.model, set_to_none)
 
@@ -113,7 +113,7 @@ def _hook_outputs(output, inputs, hook) -> None:
 
 
 def _written_through(tensor: Tensor, known: set[int]) -> Tensor:
-    """The tensor that changes when a caller writes to this one in place: of a view, its base.
+    """Returns the tensor that changes when a caller writes to this one in place: of a view, its base.
 
     Such a write gives a view another history, which passes by the node that made it, and so by a hook on it. A base
     keeps its node behind the write. The base of what was handed in (`known`) was made by another module.

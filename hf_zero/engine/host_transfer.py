@@ -1,4 +1,4 @@
-"""How values get from shards in the host's memory to the device, and gradients the other way, through few buffers."""
+"""Transfers of shards from the host to the device, and of gradients the other way, through few buffers."""
 
 from collections.abc import Callable
 

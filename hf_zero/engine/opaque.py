@@ -45,12 +45,12 @@ class Companions:
         self._others = {name: value for name, value in tensors.items() if name not in self._aliases}
 
     def follow(self) -> None:
-        """To be called after the parameter got other data."""
+        """Puts the tensors back, after the parameter got other data."""
         vars(self._param).update(self._others, **dict.fromkeys(self._aliases, self._param.data))
 
 
 def companions_of(params: list[nn.Parameter]) -> list[Companions]:
-    """Of those parameters that are opaque."""
+    """Returns the companions of those parameters that are opaque."""
     return [Companions(param) for param in params if is_opaque(param)]
 
 

@@ -1,4 +1,4 @@
-"""Which parameters form a unit, read off the model's structure: its repeated blocks, and the root with the rest."""
+"""The partition of a model into units, read off its structure: its repeated blocks, and the root with the rest."""
 
 from collections import Counter
 from collections.abc import Container
@@ -165,7 +165,7 @@ def refuse_what_cannot_be_summed(name: str, param: nn.Parameter) -> None:
 
 
 def _biases_beside_opaque(model: nn.Module) -> dict[int, nn.Parameter]:
-    """By `id` of an opaque weight, the bias of its module."""
+    """Returns, by `id` of an opaque weight, the bias of its module."""
     owned = [module._parameters for module in model.modules() if module._parameters.get("bias") is not None]
     return {id(p): params["bias"] for params in owned for p in params.values() if p is not None and is_opaque(p)}
 
@@ -233,7 +233,7 @@ def _members(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _count_users(model: nn.Module, containers: list[tuple[str, nn.Module]]) -> dict[int, int]:
-    """How many use each parameter: the different blocks that hold it, and whatever holds it outside of them."""
+    """Counts the users of each parameter: the different blocks that hold it, and whatever holds it outside of them."""
     blocks = {id(block): block for _, container in containers for _, block in _members(container)}
     users = Counter(id(p) for block in blocks.values() for p in block.parameters())
     users.update({id(p) for module in _around(model, blocks) for p in module.parameters(recurse=False)})

@@ -1,4 +1,4 @@
-"""What the engine puts onto a user's objects, so that it can be taken off again."""
+"""Patches and hooks that the engine puts onto a user's objects, and can take off again."""
 
 from functools import update_wrapper
 

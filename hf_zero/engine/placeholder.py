@@ -1,11 +1,11 @@
-"""What a parameter reads while its data is away."""
+"""Placeholders: the data that parameters show while their values are away."""
 
 import torch
 from torch import Tensor
 
 
 class Placeholders:
-    """NaN in any shape at the cost of one element.
+    """Makes placeholders: NaN in any shape, at the cost of one element.
 
     Most writes raise, since all elements share memory. For those that torch lets through (`fill_`, or one element),
     every placeholder is a lazy copy of one number: the first write gives it memory of its own. So no other changes,

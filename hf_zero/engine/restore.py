@@ -1,4 +1,4 @@
-"""From an engine back to a plain model."""
+"""Turns an engine's model back into a plain one."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""In which order units are gathered and reduced, so that all ranks do the same without asking one another.
+"""The order in which units are gathered and reduced: all ranks keep it without asking one another.
 
 Collectives must be issued in one order on all ranks, while a rank may skip a block (layer drop) or call blocks in an
 order of its own. So the order is not that of the calls: blocks of a stack are taken in their order, a block that was
@@ -38,13 +38,13 @@ class Stack:
             self.seen.append(unit)
 
     def finish(self) -> list[Unit]:
-        """The units left over in this pass; the next pass begins anew."""
+        """Returns the units left over in this pass; the next pass begins anew."""
         rest = self.units[self.next :]
         self.next = 0
         return rest
 
     def advance(self, unit: Unit) -> list[Unit]:
-        """The units to take so that `unit` is the last of them."""
+        """Returns the units to take so that `unit` is the last of them."""
         at = self.index[unit]
         if at == self.next - 1:
             return [unit]  # called again at once: a block that is shared by all layers
@@ -84,7 +84,7 @@ class Schedule:
 
     @property
     def current_pass(self) -> list[Unit]:
-        """What the outermost forward under way has noted."""
+        """The units that the outermost forward under way has noted."""
         return self._passes[-1]
 
     def begin_pass(self) -> None:
@@ -100,7 +100,7 @@ class Schedule:
         self._left[unit] += 1
 
     def open_pass(self, units: list[Unit]) -> Iterator[Visit]:
-        """The backward has come to this pass: what is left of those it came to before is passed over."""
+        """Notes that backward has come to this pass, and passes over what is left of those it came to before."""
         if not any(units is opened for opened in self._opened):
             yield from self.finish_passes()
             self._opened.append(units)
@@ -139,7 +139,7 @@ class Schedule:
         self._opened = []
 
     def end_backward(self) -> None:
-        """The backward under way has ended."""
+        """Notes that the backward under way has ended."""
         self._rewound.clear()
 
     def _tape_of(self, unit: Unit) -> list[Unit] | None:

@@ -1,4 +1,4 @@
-"""Parameters whose values still lie elsewhere: on the meta device, with a source to read any range of them from."""
+"""Lazily loaded parameters: on the meta device, with a source from which any range of them can be read."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Where the values of one parameter are."""
+    """The files that hold the values of one parameter."""
 
     shape: tuple[int, ...]
 
@@ -43,7 +43,7 @@ def set_source(param: nn.Parameter, source: Source) -> None:
 
 
 def source_of(param: Tensor) -> Source | None:
-    """Where the values of a parameter are, or `None` when it has them, or has none."""
+    """Returns the source of a parameter's values, or `None` when it has them, or has none."""
     return getattr(param, SOURCE_ATTRIBUTE, None)
 
 
@@ -116,7 +116,7 @@ def fits(param: nn.Parameter, source: Source) -> bool:
 
 
 def give_data(param: nn.Parameter, data: Tensor) -> None:
-    """`param.data = data`, for a parameter on the meta device: the object stays the same."""
+    """Sets `param.data`, also of a parameter on the meta device: the object stays the same."""
     if param.device.type == "meta":
         _swap(param, data)
     else:
@@ -124,14 +124,14 @@ def give_data(param: nn.Parameter, data: Tensor) -> None:
 
 
 def _swap(param: nn.Parameter, data: Tensor) -> None:
-    """`param.data = data`, between devices where torch refuses that."""
+    """Sets `param.data` between devices where torch refuses that."""
     attributes = dict(param.__dict__)
     torch.utils.swap_tensors(param, nn.Parameter(data, requires_grad=param.requires_grad))
     param.__dict__.update(attributes)
 
 
 def forget_source(param: Tensor) -> None:
-    """Its values have been read."""
+    """Forgets the source of a parameter whose values have been read."""
     param.__dict__.pop(SOURCE_ATTRIBUTE, None)
 
 

@@ -51,7 +51,7 @@ def moved(name: str, phase: Phase, new: Phase) -> Phase:
 
 
 class Unit(Uncopyable):
-    """One block's parameters, or the root's.
+    """The parameters of one block, or of the root.
 
     At stage 3 the whole values appear in a slot that is shared with other units. What a slot holds stays valid until
     another unit is gathered there or the values change, so a unit that is used again soon costs no communication. All
@@ -354,7 +354,7 @@ def reassign_slots(units: list[Unit]) -> None:
 
 
 def slot_parts(flats: list[Flat]) -> list[tuple[int, torch.dtype]]:
-    """What a slot must hold for a unit with these buffers, see `Slot.views`."""
+    """Returns what a slot must hold for a unit with these buffers, see `Slot.views`."""
     return [flat.slot_part for flat in flats if not flat.rests_whole]
 
 

@@ -1,4 +1,4 @@
-"""What user code writes to parameters beside the optimizer: it is found before the next step.
+"""Writes of user code to parameters, beside the optimizer: they are found before the next step.
 
 [Note: a value that is written counts, or the write raises]
 Where parameters rest whole on every rank (stages 0 to 2), user code may write to them between steps: a state dict,
@@ -62,12 +62,12 @@ def take(engine: "ZeroEngine") -> None:
 
 
 def _sum_of(flat: Flat) -> Tensor:
-    """What tells whether values are as they were; where there is no master beside them, only whether ranks agree."""
+    """Returns a sum by which changed values show; where there is no master, only by which unlike ranks show."""
     return bits_of(flat.full) if flat.has_master else flat.full.view(torch.int64).sum()
 
 
 def take_here(engine: "ZeroEngine") -> None:
-    """As `take`, but does not ask the other ranks: before masters are read on this one.
+    """Takes writes over as `take` does, on this rank alone, before masters are read.
 
     Raises:
         `LifecycleError`: for what cannot be taken over.

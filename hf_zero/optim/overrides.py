@@ -8,7 +8,7 @@ from hf_zero.optim.flat_slices import FlatSlice
 
 
 def carry_overrides(optimizer: torch.optim.Optimizer, slices: Iterable[FlatSlice]) -> None:
-    """Lets what was said of parameters hold for the slices of them.
+    """Applies bitsandbytes' overrides for parameters to the slices of them.
 
     The optimizer gets a manager of its own: the package's is one for all optimizers of the process, and goes by `id`s
     of parameters that may be gone.

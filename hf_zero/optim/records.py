@@ -1,4 +1,4 @@
-"""What of an optimizer over shards is saved, loaded and counted: its state, by parameter name."""
+"""The state of an optimizer over shards, by parameter name: saved, loaded and counted."""
 
 from collections.abc import Iterator
 
@@ -78,7 +78,7 @@ class StateRecords(torch.optim.Optimizer):
                 slice_state.set_numbers(flat_slice, self.state[flat_slice.param], values, type(self.inner).__name__)
 
     def _divided(self, flat_slice: FlatSlice, key) -> list[FlatSlice]:
-        """The slice cut wherever `key(index of the parameter)` changes; its state goes with the parts."""
+        """Cuts a slice wherever `key(index of the parameter)` changes; its state goes with the parts."""
         cuts = flat_slice.cuts(key)
         if len(cuts) == 1:
             return [flat_slice]
@@ -139,7 +139,7 @@ class StateRecords(torch.optim.Optimizer):
             )
 
     def _make_early_state(self) -> None:
-        """The state of optimizers that make it when they are built (Adagrad), for the slices."""
+        """Makes, for the slices, the state of optimizers that make it when they are built (Adagrad)."""
         for slices in self._in_turn(writes=True) if self._make_state_early else ():
             chosen = {id(flat_slice.param) for flat_slice in slices}
             for inner in self._make_state_early:
@@ -161,7 +161,7 @@ class StateRecords(torch.optim.Optimizer):
             flat_slice.param.data = values
 
     def _step_alone(self, param: nn.Parameter, group: int) -> None:
-        """A step of one parameter with zero gradients, as one of a group, which makes its state."""
+        """Steps one parameter of a group with zero gradients, which makes its state."""
         inner, own = self._inner_of[group], self.param_groups[group]
         before = [dict(each) for each in inner.param_groups]
         for each in inner.param_groups:
@@ -195,7 +195,7 @@ class StateRecords(torch.optim.Optimizer):
             slice_state.set_group(group, own)
 
     def state_tensors(self) -> Iterator[tuple[Tensor, MemoryTier]]:
-        """Every tensor of the state on this rank, and where it rests; of quantised ones, those they are made of."""
+        """Every tensor of the state on this rank, and where it rests; of composite ones, their parts."""
         for flat_slice in self.slices:
             for tensor in self._tensors_of(flat_slice):
                 yield tensor, flat_slice.flat.master_at
@@ -224,12 +224,12 @@ class StateRecords(torch.optim.Optimizer):
         return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
 
     def _state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """By key the dtypes of the state's tensors, of elements of this dtype."""
+        """Returns the dtypes of the state's tensors by key, for elements of this dtype."""
         found = slice_state.plain_tensors(self._try_state(group, dtype))
         return {key: tensor.dtype for key, tensor in found if tensor.dim()}
 
     def _try_state(self, group: int, dtype: torch.dtype) -> dict:
-        """The state of a few elements, which the optimizer makes and forgets again."""
+        """Returns the state of a few elements, which the optimizer makes and forgets again."""
         param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
         self._step_alone(param, group)
         return self.state.pop(param, {})

@@ -90,7 +90,7 @@ class ShardedOptimizer(StateRecords):
         engine.updates.add(self._host)
 
     def _make_swap(self) -> Swap | None:
-        """Where masters rest on disk, takes room for the state beside them, and brings both from there.
+        """Takes room, where masters rest on disk, for the state beside them, and brings both from there.
 
         Raises:
             `ConfigError`: for optimizers that look at all their masters at a time, or stack their state.
@@ -254,11 +254,11 @@ class ShardedOptimizer(StateRecords):
             yield
 
     def train(self) -> None:
-        """Schedule-free optimizers: the parameters become those at which gradients are taken. All ranks call it."""
+        """Shows the parameters at which schedule-free optimizers take gradients. All ranks call it."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Schedule-free optimizers: the parameters become those to evaluate and to save. All ranks call it."""
+        """Shows the parameters of schedule-free optimizers that are evaluated and saved. All ranks call it."""
         self._switch("eval")
 
     @torch.no_grad()
@@ -320,7 +320,7 @@ class ShardedOptimizer(StateRecords):
                 gradient.reduced.clamp_(-clip_value, clip_value)
 
     def _gradients_of(self, units: Iterable[Unit]) -> Gradients:
-        """Of some units the slices that this rank holds and that have a gradient, each with its own."""
+        """Returns, by unit, the slices that this rank holds and that have a gradient, each with its own."""
         wanted, grads = set(units), {}
         for flat_slice in self.slices:
             grad = flat_slice.grad if flat_slice.unit in wanted else None
@@ -348,7 +348,7 @@ class ShardedOptimizer(StateRecords):
             )
 
     def _leave_out_unused(self) -> None:
-        """A parameter that no rank used has no gradient, and an optimizer leaves it alone, decay included.
+        """Leaves out parameters that no rank used: they have no gradient, and an optimizer does not decay them.
 
         The ranks agree by one vector. A slice in which used and unused parameters meet is divided between them, with
         its state, so that each keeps a step count of its own, as in an optimizer on whole parameters.
@@ -376,7 +376,7 @@ class ShardedOptimizer(StateRecords):
 
 @contextmanager
 def _lent(grads: Gradients) -> Iterator[list[nn.Parameter]]:
-    """What the inner optimizers see of some slices, with their gradients as long as the context lasts."""
+    """Lends the inner optimizers' parameters of some slices their gradients, as long as the context lasts."""
     lent = [pair for own in grads.values() for pair in own]
     for flat_slice, grad in lent:
         flat_slice.param.grad = grad.to(flat_slice.param.dtype)

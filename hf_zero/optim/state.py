@@ -75,7 +75,7 @@ def state_shards(flat_slice: FlatSlice, state: dict, only: tuple[int, int]) -> I
 
 
 def _unlike_parameter(flat_slice: FlatSlice, tensor: Tensor) -> NamedShard:
-    """State that is not shaped like the slice: the parameter's, or a part of it by blocks."""
+    """Returns state that is not shaped like the slice: the parameter's, or a part of it by blocks."""
     index = flat_slice.indices[0]
     span, info = flat_slice.flat.layout.spans[index], flat_slice.flat.infos[index]
     if (flat_slice.start, flat_slice.stop) == (span.offset, span.stop):
@@ -86,7 +86,7 @@ def _unlike_parameter(flat_slice: FlatSlice, tensor: Tensor) -> NamedShard:
 
 
 def numbers(flat_slice: FlatSlice, state: dict) -> dict[str, float]:
-    """The state that is one number per parameter.
+    """Returns the state that is one number per parameter.
 
     Raises:
         `CheckpointError`: for state that is neither tensor nor number.

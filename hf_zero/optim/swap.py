@@ -16,7 +16,7 @@ from hf_zero.storage import Disk, DiskTensor, Record, windows
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Runs that lie in one piece of a buffer, while their masters and state are in memory.
+    """The slices that lie in one piece of a buffer, while their masters and state are in memory.
 
     Args:
         flat (`Flat`): the buffer.
@@ -73,7 +73,7 @@ class Swap:
             disk.tell("masters and optimizer state")
 
     def walk(self, slices: Sequence[FlatSlice], *, writes: bool) -> Iterator[Turn]:
-        """Runs in turn; the next ones are read, and the last ones written, while some are here.
+        """Yields slices in turn; the next ones are read, and the last ones written, while some are here.
 
         Args:
             slices (`Sequence[FlatSlice]`): which.
@@ -129,7 +129,7 @@ class Swap:
         own.update({key: tensor[part] for key, tensor in state.items() if key in own})
 
     def _hide(self, flat_slice: FlatSlice, turn: Turn, state: dict[str, Tensor]) -> None:
-        """State that the optimizer has made anew meanwhile, as in its first step, is taken over."""
+        """Puts NaN in place of a slice's tensors. State that the optimizer has made anew meanwhile is taken over."""
         part = slice(flat_slice.start - turn.covers[0], flat_slice.stop - turn.covers[0])
         flat_slice.param.data = self._placeholders.of(flat_slice.param.shape, flat_slice.param.dtype)
         own = self._state.get(flat_slice.param, {})

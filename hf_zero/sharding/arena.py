@@ -83,11 +83,11 @@ class Arena:
         return 1 - self.largest_hole_nbytes / free if free else 0.0
 
     def expect(self, numel: int, dtype: torch.dtype, count: int = 1) -> None:
-        """Tells that so many such tensors will be taken at once: the next stretch is made to hold them."""
+        """Announces that so many such tensors will be taken at once: the next stretch is made to hold them."""
         self._expected_nbytes += count * _aligned(numel * dtype.itemsize)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory, 1-D, whose contents are anything: from the first hole that it fits."""
+        """Takes memory, 1-D, with arbitrary contents, from the first hole that is large enough."""
         nbytes = _aligned(numel * dtype.itemsize)
         places = ((key, stretch.take(nbytes)) for key, stretch in self._stretches.items())
         key, start = next((place for place in places if place[1] is not None), (None, None))
@@ -137,7 +137,7 @@ class Arena:
 
 
 class Arenas(NamedTuple):
-    """One for each purpose.
+    """The arenas of one engine, one for each purpose.
 
     Args:
         gathered (`Arena`): slots in which whole parameters appear.
@@ -151,7 +151,7 @@ class Arenas(NamedTuple):
 
     @classmethod
     def of(cls, comm: Comm) -> "Arenas":
-        """Arenas on the ranks' device; gradients are collected where other ranks can read them."""
+        """Makes arenas on the ranks' device; gradients are collected where other ranks can read them."""
         if comm.shares_memory:  # what others have mapped stays
             make = partial(comm.empty, dtype=torch.uint8)
             collected = Arena("collected", comm.device, keeps=True, make=make)
@@ -186,7 +186,7 @@ class _Stretch:
         return self.holes == [(0, self.memory.numel())]
 
     def take(self, nbytes: int) -> int | None:
-        """The first byte of the first hole that is large enough, which becomes smaller."""
+        """Returns the first byte of the first hole that is large enough, which becomes smaller."""
         for index, (start, stop) in enumerate(self.holes):
             if stop - start >= nbytes:
                 self.holes[index : index + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []

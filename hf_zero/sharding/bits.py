@@ -1,4 +1,4 @@
-"""A sum over the bits of a flat buffer, by which it shows that values have changed."""
+"""A checksum of a flat buffer, which shows that values have changed."""
 
 import torch
 from torch import Tensor

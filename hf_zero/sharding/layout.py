@@ -1,4 +1,4 @@
-"""Integers only: where each parameter lies in a flat buffer, and which range of it each rank owns."""
+"""The layout of a flat buffer, as integers: where each parameter lies, and which range each rank owns."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ALIGN_NUMEL = 16
 
 
 def align(numel: int, to: int = ALIGN_NUMEL) -> int:
-    """`numel` rounded up to a multiple of `to`."""
+    """Rounds `numel` up to a multiple of `to`."""
     return -(-numel // to) * to
 
 
@@ -40,7 +40,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat buffer of parameters that share dtype and trainability.
+    """The layout of a flat buffer of parameters that share dtype and trainability.
 
     Padding stands between parameters and at the end, never inside one. All ranks own ranges of equal length.
 

@@ -39,7 +39,7 @@ class Slot:
 
 
 class Ring:
-    """A few buffers that are filled in turn. Who comes next waits until the last use of his buffer is over.
+    """A few buffers that are filled in turn. Taking one waits until its last use is over.
 
     Args:
         make (`Callable`): gives memory, 1-D uint8, of so many bytes.

@@ -22,7 +22,7 @@ NUM_BUFFERS = 3  # for what is used, read and written
 
 @dataclass(frozen=True)
 class Extent:
-    """The place of a 1-D tensor, or of a window of one, in a file.
+    """The bytes of a file that hold a 1-D tensor, or a window of one.
 
     Args:
         offset (`int`): of its first byte, a multiple of a page.
@@ -36,7 +36,7 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """With the rest of its last page."""
+        """Its bytes, with the rest of its last page."""
         return in_pages(self.numel * self.dtype.itemsize)
 
     def window(self, start: int, stop: int) -> "Extent":
@@ -50,7 +50,7 @@ class Extent:
         return self.offset + self.nbytes
 
     def overlaps(self, start: int, stop: int) -> bool:
-        """Whether any of these bytes of the file is its."""
+        """Whether it has any of bytes [start, stop) of the file."""
         return self.offset < stop and start < self.stop
 
 
@@ -140,7 +140,7 @@ class Disk:
             self.release(record, writes=writes)
 
     def walk(self, records: Sequence[Record], *, writes: bool) -> Iterator[list[Tensor]]:
-        """The tensors of one record after the other; those of the last one are no more when the next is asked for.
+        """Yields the tensors of one record after the other; those of the last are gone when the next is asked for.
 
         Args:
             records (`Sequence[Record]`): in what order.
@@ -163,7 +163,7 @@ class Disk:
             self._ahead = record, *self._read(record)
 
     def written(self, start: int, stop: int) -> None:
-        """These bytes of the file are about to change, by whoever it is."""
+        """Notes that bytes [start, stop) of the file are about to change."""
         if self._ahead is not None and any(extent.overlaps(start, stop) for extent in self._ahead[0]):
             self._is_stale = True
 
@@ -251,7 +251,7 @@ class DiskTensor:
     extent: Extent
 
     def pieces(self, *, writes: bool, only: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Its windows, each as its first element's number and, as long as it is its turn, its values in memory.
+        """Yields its windows, each as the number of its first element and its values, in memory until the next.
 
         Args:
             writes (`bool`): the values are written back.
@@ -280,7 +280,7 @@ def _nbytes(record: Record) -> int:
 
 
 def _parts(record: Record, buffer: Tensor) -> Iterator[tuple[Extent, Tensor]]:
-    """Each extent with its pages of a buffer."""
+    """Yields each extent with its pages of a buffer."""
     start = 0
     for extent in record:
         yield extent, buffer[start : start + extent.nbytes]

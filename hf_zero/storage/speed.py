@@ -1,4 +1,4 @@
-"""How fast a disk is, found out before it is trained on."""
+"""The speed of a disk, measured before it is trained on."""
 
 import logging
 import mmap
@@ -22,7 +22,7 @@ SLOW_NBYTES_PER_S = 500e6  # what the slowest disks on a PCI or SATA bus do; oth
 
 @dataclass(frozen=True)
 class Speed:
-    """Of the slowest rank, while all ranks read or write at once.
+    """The speed of the slowest rank's disk, while all ranks read or write at once.
 
     Args:
         read (`float`): bytes per second.
@@ -55,7 +55,7 @@ class Speed:
         return cls(read=read, write=write)
 
     def seconds(self, nbytes: int) -> float:
-        """How long it takes to read so many bytes, and to write them."""
+        """Returns how long it takes to read so many bytes and to write them."""
         return nbytes / self.read + nbytes / self.write
 
     def tell(self, file: SwapFile, what: str) -> None:

@@ -32,7 +32,7 @@ _VERBS = {READ: "reading", WRITE: "writing"}
 
 
 def in_pages(nbytes: int) -> int:
-    """So many bytes, rounded up to whole pages."""
+    """Rounds `nbytes` up to whole pages."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
@@ -185,7 +185,7 @@ class SwapFile:
             raise self._failure
 
     def _transfer(self, way: str, view: memoryview, offset: int) -> None:
-        """One piece, on a thread. The first failure is kept, and nothing is written after it."""
+        """Moves one piece, on a thread. The first failure is kept, and nothing is written after it."""
         if self._failure is not None:
             return
         try:
