@@ -122,7 +122,7 @@ class Checkpoint:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is complete.
+        """Waits until the checkpoint is complete.
 
         Raises:
             `CheckpointError`: it could not be saved; on all ranks.
@@ -135,7 +135,7 @@ class Checkpoint:
             raise failure
 
     def discard(self) -> None:
-        """Gives it up before `finish`."""
+        """Gives the checkpoint up before `finish`."""
         self._staged.discard()
 
     def _write_aside(self, after: Callable[[], None] | None) -> None:

@@ -1,4 +1,4 @@
-"""CRC-32 of a tensor from the CRC-32s of its ranges, whoever wrote or read which of them.
+"""Combines the CRC-32s of ranges into that of a tensor, whoever wrote or read which of them.
 
 A checksum of the whole tensor can be checked by any number of ranks, each of which sees only its own ranges, and by
 any other program (zlib.crc32 of the tensor's bytes in the file). That CRC(A + B) follows from CRC(A), CRC(B) and the
@@ -25,7 +25,7 @@ class RangeChecksum(NamedTuple):
 
 
 def crc_of_whole(ranges: Iterable[RangeChecksum], nbytes: int) -> int | None:
-    """The CRC-32 of a tensor of `nbytes` bytes, of which `ranges` are known, in any order and possibly repeated.
+    """Returns the CRC-32 of a tensor of `nbytes` bytes from those of `ranges`, in any order and possibly repeated.
 
     Returns:
         `int` or `None`: `None` where the ranges leave a gap, or overlap without being equal.
@@ -46,7 +46,7 @@ def _appended(crc: int, part: RangeChecksum) -> int:
 
 @lru_cache(maxsize=1024)  # the blocks of a model have the same few lengths
 def _shift(nbytes: int) -> int:
-    """x^(8 nbytes) modulo the polynomial."""
+    """Returns x^(8 nbytes) modulo the polynomial."""
     power, square = _ONE, _X
     exponent = 8 * nbytes
     while exponent:
@@ -58,7 +58,7 @@ def _shift(nbytes: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials modulo the polynomial."""
+    """Returns the product of two polynomials modulo the polynomial."""
     product, bit = 0, _ONE
     while bit and a & (2 * bit - 1):
         if a & bit:

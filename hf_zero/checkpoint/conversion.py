@@ -1,4 +1,4 @@
-"""Under which keys, and in which order of elements, transformers keeps a model's tensors in files.
+"""The keys under which transformers keeps a model's tensors in files, and the order of their elements there.
 
 Some models hold their weights otherwise than their checkpoints do: experts stacked, projections split, matrices
 transposed. transformers converts on load and reverts on save; its own code runs here on tensors without data, and what
@@ -37,12 +37,12 @@ class Computation:
     sources: tuple[str, ...]
 
     def room_for(self, source: str) -> Tensor:
-        """Memory for the values of a source, 1-D, in the dtype in which it is taken."""
+        """Allocates memory for the values of a source, 1-D, in the dtype in which it is taken."""
         meta = self.trace.source(source)
         return torch.empty(meta.numel(), dtype=meta.dtype)
 
     def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The result, 1-D, out of the whole 1-D values of all sources."""
+        """Returns the result, 1-D, out of the whole 1-D values of all sources."""
         return self.trace.values_of(self.meta, values).reshape(-1)
 
 
@@ -63,7 +63,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Origin:
-    """Of which tensors of files a parameter or buffer is made.
+    """The tensors of files of which a parameter or buffer is made.
 
     Args:
         copies (`tuple[Copy, ...]`): each from the parameter to the tensor of a file whose name it bears: a load goes
@@ -77,7 +77,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Origins:
-    """What was found for a model in files: by `SavedTensor` name, and what is left on both sides."""
+    """The origins found for a model in files, by `SavedTensor` name, and what is left on both sides."""
 
     of: Mapping[str, Origin]
     missing: tuple[str, ...]
@@ -104,7 +104,7 @@ def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> lis
 
 
 def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
-    """Of which of a folder's tensors each of a model's is made, as `from_pretrained` would have it.
+    """Finds the tensors of a folder of which each of a model's is made, as `from_pretrained` would have it.
 
     Args:
         model (`nn.Module`): its parameters may be placeholders; of them, only shapes are looked at.
@@ -142,7 +142,7 @@ def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mappin
 
 
 def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
-    """As `origins_in`, for tensors that files hold under the model's own names or those given to them."""
+    """Finds origins as `origins_in` does, for tensors that lie under the model's own names or those given to them."""
     found, missing, known, mismatched = {}, [], set(), []
     for saved in tensors:
         names = [name for name in (saved.key, saved.name, *saved.aliases) if name in entries]
@@ -159,13 +159,13 @@ def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, Tensor
 
 
 def origin_of(trace: Trace, tensor: Tensor) -> Origin:
-    """Of which tensors of files a traced tensor is made."""
+    """Returns the tensors of files of which a traced tensor is made."""
     copies = _copies(trace, tensor, backwards=True)
     return Origin(copies or ()) if copies is not None else Origin((), _computation(trace, tensor))
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether it is a model of transformers, whose checkpoints may need conversion."""
+    """Whether a model is one of transformers, whose checkpoints may need conversion."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
@@ -263,7 +263,7 @@ def _copy_tree(module: nn.Module, new: nn.Module, modules: dict[int, nn.Module],
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers shows no progress while it is entered: nothing is being read yet."""
+    """Hides transformers' progress bars while the context lasts: nothing is being read yet."""
     from transformers.utils import logging
 
     former = logging.set_tqdm_hook(lambda factory, args, kwargs: factory(*args, **{**kwargs, "disable": True}))

@@ -1,4 +1,4 @@
-"""What a safetensors file holds and where: header bytes and offsets from a list of tensors, and back from a file."""
+"""The layout of a safetensors file: header bytes and offsets from a list of tensors, and back from a file."""
 
 import json
 import math
@@ -62,7 +62,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where everything lies in one safetensors file.
+    """The places of all tensors in one safetensors file.
 
     Args:
         header (`bytes`): length, JSON and padding: the file's first bytes as they are on disk.

@@ -82,7 +82,7 @@ class Bus:
         self._failure: BaseException | None = None
 
     def empty(self, numel: int, dtype: torch.dtype, *, locked: bool = True) -> Tensor:
-        """Host memory, 1-D and zero. It is given back when no tensor holds it.
+        """Allocates host memory, 1-D and zero. It is given back when no tensor holds it.
 
         Args:
             numel (`int`): elements.
@@ -144,7 +144,7 @@ class Bus:
 
     @contextmanager
     def on_side_stream(self, way: str) -> Iterator[None]:
-        """What is issued inside goes to a stream of the bus, after everything that the current stream has so far.
+        """Sends what is issued inside to a stream of the bus, after everything that the current stream has so far.
 
         Args:
             way (`str`): "up" or "down".

@@ -1,4 +1,4 @@
-"""The small, rare collectives, which all backends of `torch.distributed` share, and what is said when one fails."""
+"""Small, rare collectives, which all backends of `torch.distributed` share, and the errors when one fails."""
 
 import pickle
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SMALL_TAG = 0x3FFFFFFE
 
 
 class DistributedComm(Comm):
-    """What all `torch.distributed` backends share: the small, rare collectives.
+    """The part that all `torch.distributed` backends share: the small, rare collectives.
 
     [Note: who does not answer] Of a collective, a backend says at best that it failed. Where gloo serves the group,
     ranks send small values to one another instead, so that each waits for a rank that it knows.
@@ -128,7 +128,7 @@ class DistributedComm(Comm):
         self._wait(works, what)
 
     def _other_ranks(self) -> list[int]:
-        """All other ranks, each rank beginning with the next one."""
+        """Returns all other ranks, each rank beginning with the next one."""
         return [(self.rank + distance) % self.num_ranks for distance in range(1, self.num_ranks)]
 
     def _post(

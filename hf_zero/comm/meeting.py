@@ -1,4 +1,4 @@
-"""How the ranks of one host come to a Unix socket for each two of them, which nobody else can take part in.
+"""Connects the ranks of one host, each two of them by a Unix socket that nobody else can use.
 
 Each rank listens in a folder that only its user can enter. All know one another's folders before they are made, and
 remove them when all have connected: also those of ranks that were killed meanwhile.
@@ -31,7 +31,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 @dataclass(frozen=True)
 class _Door:
-    """What the others must know to find a rank: its host, where it will listen, and what to say there."""
+    """The address of a rank, which the others need to find it: its host, where it will listen, and the password."""
 
     host: str | None  # None where memory cannot be handed over
     boot: str | None
@@ -133,7 +133,7 @@ def _in(folder: str) -> Iterator[str]:
 
 
 def _greeted(connection: socket.socket, password: bytes) -> int | None:
-    """The rank that has connected, or `None` where it is none of them."""
+    """Returns the rank that has connected, or `None` where it is none of them."""
     if _user_of(connection) != os.geteuid():
         return None
     connection.settimeout(GREETING_SECONDS)
@@ -145,13 +145,13 @@ def _greeted(connection: socket.socket, password: bytes) -> int | None:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Whose process is at the other end; the kernel says so."""
+    """Returns the user whose process is at the other end, as the kernel says."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1]
 
 
 def host_name() -> str | None:
-    """What ranks that can reach one another's sockets have in common; `None` where memory cannot be handed over."""
+    """Returns a name that ranks share which can reach one another's sockets; `None` where memory cannot be shared."""
     return _boot_id() + os.readlink("/proc/self/ns/net") if sys.platform == "linux" else None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Kind(IntEnum):
-    """What a message says; its three numbers follow."""
+    """The kinds of messages; three numbers follow each."""
 
     READY = 0  # tag, number of the memory, offset in bytes
     DONE = 1
@@ -32,7 +32,7 @@ _DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 class Peer:
-    """What has come from another rank and was not used yet."""
+    """The connection to another rank, with what has come from it and was not used yet."""
 
     def __init__(self, rank: int, connection: socket.socket):
         self.rank = rank

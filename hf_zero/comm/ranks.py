@@ -1,4 +1,4 @@
-"""Who the ranks of a process group are, and which of them is the reason when the others are no longer reached.
+"""Names of the ranks of a process group, for errors that say which of them is no longer reached.
 
 Backends say that a connection was closed, and seldom whose. Here an error of theirs becomes one that names the rank,
 its host and its process.
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankAddress:
-    """Where a rank of the world runs."""
+    """The host and process in which a rank of the world runs."""
 
     rank: int
     host: str
@@ -57,7 +57,7 @@ def same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
 
 
 def name_of(group: dist.ProcessGroup, rank: int) -> str:
-    """A rank of a group in words; its number is the world's, as in its log."""
+    """Returns a rank of a group in words; its number is the world's, as in its log."""
     if group in _ADDRESSES:
         return str(_ADDRESSES[group][rank])
     return f"rank {dist.get_global_rank(group, rank)}"
@@ -83,7 +83,7 @@ def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def ended(group: dist.ProcessGroup) -> set[int]:
-    """The ranks whose connections are closed, as far as gloo serves the group: no message can be sent to them."""
+    """Returns the ranks to which no message can be sent: their connections are closed, as far as gloo serves the group."""
     closed = set()
     for rank in range(dist.get_world_size(group)) if is_gloo(group) else ():
         try:
@@ -104,7 +104,7 @@ def failure(
     gone: Collection[int] = (),
     seconds: float | None = None,
 ) -> CommError:
-    """The error to raise when ranks are not reached.
+    """Returns the error to raise when ranks are not reached.
 
     Args:
         what (`str`): what was under way.

@@ -1,4 +1,4 @@
-"""Which collectives this process needs: none, pairwise exchange, or the backend's own."""
+"""Chooses the collectives that this process needs: none, pairwise exchange, or the backend's own."""
 
 import atexit
 import logging
@@ -80,7 +80,7 @@ def connect(
 
 
 def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool) -> tuple[type[Comm], list]:
-    """The class that serves these ranks, and what its constructor takes beside the usual."""
+    """Returns the class that serves these ranks, and what its constructor takes beside the usual."""
     if _backend(group, device) != "gloo":
         return NativeComm, []
     if device.type != "cpu":
@@ -104,7 +104,7 @@ def _chosen_bucket(kind: type[Comm], group: dist.ProcessGroup, device: torch.dev
 
 
 def _leave() -> None:
-    """At the end of the program, lets the backend's threads come to rest.
+    """Lets the backend's threads come to rest at the end of the program.
 
     gloo's threads drop a collective shortly after it is waited for, and need the interpreter to do so: one that comes
     to it while the interpreter ends aborts the process (seen in 2 of 8 runs of a few seconds, with torch 2.13).
@@ -113,5 +113,5 @@ def _leave() -> None:
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that serves `device`: a group may be configured as "cpu:gloo,cuda:nccl"."""
+    """Returns the backend that serves `device`: a group may be configured as "cpu:gloo,cuda:nccl"."""
     return group._get_backend(device).name().lower()

@@ -43,7 +43,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step of each."""
+        """Steps each optimizer once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -53,7 +53,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict) -> None:
-        """Refused once it is built: which optimizer would it be for?"""
+        """Refuses a group once it is built: which optimizer would it be for?"""
         if self._is_built:
             raise ConfigError("add_param_group: add the group to one of the optimizers before they are combined")
         super().add_param_group(param_group)
@@ -63,11 +63,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.share()
 
     def train(self) -> None:
-        """Passed on to those that know it (schedule-free ones)."""
+        """Switches the optimizers that know it (schedule-free ones) to training."""
         self._call("train")
 
     def eval(self) -> None:
-        """Likewise."""
+        """Switches the optimizers that know it to evaluation."""
         self._call("eval")
 
     def _call(self, name: str) -> None:

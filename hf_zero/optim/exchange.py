@@ -1,4 +1,4 @@
-"""Ranges that a rank updates but does not hold: their gradients and values come to it, and the new values go back."""
+"""Exchanges ranges that a rank updates but does not hold: gradients and values come, and new values go back."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -118,7 +118,7 @@ class Exchange:
         comm.exchange(sends, receives, what=unit.name).wait()
 
     def _used_moves(self, unit: Unit) -> Iterator[Move]:
-        """Those of parameters that have a gradient, on which all ranks agree, and that concern this rank."""
+        """Yields the moves that concern this rank, of parameters that have a gradient, on which all ranks agree."""
         for move in self._moves[unit]:
             if move.partition.gradient.used[move.partition.index] and self._comm.rank in (move.holder, move.updater):
                 yield move
@@ -136,7 +136,7 @@ def _moves(partition: ParamPartition) -> Iterator[Move]:
 
 
 def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
-    """Memory for a slice, with what this rank has of it already."""
+    """Allocates memory for a slice, with what this rank has of it already."""
     flat, numel = flat_slice.flat, flat_slice.stop - flat_slice.start
     grad = torch.empty(numel, dtype=flat_slice.gradient.dtype, device=flat.master.device)
     values = torch.empty(numel, dtype=flat.master.dtype, device=flat.master.device)
@@ -152,7 +152,7 @@ def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
 
 
 def _own_part(flat_slice: FlatSlice) -> tuple[int, int]:
-    """The range of a slice that this rank holds; empty where the second is not the greater."""
+    """Returns the range of a slice that this rank holds; empty where the second is not the greater."""
     return max(flat_slice.start, flat_slice.flat.held[0]), min(flat_slice.stop, flat_slice.flat.held[1])
 
 

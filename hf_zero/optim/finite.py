@@ -9,7 +9,7 @@ from hf_zero.optim.norm import global_norm
 
 
 def norm_of(engine: ZeroEngine) -> torch.Tensor:
-    """A norm of the averaged gradients, the one that was measured already if there is one. All ranks call it.
+    """Returns a norm of the averaged gradients, the one that was measured already if there is one. All ranks call it.
 
     Returns:
         `Tensor`: 0-d, equal on every rank, finite if and only if all gradients are (and their norm can be told).
@@ -21,7 +21,7 @@ def norm_of(engine: ZeroEngine) -> torch.Tensor:
 
 
 def is_finite(unit: Unit) -> bool:
-    """Whether this rank's range of a unit's averaged gradients is."""
+    """Whether this rank's range of a unit's averaged gradients is finite."""
     return all(bool(torch.isfinite(g.owned_range()).all()) for g in unit.gradients if g.is_reduced)
 
 

@@ -19,7 +19,7 @@ from hf_zero.sharding.layout import Layout
 
 @dataclass(eq=False)
 class FlatSlice:
-    """A stretch of one flat buffer that one optimizer group updates: what the inner optimizer sees as a parameter.
+    """A range of one flat buffer that one optimizer group updates: the parameter that the inner optimizer sees.
 
     Args:
         unit (`Unit`): whose buffer.
@@ -111,7 +111,7 @@ class ParamPartition:
     shape: tuple[int, ...] | None
 
     def flat_slice(self, rank: int) -> FlatSlice | None:
-        """What a rank updates; `None` where that is nothing."""
+        """Returns the slice that a rank updates; `None` where that is nothing."""
         start, stop = self.ranges[rank]
         if start == stop:
             return None
@@ -169,7 +169,7 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
 
 
 def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Iterator[int], num_ranks: int):
-    """By rank the range that it updates, and the shape that the optimizer is to see."""
+    """Returns, by rank, the range that it updates, and the shape that the optimizer is to see."""
     span = flat.layout.spans[index]
     ranges = (
         blocks(flat.layout, index, granularity) if granularity != PARAMETER else [(span.stop, span.stop)] * num_ranks
@@ -184,8 +184,8 @@ def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Itera
 def make_slices(
     engine: ZeroEngine, optimizer, granularities: list[ShardGranularity], partitions: list[ParamPartition]
 ) -> list[FlatSlice]:
-    """What this rank updates: of every trainable buffer what it holds, cut where the optimizer group changes; and its
-    part of the partitions."""
+    """Makes the slices that this rank updates: of every trainable buffer what it holds, cut where the optimizer group
+    changes; and its part of the partitions."""
     group_of = _group_of(optimizer)
     own: dict[Gradient, list[FlatSlice]] = {}
     for partition in partitions:
@@ -261,7 +261,7 @@ def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> list[tu
 
 
 def _allowed(wanted: int, last: int, numel: int, granularity: ShardGranularity) -> int:
-    """The cut nearest to the one that is wanted, after the last one."""
+    """Returns the cut nearest to the one that is wanted, after the last one."""
     block = granularity.block if numel % granularity.block == 0 else numel
     cut = max(last, (wanted + block // 2) // block * block)
     if cut - last < granularity.min_numel:
@@ -272,7 +272,7 @@ def _allowed(wanted: int, last: int, numel: int, granularity: ShardGranularity) 
 
 
 def _held(layout: Layout, index: int, rank: int) -> int:
-    """How many elements of a parameter a rank's shard holds."""
+    """Counts the elements of a parameter that a rank's shard holds."""
     start, stop = layout.owned(rank)
     span = layout.spans[index]
     return max(0, min(stop, span.stop) - max(start, span.offset))

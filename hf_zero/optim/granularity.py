@@ -1,4 +1,4 @@
-"""How finely an optimizer's parameters may be cut: between any two elements, at blocks, or not at all."""
+"""The granularity in which an optimizer's parameters may be cut: elements, blocks, or whole parameters."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ BLOCK_NUMEL = 256
 
 @dataclass(frozen=True)
 class ShardGranularity:
-    """Where the parameters of an optimizer may be cut.
+    """The places at which the parameters of an optimizer may be cut.
 
     Args:
         block (`int`): cuts lie at multiples of so many elements, counted from the parameter's first; 0 where it is
@@ -53,12 +53,12 @@ PARAMETER = ShardGranularity(0)
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Those that an optimizer is made of."""
+    """Returns the optimizers that a combined one is made of, or the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
 def granularity_of(optimizer: torch.optim.Optimizer) -> ShardGranularity:
-    """How finely the parameters of an optimizer may be cut.
+    """Returns how finely the parameters of an optimizer may be cut.
 
     Raises:
         `UnsupportedError`: where that is not known.
@@ -79,7 +79,7 @@ def granularity_of(optimizer: torch.optim.Optimizer) -> ShardGranularity:
 
 
 def refuse_unknown(cls: type) -> None:
-    """Refuses optimizers of which it is not known what they look at.
+    """Refuses optimizers that are not known to update elements, blocks or parameters by themselves.
 
     Raises:
         `UnsupportedError`: naming the optimizer and those that work.

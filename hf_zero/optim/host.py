@@ -64,7 +64,7 @@ class PartialStep:
         )
 
     def finish(self) -> None:
-        """The optimizer's groups count this step."""
+        """Lets the optimizer's groups count this step."""
         for group, before, after in zip(self.optimizer.param_groups, self._groups, self._copy.param_groups):
             counted = {key: value for key, value in after.items() if value is not before.get(key)}
             counted.pop("params", None)
@@ -142,7 +142,7 @@ class HostUpdate:
         return any(step.is_outdated for step in self._steps)
 
     def finish(self) -> None:
-        """All units are updated: the optimizers' groups count it."""
+        """Ends the step, of which all units are updated: the optimizers' groups count it."""
         for optimizer in self._steps:
             optimizer.finish()
 
@@ -163,7 +163,7 @@ class HostSteps:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the gradients there are were applied while they came."""
+        """Whether the present gradients were applied while they came."""
         return self._early is not None
 
     @property
@@ -213,7 +213,7 @@ class HostSteps:
             self._engine.bus.synchronize()  # the masters may be written to from now on
 
     def abandon(self) -> None:
-        """The gradients of this step are dropped: units that were updated while they came stay so."""
+        """Ends a step whose gradients are dropped: units that were updated while they came stay so."""
         early, self._early = self._early, None
         if early is not None:
             early.is_over = True
@@ -242,7 +242,7 @@ class HostSteps:
             self._engine.on_reduced = None
 
     def _post(self, update: HostUpdate, comm: Comm, gradients_of: Callable, unit: Unit) -> None:
-        """A unit's averaged gradient is on its way to the host."""
+        """Posts the update of a unit whose averaged gradient is on its way to the host."""
         bus = self._engine.bus
         if not unit.is_away or update.is_over:
             return  # `step` does it, or nobody

@@ -16,7 +16,7 @@ WHAT = "the gradient norm"
 def global_norm(
     gradients: list[Gradient], comm: Comm, norm_type: float = 2.0, *, divided_over: Comm | None = None
 ) -> Tensor:
-    """The norm over all parameters and ranks of the averaged gradients, by one exchange of one number.
+    """Returns the norm over all parameters and ranks of the averaged gradients, by one exchange of one number.
 
     Every rank measures the ranges that it owns, at every stage the same ones: the result does not depend on the stage.
 
@@ -44,7 +44,7 @@ def global_norm(
 
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:
-    """What this rank's ranges add to the norm, before the root is taken: one number, fp64."""
+    """Returns what this rank's ranges add to the norm, before the root is taken: one number, fp64."""
     owned = [part for gradient in gradients for part in _rows(gradient.owned_range())]
     if owned:
         parts = [_row_norms(part, norm_type) for part in owned]
@@ -62,6 +62,6 @@ def _row_norms(rows: Tensor, norm_type: float) -> Tensor:
 
 
 def _rows(flat: Tensor) -> list[Tensor]:
-    """A 1-D tensor as rows, and what is left over as one more."""
+    """Returns a 1-D tensor as rows, and what is left over as one more."""
     whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
     return [part for part in (flat[:whole].view(-1, ROW_NUMEL), flat[whole:].view(1, -1)) if part.numel()]

@@ -18,7 +18,7 @@ _HOST = torch.device("cpu")
 
 
 def _yes(*_, **__) -> bool:
-    """Masks hide nothing, and sequences are of one piece."""
+    """Answers that masks hide nothing, and that sequences are of one piece."""
     return True
 
 
@@ -31,7 +31,7 @@ def _nonzero(tensor: Tensor) -> Tensor:
 
 
 def _index(func: Callable, tensor: Tensor, indices: list[Tensor | None], *rest, **kwargs) -> Tensor:
-    """What a mask selects is everything."""
+    """Indexes as if a mask selected everything."""
     chosen: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype is torch.bool
@@ -40,7 +40,7 @@ def _index(func: Callable, tensor: Tensor, indices: list[Tensor | None], *rest, 
 
 
 def _grouped_mm(func: Callable, left: Tensor, right: Tensor, *rest, **kwargs) -> Tensor:
-    """On the meta device torch knows products of bf16 alone."""
+    """Computes grouped products on the meta device, where torch knows those of bf16 alone."""
     dtype, half = left.dtype, torch.bfloat16
     return func(left.to(half), right.to(half), *rest, **kwargs).to(dtype)
 
@@ -70,12 +70,12 @@ class Meter(TorchDispatchMode):
         self._storages: dict[int, weakref.ref] = {}
 
     def reset_peak(self) -> None:
-        """What is held now becomes the peak so far."""
+        """Makes what is held now the peak so far."""
         self.peak = Counter(self.held)
 
     @contextmanager
     def at(self, tier: MemoryTier, share: int = 1) -> Iterator[None]:
-        """What is made inside rests on `tier`; of what so many ranks share, each counts its part."""
+        """Counts what is made inside on `tier`; of what so many ranks share, each counts its part."""
         before = self._tier, self._share
         self._tier, self._share = tier, share
         try:

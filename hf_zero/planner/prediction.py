@@ -1,4 +1,4 @@
-"""What a run will take, told from its model's shapes: memory by tensor class, traffic, disk."""
+"""Predicts what a run takes from its model's shapes: memory by tensor class, traffic, disk."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ WITHOUT_BATCH = "activations and traffic: no batch was given"
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank of a run takes; all ranks take the same.
+    """The memory and traffic of one rank of a run; all ranks take the same.
 
     Args:
         config (`ZeroConfig`): the settings.
@@ -81,7 +81,7 @@ class Prediction:
         return sum(each.nbytes for each in self.classes if each.tier is tier)
 
     def render(self) -> str:
-        """What it takes: one line for each class and each sum."""
+        """Renders what a rank takes: one line for each class and each sum."""
         lines = [render_classes(self.classes)]
         lines += [f"  {name:<32}  {nbytes / 2**20:>12.2f} MiB" for name, nbytes in self._sums()]
         return "\n".join([*lines, *([f"  not known: {self.note}"] if self.note else [])])
@@ -155,7 +155,7 @@ def predict_with(
     gradient_checkpointing: bool = False,
     on_cpu: bool = False,
 ) -> Prediction:
-    """`predict`, for settings that are a `ZeroConfig` already, such as `training_arguments.zero_config()`."""
+    """Predicts as `predict` does, for a `ZeroConfig`, such as `training_arguments.zero_config()`."""
     settings = {
         "num_ranks": num_ranks,
         "batch": batch,

@@ -26,7 +26,7 @@ LINK_BUCKET_NBYTES = 4 * 2**20
 
 
 class _Alone(Comm):
-    """What needs the other ranks: they are taken to be in the same state as this one."""
+    """The collectives of a lone rank: the others are taken to be in the same state as this one."""
 
     is_on_cpu = False
 
@@ -137,7 +137,7 @@ class _Shared(_Pairwise, SharedComm):
 def lone_rank(
     meter: Meter, num_ranks: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str = "auto"
 ) -> Comm:
-    """One of some ranks, without the others.
+    """Makes one of some ranks, without the others.
 
     Args:
         meter (`Meter`): counts what it takes.

@@ -1,4 +1,4 @@
-"""What this rank holds, measured from the tensors themselves, beside what DDP would hold."""
+"""A report of what this rank holds, measured from the tensors themselves, beside what DDP would hold."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class MemoryReport:
 
 
 class Optimizer(Protocol):
-    """What is asked of a sharded optimizer."""
+    """The part of a sharded optimizer that a report needs."""
 
     def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]:
         """Every tensor of its state on this rank, and where it rests."""
