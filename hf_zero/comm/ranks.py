@@ -83,7 +83,7 @@ def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:
 
 
 def ended(group: dist.ProcessGroup) -> set[int]:
-    """Returns the ranks to which no message can be sent: their connections are closed, as far as gloo serves the group."""
+    """Returns the ranks whose connections are closed, so that no message can be sent to them, where gloo serves."""
     closed = set()
     for rank in range(dist.get_world_size(group)) if is_gloo(group) else ():
         try:
