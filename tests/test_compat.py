@@ -11,6 +11,9 @@ from hf_zero.trainer import trainer
 from hf_zero.trainer.trainer import ZeroTrainerMixin
 
 
+pytestmark = pytest.mark.quick
+
+
 @pytest.mark.parametrize(
     "own, base, checked",
     [(ZeroTrainerMixin, Trainer, trainer.OVERRIDES), (ZeroAccelerator, Accelerator, accelerator.OVERRIDES)],

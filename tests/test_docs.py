@@ -41,6 +41,7 @@ TESTED = {
 }
 
 
+@pytest.mark.quick
 def test_every_block_has_a_test():
     assert len(BLOCKS) == len(TESTED)
     for first_line, name in TESTED.items():
@@ -65,6 +66,7 @@ def _saves_and_goes_on(folder):
         exec(_block(first_line).replace('"out/', f'"{folder}/out/'), names)
 
 
+@pytest.mark.quick
 def test_saving_and_going_on(tmp_path):
     run_ranks(_saves_and_goes_on, 2, str(tmp_path), timeout=240)
     for name in ("checkpoint-500", "checkpoint-600"):

@@ -144,6 +144,7 @@ def test_the_page_of_errors_has_the_commonest_ones():
     assert len(set(quoted())) == len(quoted())
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("message", quoted())
 def test_a_message_in_the_page_of_errors_is_one_of_the_package(message):
     pattern = ".*".join(re.escape(words) for words in message.split("..."))
@@ -168,6 +169,7 @@ def _joined(text: str) -> list[str]:
     return text.replace("\\\n", " ").splitlines()
 
 
+@pytest.mark.quick(cases=10)
 @pytest.mark.parametrize(("page", "line"), command_lines())
 def test_a_command_in_the_pages_is_one_that_parses(page, line, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -236,6 +238,7 @@ def test_a_command_with_a_mistake_is_noticed(line):
 # Links of what is not part of the site: Sphinx checks those between the pages of docs/
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "benchmarks/README.md"])
 def test_links_to_files_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -250,6 +253,7 @@ RUN_ELSEWHERE = ["checkpoints.md", "memory.md", "training.md"]  # each by a test
 PYTHON = {"quickstart.md": 1, "trainer.md": 1, "fsdp.md": 1}  # how many blocks are run here
 
 
+@pytest.mark.quick
 def test_every_block_of_python_is_run_by_a_test():
     counts = {path.name: len(blocks(path.name, "python")) for path in DOCS.glob("*.md")}
     assert {name: count for name, count in counts.items() if count and name not in RUN_ELSEWHERE} == PYTHON

@@ -69,6 +69,7 @@ def _as_code(text: str) -> str:
     return re.sub(r"--\w+", lambda flag: f"`{flag[0]}`", text)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("table", [tasks, files, formats, arguments], ids=lambda table: table.__name__)
 def test_a_table_is_the_one_of_the_code(table, request):
     check_part(PAGE, table.__name__, table(), request.config.getoption("--write-docs"))

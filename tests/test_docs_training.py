@@ -64,10 +64,12 @@ def _loops(folder, stage):
         assert (p - q).abs().max() <= 1e-6 + 1e-5 * q.abs().max(), name
 
 
+@pytest.mark.quick
 def test_every_block_has_a_test():
     assert len(BLOCKS) == 5, "each block belongs to a test here"
 
 
+@pytest.mark.quick
 def test_one_process_shows_what_sharded_parameters_show():
     exec(BLOCKS[4], {"hf_zero": hf_zero, "model": models.build("llama")})
 

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 
+pytestmark = pytest.mark.quick
+
+
 PACKAGE = Path(__file__).parents[1] / "hf_zero"
 
 FLOORS = {

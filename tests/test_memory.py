@@ -210,6 +210,7 @@ def _rests_as_the_table_says(
     )
 
 
+@pytest.mark.quick(cases=4)
 @pytest.mark.parametrize(
     "num_ranks, compute, reduce",
     [
@@ -273,6 +274,7 @@ def _peaks_within_the_bound(layers: int) -> None:
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("num_ranks, layers", [(2, 6), (4, 6), (4, 12)])
 @pytest.mark.full("more cases", after=1)
 def test_peak_of_stage_3_is_shards_buffers_and_activations(num_ranks, layers):

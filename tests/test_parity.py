@@ -57,6 +57,7 @@ def _train_all_stages(name: str) -> None:
     assert_close(stages[3], plain, "stage 3 and plain torch", atol=ATOL)
 
 
+@pytest.mark.quick(cases=4)
 @pytest.mark.support("fp32, stages bit-equal", area="Precision", stages=range(4))
 @pytest.mark.parametrize("name, num_ranks", [*DIRECT, *COVERING[:3]])
 def test_stages_are_bit_equal_and_agree_with_ddp(name, num_ranks):
@@ -74,6 +75,7 @@ def _accumulate_all_stages(name: str) -> None:
     assert_close(stages[3], plain, "stage 3 and plain torch", atol=ATOL)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.direct
 @pytest.mark.parametrize("name, num_ranks", [("llama", 2), ("gpt2", 3), ("llama-tied", 1)])
 def test_accumulation_with_ragged_labels_agrees_with_ddp(name, num_ranks):
@@ -139,6 +141,7 @@ def _bf16_all_stages(name: str, reduce_dtype: torch.dtype) -> None:
     assert_close(stages[3], autocast, "bf16 and autocast", loss=2e-2, norm=5e-2, weight=0.0, atol=2e-2)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "name, num_ranks, reduce_dtype",
     [("llama", 2, torch.float32), ("bert", 3, torch.float32), ("gpt2", 2, torch.bfloat16), ("t5", 1, torch.float32)],
@@ -194,6 +197,7 @@ def _fp16_with_overflow(stage: int, reduce_dtype: torch.dtype) -> tuple:
     return scales, norms, {name: weight.tolist() for name, weight in subject.weights().items()}
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 def test_overflow_on_one_rank_skips_the_step_on_all(num_ranks, reduce_dtype):

@@ -39,6 +39,7 @@ def test_type_checkers_see_each_name_where_it_is_found(package):
     assert set(module.__all__) == set(wanted) <= set(dir(module))
 
 
+@pytest.mark.quick
 def test_each_name_is_found():
     for name in hf_zero.__all__:
         assert getattr(hf_zero, name).__name__ == name
@@ -48,6 +49,7 @@ def test_each_name_is_found():
         hf_zero.shart  # noqa: B018
 
 
+@pytest.mark.quick
 def test_import_brings_neither_torch_nor_transformers():
     code = """
 import sys, hf_zero

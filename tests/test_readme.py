@@ -101,6 +101,7 @@ def _own_cache(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "hf_home"))  # where data sets are cached
 
 
+@pytest.mark.quick
 def test_every_block_is_run_by_a_test():
     assert [found.language for found in fenced_blocks(README)] == [language for language, _ in BLOCKS]
     assert [name for _, name in BLOCKS if not callable(globals().get(name))] == []
@@ -122,6 +123,7 @@ def test_torchrun_is_the_module_that_stands_for_it():
     assert ["-m", script.module] == MODULES["torchrun"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("command", MAKE)
 def test_a_make_target_is_the_command_that_it_is_said_to_be(command):
     """Not run: `make test` is what runs this test, and the same classify command is run below."""
@@ -226,6 +228,7 @@ def test_the_commands_of_recipes_run(tiny_qwen3, tmp_path, capsys):
     assert {"README.md", "report.html", "resolved.yaml", "training_log.jsonl"} <= {p.name for p in folder.iterdir()}
 
 
+@pytest.mark.quick
 def test_the_example_without_trainer_runs_as_it_is(tmp_path):
     (tmp_path / "example.py").write_text(block("python", 1), encoding="utf-8")
     result = run_command(["example.py"], tmp_path)
@@ -287,6 +290,7 @@ def flags_table() -> dict[str, str]:
     return dict(re.findall(r"^\| `--(\w+)` \| (\S+) \|", README, re.MULTILINE))
 
 
+@pytest.mark.quick
 def test_the_table_of_flags_has_every_flag_of_zero_with_its_default():
     defaults = {field.name: field.default for field in fields(hf_zero.ZeroTrainingArguments)}
     own = {name: str(default) for name, default in defaults.items() if name.startswith("zero_")}
@@ -302,6 +306,7 @@ def test_the_other_flags_of_the_table_are_those_of_training_arguments_with_their
     assert README.count("\n| `--") == len(flags_table())
 
 
+@pytest.mark.quick
 def test_every_name_of_ours_in_the_text_exists():
     names = set(re.findall(r"\bZero[A-Z]\w+|(?<=\bhf_zero\.)[a-zA-Z]\w*", README)) - {"recipes", "trl"}
     assert {"ZeroSeq2SeqTrainer", "ZeroTrainerMixin", "ZeroArgumentsMixin", "gathered", "shard"} <= names

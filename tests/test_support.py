@@ -6,6 +6,9 @@ from tests.conftest import RECORDER
 from tests.support import FAILED, PAGE, REFUSED, YES, Cell, Claim, cells, parse, render
 
 
+pytestmark = pytest.mark.quick
+
+
 def test_every_result_so_far_stands_in_the_page(request):
     written = parse(PAGE.read_text(encoding="utf-8"))
     wrong = {cell: said for cell, said in request.config.stash[RECORDER].cells().items() if written.get(cell) != said}

@@ -8,6 +8,9 @@ import pytest
 from tests.tiers import CORE, FULL, PARTS, QUICK, TIERS, part_of, tiers_of
 
 
+pytestmark = pytest.mark.quick
+
+
 TESTS = Path(__file__).parent
 
 

@@ -42,6 +42,7 @@ def test_a_checkpoint_that_is_not_whole_is_found(whole):
         (out / "checkpoint-6" / "scheduler.pt").write_bytes(kept)
 
 
+@pytest.mark.quick
 def test_the_table_says_what_was_lost():
     assert (
         table({"kills": Count(trials=3, survived=2, lost=1)}).splitlines()[-1]

@@ -109,6 +109,7 @@ def _sends_what_the_table_says(stage: int, prefetch_units: int, dtype: torch.dty
         assert sent.get("broadcast", 0) == 0, "only building the engine broadcasts"
 
 
+@pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
     "stage, prefetch_units, dtype",
@@ -140,6 +141,7 @@ def _counts_what_the_kernel_counts(stage: int, shared_memory: bool) -> tuple[int
     return counted, written
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_counter_agrees_with_the_kernel(stage):
     for counted, written in run_ranks(_counts_what_the_kernel_counts, 2, stage, False):
@@ -147,6 +149,7 @@ def test_the_counter_agrees_with_the_kernel(stage):
         assert abs(written - counted) <= 0.01 * counted, f"counted {counted}, the process wrote {written}"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_ranks_that_share_memory_send_next_to_nothing(stage):
     for counted, written in run_ranks(_counts_what_the_kernel_counts, 2, stage, True):

@@ -61,6 +61,7 @@ def _compares(stage):
         assert all(torch.equal(weight, weights[key]) for key, weight in alone[name].weights.items())
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.support("Several models, each with its optimizer, in one accelerator", area="Models in one process")
 def test_each_optimizer_trains_its_own_model(stage):

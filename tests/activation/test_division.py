@@ -147,6 +147,7 @@ def _cuts_anything(dtype: torch.dtype) -> None:
         division.check(swapped, place=-1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_division_of_any_length_is_undone(dtype):
     run_ranks(_cuts_anything, 3, dtype)

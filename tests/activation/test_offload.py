@@ -44,6 +44,7 @@ def _same_bits(stage: int, name: str, use_reentrant: bool, dtype: torch.dtype | 
     assert sent["down"] == sent["up"] > 0
 
 
+@pytest.mark.quick(cases=2)
 @offloaded
 @pytest.mark.parametrize(
     "stage, use_reentrant", [(1, False), *more((1, True), (2, False)), (2, True), (3, False), (3, True)]
@@ -83,6 +84,7 @@ def _leaves_the_device(stage: int) -> None:
     assert (store.arena.used_nbytes, store.device_nbytes) == (0, 0)
 
 
+@pytest.mark.quick
 @offloaded
 @pytest.mark.parametrize("stage", [*more(1, 2), 3])
 def test_offload_takes_the_inputs_of_all_blocks_but_the_last_off_the_device(stage):

@@ -1,6 +1,11 @@
 """How many copies a forward hides is learned from the device's own clock."""
 
+import pytest
+
 from hf_zero.activation.pace import Pace
+
+
+pytestmark = pytest.mark.quick
 
 
 class Clock:

@@ -10,6 +10,9 @@ from hf_zero.activation.store import Store
 from hf_zero.comm import Bus, Counters
 
 
+pytestmark = pytest.mark.quick
+
+
 NBYTES = 4 * 30
 
 

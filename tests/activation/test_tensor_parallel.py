@@ -22,6 +22,7 @@ def _trains_as_whole(folder: str, stage: int, **settings) -> None:
     assert_same_on_all_ranks(record.weights)
 
 
+@pytest.mark.quick
 @pytest.mark.support("Tensor parallelism: data-parallel x tensor-parallel", area="ZeRO-R")
 @pytest.mark.parametrize("stage", [*more(0, 1, 2), 3])
 def test_a_tensor_parallel_model_trains_as_the_whole_one(tmp_path, stage):

@@ -21,6 +21,7 @@ def test_wire_counter_sees_what_a_rank_sends():
     assert sent[1] <= 0.01 * nbytes
 
 
+@pytest.mark.quick
 @pytest.mark.timeout(180)
 def test_a_rank_that_raises_ends_the_group_with_its_traceback():
     start = time.monotonic()

@@ -23,6 +23,7 @@ def no_garbage():
     gc.collect()
 
 
+@pytest.mark.quick
 def test_held_bytes_and_peak_are_exact_when_tensors_are_freed_inside():
     with TensorMeter() as meter:
         first = mebibytes(3)

@@ -9,6 +9,9 @@ from benchmarks.report import bytes_table, ratios_table, summarize, time_table, 
 from benchmarks.workload import SIZES, Workload
 
 
+pytestmark = pytest.mark.quick
+
+
 def rank(seconds: list[float], losses: list[float]) -> dict:
     phases = [{"forward": 0.1, "backward": 0.2, "optimizer": 0.3} for _ in seconds]
     resident = {"resident_peak_nbytes": 100, "resident_peak_with_build_nbytes": 100}

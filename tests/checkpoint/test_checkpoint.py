@@ -42,6 +42,7 @@ def save(comm, folder, name="checkpoint-1", background=None, dtypes=HALF, **fact
     return save_checkpoint(engine, FakeOptimizer(engine), folder / name, background=background, **facts)
 
 
+@pytest.mark.quick
 def test_the_folder_holds_model_state_and_record(tmp_path):
     run_ranks(save, 2, tmp_path, "checkpoint-1", None, HALF)
     folder = tmp_path / "checkpoint-1"
@@ -98,6 +99,7 @@ def test_a_folder_that_was_being_replaced_when_the_run_was_killed_gets_its_name_
     assert content_of(tmp_path / "checkpoint-1") == before
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name", ["zero/optimizer.safetensors", "zero/master.safetensors", "model.safetensors"])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_byte_that_changed_is_named_by_file_and_tensor(tmp_path, num_ranks, name):
@@ -133,6 +135,7 @@ def save_in_background(comm, folder):
         assert held == 64 * 2**20, "the second save uses the memory of the first"
 
 
+@pytest.mark.quick
 def test_a_save_in_the_background_holds_the_values_of_its_moment(tmp_path):
     run_ranks(save_in_background, 2, tmp_path)
     save(world_of_one(), tmp_path, "reference")
@@ -221,6 +224,7 @@ def test_a_checkpoint_that_lost_a_file_or_a_part_of_one_is_incomplete(tmp_path):
         check_checkpoint(folder)
 
 
+@pytest.mark.quick
 def test_every_moment_of_the_state_comes_back(tmp_path):
     run_ranks(save, 3, tmp_path, "checkpoint-1", None, HALF)
     engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
@@ -290,5 +294,6 @@ def publish_on_one_disk_only(comm, folder):
     check_checkpoint(own / "checkpoint-1")
 
 
+@pytest.mark.quick
 def test_the_oldest_goes_when_the_newest_is_complete_on_every_host(tmp_path):
     run_ranks(publish_on_one_disk_only, 2, tmp_path)

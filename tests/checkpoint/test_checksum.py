@@ -6,6 +6,9 @@ import pytest
 from hf_zero.checkpoint.checksum import RangeChecksum, crc_of_whole
 
 
+pytestmark = pytest.mark.quick
+
+
 def ranges_of(data: bytes, cuts: list[int]) -> list[RangeChecksum]:
     edges = [0, *sorted(cuts), len(data)]
     return [RangeChecksum(begin, end - begin, zlib.crc32(data[begin:end])) for begin, end in zip(edges, edges[1:])]

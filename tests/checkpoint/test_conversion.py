@@ -55,12 +55,14 @@ def round_trip(comm, folder, model_type):
         assert torch.equal(shard.tensor, wanted[shard.start : shard.start + shard.tensor.numel()]), shard.name
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("model_type", known(*ON_TWO_RANKS))
 @pytest.mark.full("more cases", after=6)
 def test_two_ranks_write_and_read_what_transformers_does(tmp_path, model_type):
     run_ranks(round_trip, 2, tmp_path, model_type)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("model_type", known(*ON_ONE_RANK))
 @pytest.mark.full("more cases", after=10)
 def test_one_rank_writes_and_reads_what_transformers_does(tmp_path, model_type):

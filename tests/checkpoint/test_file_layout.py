@@ -8,6 +8,9 @@ from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
 from hf_zero.errors import CheckpointError
 
 
+pytestmark = pytest.mark.quick
+
+
 @pytest.fixture
 def path(tmp_path):
     save_file({"weight": torch.arange(6.0).view(2, 3), "bias": torch.zeros(3)}, tmp_path / "model.safetensors")

@@ -10,6 +10,9 @@ import pytest
 from hf_zero.checkpoint import folders
 
 
+pytestmark = pytest.mark.quick
+
+
 def tree(folder) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 

@@ -48,6 +48,7 @@ def check_goes_on(tmp_path, name, stage, num_ranks):
 # DeepSpeed
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     ("from_stage", "from_ranks", "stage", "num_ranks"),
     [
@@ -165,6 +166,7 @@ def torch_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     ("name", "stage", "num_ranks"),
     [
@@ -187,6 +189,7 @@ def test_fsdp2_folders_are_known_by_their_files(torch_run):
     assert names == {"dcp": "torch distributed checkpoint", "sharded": "FSDP", "full": "FSDP"}
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(("stage", "num_ranks"), STAGES_AND_RANKS)
 def test_a_plain_run_goes_on(tmp_path, stage, num_ranks):
     model, optimizer = plain_run()

@@ -16,6 +16,9 @@ from hf_zero.checkpoint.foreign.trusted import load_index
 from hf_zero.errors import CheckpointError
 
 
+pytestmark = pytest.mark.quick
+
+
 class Got:
     """Pickled as what `getattr` gives, which is how Python before 3.11.4 pickles a member of an enumeration."""
 

@@ -40,6 +40,7 @@ def load_and_check(comm, folder, build, stage):
     check_loaded(engine, build)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("build", [models.tied_llama, models.Plain])
 def test_every_rank_gets_its_ranges_and_all_buffers(tmp_path, build, stage):
@@ -47,6 +48,7 @@ def test_every_rank_gets_its_ranges_and_all_buffers(tmp_path, build, stage):
     run_ranks(load_and_check, 3, tmp_path, build, stage)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("build", [models.llama, models.gpt2, models.bert, models.t5])
 def test_folders_that_transformers_saved_are_loaded(tmp_path, build):
     build().save_pretrained(tmp_path, max_shard_size="5KB")

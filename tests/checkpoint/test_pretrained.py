@@ -89,6 +89,7 @@ def check_settings(comm, folder, auto_class, kwargs):
         check(comm, folder, auto_class, kwargs, settings)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_tied_model_at_every_stage(tmp_path, num_ranks):
     models.tied_llama().save_pretrained(tmp_path)
@@ -136,6 +137,7 @@ def test_converted_models(tmp_path, model_type):
     run_ranks(check, 2, tmp_path, type(model), {}, {"stage": 3})
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto", "bfloat16"])
 def test_another_dtype_than_the_files(tmp_path, dtype):
     models.t5().save_pretrained(tmp_path)  # some of its modules stay in fp32
@@ -385,6 +387,7 @@ def load_and_measure(comm, folder, model_nbytes, dtype, shared_memory):
     assert grown < held + 4 * 2**20 + 10 * 2**20, (grown, held, model_nbytes)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

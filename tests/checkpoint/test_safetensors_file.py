@@ -12,6 +12,9 @@ from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES, SafetensorsFile
 from hf_zero.errors import CheckpointError
 
 
+pytestmark = pytest.mark.quick
+
+
 def every_dtype() -> dict[str, torch.Tensor]:
     bits = torch.arange(6 * 8, dtype=torch.uint8)
     tensors = {code: bits.view(dtype).clone() for code, dtype in DTYPE_OF_CODE.items() if dtype != torch.bool}

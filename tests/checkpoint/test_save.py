@@ -26,6 +26,7 @@ def save_model(comm, folder, build, name="ours", max_shard_size="50GB", save_dty
     save_pretrained(engine, folder / name, max_shard_size=max_shard_size)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("build", [models.llama, models.tied_llama, models.gpt2, models.t5, models.bert])
 @pytest.mark.parametrize("max_shard_size", ["50GB", "5KB"])
 def test_the_folder_is_byte_for_byte_what_transformers_saves(tmp_path, build, max_shard_size):
@@ -34,6 +35,7 @@ def test_the_folder_is_byte_for_byte_what_transformers_saves(tmp_path, build, ma
     assert content_of(tmp_path / "ours") == content_of(tmp_path / "theirs")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_several_ranks_write_the_same_files_as_one(tmp_path, num_ranks):
     run_ranks(save_model, num_ranks, tmp_path, models.tied_llama, "ours", "5KB")
@@ -110,6 +112,7 @@ def zeros():
     return model
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize(
     ("old_size", "new_size", "has_gap"),
     [
@@ -162,6 +165,7 @@ def fail_on_last_rank(comm, folder, where):
     save_pretrained(engine, folder / "again")
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("where", ["stage", "config", "write", "shards", "sync", "publish"])
 def test_a_failure_on_one_rank_fails_all_and_leaves_the_folder_untouched(tmp_path, where):
     save_model(world_of_one(), tmp_path, models.llama)

@@ -51,6 +51,7 @@ def load_and_check(comm, folder, build, stage, dtypes):
     assert engine.num_updates == 2
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("dtypes", [None, HALF])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [((3, 3), (2, 3)), ((2, 0), (3, 1)), ((1, 3), (2, 0))])
 def test_state_resumes_at_any_number_of_ranks_and_any_stage(tmp_path, saved_by, loaded_by, dtypes):

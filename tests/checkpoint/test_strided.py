@@ -8,6 +8,9 @@ from hf_zero.checkpoint.trace import Trace
 from hf_zero.checkpoint.transfer import incoming, outgoing
 
 
+pytestmark = pytest.mark.quick
+
+
 def elements(copy: Copy) -> dict[int, int]:
     """Every element written, and the one read for it."""
     steps = itertools.product(*(range(dim.size) for dim in copy.dims))

@@ -6,6 +6,9 @@ from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, world_of_one
 
 
+pytestmark = pytest.mark.quick
+
+
 def tensors_of(model):
     return saved_tensors(model, FakeEngine(model, world_of_one()).param_infos())
 

@@ -56,6 +56,7 @@ def resume(comm, folder, build, stage, exact, compute_dtype=None):
     assert losses == unbroken if exact else losses == pytest.approx(unbroken, rel=1e-5)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("build", [models.tied_llama, models.t5, models.mixtral])
 def test_a_trained_model_loads_with_plain_transformers(tmp_path, build):
     run_ranks(save_after_some_steps, 2, tmp_path, build, 3)
@@ -67,12 +68,14 @@ def test_a_trained_model_loads_with_plain_transformers(tmp_path, build):
     assert (Path(tmp_path) / "saved" / "model.safetensors.index.json").exists()
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, compute_dtype):
     run_ranks(save_after_some_steps, 2, tmp_path, models.tied_llama, 3, compute_dtype)
     run_ranks(resume, 2, tmp_path, models.tied_llama, 3, True, compute_dtype)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, 1), (2, 0), (3, 2)])
 def test_a_run_resumes_at_another_stage_and_number_of_ranks(tmp_path, num_ranks, stage):
     run_ranks(save_after_some_steps, 2, tmp_path, models.tied_llama, 3)

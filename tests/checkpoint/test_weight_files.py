@@ -10,6 +10,9 @@ from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint import models
 
 
+pytestmark = pytest.mark.quick
+
+
 def entries_of(model) -> list[TensorEntry]:
     return [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
 

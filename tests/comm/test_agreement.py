@@ -10,6 +10,9 @@ from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.fakes import run_ranks, world_of_one
 
 
+pytestmark = pytest.mark.quick
+
+
 def fail(error: BaseException):
     raise error
 

@@ -20,6 +20,9 @@ from hf_zero.errors import CommError
 from tests.comm.test_pairwise import CPU
 
 
+pytestmark = pytest.mark.quick
+
+
 NUMEL = 4  # of a rank's range
 
 

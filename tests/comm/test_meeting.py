@@ -107,6 +107,7 @@ def _one_is_killed_while_they_meet(folder: str) -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(meeting.tempfile, "tempdir", folder)
+        monkeypatch.setattr(meeting, "MEETING_SECONDS", 3.0)
         if dist.get_rank() == 1:
             monkeypatch.setattr(meeting, "_connected", killed)
         with pytest.raises(RuntimeError, match=r"^connecting the ranks: rank 1 \(.*\) has ended"):
@@ -139,6 +140,7 @@ def _refused(monkeypatch) -> None:
     def refuse(*_):
         raise ConnectionRefusedError("refused")
 
+    monkeypatch.setattr(meeting, "MEETING_SECONDS", 3.0)
     if dist.get_rank() == 1:
         monkeypatch.setattr(meeting, "_connected", refuse)
 

@@ -46,6 +46,7 @@ def _reduces(in_dtype, sum_dtype, out_dtype) -> None:
     assert comm.buffer_nbytes == 2 * SMALL
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
     "in_dtype, sum_dtype, out_dtype",

@@ -53,6 +53,7 @@ def _gathers(numels: list[int], dtype: torch.dtype) -> None:
         assert torch.equal(full, wanted), numel
 
 
+@pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gather_puts_every_rank_in_its_range(num_ranks, dtype):
@@ -82,6 +83,7 @@ def _reduces(numels: list[int], bucket_nbytes: int, in_dtype, sum_dtype, out_dty
             assert torch.equal(own, wanted.to(out_dtype)), numel
 
 
+@pytest.mark.quick(cases=4)
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 @pytest.mark.parametrize("bucket_nbytes", [32 * 2**20, SMALL, SMALL + 3])
 @pytest.mark.parametrize(
@@ -142,6 +144,7 @@ def _overlaps(bucket_nbytes: int) -> None:
         assert torch.equal(full, wanted), seed
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 @pytest.mark.parametrize("bucket_nbytes", [32 * 2**20, SMALL])
 def test_collectives_under_way_do_not_disturb_one_another(num_ranks, bucket_nbytes):

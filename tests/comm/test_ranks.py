@@ -26,6 +26,7 @@ from hf_zero.trainer import trainer as trainer_module
 from tests import models
 from tests.comm.test_pairwise import CPU
 from tests.distributed import RemoteError, forget_ranks, run_ranks
+from tests.tiers import more
 from tests.trainer.harness import Rows, make, reset_accelerate
 
 
@@ -116,6 +117,7 @@ def _said(folder: Path) -> tuple[str, list[str]]:
     return (folder / f"place{VICTIM}").read_text(encoding="utf-8"), said
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("kind, name", CASES)
 def test_a_rank_that_is_killed_is_named_by_all_others(kind, name, tmp_path):
     with pytest.raises(RemoteError):
@@ -165,8 +167,18 @@ def _one_stays_away(kind: str, name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["shared", "messages"])
-@pytest.mark.parametrize("name", ["vector", "object", "barrier", "side group", "agreement"])
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("messages", "vector"),
+        ("shared", "object"),
+        ("shared", "barrier"),
+        ("messages", "side group"),
+        ("messages", "agreement"),
+        *more(("shared", "vector"), ("messages", "object"), ("messages", "barrier")),
+        *more(("shared", "side group"), ("shared", "agreement")),
+    ],
+)
 def test_a_rank_that_does_not_answer_is_named(kind, name):
     for rank, line in enumerate(run_ranks(_one_stays_away, 3, kind, name)):
         if rank != VICTIM:
@@ -186,6 +198,7 @@ def _others_pass() -> None:
     assert caught.value is first
 
 
+@pytest.mark.quick
 def test_other_errors_pass():
     run_ranks(_others_pass, 2)
 

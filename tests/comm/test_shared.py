@@ -58,6 +58,7 @@ def _gathers(numels: list[int], dtype: torch.dtype) -> None:
         assert torch.equal(apart, wanted), numel
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gather_puts_every_rank_in_its_range(num_ranks, dtype):
@@ -85,6 +86,7 @@ def _reduces(numels: list[int], in_dtype, sum_dtype, out_dtype) -> None:
             assert torch.equal(_mine(full), wanted.to(out_dtype)), numel
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 @pytest.mark.parametrize("in_dtype, sum_dtype, out_dtype", DTYPES)
 def test_reduce_averages_in_rank_order(num_ranks, in_dtype, sum_dtype, out_dtype):
@@ -228,6 +230,7 @@ def _come_to_different_units() -> None:
         comm.all_gather(full, _mine(full), what=f"layers.{comm.rank}").wait()
 
 
+@pytest.mark.quick
 def test_ranks_at_different_units_are_told_at_once():
     begin = time.monotonic()
     run_ranks(_come_to_different_units, 2)
@@ -326,6 +329,7 @@ def _gives_back() -> int:
     assert held() == before
 
 
+@pytest.mark.quick
 def test_memory_and_sockets_are_given_back():
     run_ranks(_gives_back, 2)
 
@@ -344,13 +348,14 @@ def _hosts_differ() -> None:
 
 def _cannot_connect() -> None:
     """One rank cannot reach another, as in containers of their own: all go the other way."""
-    real = meeting._connected
+    real, seconds = meeting._connected, meeting.MEETING_SECONDS
     try:
+        meeting.MEETING_SECONDS = 3.0
         if dist.get_rank() == 1:
             meeting._connected = lambda *_: (_ for _ in ()).throw(ConnectionRefusedError("refused"))
         comm = connect(CPU, timeout_seconds=3.0, bucket_nbytes=2**20)
     finally:
-        meeting._connected = real
+        meeting._connected, meeting.MEETING_SECONDS = real, seconds
     assert type(comm) is PairwiseComm
 
 

@@ -78,6 +78,7 @@ def _match(act):
     assert_stages_match(Tower, act, num_steps=3)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "act",
     [

@@ -76,6 +76,7 @@ def _stays(stage: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_long_lived_memory_stays_where_it_is_over_varying_lengths(stage):
     run_ranks(_stays, 2, stage)

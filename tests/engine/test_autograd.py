@@ -98,6 +98,7 @@ def _match(act):
     assert_stages_match(Tower, act, exact=False)
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize(
     "act",
     [

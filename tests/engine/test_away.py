@@ -121,6 +121,7 @@ def _functional(name):
     assert_equal_weights(found, weights_of(model), "after the refusal", exact=True)
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("name", USES)
 def test_a_functional_use_outside_of_the_block_is_refused_by_name_in_the_first_forward(name):
     run_ranks(_functional, 2, name, timeout=LIMIT)

@@ -10,7 +10,7 @@ from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, assert_away, build_seeded, weights_of
 
 
-pytestmark = pytest.mark.direct
+pytestmark = [pytest.mark.direct, pytest.mark.quick]
 
 
 LIMIT = 60.0

@@ -94,6 +94,7 @@ def _plain(cls, use_reentrant):
     assert_stages_match(built(cls, use_reentrant), one_backward)
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("cls", [OutsideTower, PairedTower, WholeTower, InsideTower])
 def test_checkpointed_blocks_train_as_in_plain_torch(cls, use_reentrant):

@@ -10,7 +10,7 @@ import hf_zero
 from hf_zero.engine import direct
 
 
-pytestmark = pytest.mark.direct
+pytestmark = [pytest.mark.direct, pytest.mark.quick]
 
 
 class Net(nn.Module):

@@ -214,6 +214,7 @@ def _gathered_after_failure():
             assert_equal_weights(weights_of(model), wanted, f"stage {stage} after {fail.__name__}", exact=True)
 
 
+@pytest.mark.quick
 def test_parameters_are_whole_after_a_failure():
     run_ranks(_gathered_after_failure, 2, timeout=LIMIT)
 

@@ -68,6 +68,7 @@ def _writeback():
             assert torch.equal(value, wanted), f"stage {stage}: {name}"
 
 
+@pytest.mark.quick
 def test_writeback_takes_rank_0s_values_everywhere():
     run_ranks(_writeback, 3, timeout=LIMIT)
 
@@ -236,6 +237,7 @@ def _match(act):
     assert_stages_match(Tower, act)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "act",
     [

@@ -156,6 +156,7 @@ def _gathered(stage, shared_memory):
     assert_away(model, engine)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("stage, shared_memory", [(1, True), (2, True), (3, True), (3, False)])
 @pytest.mark.support("generate inside hf_zero.gathered: any mode, without communication", area="Generation")
 def test_inside_gathered_one_rank_may_generate_alone(stage, shared_memory):

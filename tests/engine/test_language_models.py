@@ -70,7 +70,9 @@ def _llama(act):
         assert_stages_match(build, act)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("act", [logits_outside, backbone_then_head, hidden_states_of_all_layers, one_hidden_state])
+@pytest.mark.full("more cases", after=2)
 def test_parts_of_a_language_model(act):
     run_ranks(_llama, 2, act, timeout=LIMIT)
 

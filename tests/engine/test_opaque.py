@@ -79,6 +79,7 @@ def _trains_as_plain(stage, shared_memory, dtype):
     return held, codes[0].nbytes
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16], ids=["bytes", "bytes stored as bf16"])
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -10,6 +10,9 @@ from hf_zero.errors import UnsupportedError
 from tests.engine.models import WIDTH, Block, Tower
 
 
+pytestmark = pytest.mark.quick
+
+
 def units_of(model: nn.Module) -> list[str]:
     """The units' names, after a check that every parameter is in exactly one, under its first name."""
     parts = partition(model)

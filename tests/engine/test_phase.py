@@ -8,6 +8,9 @@ from hf_zero.engine.unit import ALLOWED, Phase, moved
 from hf_zero.errors import LifecycleError
 
 
+pytestmark = pytest.mark.quick
+
+
 @pytest.mark.parametrize("start, end", list(itertools.product(Phase, Phase)))
 def test_only_the_listed_moves_are_allowed(start, end):
     if (start, end) in ALLOWED:

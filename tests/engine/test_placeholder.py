@@ -16,6 +16,9 @@ from tests.engine.models import WIDTH, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, build_seeded, sgd, weights_of
 
 
+pytestmark = pytest.mark.quick
+
+
 LIMIT = 60.0
 
 

@@ -64,6 +64,7 @@ def _plain_again(stage: int, name: str, dtype) -> None:
     assert_equal(first, second, f"stage {stage}")
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.support("`engine.unshard()`, then used, copied and sharded again", area="Models in one process")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name, dtype", [("mixtral", None), ("llama-tied", torch.bfloat16)])

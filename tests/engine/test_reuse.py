@@ -72,6 +72,7 @@ def _assert_match(build, act):
     assert_stages_match(build, act)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("build", [Tower, shared_block, shared_group, reversed_order, tied_across_blocks])
 @pytest.mark.parametrize("num_ranks", [2])
 def test_blocks_used_again_train_as_in_plain_torch(build, num_ranks):
@@ -165,10 +166,12 @@ def no_grad_first_half_outside(model, rank, step):
     return [loss.detach(), before, between.clone()]
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("build", [Tower, shared_group])
 @pytest.mark.parametrize(
     "act", [two_forwards_one_backward, no_grad_between, no_grad_first_half_outside, forward_without_backward]
 )
+@pytest.mark.full("more cases", after=4)
 def test_several_forwards_before_one_backward(act, build):
     run_ranks(_assert_match, 2, build, act, timeout=LIMIT)
 
@@ -178,10 +181,12 @@ def _assert_match_to_rounding(build, act):
     assert_stages_match(build, act, exact=False)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("build", [Tower, shared_group])
 @pytest.mark.parametrize(
     "act", [two_losses, two_losses_reversed, retained_graph, three_accumulated, accumulated_then_two_forwards]
 )
+@pytest.mark.full("more cases", after=6)
 def test_several_backwards_before_a_step_add_up(act, build):
     run_ranks(_assert_match_to_rounding, 2, build, act, timeout=LIMIT)
 

@@ -8,6 +8,9 @@ import pytest
 from hf_zero.engine.schedule import Schedule, Stack, Visit
 
 
+pytestmark = pytest.mark.quick
+
+
 def stack_of(count: int, prefix: str = "u") -> Stack:
     """A stack of units, of which the schedule needs no more than that they differ."""
     return Stack([f"{prefix}{index}" for index in range(count)])

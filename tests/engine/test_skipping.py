@@ -47,7 +47,9 @@ def _orders(name, prefetch_units):
     assert_stages_match(five_blocks, run_with(ORDERS[name]), num_steps=3, prefetch_units=prefetch_units)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.full("more cases", after=5)
 def test_blocks_skipped_on_one_rank(name):
     run_ranks(_orders, 2, name, 1, timeout=LIMIT)
 
@@ -181,6 +183,7 @@ class ExpertTower(Tower):
         super().__init__(3, block=Experts)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("same_on_all_ranks", [True, False])
 def test_experts_that_a_rank_does_not_use(same_on_all_ranks):
     run_ranks(_experts, 2, same_on_all_ranks, timeout=LIMIT)
@@ -275,6 +278,7 @@ def _frozen(build, name):
 
 @pytest.mark.parametrize("name", ["middle", "first", "last", "all but one", "another on each"])
 @pytest.mark.parametrize("build", [frozen_middle, frozen_beginning])
+@pytest.mark.full("more cases", after=5)
 def test_frozen_blocks_skipped_on_one_rank(build, name):
     run_ranks(_frozen, 2, build, name, timeout=LIMIT)
 

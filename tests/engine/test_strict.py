@@ -62,6 +62,7 @@ def _same_bits(name, dtype):
         assert_equal(train(subject, name), wanted, f"strict stage {stage} and one process")
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_strict_process_computes_the_same_bits(dtype):
     run_ranks(_same_bits, 1, "llama-tied", dtype, timeout=LIMIT)

@@ -149,12 +149,15 @@ def _all_match(builders):
             raise AssertionError(f"{build.__name__}: {error}") from error
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("build", BUILDERS)
 def test_structures_train_as_in_plain_torch(build):
     run_ranks(_all_match, 2, [build], timeout=LIMIT)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks", [1, 3, 5])
+@pytest.mark.full("more cases", after=2)
 def test_world_sizes_that_divide_nothing(num_ranks):
     run_ranks(_all_match, num_ranks, [Tower, only_a_linear, odd_shapes, OddRoot], timeout=120.0)
 

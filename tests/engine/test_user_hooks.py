@@ -80,6 +80,7 @@ def _accumulate_hooks_afterwards():
     assert_stages_match(Tower, act)
 
 
+@pytest.mark.quick
 def test_post_accumulate_hooks_put_after_sharding_change_the_gradient():
     run_ranks(_accumulate_hooks_afterwards, 2, timeout=LIMIT)
 
@@ -112,6 +113,7 @@ def _replacing_hooks():
     assert_stages_match(Tower, afterwards)
 
 
+@pytest.mark.quick
 def test_forward_hooks_may_replace_inputs_and_outputs():
     run_ranks(_replacing_hooks, 2, timeout=LIMIT)
 

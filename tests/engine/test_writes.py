@@ -69,6 +69,7 @@ def _writes_count(stages, dtype):
                     assert torch.equal(shard.tensor, before[shard.name, shard.start]), f"{where}: {shard.name}"
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_is_written_between_steps_counts_where_parameters_are_whole(num_ranks, dtype):
@@ -134,6 +135,7 @@ def _written_by_one(dtype):
                 take_step(model, optimizer, 1)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_one_rank_alone_writes_is_refused_by_name(dtype):
     run_ranks(_written_by_one, 2, dtype, timeout=LIMIT)

@@ -9,6 +9,9 @@ from hf_zero.optim.granularity import ShardGranularity
 from hf_zero.sharding.layout import Layout
 
 
+pytestmark = pytest.mark.quick
+
+
 def _model(num_ranks: int, num_layers: int = 12) -> list[Layout]:
     """The matrices of a small Llama: embeddings and head, and layer by layer."""
     layer = [(64, 64), (32, 64), (32, 64), (64, 64), (172, 64), (172, 64), (64, 172), (64,), (64,)]

@@ -66,8 +66,10 @@ def _stops(value: float, settings: dict) -> None:
             train(subject, "mlp", num_steps=1)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("settings", [{}, {"compute_dtype": torch.bfloat16}, {"shared_memory": False}], ids=str)
+@pytest.mark.full("more cases", after=3)
 def test_a_step_on_gradients_that_are_not_finite_is_refused_by_rank_and_unit(value, settings):
     run_ranks(_stops, 2, value, settings)
 
@@ -137,6 +139,7 @@ def _skips(settings: dict) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"offload": "optimizer"}, {"offload": "optimizer", "delayed_update": 1}], ids=str
 )
+@pytest.mark.full("more cases", after=2)
 def test_a_step_that_is_skipped_leaves_no_trace(settings):
     run_ranks(_skips, 2, settings)
 

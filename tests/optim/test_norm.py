@@ -27,6 +27,7 @@ def _norms_of_mlp(norm_type: float) -> None:
         assert abs(again - 0.01) <= 1e-5 * 0.01, f"stage {stage}: {again} after clipping to 0.01"
 
 
+@pytest.mark.quick(cases=3)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
 def test_clipping_is_that_of_plain_torch(num_ranks, norm_type):

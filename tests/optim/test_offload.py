@@ -42,6 +42,7 @@ def _is_bit_equal(stage: int, offload: str, **settings) -> None:
             assert_equal(plain, away, f"{dtype}, {run.func.__name__}")
 
 
+@pytest.mark.quick(cases=1)
 @feature("Same bits as without offload: fp32, bf16, accumulation, clipping")
 @pytest.mark.parametrize("stage, offload", PLACES)
 def test_offload_changes_no_bit(stage, offload):
@@ -424,6 +425,7 @@ def test_what_fails_on_the_thread_fails_the_step():
         run_ranks(_fails, 2, timeout=60)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "settings, message",
     [

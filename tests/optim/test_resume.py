@@ -53,6 +53,7 @@ def _resume(folder: str, kind: str, stage: int, exact: bool) -> None:
 
 
 @each_kind(("Muon with AdamW", "8-bit AdamW (torchao)", "AdEMAMix (bitsandbytes)"))
+@pytest.mark.full("more cases", after=2)
 def test_a_resumed_run_is_the_unbroken_one_whatever_the_ranks_and_the_stage(tmp_path, kind):
     kinds.skip_without(kind)
     run_ranks(_save, 2, str(tmp_path), kind, 3, timeout=240)
@@ -75,6 +76,7 @@ def _whole(folder: str, kind: str) -> dict[str, tuple]:
         }
 
 
+@pytest.mark.quick
 def test_factors_lie_beside_the_weights_in_their_own_shapes(tmp_path):
     run_ranks(_save, 2, str(tmp_path), "Adafactor (torch)", 2)
     found = _whole(str(tmp_path), "Adafactor (torch)")

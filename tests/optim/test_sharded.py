@@ -49,6 +49,7 @@ def _like_plain(kind: str, settings: dict, num_steps: int) -> None:
     )
 
 
+@pytest.mark.quick(cases=3)
 @pytest.mark.parametrize("key", OPTIMIZERS)
 def test_elementwise_optimizers_agree_with_plain_torch(key):
     run_ranks(_like_plain, 2, *OPTIMIZERS[key], 6)
@@ -96,6 +97,7 @@ def _train_scheduled(subject, num_steps: int) -> Record:
     return Record(losses, torch.cat([record.norms for record in records]), records[-1].weights)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_custom_groups_and_schedulers_are_kept(num_ranks):
     run_ranks(_custom_groups, num_ranks, 4)
@@ -245,6 +247,7 @@ def _state_dict_and_back() -> None:
         assert {id(param) for param in subject.optimizer.inner.state} == shards, "one state for both optimizers"
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_state_dict_can_be_taken_back(num_ranks):
     run_ranks(_state_dict_and_back, num_ranks)

@@ -96,6 +96,7 @@ def each_case(folder: str, stage: int, names: list[str]) -> None:
         on_disk_and_in_memory(folder, make, stage, settings, run)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.support("In files (`offload_dir`): same bits", area="Offload", stages=("optimizer",))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_from_disk_is_training_in_memory_bit_for_bit(tmp_path, stage):

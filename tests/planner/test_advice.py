@@ -27,6 +27,7 @@ def _advise(memory: float, config: ZeroConfig | None = None, **kwargs):
     return advise(_predict, config or ZeroConfig(), int(memory / USABLE_SHARE) + 1, **kwargs)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "memory, stage, offload, checkpointing",
     [

@@ -21,6 +21,7 @@ def _deep(name: str):
     return model
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "settings",
     [

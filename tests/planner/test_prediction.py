@@ -102,6 +102,7 @@ def test_rest_peak_and_traffic_are_those_of_a_real_step(name, stage, dtype, chec
     _check(name, checkpointing, stage=stage, compute_dtype=dtype)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name, stage", [("llama", 3), ("bert", 2)])
 def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):
     _check(name, True, stage=stage, compute_dtype=torch.bfloat16)
@@ -143,6 +144,7 @@ def test_weights_may_still_be_in_files(tmp_path):
     assert unread.peak_nbytes is None and "no batch" in unread.note
 
 
+@pytest.mark.quick
 def test_bytes_at_rest_fall_with_stage_and_ranks():
     model = subjects.build("llama")
     by_stage = [predict(model, num_ranks=8, stage=stage).resting_nbytes for stage in range(4)]

@@ -38,6 +38,7 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -104,6 +104,7 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize(("name", "value", "message"), [*ARGUMENTS, *SCHEDULES])
 def test_an_argument_that_cannot_work_is_refused_by_the_command_line(refusal, name, value, message):
     assert message in refusal("pretrain", f"--{name}={value}")

@@ -55,6 +55,7 @@ def load(tiny_model, tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.quick
 def test_names_come_from_the_data_set_and_splits_by_name(load, tmp_path):
     rows = {"text": TEXTS, "label": LABELS}
     folder = hub_folder(tmp_path / "set", rows, {"text": TEXTS[:2], "label": [1, 0]})

@@ -16,6 +16,7 @@ from hf_zero.recipes.tasks import TASKS, TOOLS
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.quick
 def test_the_usage_lists_every_task_and_tool(capsys):
     assert cli.main([]) == 0
     usage = capsys.readouterr().out

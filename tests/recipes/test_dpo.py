@@ -154,6 +154,7 @@ GOOD = {"prompt": "the door is", "chosen": " red", "rejected": " a door"}
 CHAT = as_chats([GOOD])[0]
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

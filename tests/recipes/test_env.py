@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from packaging.requirements import Requirement
 
@@ -18,6 +19,7 @@ from hf_zero.recipes.cli import main
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.quick
 def test_env_says_versions_devices_memory_and_disk(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

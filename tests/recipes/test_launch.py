@@ -131,6 +131,7 @@ def test_processes_meet_on_loopback_and_share_the_cores(tmp_path, monkeypatch):
     assert {path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == {"2 127.0.0.1 3"}
 
 
+@pytest.mark.quick
 def test_the_rank_that_failed_is_heard_not_the_ones_that_lost_it(capfd):
     with pytest.raises(DataError, match="row 7: no text"):
         launch(2, fail_on_rank_1_while_rank_0_waits)

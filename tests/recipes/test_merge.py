@@ -54,6 +54,7 @@ def merge(adapter, tmp_path, capsys):
 INPUT = {"input_ids": torch.arange(2, 12).view(2, 5), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
 
 
+@pytest.mark.quick
 def test_the_merged_model_computes_what_the_adapted_one_does(merge, trained, tmp_path):
     code, said = merge()
     assert code == 0, said

@@ -52,6 +52,7 @@ STAGE_3 = {
 }
 
 
+@pytest.mark.quick
 def test_a_configuration_for_stage_3_becomes_flags():
     result = migrated(STAGE_3)
     assert result.flags == {
@@ -130,6 +131,7 @@ def _paths(section: dict, prefix: str = "") -> set[str]:
     return {f"{prefix}{key}" for key, value in section.items() if not isinstance(value, dict)}.union(*deeper)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("config", "flags"),
     [

@@ -72,6 +72,7 @@ def test_a_folder_without_config_or_weights_is_refused(tmp_path):
         resolve_model(str(tmp_path))
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
 def test_truncated_weights_are_refused(tmp_path, tiny_model, kept):
     folder = shutil.copytree(tiny_model, tmp_path / "model")

@@ -39,6 +39,7 @@ def call(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_model_of_another_run_is_not_overwritten_by_any_task(call, task):
     code, line, ran = call(task, "--learning_rate=0.5")

@@ -38,6 +38,7 @@ def _mib(text: str, name: str) -> float:
     return float(re.search(rf"^  {name}.*?([\d.]+) MiB", text, re.MULTILINE)[1])
 
 
+@pytest.mark.quick
 def test_a_config_file_or_its_folder_is_enough(config_file, capsys):
     text = _plan(capsys, config_file, *SETTINGS)
     assert "8 rank(s)" in text

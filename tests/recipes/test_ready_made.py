@@ -52,6 +52,7 @@ def parsed(name: str) -> Settings:
     return parse_settings(read(name)["task"], ["--config", str(ROOT / "recipes" / f"{name}.yaml")])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", NAMES)
 def test_it_parses_and_leaves_what_it_makes_in_a_folder_of_its_name(name):
     settings = parsed(name)

@@ -4,7 +4,12 @@ import shlex
 import subprocess
 import sys
 
+import pytest
+
 from hf_zero.recipes.report import memory_table, usage_command
+
+
+pytestmark = pytest.mark.quick
 
 
 def test_the_table_shows_the_largest_rank_beside_data_parallelism():

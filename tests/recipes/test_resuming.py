@@ -41,6 +41,7 @@ def call(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

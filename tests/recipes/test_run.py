@@ -77,6 +77,7 @@ def check_run(result: subprocess.CompletedProcess, folder: Path) -> None:
     }
 
 
+@pytest.mark.quick
 def test_two_processes_learn_and_the_command_that_is_told_works(flags, tmp_path):
     result = run_command([*RUN, *flags, "--num_processes", "2", "--zero_stage", "3"], tmp_path)
     check_run(result, tmp_path)

@@ -17,6 +17,7 @@ def write_yaml(folder: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.quick
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path):
     path = write_yaml(tmp_path, "learning_rate: 1e-3\nmax_length: 32\nzero_stage: 1\n")
     settings = parse_settings("classify", ["--config", path, "--zero_stage", "2", "--max-length", "48"])
@@ -50,6 +51,7 @@ def test_the_recipe_in_the_repository_parses():
     assert settings.training["save_strategy"] == "no"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -95,6 +95,7 @@ def _change(path, change) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+@pytest.mark.quick
 def test_a_checkpoint_passes_every_check(verified, checksums):
     code, lines, _ = verified()
     assert code == 0
@@ -128,6 +129,7 @@ def test_a_checkpoint_of_the_former_version_says_that_only_tensors_have_checksum
     assert "tensors as they were saved; a former version, which kept none of other files" in lines["checksums"]
 
 
+@pytest.mark.quick
 def test_a_bit_that_has_flipped_is_found_in_its_tensor_and_file(verified, checksums, folder):
     name = "model.layers.1.mlp.up_proj.weight"
     content = bytearray((folder / WEIGHTS).read_bytes())

@@ -216,6 +216,7 @@ def test_charts_that_stand_beside_one_another_are_as_high():
         assert drawn[-1].title == f"{what} per rank in step 3, by unit"
 
 
+@pytest.mark.quick
 def test_the_result_is_the_last_evaluation_and_the_best_step():
     assert results_of(LOG) == [
         ("accuracy", "0.5"),

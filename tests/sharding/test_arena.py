@@ -8,6 +8,9 @@ from hf_zero.errors import LifecycleError
 from hf_zero.sharding.arena import ALIGN_NBYTES, Arena, trim
 
 
+pytestmark = pytest.mark.quick
+
+
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
 

@@ -6,6 +6,9 @@ import pytest
 from hf_zero.sharding.layout import ALIGN_NUMEL, Layout, align
 
 
+pytestmark = pytest.mark.quick
+
+
 def _random_shapes(rng: random.Random) -> list[tuple[int, ...]]:
     return [
         tuple(rng.choice([0, 1, 1, 2, 3, 17, 40]) for _ in range(rng.randrange(4))) for _ in range(rng.randrange(9))

@@ -6,6 +6,9 @@ import torch
 from hf_zero.sharding.slots import Slot, parts_nbytes
 
 
+pytestmark = pytest.mark.quick
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 
 

@@ -57,6 +57,7 @@ def make_records(disk_: Disk, comm: Comm, numels: list[int]) -> list:
     return [tuple(e.window(*w) for e in pair) for pair in pairs for w in windows(pair[0].numel)]
 
 
+@pytest.mark.quick
 def test_tensors_of_any_size_keep_their_values_in_buffers_that_do_not_grow_with_their_number(
     tmp_path, monkeypatch, comm, memory
 ):
@@ -132,6 +133,7 @@ def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(tmp_path, comm
     assert (seen[0] == 5).all()
 
 
+@pytest.mark.quick
 def test_an_exception_in_the_middle_leaves_everything_usable(tmp_path, comm, memory):
     shelf = Disk.open(comm, tmp_path, memory)
     records = [(extent,) for extent in shelf.extents(comm, [(1024, torch.float32)] * 6)]

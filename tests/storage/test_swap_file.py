@@ -61,6 +61,7 @@ def check_round_trips(file: SwapFile) -> None:
     assert in_pages(1) == in_pages(PAGE) == PAGE and file.nbytes == 39 * PAGE
 
 
+@pytest.mark.quick
 def test_what_is_written_is_read_and_counted(file):
     check_round_trips(file)
     assert file._counters.sent_nbytes == {"disk write": 38 * PAGE, "disk read": 39 * PAGE}
@@ -102,6 +103,7 @@ def test_short_reads_and_writes_are_gone_on_with(file, monkeypatch):
     check_round_trips(file)
 
 
+@pytest.mark.quick
 def test_reads_and_writes_of_one_range_keep_their_order(file, monkeypatch):
     """A write waits for the read before it, a read for the write before it, however slow those are."""
     file.reserve(world_of_one(), 8 * PAGE)

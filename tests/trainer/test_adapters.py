@@ -65,6 +65,7 @@ def _saves_and_resumes(folder, stage):
         assert torch.equal(names[name], weight), f"stage {stage}: {name}"
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_adapters_are_saved_whole_and_resume(tmp_path, stage):
     run_ranks(_saves_and_resumes, 2, str(tmp_path), stage, timeout=240)
@@ -212,6 +213,7 @@ def _merged_loss(state, batch):
     return plain(**batch).loss
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.support("Merging into the base, inside hf_zero.gathered(writeback=True)", area="Adapters")
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("stage", [1, 2, 3])

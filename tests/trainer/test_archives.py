@@ -24,6 +24,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth", "rng_state_3.pth"])
 def test_an_archive_that_is_empty_or_cut_off_is_named(folder, name):
     torch.save({"last_epoch": 3, "rates": torch.ones(100)}, folder / name)

@@ -11,6 +11,9 @@ from tests.distributed import run_ranks
 from tests.trainer.harness import make
 
 
+pytestmark = pytest.mark.quick
+
+
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"):

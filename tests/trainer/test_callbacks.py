@@ -1,5 +1,6 @@
 """Callbacks are called in the order of `Trainer`, and can see real values."""
 
+import pytest
 import torch
 from transformers import TrainerCallback
 
@@ -67,6 +68,7 @@ def _watch(folder):
     )
 
 
+@pytest.mark.quick
 def test_callbacks_keep_their_order_and_see_real_weights(tmp_path):
     run_ranks(_watch, 2, str(tmp_path), timeout=240)
 

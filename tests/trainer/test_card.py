@@ -16,6 +16,9 @@ from tests import models
 from tests.trainer.harness import Rows, make
 
 
+pytestmark = pytest.mark.quick
+
+
 FACTS = RunFacts(
     model_name="tiny",
     base_model="someone/encoder",

@@ -54,6 +54,7 @@ def _resumes(folder, stage, settings):
         assert_equal(resumed, whole, f"stage {stage}: resumed at step {start} and unbroken")
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "stage, num_ranks, settings",
     [
@@ -73,6 +74,7 @@ def _goes_on(folder, stage, batch_size, resume=None):
     return run.norms, {name: weight.numpy() for name, weight in run.weights.items()}
 
 
+@pytest.mark.quick
 def test_a_run_goes_on_at_another_stage_and_on_another_number_of_ranks(tmp_path):
     # One rank takes all four rows of a step, two ranks take two each: the same rows, added in another order.
     whole_norms, whole = run_ranks(_goes_on, 2, str(tmp_path / "two"), 3, 2, timeout=240)[0]
@@ -168,6 +170,7 @@ def _saves(folder, name):
     return sorted(os.listdir(f"{folder}/3"))
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name", ["bert", "llama-tied", "mixtral", "t5"])
 def test_what_any_stage_saves_loads_with_from_pretrained(tmp_path, name):
     files, _ = run_ranks(_saves, 2, str(tmp_path), name, timeout=240)

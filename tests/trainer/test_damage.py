@@ -62,6 +62,7 @@ def _flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
+@pytest.mark.quick
 def test_a_checkpoint_has_all_its_files_in_the_table(run):
     folder = run / "checkpoint-4"
     names = set(_files(folder))
@@ -256,6 +257,7 @@ def _falls_back(folder):
     return records
 
 
+@pytest.mark.quick
 def test_a_damaged_value_is_said_and_the_run_goes_on_from_the_next_older(tmp_path):
     said, silent = run_ranks(_falls_back, 2, str(tmp_path), timeout=240)
     assert "checkpoint-4 is skipped" in said[0] and "optimizer.safetensors: tensor" in said[0]

@@ -50,6 +50,7 @@ def _evaluates(folder, count):
         assert np.array_equal(predicted.label_ids, plain_predicted.label_ids)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("num_ranks", [2, 1])
 def test_evaluate_and_predict_before_and_after_training_with_uneven_last_batches(tmp_path, num_ranks):
     run_ranks(_evaluates, num_ranks, str(tmp_path), 13, timeout=240)

@@ -152,6 +152,7 @@ def _trains(folder, feature):
     return runs[PLAIN].losses
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.support("{feature}", area="Training features", stages=STAGES)
 @pytest.mark.parametrize("feature", in_core(IN_CORE, FEATURES))
 def test_a_feature_gives_the_numbers_of_trainer(tmp_path, feature):

@@ -61,6 +61,7 @@ def _stops(folder: str) -> None:
             assert names == ["checkpoint-1", "checkpoint-2"], f"{own}: {names}"
 
 
+@pytest.mark.quick
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path):
     run_ranks(_stops, 2, str(tmp_path), timeout=240)
 

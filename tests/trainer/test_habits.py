@@ -28,6 +28,7 @@ def _default_arguments(folder) -> None:
     assert type(trainer.args) is hf_zero.ZeroSeq2SeqTrainingArguments
 
 
+@pytest.mark.quick
 def test_arguments_can_be_left_out(tmp_path):
     run_ranks(_default_arguments, 1, str(tmp_path))
 

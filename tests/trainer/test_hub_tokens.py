@@ -19,6 +19,7 @@ def read(folder):
     return torch.load(folder / "training_args.bin", weights_only=False)
 
 
+@pytest.mark.quick
 def test_what_a_run_saves_has_no_token_and_the_run_keeps_it(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "hub_token": SECRET}
     trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **settings)

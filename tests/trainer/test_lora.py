@@ -69,6 +69,7 @@ def _check(folder, kind):
     check_adapter(folder, base, adapt, **checks)
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.support("LoRA, {kind}", area="Adapters", stages=(1, 2, 3))
 @pytest.mark.parametrize("kind", in_core(ALWAYS, KINDS))
 def test_lora_trains_is_saved_and_resumes_as_under_trainer(tmp_path, kind):

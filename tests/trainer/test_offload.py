@@ -52,6 +52,7 @@ def _watch(trainer) -> list:
     return updated
 
 
+@pytest.mark.quick(cases=1)
 @feature("ZeroTrainer: accumulation and clipping; bf16 without clipping, updated in backward")
 @each_place
 def test_a_trainer_that_offloads_gives_the_same_bits(tmp_path, stage, offload):

@@ -56,6 +56,7 @@ def _like_trainer(folder: str, optim: str, stages: list[int]) -> None:
         assert_close(_run(stage, folder, optim), plain, f"{optim} at stage {stage} and Trainer")
 
 
+@pytest.mark.quick
 @pytest.mark.support("--optim {optim}", area="Optimizers", stages=(1, 2, 3))
 @pytest.mark.parametrize("optim", in_core(["adafactor"], OPTIMS))
 def test_optim_trains_as_in_trainer(tmp_path, optim):

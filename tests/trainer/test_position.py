@@ -11,6 +11,9 @@ from tests.distributed import run_ranks
 from tests.trainer.harness import Rows, make, seed_everything
 
 
+pytestmark = pytest.mark.quick
+
+
 def samples_of_steps(data: Epochs, first: int) -> list[range]:
     """Which places of an epoch's order the steps take from sample `first` on: counted, batch by batch."""
     cut = first - first % data.per_step

@@ -122,6 +122,7 @@ def _autocast(folder):
         assert run.norms == pytest.approx(plain.norms, rel=5e-3)
 
 
+@pytest.mark.quick
 @precision("bf16 by autocast, as Trainer does it (`--zero_autocast`)")
 def test_autocast_computes_what_trainer_computes(tmp_path):
     run_ranks(_autocast, 2, str(tmp_path), timeout=LIMIT)

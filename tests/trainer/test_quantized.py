@@ -110,6 +110,7 @@ def _trains_as_under_trainer(folder, kind, stage):
     return held, whole
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.support("Base in {kind} (bitsandbytes)", area="Adapters")
 @pytest.mark.parametrize(
     ("kind", "stage"),

@@ -145,6 +145,7 @@ def _waits(folder, where):
     return warnings.said
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("where", ["space", "write", "beside"])
 def test_a_model_that_has_no_room_waits_for_it(tmp_path, where):
     said, silent = run_ranks(_waits, 2, str(tmp_path), where)

@@ -38,6 +38,7 @@ def test_nothing_goes_within_the_limit(tmp_path, limit):
     assert len(rotate(tmp_path, limit, newest=10)) == 3
 
 
+@pytest.mark.quick
 def test_steps_count_and_not_dates(tmp_path):
     make(tmp_path, {9: True, 10: True, 100: True})
     os.utime(tmp_path / "checkpoint-9", (4e9, 4e9))

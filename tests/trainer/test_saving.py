@@ -74,6 +74,7 @@ def _keeps_two(folder, aside):
     return seen
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("aside", [False, True])
 def test_the_oldest_goes_when_the_newest_is_complete(tmp_path, aside):
     seen, _ = run_ranks(_keeps_two, 2, str(tmp_path), aside, timeout=240)
@@ -139,6 +140,7 @@ def _has_none(folder):
         trainer.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.quick
 def test_no_checkpoint_to_resume_from_is_one_line(tmp_path):
     run_ranks(_has_none, 2, str(tmp_path), timeout=240)
 

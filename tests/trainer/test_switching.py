@@ -25,6 +25,7 @@ def _goes_on(folder, stage, settings):
     assert_close(resumed, whole, f"begun by Trainer, resumed at stage {stage}")
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize(
     "stage, num_ranks, settings",
     [(1, 1, {}), (3, 1, {}), (1, 2, {}), (3, 2, {}), (3, 2, {"optim": "sgd"}), (2, 2, {"optim": "adagrad"})],

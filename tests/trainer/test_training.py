@@ -41,6 +41,7 @@ def _trains(folder, name):
     assert max(runs[PLAIN].norms) > 0.1, "clipping was to be active"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name, num_ranks", [("bert", 2), ("llama-tied", 2), ("bert", 1)])
 def test_every_stage_trains_as_trainer_does(tmp_path, name, num_ranks):
     run_ranks(_trains, num_ranks, str(tmp_path), name, timeout=240)
@@ -90,6 +91,7 @@ def _accumulates(folder):
     _compare(folder, "bert", stages=(1, 3), gradient_accumulation_steps=3, data=Rows("bert", 28), max_steps=3, steps=3)
 
 
+@pytest.mark.quick
 def test_accumulation_with_ragged_labels_and_a_short_last_window(tmp_path):
     run_ranks(_accumulates, 2, str(tmp_path), timeout=240)
 

@@ -46,6 +46,7 @@ def _are_sharded(folder, stage):
         assert all(torch.equal(weight, start[name]) for name, weight in weights_of(model).items())
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.support("TRL: reference and reward models sharded, without gradients", area="Models in one process")
 def test_reference_and_reward_models_are_sharded_and_frozen(tmp_path, stage):

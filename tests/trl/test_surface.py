@@ -51,6 +51,7 @@ def test_an_old_trl_is_named(monkeypatch):
         getattr(hf_zero.trl, "ZeroKTOTrainer")  # noqa: B009
 
 
+@pytest.mark.quick
 def test_every_name_is_a_class_that_can_be_pickled_and_derived_from():
     import trl
 

@@ -154,6 +154,7 @@ def test_a_trainer_of_trl_trains_as_under_ddp(tmp_path, feature, name, rows, mod
     run_ranks(_matches, 2, str(tmp_path), name, rows, model, parts, settings, timeout=LIMIT)
 
 
+@pytest.mark.quick
 @pytest.mark.support("TRL: models by name, LoRA, read in ranges", area="Trainers", stages=(1, 2, 3))
 def test_a_model_that_is_named_is_adapted_before_it_is_read(tmp_path):
     run_ranks(_matches, 2, str(tmp_path), "SFT", "text", named, with_lora, LORA, timeout=LIMIT)

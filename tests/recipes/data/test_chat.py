@@ -11,6 +11,9 @@ from hf_zero.recipes.data.chat import DEFAULT_TEMPLATE, chat_tokens, set_chat_te
 from tests.recipes.data.conftest import chats
 
 
+pytestmark = pytest.mark.quick
+
+
 CHAT = chats()[1]["messages"]
 UNMARKED = DEFAULT_TEMPLATE.replace("{%- generation %}{{", "{{-").replace("{% endgeneration %}", "")
 # As Qwen3's: only the last answer begins with what the model thought.

@@ -11,6 +11,9 @@ from hf_zero.recipes.data.formats import recognise
 from tests.recipes.data.conftest import write_lines
 
 
+pytestmark = pytest.mark.quick
+
+
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind"}
 SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]

@@ -17,6 +17,7 @@ from tests.recipes.data.conftest import chats, write_lines
 from tests.recipes.data.tasks import mean_token_loss, run
 
 
+@pytest.mark.quick
 def test_every_row_is_in_one_pack_and_no_pack_is_too_long():
     lengths = torch.randint(1, 65, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
     packs = best_fit_decreasing(lengths, 64)
@@ -39,6 +40,7 @@ def packed_rows(vocab_size: int) -> list[dict]:
     ]
 
 
+@pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
 def test_a_packed_row_has_the_logits_that_it_has_alone(kind, attention, language_models):

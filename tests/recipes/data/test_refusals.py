@@ -14,6 +14,7 @@ TRAINING = {"max_steps": -1, "dataloader_num_workers": 0, "train_sampling_strate
 ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
 
 
+@pytest.mark.quick(cases=2)
 @pytest.mark.parametrize(
     ("task", "given", "message"),
     [

@@ -34,6 +34,7 @@ def flags(tmp_path: Path, model: Path, *more: str) -> list[str]:
     return [*argv, *more]
 
 
+@pytest.mark.quick
 def test_sft_from_the_command_line_on_two_processes(tmp_path, language_models):
     """Every row gets the same answer, so that it is learnt by heart in a few steps."""
     answer = {"role": "assistant", "content": SENTENCES[0]}

@@ -40,6 +40,7 @@ def encode(rows, skip_bad_rows=False):
     return [row["text"] for row in data], num_bad
 
 
+@pytest.mark.quick(cases=3)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["a.jsonl", "lines.json", "a.json", "a.csv", "a.tsv", "a.parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, name, streaming):

@@ -14,6 +14,7 @@ from hf_zero.recipes.data import BadRow, encode_rows, load_rows
 from hf_zero.recipes.data.stream import Stream, shuffled
 
 
+@pytest.mark.quick
 def test_a_stream_begins_again_and_ends_where_there_are_no_rows():
     rows = Dataset.from_dict({"n": [0, 1]}).to_iterable_dataset()
     assert [row["n"] for row in islice(Stream(rows), 5)] == [0, 1, 0, 1, 0]
