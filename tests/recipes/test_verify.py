@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_zero
 from hf_zero.checkpoint import verify as room
-from hf_zero.checkpoint.table import TABLE_NAME, Table
+from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
 from hf_zero.errors import CheckpointError
 from hf_zero.recipes.cli import main
 from tests import models
@@ -73,7 +73,7 @@ def checksums(folder):
     """Those of the table, which are what the library's reading of the files gives."""
     files = [WEIGHTS, *(f"zero/{path.name}" for path in (folder / "zero").glob("*.safetensors"))]
     expected = {file: _crc32s(folder / file) for file in files}
-    table = Table.read(folder)
+    table = ChecksumTable.read(folder)
     assert {name: found.tensors for name, found in table.files.items() if found.tensors is not None} == expected
     return expected
 
@@ -225,7 +225,7 @@ def test_state_that_lacks_a_tensor_is_incomplete(verified, folder):
         del tensors["model.norm.weight.exp_avg_sq"]
 
     _change(folder / STATE, drop)
-    Table.of_folder(folder, {}).write(folder)
+    ChecksumTable.of_folder(folder, {}).write(folder)
     assert "model.norm.weight has no exp_avg_sq" in verified()[1]["state"]
 
 
@@ -240,7 +240,7 @@ def test_a_manifest_that_makes_no_sense_is_told_in_one_line(verified, folder):
     path = folder / "zero" / "manifest.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**content, "groups": [{}]}), encoding="utf-8")
-    Table.of_folder(folder, {}).write(folder)
+    ChecksumTable.of_folder(folder, {}).write(folder)
     code, lines, _ = verified()
     assert code == 1
     assert "manifest.json: groups is not what a run writes; resume from another checkpoint" in lines["state"]
