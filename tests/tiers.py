@@ -28,7 +28,7 @@ QUICK, CORE, FULL, ALL = "quick", "core", "full", "all"
 # Why a test is outside of the core; the mark has to say which of these it is.
 REASONS = {
     "more cases": "the cases in the core take the same way through the code",
-    "slow": "it takes long, and what it guards is guarded by a faster test too, from another side",
+    "slow": "it takes long beside what it adds to faster tests of the same",
 }
 # Each runs in less than an hour on two cores. A room that is named in none is in the last.
 PARTS = {

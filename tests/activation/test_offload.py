@@ -54,7 +54,7 @@ def test_losses_and_gradients_are_those_without_offload(stage, use_reentrant):
 
 
 @offloaded
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -34,7 +34,7 @@ def _trains_as_whole_of(folder, stage, settings):
     _trains_as_whole(folder, stage, **settings)
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("settings", [{"num_micro": 2}, {"norm_type": 1.0}, {"norm_type": float("inf")}], ids=str)
 @pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
 @pytest.mark.parametrize("stage", [1, 2, 3])

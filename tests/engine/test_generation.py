@@ -101,7 +101,7 @@ def _adapted():
     return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.support("generate: with an adapter", area="Generation")
 def test_an_adapters_model_generates(stage):
@@ -136,7 +136,7 @@ def _small_llama():
     return tiny_llama(layers=1)
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.support("generate: assisted by a model or prompt lookup (stage 3: gathered)", area="Generation")
 def test_assistants_help_where_ranks_need_not_keep_step(stage):

@@ -108,7 +108,7 @@ def test_parameters_gathered_from_disk_are_those_in_memory(tmp_path):
     run_ranks(each_case, 2, str(tmp_path), 3, ["parameters", "parameters, bf16"])
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("stage", "num_ranks"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1)])
 def test_other_ways_to_train_from_disk_are_the_same_too(tmp_path, stage, num_ranks, name):

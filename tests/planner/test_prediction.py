@@ -92,7 +92,7 @@ def _check(name: str, checkpointing: bool = False, **settings) -> None:
         assert predicted.sent_nbytes == found["sent"]
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize(
     "dtype, checkpointing", [(None, False), (torch.bfloat16, True)], ids=["fp32", "bf16-checkpointed"]
 )

@@ -75,7 +75,7 @@ def _adapters(folder: str, stage: int, offload: str) -> None:
     assert_equal(away, plain, "LoRA over a frozen base")
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @feature("PEFT: LoRA over a frozen base, gradient checkpointing")
 @each_place
 def test_adapters_train_with_offload(tmp_path, stage, offload):
@@ -95,7 +95,7 @@ def _fp16(folder: str, stage: int, offload: str) -> None:
     assert_equal(*runs, "fp16 with a loss scale, an overflow on one rank")
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @feature("fp16 with a loss scale")
 @each_place
 def test_an_overflow_skips_the_step_on_the_host_too(tmp_path, stage, offload):
@@ -126,7 +126,7 @@ def _resumes_late(folder: str, stage: int, offload: str) -> None:
     assert_equal(resumed, whole, "what is saved has no update under way")
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @feature("Delayed update: resuming")
 @each_place
 def test_a_delayed_run_resumes_where_it_saved(tmp_path, stage, offload):

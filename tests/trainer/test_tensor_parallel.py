@@ -31,7 +31,7 @@ def _divided(folder: str, pretrained: str, stage: int, flags: dict):
 
 
 @pytest.mark.support("Tensor parallelism in ZeroTrainer", area="ZeRO-R")
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_tensor_parallel_model_trains_as_the_whole_one_under_ddp(tmp_path, stage):
     pretrained = saved("llama", tmp_path)

@@ -109,7 +109,7 @@ def _precomputed(folder, name, rows):
         assert_equal(runs[stage, 1], runs[stage, 0], f"stage {stage}, read again")
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("name, rows", [("DPO", "preference"), ("KTO", "unpaired")])
 @pytest.mark.support("TRL: {name}Trainer, reference computed beforehand", area="Trainers", stages=(1, 2, 3))
 def test_what_the_reference_says_may_be_computed_beforehand(tmp_path, name, rows):
@@ -134,7 +134,7 @@ def _resumes(folder, stage):
         assert all(torch.equal(p, runs[0].weights[name]) for name, p in saved.named_parameters())
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.support("TRL: checkpoints, resuming, model card", area="Trainers")
 def test_training_with_a_reference_resumes_bit_for_bit(tmp_path, stage):

@@ -147,7 +147,7 @@ CASES = [
 ]
 
 
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=2)
 @pytest.mark.parametrize("feature, name, rows, model, parts, settings", CASES)
 @pytest.mark.support("{feature}", area="Trainers", stages=(1, 2, 3))
 def test_a_trainer_of_trl_trains_as_under_ddp(tmp_path, feature, name, rows, model, parts, settings):
@@ -191,7 +191,7 @@ def _generates_gathered(folder, name):
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-@pytest.mark.full("slow")
+@pytest.mark.full("more cases", after=1)
 @pytest.mark.support("TRL: generation with gathered weights", area="Generation", stages=(3,))
 def test_trainers_generate_without_communication(tmp_path, name):
     run_ranks(_generates_gathered, 2, str(tmp_path), name, timeout=LIMIT)
