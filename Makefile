@@ -4,20 +4,21 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 OLDEST_BIN := .venv-oldest/bin
 STAMP := .venv/.installed
+QUICKSTART_STAMP := .venv/.quickstart
 OLDEST_STAMP := .venv-oldest/.installed
 OLDEST_TRANSFORMERS := 5.17.0
 
 # The code under check; what is not there yet is left out.
-SOURCES := $(wildcard hf_zero tests benchmarks docs)
+SOURCES := $(wildcard hf_zero tests benchmarks docs setup.py)
 
 # No hub, and no more threads than cores: most tests run two or four processes at once.
 RUN_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 TEST_ENV := $(RUN_ENV) OMP_NUM_THREADS=1
 
-.PHONY: quickstart test test-core test-all test-oldest docs quality style install clean
+.PHONY: quickstart test test-core test-all test-oldest wheel docs quality style install clean
 
-quickstart: $(STAMP)
-	$(RUN_ENV) $(BIN)/python -m hf_zero.recipes classify --config recipes/quickstart.yaml --num_processes 2 --zero_stage 3
+quickstart: $(QUICKSTART_STAMP)
+	$(RUN_ENV) $(BIN)/python -m hf_zero.recipes classify --config quickstart.yaml --num_processes 2 --zero_stage 3
 
 # Which tests are in which tier: tests/tiers.py. These are of every room, and take about six minutes on two cores.
 test: $(STAMP)
@@ -35,6 +36,10 @@ test-all: $(STAMP)
 test-oldest: $(OLDEST_STAMP)
 	$(TEST_ENV) $(OLDEST_BIN)/python -m pytest --tier quick $(PYTEST_ARGS)
 
+# Builds the package, installs it where nothing else of this folder is, and uses it there.
+wheel: $(STAMP)
+	$(RUN_ENV) $(BIN)/python -m tests.wheel
+
 # The site, in build/docs; whatever Sphinx warns of, such as a link that leads nowhere, is an error.
 docs: $(STAMP)
 	$(BIN)/sphinx-build -q -W -n --keep-going docs build/docs
@@ -49,14 +54,20 @@ style: $(STAMP)
 
 install: $(STAMP)
 
-# The stamp is made last: an installation that broke off is done again.
-$(STAMP): pyproject.toml constraints.txt
+# A stamp is made last: an installation that broke off is done again.
+$(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -e '.[test,quickstart,docs]' -c constraints.txt
+	touch $(QUICKSTART_STAMP) $@
+
+# Without what tests and docs need.
+$(QUICKSTART_STAMP): pyproject.toml setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -e '.[quickstart]' -c constraints.txt
 	touch $@
 
 # The same pins, but for transformers and the hub client that follows it.
-$(OLDEST_STAMP): pyproject.toml constraints.txt
+$(OLDEST_STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(OLDEST_BIN)/python || $(PYTHON) -m venv .venv-oldest
 	grep -v -i -E '^(transformers|huggingface_hub|tokenizers|sentence-transformers|peft|trl)==' constraints.txt \
 		> .venv-oldest/constraints.txt

@@ -1,14 +1,12 @@
 """What the user chooses, validated once: the stage as data, the dtypes, the buffer sizes."""
 
-import difflib
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, nearest
 
 
 class MemoryTier(Enum):
@@ -75,14 +73,6 @@ REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # What is done about gradients that are not finite.
 NONFINITE = {name: name for name in ("stop", "skip", "ignore")}
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that is written most like `name`, or begins so; `None` where none is much like it."""
-    known = sorted(known)
-    heads = {key[: len(name) + 1]: key for key in reversed(known)}
-    begins = [heads[head] for head in difflib.get_close_matches(name, list(heads), n=1, cutoff=0.85)]
-    return next(iter(difflib.get_close_matches(name, known, n=1) or begins), None)
 
 
 def choose(setting: str, value, choices: dict):

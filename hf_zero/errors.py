@@ -1,5 +1,8 @@
 """What can go wrong, one class per kind. Every message says: subject, found, expected, what to do."""
 
+import difflib
+from collections.abc import Iterable
+
 
 def size_text(nbytes: int) -> str:
     """A size as people read it, for messages: 17 bytes, 3.4 KiB, 812.0 MiB, 15.4 GiB."""
@@ -7,6 +10,14 @@ def size_text(nbytes: int) -> str:
         return f"{nbytes} bytes"
     unit = min((nbytes.bit_length() - 1) // 10, 4)
     return f"{nbytes / 1024**unit:,.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that is written most like `name`, or begins so; `None` where none is much like it."""
+    known = sorted(known)
+    heads = {key[: len(name) + 1]: key for key in reversed(known)}
+    begins = [heads[head] for head in difflib.get_close_matches(name, list(heads), n=1, cutoff=0.85)]
+    return next(iter(difflib.get_close_matches(name, known, n=1) or begins), None)
 
 
 class HfZeroError(Exception):

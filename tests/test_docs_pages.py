@@ -19,7 +19,7 @@ from tests.generated import check_part, part, write_part
 from tests.public_models import CONFIGS, MILLIONS, empty_model
 from tests.recipes import conftest
 from tests.recipes.test_run import run_command
-from tests.test_readme import SCRIPT, fenced_blocks, patched
+from tests.test_readme import ACTIVATE, SCRIPT, fenced_blocks, patched
 from tests.tiers import in_core, more
 from tests.trials.__main__ import make_parser
 
@@ -202,6 +202,8 @@ def check_command(words: list[str]) -> None:
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     elif words[:2] == ["pip", "install"]:
         _check_extras(arguments[-1])
+    elif program == "source":
+        assert words == shlex.split(ACTIVATE)
     else:
         assert program == "export", f"{shlex.join(words)}: no test knows this command"
 

@@ -10,8 +10,8 @@ import pytest
 from hf_zero.recipes.artifacts import REPORT_FOLDER, REPORT_NAME
 from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data.formats import FORMATS, text_format
-from hf_zero.recipes.listing import recipes
 from hf_zero.recipes.log import LOG_NAME
+from hf_zero.recipes.ready_made import first_comment, ready_made
 from hf_zero.recipes.resolved import RESOLVED_NAME
 from hf_zero.recipes.resuming import EARLIER
 from hf_zero.recipes.settings import LaunchArguments
@@ -29,8 +29,8 @@ def tasks() -> str:
 
 
 def files() -> str:
-    rows = [f"| `{Path(path).name}` | {comment} |" for path, comment in recipes(ROOT / "recipes").items()]
-    return "\n".join(["| file in `recipes/` | |", "|---|---|", *rows])
+    rows = [f"| `{name}` | {first_comment(path)} |" for name, path in ready_made().items()]
+    return "\n".join(["| file | |", "|---|---|", *rows])
 
 
 def formats() -> str:

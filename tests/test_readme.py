@@ -4,10 +4,9 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from dataclasses import dataclass, fields
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, metadata
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,9 @@ from tests.recipes.test_run import run_command
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RECIPE = Path("recipes") / "quickstart.yaml"
 
-CLASSIFY = "python -m hf_zero.recipes classify --config recipes/quickstart.yaml --num_processes 2 --zero_stage 3"
-TORCHRUN = "torchrun --nproc_per_node 2 -m hf_zero.recipes classify --config recipes/quickstart.yaml --zero_stage 2"
+CLASSIFY = "python -m hf_zero.recipes classify --config quickstart.yaml --num_processes 2 --zero_stage 3"
+TORCHRUN = "torchrun --nproc_per_node 2 -m hf_zero.recipes classify --config quickstart.yaml --zero_stage 2"
 TRAIN = "torchrun --nproc_per_node 2 train.py"
 PLAN = "hf-zero plan Qwen/Qwen3-0.6B --num_processes 2 --zero_stage 2 --bf16"
 SFT = (
@@ -36,11 +34,14 @@ MODULES = {
     "hf-zero": ["-m", "hf_zero.recipes"],
 }  # a program as arguments of this Python
 MAKE = {"make quickstart": CLASSIFY, "make test": "python -m pytest --tier quick"}  # what a target comes to
+ACTIVATE = "source .venv/bin/activate"
+INSTALL = "pip install '.[quickstart,peft,trl]'"
 HUB_ID = "Qwen/Qwen3-0.6B"
 
 # Every fenced block in order, with the test that runs it: another block, or one elsewhere, belongs here first.
 BLOCKS = [
     ("bash", "test_a_make_target_is_the_command_that_it_is_said_to_be"),
+    ("bash", "test_what_is_installed_is_there"),
     ("bash", "test_a_classify_command_trains"),
     ("bash", "test_a_classify_command_trains"),
     ("bash", "test_the_commands_of_recipes_run"),
@@ -49,8 +50,8 @@ BLOCKS = [
     ("diff", "test_the_changed_lines_turn_a_trainer_script_into_one_that_shards"),
     ("python", "test_the_example_without_trainer_runs_as_it_is"),
 ]
-# Every line of the bash blocks, in order; the prose has no others.
-COMMANDS = [*MAKE, CLASSIFY, TORCHRUN, PLAN, SFT, TRAIN]
+# Every line of the bash blocks, in order, and those of the prose that are not among them.
+COMMANDS = ["make quickstart", ACTIVATE, INSTALL, CLASSIFY, TORCHRUN, PLAN, SFT, TRAIN, "make test"]
 
 tiny_model = conftest.tiny_model
 
@@ -114,7 +115,7 @@ def test_every_command_is_run_by_a_test():
 @pytest.mark.parametrize("fence", ["```bash", "~~~ bash", "````bash"])
 def test_a_new_block_is_noticed_whatever_its_fence(fence):
     added = f"{README}\n{fence}\npip install hf-zero\n{fence.removesuffix('bash').strip()}\n"
-    assert commands(added) == [*COMMANDS, "pip install hf-zero"]
+    assert set(commands(added)) == {*COMMANDS, "pip install hf-zero"}
     assert len(fenced_blocks(added)) == len(BLOCKS) + 1
 
 
@@ -130,7 +131,7 @@ def test_a_make_target_is_the_command_that_it_is_said_to_be(command):
     program, target = shlex.split(command)
     # -o: as if the virtual environment were there already. Nothing of a make that may have started this test.
     lines = subprocess.run(
-        [program, "-n", "-o", ".venv/.installed", target],
+        [program, "-n", "-o", ".venv/.installed", "-o", ".venv/.quickstart", target],
         cwd=ROOT,
         env={"PATH": os.environ["PATH"]},
         capture_output=True,
@@ -144,12 +145,18 @@ def test_a_make_target_is_the_command_that_it_is_said_to_be(command):
     assert words == [".venv/bin/python", *shlex.split(MAKE[command])[1:]]
 
 
+def test_what_is_installed_is_there():
+    """Not run: `make wheel` installs the package."""
+    (wanted,) = re.findall(r"\[(.+)\]", INSTALL)
+    assert set(wanted.split(",")) <= set(metadata("hf-zero").get_all("Provides-Extra"))
+    made = re.findall(r"-m venv (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert ACTIVATE == f"source {made[0]}/bin/activate"
+
+
 @pytest.mark.parametrize("command", [CLASSIFY, TORCHRUN], ids=["num_processes", "torchrun"])
 @pytest.mark.full("more cases", after=1)
 def test_a_classify_command_trains(command, tiny_model, tmp_path):
-    """The recipe of the repository on a tiny model for two steps; whole runs are in tests/recipes/test_run.py."""
-    (tmp_path / RECIPE).parent.mkdir()
-    shutil.copy(ROOT / RECIPE, tmp_path / RECIPE)
+    """The ready-made recipe on a tiny model for two steps; whole runs are in tests/recipes/test_run.py."""
     few = ["--model_name_or_path", str(tiny_model), "--num_classes", "2", "--max_train_rows", "64"]
     few += ["--max_test_rows", "16", "--max_steps", "2", "--output_dir", "out"]
     result = run_command([*arguments_of(command), *few], tmp_path)

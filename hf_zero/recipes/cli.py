@@ -7,6 +7,7 @@ from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
 from hf_zero.recipes.listing import listed, summaries
 from hf_zero.recipes.parser import program, unknown_task_message
+from hf_zero.recipes.silence import silence
 from hf_zero.recipes.tasks import TASKS, TOOLS
 
 
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> int:
         `int`: The exit code: 0, 1 for a run that failed, 2 for a setting that cannot work, 130 after Ctrl-C.
     """
     end_with_launcher()
+    silence()
     try:
         _main(argv)
     except HfZeroError as error:

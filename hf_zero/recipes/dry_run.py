@@ -1,7 +1,6 @@
 """`--dry_run`: what a run would do, told by one process that trains and writes nothing."""
 
 import tempfile
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -92,8 +91,7 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> l
     from hf_zero.planner import predict_with
 
     args = trainer.args
-    with warnings.catch_warnings(action="ignore"):  # of pinned memory, on a machine that has no accelerator
-        batch = _widest(trainer, next(iter(trainer.get_train_dataloader())), max_length)
+    batch = _widest(trainer, next(iter(trainer.get_train_dataloader())), max_length)
     prediction = predict_with(
         trainer.model,
         args.zero_config(),

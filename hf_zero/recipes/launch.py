@@ -19,6 +19,7 @@ from typing import Any
 
 from hf_zero import errors, parent
 from hf_zero.errors import CommError, HfZeroError
+from hf_zero.recipes.silence import silence
 
 
 LOOPBACK = "127.0.0.1"
@@ -130,6 +131,7 @@ def run_rank(file) -> None:
     Args:
         file: Its job, open, at the function and its arguments.
     """
+    silence()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     os.unlink(file.name)

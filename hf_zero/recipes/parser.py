@@ -1,14 +1,13 @@
 """argparse that raises instead of exiting, for tasks and tools alike."""
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from transformers import HfArgumentParser
-
-from hf_zero.config import nearest
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, nearest
 from hf_zero.recipes.other_names import COMMANDS, KEYS, elsewhere
 
 
@@ -21,11 +20,33 @@ def program() -> str:
     return SCRIPT if Path(sys.argv[0]).stem == SCRIPT else MODULE
 
 
-class Parser(HfArgumentParser):
-    """An `HfArgumentParser` that raises [`ConfigError`] where argparse would exit."""
+class Parser(ArgumentParser):
+    """An `ArgumentParser` that raises [`ConfigError`] where argparse would exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def parser_for(kinds: Iterable[type], **settings: Any) -> Parser:
+    """Makes a parser that takes the fields of dataclasses as keys.
+
+    Args:
+        kinds (`Iterable[type]`): The dataclasses. If none has a field, transformers is not imported, which takes
+            seconds.
+        settings: Those of `ArgumentParser`.
+
+    Returns:
+        [`Parser`]: It is an `HfArgumentParser` too if there is a field.
+    """
+    kinds = tuple(kinds)
+    if not any(fields(kind) for kind in kinds):
+        return Parser(**settings)
+    from transformers import HfArgumentParser
+
+    class DataclassParser(Parser, HfArgumentParser):
+        """The `error` of the first, the rest of the second."""
+
+    return DataclassParser(kinds, **settings)
 
 
 def unknown_message(where: str, key: str, known: Iterable[str]) -> str:

@@ -4,14 +4,13 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import HfArgumentParser
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.parser import Parser, program, unknown_message
+from hf_zero.recipes.parser import Parser, parser_for, program, unknown_message
+from hf_zero.recipes.ready_made import config_file, hint
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
 
@@ -87,23 +86,27 @@ class LaunchArguments:
     )
 
 
-def make_parser(task: str) -> HfArgumentParser:
+def make_parser(task: str) -> Parser:
     """Builds the parser of one task.
 
     Args:
         task (`str`): A key of `TASKS`.
 
     Returns:
-        `HfArgumentParser`: It knows `--config`, `--num_processes`, the task's arguments and all training arguments,
-        and raises [`ConfigError`] where argparse would exit.
+        [`Parser`]: It knows `--config`, `--num_processes`, the task's arguments and all training arguments.
     """
-    module = TASKS[task].load()
-    types = (LaunchArguments, module.Arguments, module.Training)
-    parser = Parser(types, prog=f"{program()} {task}", description=TASKS[task].summary, allow_abbrev=False)
+    summary = TASKS[task].summary
+    parser = parser_for(_kinds(task), prog=f"{program()} {task}", description=summary, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
     # Its type has a list beside the name, of which HfArgumentParser takes the name alone.
     next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
     return parser
+
+
+def _kinds(task: str) -> tuple[type, type, type]:
+    """The dataclasses whose fields are keys: of the run, of the task, and of its training."""
+    module = TASKS[task].load()
+    return LaunchArguments, module.Arguments, module.Training
 
 
 def parse_settings(task: str, argv: list[str]) -> Settings:
@@ -120,7 +123,8 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
         ConfigError: If a key is unknown (the nearest known one is named) or a value does not parse.
     """
     parser = make_parser(task)
-    known = {field.name for kind in parser.dataclass_types for field in fields(kind) if field.init}
+    _, own_arguments, training = kinds = _kinds(task)
+    known = {field.name for kind in kinds for field in fields(kind) if field.init}
     config = parser.parse_known_args(argv)[0].config
     from_file = _yaml_flags(config, known) if config else []
     with _naming(config):
@@ -134,7 +138,6 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     if values["task"] not in (None, task):
         where = config or "the flag"
         raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
-    _, own_arguments, training = parser.dataclass_types
     return Settings(
         task=task,
         arguments=own_arguments(**_pick(values, own_arguments)),
@@ -171,7 +174,9 @@ def _naming(path: str | None) -> Iterator[None]:
 
 def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        content = yaml.safe_load(config_file(path).read_text(encoding="utf-8")) or {}
+    except FileNotFoundError as error:
+        raise ConfigError(f"--config {path}: no such file, nor a ready-made recipe{hint(path)}") from error
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.parser import Parser, program, unknown_message
+from hf_zero.recipes.parser import Parser, parser_for, program, unknown_message
 from hf_zero.recipes.tasks import TOOLS
 
 
@@ -17,7 +17,7 @@ def make_tool_parser(tool: str) -> Parser:
         [`Parser`]: It takes the tool's positional, if it has one, and the fields of its `Arguments` as keys.
     """
     module, summary = TOOLS[tool].load(), TOOLS[tool].summary
-    parser = Parser(module.Arguments, prog=f"{program()} {tool}", description=summary, allow_abbrev=False)
+    parser = parser_for([module.Arguments], prog=f"{program()} {tool}", description=summary, allow_abbrev=False)
     if module.POSITIONAL:
         name, explanation = module.POSITIONAL
         parser.add_argument(name, help=explanation)

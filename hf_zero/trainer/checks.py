@@ -16,8 +16,7 @@ from transformers.integrations import integration_utils
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
 
-from hf_zero.config import nearest
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, nearest
 
 
 Settings = Mapping[str, Any]  # fields of the training arguments, by name

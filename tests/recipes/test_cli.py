@@ -1,5 +1,6 @@
 """What the command line says before any task or tool has run."""
 
+import os
 import re
 import subprocess
 import sys
@@ -74,6 +75,21 @@ def test_the_module_names_itself_in_its_usage():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("usage: python -m hf_zero.recipes <task>")
+
+
+@pytest.mark.parametrize("command", ["['--help']", "['list']", "['migrate', 'ds_config.json']"])
+def test_what_computes_nothing_starts_without_torch(command, tmp_path):
+    (tmp_path / "ds_config.json").write_text("{}", encoding="utf-8")
+    script = (
+        "import sys\n"
+        "from hf_zero.recipes.cli import main\n"
+        f"assert main({command}) == 0\n"
+        "sys.exit(', '.join({'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", script]
+    result = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.stderr.strip() == ""
 
 
 @pytest.mark.parametrize("tool", TOOLS)

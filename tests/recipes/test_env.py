@@ -12,7 +12,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from hf_zero.recipes import env, listing
+from hf_zero.recipes import env
 from hf_zero.recipes.cli import main
 
 
@@ -84,20 +84,3 @@ def test_env_runs_without_any_extra():
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "\nmissing " in result.stdout
-
-
-def test_list_prints_every_recipe_with_its_first_comment(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert main(["list"]) == 0
-    output = capsys.readouterr().out
-    found = listing.recipes(Path("recipes"))
-    assert "recipes/quickstart.yaml" in found
-    for path, comment in found.items():
-        assert comment, f"{path} begins with no comment"
-        assert re.search(rf"^  {re.escape(path)} +{re.escape(comment)}$", output, re.MULTILINE)
-
-
-def test_list_outside_of_the_repository_says_where_the_recipes_are(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(listing, "FOLDERS", (tmp_path,))
-    assert main(["list"]) == 0
-    assert "recipes: none here" in capsys.readouterr().out

@@ -67,7 +67,7 @@ def test_the_commands_in_its_comment_are_for_this_file(name, monkeypatch):
     comment = [line[1:] for line in text_of(name).splitlines() if line.startswith("#")]
     lines = "\n".join(comment).replace("\\\n", " ").splitlines()
     commands = [line.strip() for line in lines if line.startswith("   ")]
-    assert any(f"recipes/{name}.yaml" in command for command in commands)
+    assert any(f"--config {name}.yaml" in command for command in commands)
     for command in commands:
         check_command(shlex.split(command))
 

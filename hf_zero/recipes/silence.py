@@ -1,0 +1,53 @@
+"""What other libraries say at every start, and nobody who runs a recipe can do anything about, is not printed.
+
+One entry for each message. All other warnings, and all errors, are printed as ever.
+"""
+
+import logging
+import re
+import warnings
+
+
+# Logger -> what its message begins with.
+LOGGED = {
+    # Each library looks for kernels that most machines cannot load. What needs one says so when it is called.
+    "torchao": "Failed to load .*_C",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # torchao registers its own enumerations as torch no longer wants it.
+    "torch.utils._pytree": "<enum .*> is an Enum subclass",
+    # Rows are tokenized whole, and then cut; how many and by how much is said.
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer",
+}
+WARNED = (
+    # The default of TrainingArguments, on a machine without an accelerator.
+    "'pin_memory' argument is set as true but no accelerator is found",
+    # TRL goes by the old names, and so do the keys of a recipe, which other transformers have to know.
+    r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated",
+)
+
+
+class Without(logging.Filter):
+    """Lets a logger say everything but one warning.
+
+    Args:
+        pattern (`str`): What its message begins with.
+    """
+
+    def __init__(self, pattern: str):
+        super().__init__()
+        self.pattern = re.compile(pattern, re.DOTALL)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is printed: an error is, whatever it says."""
+        return record.levelno > logging.WARNING or not self.pattern.match(record.getMessage())
+
+
+_FILTERS = {name: Without(pattern) for name, pattern in LOGGED.items()}
+
+
+def silence() -> None:
+    """Every process of a recipe calls it, before it imports the libraries. A second call changes nothing."""
+    for name, without in _FILTERS.items():
+        logging.getLogger(name).addFilter(without)
+    for pattern in WARNED:
+        warnings.filterwarnings("ignore", message=pattern)
