@@ -1,4 +1,4 @@
-"""`hf_zero.shard`: the engine, and where its activations rest."""
+"""`hf_zero.shard`: makes the engine, and says where its activations rest."""
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def shard_with(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ZeroEngine:
-    """`shard`, for settings that are a `ZeroConfig` already."""
+    """Shards as `shard` does, by settings that are a `ZeroConfig` already."""
     if not (config.partition_activations or config.offload_activations):
         return build.shard_with(model, config, device=device, group=group)
     refuse_without_switch(model)
@@ -75,7 +75,7 @@ def place_activations(engine: ZeroEngine) -> None:
 
 
 def checkpointing_of(engine: ZeroEngine) -> Checkpointing | None:
-    """What an engine does with the inputs of checkpointed blocks; `None` where torch keeps them."""
+    """Returns what an engine has for the inputs of checkpointed blocks; `None` where torch keeps them."""
     return next((handle for handle in engine.handles if isinstance(handle, Checkpointing)), None)
 
 

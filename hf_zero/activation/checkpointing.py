@@ -1,4 +1,4 @@
-"""What gradient checkpointing keeps: the hooks that see the inputs of checkpointed blocks, and nothing else.
+"""Hooks on gradient checkpointing that see the inputs of checkpointed blocks, and nothing else.
 
 transformers' models call blocks through `_gradient_checkpointing_func`, which `gradient_checkpointing_enable` puts
 onto each module, at any time. Both of torch's ways to checkpoint save a block's positional tensors through the hooks
@@ -142,7 +142,7 @@ def _unpack(packed) -> Tensor:
 
 
 class Around(Uncopyable):
-    """A checkpoint function whose saved tensors are seen.
+    """Wraps a checkpoint function, so that its saved tensors are seen.
 
     Args:
         checkpointing (`Checkpointing`): who sees them.

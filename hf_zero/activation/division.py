@@ -1,4 +1,4 @@
-"""What is equal on tensor-parallel ranks, divided among them."""
+"""Divides what is equal on tensor-parallel ranks among them."""
 
 import torch
 from torch import Tensor
@@ -30,13 +30,13 @@ class Division:
         return -(-numel // self._comm.num_ranks)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a 1-D tensor; of its memory, unless it has to be padded."""
+        """Returns this rank's part of a 1-D tensor; of its memory, unless it has to be padded."""
         numel = self.part_numel(whole.numel())
         part = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
         return part if part.numel() == numel else torch.cat([part, part.new_zeros(numel - part.numel())])
 
     def whole_of(self, part: Tensor, numel: int) -> Tensor:
-        """The whole of so many elements, from the parts of all ranks, which call it in the same order."""
+        """Returns the whole of so many elements, from the parts of all ranks, which call it in the same order."""
         whole = part.new_empty(part.numel() * self._comm.num_ranks)
         own = whole[self._comm.rank * part.numel() : (self._comm.rank + 1) * part.numel()].copy_(part)
         self._comm.all_gather(whole, own, what="checkpointed input").wait()

@@ -1,4 +1,4 @@
-"""How many checkpoints a device can send to the host without making the computation wait."""
+"""The number of checkpoints that a device can send to the host without making the computation wait."""
 
 
 class Pace:
@@ -22,17 +22,17 @@ class Pace:
         return self.limit is None or count < self.limit
 
     def mark(self) -> None:
-        """The computation comes to a checkpoint. To be called on its stream."""
+        """Marks that the computation comes to a checkpoint. To be called on its stream."""
         if self._make_event is not None:
             self._blocks.append(self._now())
 
     def begin(self) -> None:
-        """A copy begins. To be called on its stream, as `end`."""
+        """Marks that a copy begins. To be called on its stream, as `end`."""
         if self._make_event is not None:
             self._copies.append((self._now(), self._make_event()))
 
     def end(self) -> None:
-        """The copy that has just begun ends."""
+        """Marks that the copy that has just begun ends."""
         if self._make_event is not None:
             self._copies[-1][1].record()
 
@@ -42,7 +42,7 @@ class Pace:
         return event
 
     def turn(self) -> None:
-        """Forward is over. What it took is learned when its events have passed, without waiting for them."""
+        """Ends a forward. What it took is learned when its events have passed, without waiting for them."""
         self._learn()
         if self._copies and len(self._blocks) > 1:
             self._last = self._copies, self._blocks

@@ -1,4 +1,4 @@
-"""Where the inputs of checkpointed blocks rest from forward to backward."""
+"""The store in which the inputs of checkpointed blocks rest from forward to backward."""
 
 import weakref
 from collections import deque
@@ -21,7 +21,7 @@ MAX_FLIGHTS = 2
 
 
 class Ticket:
-    """What autograd holds instead of a tensor. When it lets go of it, the tensor is kept no longer."""
+    """The object that autograd holds instead of a tensor. When it lets go of it, the tensor is kept no longer."""
 
     def __init__(self, saved: "Saved"):
         self.saved = saved
@@ -92,7 +92,7 @@ class Store:
         )
 
     def begin_call(self) -> None:
-        """A checkpointed block is called in forward."""
+        """Notes that a checkpointed block is called in forward."""
         if not self._stack:
             self._seen.clear()
             self._was_shared, self._shared = self._shared, set()

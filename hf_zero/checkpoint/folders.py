@@ -167,7 +167,7 @@ def _is_locked(path: Path) -> bool | None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Locks a file or folder; whether another has it already, `None` on a file system without locks."""
+    """Locks a file or folder, and returns whether another has it already; `None` on a file system without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

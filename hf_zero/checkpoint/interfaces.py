@@ -1,4 +1,4 @@
-"""What this room needs from an engine and from an optimizer. It knows neither of their classes."""
+"""Protocols of an engine and an optimizer, as far as this room needs them. It knows neither of their classes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -42,10 +42,10 @@ class Engine(Protocol):
         written. A shard lasts until the next is asked for. Without `values` only shapes and dtypes count."""
 
     def begin_update(self) -> None:
-        """Called before masters are written."""
+        """Prepares masters to be written."""
 
     def mark_updated(self) -> None:
-        """Collective: what derives from the masters follows them."""
+        """Lets what derives from the masters follow them. Collective."""
 
 
 class Optimizer(Protocol):

@@ -1,4 +1,4 @@
-"""`from_pretrained` without the weights: transformers does all it does, on the headers of the files alone.
+"""Lazy loading: `from_pretrained` without the weights. transformers does all it does on the files' headers alone.
 
 Two static methods of its base class for models are replaced while it runs, in this thread only: the one that reads
 files into a model gets tensors without data, and what it makes of them is noted on the parameters.
@@ -49,7 +49,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Where the values of one parameter are, see `hf_zero.engine.source.Source`.
+    """The source of one parameter's values, see `hf_zero.engine.source.Source`.
 
     Args:
         files (`StoredFiles` or `MappedTensors`): shared by all parameters of the model.
@@ -131,7 +131,7 @@ def _state_of(path: str) -> tuple[int, int] | None:
 
 @contextmanager
 def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
-    """While it is entered, `from_pretrained` in this thread leaves weights where they are.
+    """Lets `from_pretrained` leave weights in their files, in this thread and while the context lasts.
 
     Args:
         allow_missing (`Sequence[str]`): see `load_pretrained`.
@@ -151,7 +151,7 @@ def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
 
 
 def _check_signatures(base: type) -> None:
-    """A method that was renamed would never be called here, and the model would be loaded whole without a word."""
+    """Checks that transformers has the methods replaced here: else a model would be loaded whole without a word."""
     for name, wanted in _SIGNATURES.items():
         method = getattr(base, name, None)
         found = () if method is None else tuple(inspect.signature(method).parameters)
@@ -227,7 +227,7 @@ def _load_headers(load, model: nn.Module, files: StoredFiles | MappedTensors, lo
 
 
 def _read_buffer(model: nn.Module, name: str, buffer: Tensor, source: FileSource) -> None:
-    """Buffers are small, and whole on every rank."""
+    """Reads a buffer, which is small, and whole on every rank."""
     values = torch.empty(buffer.shape, dtype=buffer.dtype)
     source.read(0, values.view(-1), buffer.dtype)
     values._is_hf_initialized = True  # or transformers would initialise it
@@ -252,7 +252,7 @@ def _refuse_what_does_not_fit(load_config, loading_info) -> None:
 
 
 def _tie_what_is_equal(model: nn.Module, missing: set[str]) -> None:
-    """Files may hold both sides of a tie. transformers compares their values, which it cannot where there are none."""
+    """Ties what files hold on both sides of a tie. transformers compares values, which it cannot without any."""
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in missing or source in missing:
             continue
@@ -279,7 +279,7 @@ def _are_equal(first: Tensor, second: Tensor, piece_numel: int = 2**20) -> bool:
 
 
 def _refuse_incomplete(model: nn.Module, load_config, loading_info, allowed: Sequence[str]) -> None:
-    """A head that is missing is a new head; a base model of which something is missing is the wrong one."""
+    """Refuses a base model of which something is missing. A head that is missing is a new head."""
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     lost = sorted(

@@ -1,4 +1,4 @@
-"""Weights from a model folder into a sharded model: every rank reads only the ranges that it holds."""
+"""Loads weights from a model folder into a sharded model: every rank reads only the ranges that it holds."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load that was not strict left as it was (`missing`) and left in the files (`unexpected`)."""
+    """The tensors that a load left as they were (`missing`), and those it left in the files (`unexpected`)."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -121,7 +121,7 @@ def _refuse_mismatches(folder: str | os.PathLike, origins: Origins, *, spared: C
 
 
 def _buffers_of_other_shapes(tensors: Sequence[SavedTensor], origins: Origins) -> dict[str, tuple[SavedTensor, list]]:
-    """By their keys in the files, with the shapes there: a model may let a buffer grow while it trains."""
+    """Returns buffers, by key in the files, that have another shape there: a model may let one grow in training."""
     buffers = {saved.key: saved for saved in tensors if saved.buffer is not None}
     return {key: (buffers[key], list(found)) for key, found, _ in origins.mismatched if key in buffers}
 

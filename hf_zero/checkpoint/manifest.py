@@ -1,4 +1,4 @@
-"""What lies beside the weights and is not a tensor: how a run was sharded, hyperparameters, counters. Plain JSON."""
+"""The manifest: what is no tensor of a run's state, in JSON: how it was sharded, hyperparameters, counters."""
 
 import json
 import math
@@ -104,7 +104,7 @@ def recorded(folder: str | os.PathLike) -> ChecksumTable | None:
 
 
 def manifest_path(folder: str | os.PathLike) -> Path:
-    """Where a checkpoint folder keeps its manifest."""
+    """Returns the path of a checkpoint folder's manifest."""
     return Path(folder) / STATE_FOLDER / MANIFEST_NAME
 
 
@@ -145,7 +145,7 @@ def _is_former(files: Any, tensors: Any) -> bool:
 
 
 def _check_types(content: dict, path: Path) -> None:
-    """One line for whatever else stands there. Numbers that are no numbers would train on silently."""
+    """Refuses values of wrong types with one line. Numbers that are no numbers would train on silently."""
     expected = {
         "stage": type(content["stage"]) is int,
         "num_ranks": type(content["num_ranks"]) is int and content["num_ranks"] > 0,

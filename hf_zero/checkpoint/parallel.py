@@ -1,4 +1,4 @@
-"""Which of transformers' parallelism goes with ZeRO: tensor parallelism, along an axis of its own."""
+"""transformers' tensor parallelism beside ZeRO, along an axis of its own."""
 
 import os
 

@@ -29,7 +29,7 @@ _WHOLE = ("quantization_config", "gguf_file", "state_dict")
 def load_pretrained(
     auto_class: Any, name_or_folder: str | os.PathLike, *, allow_missing: Sequence[str] = (), **kwargs: Any
 ) -> Any:
-    """`auto_class.from_pretrained(name_or_folder, **kwargs)` without the weights: they are read when it is sharded.
+    """Loads a model by `auto_class.from_pretrained` without its weights, which are read when it is sharded.
 
     The model is built by transformers, on the meta device. Its parameters know in which ranges of which files their
     values are; `hf_zero.shard`, or a `ZeroTrainer`, makes every rank read its own ranges, so that no rank ever holds
@@ -188,7 +188,7 @@ def check_configs(folder: str | os.PathLike) -> None:
 
 
 def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """The part of `check_pretrained` that holds for a model without a config, too."""
+    """Checks what `check_pretrained` checks also of a model without a config."""
     folder = Path(folder)
     names = [ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME]
     if variant is not None:

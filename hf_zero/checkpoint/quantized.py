@@ -62,7 +62,7 @@ def refuse_quantizer(subject: str, quantizer: str | None) -> None:
 
 
 def refuse_quantized_model(model: nn.Module) -> None:
-    """`refuse_quantizer` for a model that is loaded already, with adapters or without."""
+    """Refuses quantizers as `refuse_quantizer` does, for a model that is loaded already, with adapters or without."""
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
     refuse_quantizer(type(model).__name__, quantizer_of(settings))
 

@@ -104,7 +104,7 @@ def _copy(
     source: int,
     bounce: torch.Tensor,
 ) -> None:
-    """One range, from the writer `source` to all others. A rank that fails goes on, so that the others can."""
+    """Copies one range from the writer `source` to all others. A rank that fails goes on, so that the others can."""
     failure: Exception | None = None
     done = RangeChecksum(part.begin, 0, 0)
     while done.nbytes < part.nbytes:

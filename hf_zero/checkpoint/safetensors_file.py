@@ -164,7 +164,7 @@ class SafetensorsFile:
         return self._fill(view, name, 0)
 
     def pieces(self, name: str) -> Iterator[tuple[memoryview, int]]:
-        """All bytes of one tensor, piece by piece in one buffer, each with the CRC-32 of everything up to its end."""
+        """Yields all bytes of one tensor, piece by piece in one buffer, each with the CRC-32 of all up to its end."""
         nbytes, crc = self.layout.entries[name].nbytes, 0
         buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
         for first in range(0, nbytes, PIECE_NBYTES):
@@ -249,7 +249,7 @@ def _is_addressable(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous 1-D CPU tensor, of any dtype, without a copy."""
+    """Returns the memory of a contiguous 1-D CPU tensor, of any dtype, without a copy."""
     return values.view(torch.uint8).numpy().data
 
 

@@ -1,4 +1,4 @@
-"""What a save in the background writes: a copy of this rank's pieces, in memory that every save uses again."""
+"""Snapshots for saves in the background: copies of this rank's pieces, in memory that every save uses again."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ class Snapshots:
         self._used = 0  # bytes of it
 
     def take(self, parts: Sequence[StagedFiles]) -> list[StagedFiles]:
-        """The same parts, their pieces copied. What was taken before is overwritten."""
+        """Returns the same parts with their pieces copied. What was taken before is overwritten."""
         self._next = self._used = 0
         taken, on_gpu = [], False
         for part in parts:

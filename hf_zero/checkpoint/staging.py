@@ -187,7 +187,7 @@ def connected(comm: Comm) -> Comm:
 
 
 def _write(folder: Path, part: StagedFiles, *, keeps_all: bool) -> Ranges:
-    """This rank's part of the bytes, flushed to disk. Returns the ranges that it wrote of each tensor."""
+    """Writes this rank's part of the bytes, flushed to disk, and returns the ranges that it wrote of each tensor."""
     failure: Exception | None = None
     with OpenFiles(folder, part.files, writable=True, keeps_all=keeps_all) as opened:
         for tensor, start, values in part.pieces():

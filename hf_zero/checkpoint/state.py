@@ -65,7 +65,7 @@ class State:
 
 
 def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
-    """What `save_state` writes. Collective.
+    """Plans what `save_state` writes. Collective.
 
     Args:
         engine ([`Engine`]): the sharded model.
@@ -202,7 +202,7 @@ def _whole_tensors(comm: Comm, subject: str, pieces) -> list[TensorEntry]:
 def _merged_scalars(
     comm: Comm, subject: str, optimizer: Optimizer, entries: Iterable[TensorEntry]
 ) -> dict[str, dict[str, float]]:
-    """The numbers of all parameters. Those that have tensors only get an empty place: loading makes it first."""
+    """Merges the numbers of all parameters. Those that have tensors only get an empty dict: loading makes it first."""
     merged: dict[str, dict[str, float]] = {entry.name.rpartition(".")[0]: {} for entry in entries}
     for rank, found in enumerate(collect_from_all_ranks(comm, subject, optimizer.named_scalar_state)):
         for name, numbers in found.items():

@@ -53,7 +53,7 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
-    """The same elements with as few loops as possible, the largest steps of the target first."""
+    """Merges loops into as few as possible, the largest steps of the target first."""
     found: list[Dim] = []
     for dim in sorted((dim for dim in dims if dim.size != 1), key=lambda dim: (dim.target, dim.source), reverse=True):
         outer = found[-1] if found else None
@@ -65,7 +65,7 @@ def merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
 
 
 def compose(inner: Copy, outer: Copy) -> Copy | None:
-    """What reaches the target of `outer` out of the source of `inner`, whose target is what `outer` reads.
+    """Composes two copies: from the source of `inner`, whose target is what `outer` reads, to the target of `outer`.
 
     Raises:
         `Unaligned`: when that is no single rectangle.
@@ -147,7 +147,7 @@ def _cut(copy: Copy, dims: list[Dim], spans: list[int], only: tuple[int, int], a
 
 
 def narrowed(copy: Copy, dim: Dim, first: int, last: int) -> Copy:
-    """Steps [first, last) of one of its loops."""
+    """Returns the copy with steps [first, last) of one of its loops."""
     dims = tuple(replace(dim, size=last - first) if other is dim else other for other in copy.dims)
     return Copy(copy.name, copy.source + first * dim.source, copy.target + first * dim.target, dims)
 

@@ -62,7 +62,7 @@ class FileSum:
     tensors: Mapping[str, int] | None = None
 
     def entry(self) -> dict:
-        """As it stands in the table."""
+        """Returns the entry as it stands in the table."""
         of = "crc32" if self.tensors is None else "header_crc32"
         return {"nbytes": self.nbytes, of: self.crc32} | ({} if self.tensors is None else {"tensors": self.tensors})
 
@@ -124,7 +124,7 @@ class ChecksumTable:
         write_whole(folder / TABLE_NAME, _sealed(body))
 
     def replaced(self, new: "ChecksumTable", gone: Iterable[str] = ()) -> "ChecksumTable":
-        """With the files of another one instead of those of the same names, and without those that are gone."""
+        """Returns a table with another one's files in place of those of the same names, but for those `gone`."""
         gone = set(gone)
         left = {name: found for name, found in self.files.items() if name not in gone}
         return ChecksumTable(left | dict(new.files))
@@ -157,7 +157,7 @@ class ChecksumTable:
         return len(names)
 
     def changed_files(self, folder: str | os.PathLike) -> list[str]:
-        """Which of the other files lack or differ. People edit them between runs: a chat template, a tokenizer."""
+        """Returns the other files that lack or differ. People edit them between runs: a chat template, a tokenizer."""
         changed = []
         for name in self.files:
             try:
@@ -168,7 +168,7 @@ class ChecksumTable:
         return changed
 
     def check_file(self, folder: str | os.PathLike, name: str) -> None:
-        """See `check_files`; of one file, if it is listed."""
+        """Checks one file as `check_files` does, if it is listed."""
         expected, path = self.files.get(name), Path(folder) / name
         if expected is None:
             return

@@ -1,4 +1,4 @@
-"""Which tensors a model folder holds, under which names: the names that transformers itself writes."""
+"""The tensors that a model folder holds, under the names that transformers itself writes."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def saved_tensors(model: nn.Module, parameters: Sequence[Parameter]) -> list[Sav
 
 
 def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[SavedTensor]:
-    """Only the tensors of which a name is in `keys`, under the key given there; further ones are aliases."""
+    """Returns the tensors of which a name is in `keys`, under the key given there; further names are aliases."""
     chosen = []
     for saved in tensors:
         given = [keys[name] for name in dict.fromkeys((saved.name, *saved.aliases)) if name in keys]
@@ -81,7 +81,7 @@ def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[Sav
 
 
 def shortened(names: Collection[str], limit: int = 5) -> str:
-    """A list of names for a message: the first few, and how many more."""
+    """Shortens a list of names for a message: the first few, and how many more."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(list(names)[:limit]) + more
 

@@ -1,4 +1,4 @@
-"""Where every element of a converted tensor comes from, learnt from tensors without data.
+"""Traces where every element of a converted tensor comes from, by tensors without data.
 
 Conversion code runs as it is, on meta tensors. Views are read off their storage, offset and strides; what makes new
 storage out of old (a clone, a concatenation) is written down as rectangular copies. Other operations are kept on a
@@ -20,7 +20,7 @@ _CLONES = (torch.ops.aten.clone, torch.ops.aten._to_copy)
 
 
 class Trace(TorchDispatchMode):
-    """While it is entered, operations on the tensors of `new` are followed, in this thread."""
+    """Follows operations on the tensors of `new`, in this thread and while the context lasts."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Trace(TorchDispatchMode):
         self._tape: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor without data, under whose name its elements are found again."""
+        """Makes a tensor without data, under whose name its elements are found again."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         self._kept.append(tensor)
         self._roots[_storage(tensor)] = (name, tensor)
@@ -163,7 +163,7 @@ def _dim_of(out: Tensor, args, kwargs) -> int:
 
 
 def _with_dim(tensor: Tensor, dim: int) -> Tensor:
-    """`tensor.unsqueeze(dim)`."""
+    """Returns `tensor.unsqueeze(dim)`."""
     shape, strides = list(tensor.shape), list(tensor.stride())
     shape.insert(dim, 1)
     strides.insert(dim, 1)
@@ -171,7 +171,7 @@ def _with_dim(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _real(tree, held: Mapping[int, Tensor]):
-    """The same arguments with data: every view is taken from the real storage, every device is where that lies."""
+    """Returns the arguments with data: every view is taken from the real storage, every device is where that lies."""
 
     def value(meta: Tensor) -> Tensor:
         if _storage(meta) not in held:

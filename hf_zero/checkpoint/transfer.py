@@ -16,7 +16,7 @@ GAP_NUMEL = 4 * 2**10
 
 
 def outgoing(copy: Copy, start: int, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """What a run of the source contributes to the target, as runs of the target.
+    """Yields what a range of the source contributes to the target, as ranges of the target.
 
     Args:
         copy (`Copy`): from a parameter to a tensor of a file.
@@ -103,7 +103,7 @@ def _is_run(part: Copy) -> bool:
 
 
 def _rows(block: Copy) -> list[int]:
-    """Where the runs of the target begin that a block consists of, its largest steps first."""
+    """Returns where the ranges of the target begin that a block consists of, its largest steps first."""
     run, outer = 1, list(block.dims)
     while outer and outer[-1].target == run:
         run *= outer.pop().size

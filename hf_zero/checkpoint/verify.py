@@ -1,4 +1,4 @@
-"""What the bytes of a checkpoint are worth: checksums, values that are numbers, tensors that belong together.
+"""Verifies the bytes of a checkpoint: checksums, values that are numbers, tensors that belong together.
 
 Everything streams: no more than one piece of a tensor is in memory at a time.
 """
@@ -24,7 +24,7 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TensorScan:
-    """What one reading of a tensor has found.
+    """The findings of one reading of a tensor.
 
     Args:
         entry (`TensorEntry`): name, dtype and shape, as its file says.
@@ -65,7 +65,7 @@ def scan_file(path: str | os.PathLike) -> dict[str, TensorScan]:
 
 @dataclass(frozen=True)
 class Compared:
-    """What agrees with its checksum.
+    """The files and tensors that agree with their checksums.
 
     Args:
         num_tensors (`int`): of safetensors files.
@@ -133,7 +133,7 @@ def check_tensors(folder: str | os.PathLike, tensors: Iterable[tuple[str, str]],
 
 
 def tensors_of(table: ChecksumTable) -> list[tuple[str, str]]:
-    """(file, tensor) of every tensor that has a checksum, in the order of the files."""
+    """Returns (file, tensor) of every tensor that has a checksum, in the order of the files."""
     return [(file, tensor) for file, found in table.files.items() for tensor in found.tensors or ()]
 
 
@@ -228,7 +228,7 @@ def _owner(path: Path, entry: TensorEntry, trained: set[str], shapes: Mapping[st
 
 
 def _check_groups(folder: str | os.PathLike, manifest: Manifest, owner_of: Mapping[str, str]) -> None:
-    """Within a group, all parameters that have state have the same tensors and numbers of it."""
+    """Checks that all parameters of a group that have state have the same tensors and numbers of it."""
     keys_of: dict[str, set[str]] = {name: set(numbers) for name, numbers in manifest.scalars.items()}
     for tensor, owner in owner_of.items():
         if tensor != owner:

@@ -19,7 +19,7 @@ _NBYTES_OF_UNIT = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Which tensors lie in which file of a folder.
+    """The assignment of tensors to the files of a folder.
 
     Args:
         layouts (`Mapping[str, FileLayout]`): file name to layout.

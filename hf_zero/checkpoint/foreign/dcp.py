@@ -101,7 +101,7 @@ class _Folder:
         return cls(folder, index, {place.key(): info for place, info in index.storage_data.items()})
 
     def below(self, roots: Sequence[str]) -> Iterator[tuple[tuple, str]]:
-        """(path below the root, key of the index) of everything under one of the roots."""
+        """Yields (path below the root, key of the index) of everything under one of the roots."""
         paths = self.index.planner_data or {}
         found = False
         for key in self.index.state_dict_metadata:
@@ -121,7 +121,7 @@ class _Folder:
         return hasattr(self.index.state_dict_metadata[key], "chunks")
 
     def value(self, key: str) -> Any:
-        """A tensor, unread; or the number or list that it is."""
+        """Returns a tensor, lazily loaded; or a number or list."""
         if not self.is_tensor(key):
             return self._load(key, None)
         tensor = self.tensor(key)
@@ -164,7 +164,7 @@ class _Folder:
         return loaded
 
     def _load(self, key: str, offsets: tuple[int, ...] | None) -> Any:
-        """One chunk or object. It is read whole: the largest is what one rank of the saving run held of a tensor."""
+        """Reads one chunk or object, whole: the largest is what one rank of the saving run held of a tensor."""
         if self.last is not None and self.last[0] == (key, offsets):
             return self.last[1]
         info = self._place(key, offsets)

@@ -82,7 +82,7 @@ def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter lies: in the flat parts of which group, how far from their beginning, of which shape."""
+    """The span of a parameter in the flat parts of a group: which group, how far from the beginning, which shape."""
 
     group: int
     offset: int
@@ -151,7 +151,7 @@ class _Files:
         return math.ceil(math.prod(shape) / len(self.optim))
 
     def places(self) -> Iterator[tuple[str, _Place]]:
-        """(parameter, place) in the order of the files. Checks that they fill the groups."""
+        """Yields (parameter, span) in the order of the files. Checks that they fill the groups."""
         paddings = self.optim[0].get("param_alignment_paddings") if self.layout == 2 else None
         for group, shapes in enumerate(self.model["param_shapes"]):
             offset = 0
@@ -203,7 +203,7 @@ class _Files:
         return parts
 
     def settings_of(self, group: int) -> dict[str, Any]:
-        """Hyperparameters. A group of the user's may have been cut into several flat groups at stage 3."""
+        """Returns hyperparameters. A group of the user's may have been cut into several flat groups at stage 3."""
         for settings in self.optim[0][_STATE_KEYS[self.layout]]["param_groups"]:
             if group in settings["params"]:
                 return {key: value for key, value in settings.items() if key != "params"}
@@ -211,7 +211,7 @@ class _Files:
 
 
 def _cut(parts: Sequence[Tensor], place: _Place, part_numel: int) -> Iterator[Piece]:
-    """A parameter that is cut into equal parts, one in each rank's flat tensor, the last one padded."""
+    """Builds a parameter that is cut into equal parts, one in each rank's flat tensor, the last one padded."""
     numel = math.prod(place.shape)
     for rank, part in enumerate(parts):
         start = rank * part_numel
@@ -244,5 +244,5 @@ def _model_path(folder: Path, layout: int, rank: int) -> Path:
 
 
 def num_steps(folder: Path) -> int | None:
-    """How many optimizer steps the run had taken."""
+    """Returns how many optimizer steps the run had taken."""
     return _Files.read(folder).model.get("global_steps")

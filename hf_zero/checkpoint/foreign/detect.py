@@ -1,4 +1,4 @@
-"""Whose checkpoint a folder is, and what of a run it holds."""
+"""Detects the program that made a checkpoint, and what of a run the folder holds."""
 
 import os
 import re
@@ -34,7 +34,7 @@ TRAINER = ForeignFormat("Trainer", None, whole.trainer_state)
 
 
 def detect(folder: str | os.PathLike) -> ForeignFormat | None:
-    """Whose checkpoint a folder is, by the files in it. Nothing is opened but DeepSpeed's `latest`.
+    """Detects whose checkpoint a folder is, by the files in it. Nothing is opened but DeepSpeed's `latest`.
 
     Args:
         folder (`str` or `os.PathLike`): such as `checkpoint-500`.
@@ -57,7 +57,7 @@ def detect(folder: str | os.PathLike) -> ForeignFormat | None:
 
 @dataclass(frozen=True)
 class Carried:
-    """What of a run lies in a foreign checkpoint beside weights and optimizer state.
+    """The facts of a run in a foreign checkpoint, beside weights and optimizer state.
 
     Args:
         num_steps (`int`, *optional*): optimizer steps taken, where a file says it.
@@ -73,7 +73,7 @@ class Carried:
 
 
 def carried(folder: str | os.PathLike) -> Carried:
-    """What could be taken over besides weights and optimizer state.
+    """Returns what could be taken over besides weights and optimizer state.
 
     Raises:
         `CheckpointError`: a damaged DeepSpeed checkpoint.

@@ -1,4 +1,4 @@
-"""Foreign checkpoints into a sharded model and its optimizer: every rank reads only the ranges that it holds."""
+"""Reads foreign checkpoints into a sharded model and its optimizer: every rank only the ranges that it holds."""
 
 import math
 import os
@@ -124,7 +124,7 @@ def load_foreign_state(engine: Engine, optimizer: Optimizer, folder: str | os.Pa
 
 @contextmanager
 def _understood(folder: str | os.PathLike) -> Iterator[None]:
-    """Files of others may hold anything: whatever their readers stumble over becomes one line."""
+    """Turns whatever readers of foreign files stumble over into one line: they may hold anything."""
     try:
         yield
     except (HfZeroError, OSError):
@@ -147,7 +147,7 @@ def _known(folder: str | os.PathLike) -> ForeignFormat:
 
 
 def _by_own_name(model: nn.Module, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What is found under any name of a tied parameter, under the first one, which is the engine's."""
+    """Renames what is found under any name of a tied parameter to the first one, which is the engine's."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     own = {name: first.setdefault(id(parameter), name) for name, parameter in named}

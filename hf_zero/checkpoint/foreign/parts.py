@@ -1,4 +1,4 @@
-"""What a foreign checkpoint holds, whatever its format: whole tensors by name, each in pieces that lie in files."""
+"""The content of a foreign checkpoint of any format: whole tensors by name, each in pieces that lie in files."""
 
 import math
 import operator
@@ -109,7 +109,7 @@ class ForeignTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "ForeignTensor":
-        """A tensor that lies whole in one file, mapped and not read."""
+        """Makes one of a tensor that lies whole in one file, mapped and not read."""
         return cls(tuple(tensor.shape), (Piece(0, tensor.numel(), window_of(tensor)),))
 
     def read_range(self, start: int, out: Tensor) -> None:
@@ -157,7 +157,7 @@ def _overlap(boxes: Sequence[Box], num_dims: int) -> bool:
 
 
 def window_of(tensor: Tensor) -> Callable[[int, int], Tensor]:
-    """A reader of ranges of a mapped tensor, which may have strides."""
+    """Returns a function that reads ranges of a mapped tensor, which may have strides."""
     flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous, as saved tensors nearly always are
     return lambda first, last: flat[first:last]
 
