@@ -34,7 +34,7 @@ REPORT_FOLDER = "report"  # of its charts as PNGs, and what was measured
 
 
 def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
-    """Writes the resolved configuration, from rank 0. All ranks call it.
+    """Writes the resolved configuration, from rank 0: from now on the run has not ended. All ranks call it.
 
     Args:
         trainer ([`ZeroTrainer`]): Of the run.
@@ -45,6 +45,9 @@ def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
         folder = Path(trainer.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = resolved_name(settings)
+        (folder / REPORT_NAME).unlink(
+            missing_ok=True
+        )  # before there is a configuration that it would be taken to be of
         write_whole(folder / name, resolved_text(settings).encode())
         (folder / ({RESOLVED_NAME, HIDDEN_NAME} - {name}).pop()).unlink(missing_ok=True)
 

@@ -93,12 +93,12 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     TASKS[task].load().check(settings.arguments, settings.training)
     if not settings.arguments.use_peft:
         check_file_sizes(settings.arguments.model_name_or_path)
+    check_resume(settings)
     if settings.dry_run:
         from hf_zero.recipes.dry_run import dry_run
 
         dry_run(settings, world_size)
         return
-    check_resume(settings)
     if world_size is None and (settings.num_processes or 1) > 1:
         from hf_zero.recipes.launch import launch
 

@@ -1,6 +1,10 @@
-"""What `output_dir` holds before a run begins: the model that an earlier run has left, which is not lost unasked."""
+"""What `output_dir` holds before a run begins: the model that an earlier run has left, which is not lost unasked.
+
+A report lies beside a model from the end of its run to the beginning of the next training there.
+"""
 
 from pathlib import Path
+from typing import Any
 
 from accelerate.utils import gather_object
 
@@ -11,7 +15,7 @@ from hf_zero.recipes.log import LOG_NAME, read_log
 from hf_zero.recipes.resolved import HIDDEN_NAME, RESOLVED_NAME, difference
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainingArguments
-from hf_zero.trainer.rotation import checkpoints_in
+from hf_zero.trainer.rotation import age_of, checkpoints_in
 
 
 WEIGHTS = (
@@ -75,6 +79,10 @@ def left_in(folder: Path, *, with_model: bool) -> list[Path]:
     return sorted({*checkpoints, *(path for pattern in patterns for path in folder.glob(pattern))})
 
 
+# More of these is asked of a run that is to go on; all else that differs makes it another one.
+LENGTHS = ("num_train_epochs", "max_steps")
+
+
 def check_model_is_kept(settings: Settings, folder: Path) -> None:
     """Refuses a run that would write its model over that of another one.
 
@@ -95,8 +103,31 @@ def check_model_is_kept(settings: Settings, folder: Path) -> None:
         )
 
 
+def check_finished_is_kept(settings: Settings, folder: Path) -> None:
+    """Refuses to go on from a checkpoint that a finished run has left behind it, unless a longer one is asked for.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+        folder (`Path`): Its `output_dir`, with checkpoints.
+
+    Raises:
+        ConfigError: Saying what differs from the run that has finished.
+    """
+    end, newest = _end_of(folder), checkpoints_in(folder)[0]
+    step = age_of(newest)[0]
+    if end is None or end <= step:
+        return
+    changed = difference(settings, folder)
+    if changed is not None and difference(settings, folder, LENGTHS) is None:
+        raise ConfigError(
+            f"output_dir {str(folder)!r}: holds the model of a run that has ended at step {end} "
+            f"({_in_words(changed)}), and its newest checkpoint is of step {step}; --resume {newest} trains "
+            f"again from there and replaces the model, --resume {NEVER} starts anew and moves it aside"
+        )
+
+
 def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
-    """What to say where this very run has ended before and has left no checkpoint. All ranks call it.
+    """What to say where this very run has ended before. All ranks call it.
 
     Args:
         settings ([`Settings`]): Of the run.
@@ -110,17 +141,28 @@ def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
 
 
 def _told(settings: Settings, folder: Path) -> str | None:
-    is_over = settings.resume == AUTO and holds_model(folder) and not checkpoints_in(folder)
-    if not is_over or _why_another(settings, folder) is not None:
+    if settings.resume != AUTO or not holds_model(folder) or _why_another(settings, folder) is not None:
         return None
-    log = read_log(folder / LOG_NAME) if (folder / LOG_NAME).is_file() else []
+    log, end = _log_of(folder), _end_of(folder)
     losses = [entry["loss"] for entry in log if entry.get("loss") is not None]
-    steps = f"step {log[-1]['step']}" if log else "all steps"
+    steps = "all steps" if end is None else f"step {end}"
     loss = f", last loss {losses[-1]:.4g}" if losses else ""
+    longer = ", more epochs or steps go on from its newest checkpoint" if checkpoints_in(folder) else ""
+    upload = f", `push {folder}` uploads it" if settings.training["push_to_hub"] else ""
     return (
         f"{folder}: this run has ended ({steps}{loss}; report: {folder / REPORT_NAME}), and nothing is left to train; "
-        f"--resume {NEVER} trains anew and moves it aside"
+        f"--resume {NEVER} trains anew and moves it aside{longer}{upload}"
     )
+
+
+def _log_of(folder: Path) -> list[dict[str, Any]]:
+    return read_log(folder / LOG_NAME) if (folder / LOG_NAME).is_file() else []
+
+
+def _end_of(folder: Path) -> int | None:
+    """The last step of the run that has left its finished model here; `None` where none has, or nothing tells."""
+    log = _log_of(folder) if holds_model(folder) and (folder / REPORT_NAME).exists() else []
+    return log[-1]["step"] if log else None
 
 
 def _why_another(settings: Settings, folder: Path) -> str | None:
@@ -129,5 +171,9 @@ def _why_another(settings: Settings, folder: Path) -> str | None:
         return f"there is no {RESOLVED_NAME}"
     changed = difference(settings, folder)
     if changed is not None:
-        return f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"
+        return _in_words(changed)
     return None if (folder / REPORT_NAME).exists() else f"there is no {REPORT_NAME}, so it did not end"
+
+
+def _in_words(changed: tuple[str, Any, Any]) -> str:
+    return f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"

@@ -98,12 +98,13 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
         )
 
 
-def difference(settings: Settings, folder: Path) -> tuple[str, Any, Any] | None:
-    """In what a run differs from the one before, whatever it is; how many processes there are does not count.
+def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = None) -> tuple[str, Any, Any] | None:
+    """In what a run differs from the one before. Where it is told from, and by how many processes, does not count.
 
     Args:
         settings ([`Settings`]): Of this run.
         folder (`Path`): Where the run before left its configuration; without one nothing is compared.
+        keys (`Iterable[str]`, *optional*): What is compared; by default all.
 
     Returns:
         The first key that has changed, its value now and its value before; `None` where all is as it was.
@@ -111,7 +112,9 @@ def difference(settings: Settings, folder: Path) -> tuple[str, Any, Any] | None:
     Raises:
         ConfigError: The configuration cannot be read.
     """
-    return _changed(settings, folder, [key for key in _values(settings) if key != "num_processes"])
+    if keys is None:
+        keys = [key for key in _values(settings) if key not in ("num_processes", "output_dir")]
+    return _changed(settings, folder, keys)
 
 
 def _changed(settings: Settings, folder: Path, keys: Iterable[str]) -> tuple[str, Any, Any] | None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.artifacts import REPORT_NAME
-from hf_zero.recipes.occupied import check_model_is_kept, left_in
+from hf_zero.recipes.occupied import check_finished_is_kept, check_model_is_kept, left_in
 from hf_zero.recipes.resolved import check_unchanged
+from hf_zero.recipes.same_model import check_same_model
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.resuming import check_resumable, newest_whole
@@ -37,6 +37,8 @@ def check_resume(settings: Settings) -> None:
     if settings.resume == AUTO:
         if checkpoints_in(folder):
             check_unchanged(settings, folder)
+            check_same_model(settings, checkpoints_in(folder))
+            check_finished_is_kept(settings, folder)
         else:
             check_model_is_kept(settings, folder)
         return
@@ -45,6 +47,7 @@ def check_resume(settings: Settings) -> None:
         raise ConfigError(f"resume {settings.resume!r}: no such folder; give auto, never or a checkpoint's folder")
     check_resumable(checkpoint, needs_config=True)
     check_unchanged(settings, checkpoint.absolute().parent)
+    check_same_model(settings, [checkpoint])
     if checkpoint.resolve().parent != folder.resolve():
         check_model_is_kept(settings, folder)
 
@@ -121,7 +124,6 @@ def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:
 def _set_aside(folder: Path, *, with_model: bool) -> str | None:
     found = left_in(folder, with_model=with_model)
     if not found:
-        (folder / REPORT_NAME).unlink(missing_ok=True)  # it tells of a run that has ended
         return None
     number = 1
     while (folder / f"{EARLIER}-{number}").exists():
@@ -130,5 +132,4 @@ def _set_aside(folder: Path, *, with_model: bool) -> str | None:
     target.mkdir()
     for path in found:
         path.rename(target / path.name)
-    (folder / REPORT_NAME).unlink(missing_ok=True)
     return str(target)

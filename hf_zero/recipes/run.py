@@ -22,14 +22,14 @@ def run_task(settings: Settings) -> None:
     Args:
         settings ([`Settings`]): What to do; the rank comes from the environment.
     """
-    training = settings.training_arguments()
-    has_ended = finished(settings, training)
-    if has_ended is not None:
-        _sayer(training)(has_ended)
-        training.distributed_state.destroy_process_group()
-        return
     with transport_errors(settings.task):
-        train(settings, training).accelerator.end_training()
+        training = settings.training_arguments()
+        has_ended = finished(settings, training)
+        if has_ended is None:
+            train(settings, training).accelerator.end_training()
+        else:
+            _sayer(training)(has_ended)
+            training.distributed_state.destroy_process_group()
 
 
 def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:

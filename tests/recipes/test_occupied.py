@@ -1,14 +1,15 @@
 """A model that a run has left in `output_dir` is neither lost unasked nor trained again."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
-from hf_zero.recipes.artifacts import REPORT_NAME
-from hf_zero.recipes.cli import main
+from hf_zero.comm import Comm
+from hf_zero.recipes.artifacts import REPORT_NAME, write_configuration
 from hf_zero.recipes.log import LOG_NAME
-from hf_zero.recipes.occupied import LEFT, left_in
+from hf_zero.recipes.occupied import LEFT, _told, left_in
 from hf_zero.recipes.resolved import RESOLVED_NAME, resolved_text
 from hf_zero.recipes.resuming import _set_aside
 from hf_zero.recipes.settings import parse_settings
@@ -16,25 +17,22 @@ from hf_zero.recipes.tasks import TASKS
 from tests.recipes.ranks import run_on_ranks
 
 
-@pytest.fixture
-def call(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
-    """The command line over a folder with a finished run; gives the exit code, the line, and whether it trains."""
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    ran = []
-    monkeypatch.setattr("hf_zero.recipes.run.run_task", ran.append)
+FINISHED = (RESOLVED_NAME, REPORT_NAME, "model.safetensors")
 
-    def call(task: str, *more: str, left=(RESOLVED_NAME, REPORT_NAME, "model.safetensors")) -> tuple[int, str, bool]:
-        ran.clear()
-        argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", f"--output_dir={tmp_path / 'out'}"]
-        argv.append("--max_length=64")
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        (tmp_path / "out").mkdir()
+
+@pytest.fixture
+def call(tmp_path, command_line):
+    """The command line over a folder in which a run has left some files; gives what `command_line` gives."""
+
+    def call(task: str, *more: str, left=FINISHED) -> tuple[int, str, bool]:
+        out, argv = tmp_path / "out", [*command_line.argv, "--max_length=64"]
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
         texts = {RESOLVED_NAME: resolved_text(parse_settings(task, argv))}
+        texts[LOG_NAME] = '{"step": 100}\n'
         for name in left:
-            (tmp_path / "out" / name).write_text(texts.get(name, ""), encoding="utf-8")
-        code = main([task, *argv, *more])
-        return code, capsys.readouterr().err, bool(ran)
+            (out / name).mkdir() if name.startswith("checkpoint") else (out / name).write_text(texts.get(name, ""))
+        return command_line(task, "--max_length=64", *more)
 
     return call
 
@@ -109,11 +107,38 @@ def test_a_folder_that_is_named_like_a_checkpoint_and_tells_no_step_is_none(tmp_
     assert left_in(tmp_path, with_model=False) == []
 
 
-def test_a_run_that_is_begun_anew_has_no_report_until_it_ends(tmp_path):
-    for name in ("model.safetensors", REPORT_NAME):
+def test_a_run_that_begins_or_goes_on_has_no_report_until_it_ends(tmp_path):
+    settings = parse_settings("classify", [f"--output_dir={tmp_path}"])
+    for name in FINISHED:
         (tmp_path / name).touch()
-    assert _set_aside(tmp_path, with_model=False) is None
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    shard = lambda _: SimpleNamespace(comm=Comm(torch.device("cpu"), 60.0))  # noqa: E731
+    accelerator, args = SimpleNamespace(shard=shard), SimpleNamespace(output_dir=tmp_path)
+    write_configuration(SimpleNamespace(accelerator=accelerator, model=None, args=args), settings)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", RESOLVED_NAME}
+    assert _told(settings, tmp_path) is None
+
+
+BEHIND = (*FINISHED, LOG_NAME, "checkpoint-40")  # as where a signal has saved, and the run was gone on with
+
+
+def test_a_run_that_has_ended_beyond_its_newest_checkpoint_is_not_trained_again(call, command_line, tmp_path):
+    assert call("classify", left=BEHIND)[::2] == (0, True)  # where it is told that it has ended
+    settings = parse_settings("classify", [*command_line.argv, "--max_length=64"])
+    assert "this run has ended (step 100;" in _told(settings, tmp_path / "out")
+    code, line, ran = call("classify", "--learning_rate=0.5", left=BEHIND)
+    assert (code, ran, line.count("\n")) == (2, False, 1)
+    assert "a run that has ended at step 100 (learning_rate: 0.5 now, " in line
+    assert "its newest checkpoint is of step 40; --resume " in line
+    for more in ("--num_train_epochs=9", "--max_steps=200", "--resume=never", "--overwrite_output_dir"):
+        assert call("classify", "--learning_rate=0.5", more, left=BEHIND)[::2] == (0, True)
+    assert call("classify", "--learning_rate=0.5", left=(*BEHIND, "checkpoint-100"))[::2] == (0, True)
+
+
+def test_the_folder_may_be_given_in_other_words(call, command_line, tmp_path, monkeypatch):
+    call("classify", left=BEHIND)
+    monkeypatch.chdir(tmp_path)
+    settings = parse_settings("classify", [*command_line.argv, "--max_length=64", "--output_dir=out"])
+    assert _told(settings, tmp_path / "out") is not None
 
 
 def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_file):
@@ -135,6 +160,11 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_f
     assert [each.code for each in other] == [2, 2]
     assert "holds a model of another run (max_steps: 3 now, 2 there)" in other[0].err
     assert state() == before
+    (tmp_path / "out" / "checkpoint-1").mkdir()  # it would be refused, if it were looked at
+    again = run_on_ranks(argv, tmp_path)
+    assert "out: this run has ended (step 2, last loss " in again[0].out
+    assert "more epochs or steps go on from its newest checkpoint" in again[0].out
+    (tmp_path / "out" / "checkpoint-1").rmdir()
     anew = run_on_ranks([*argv, "--resume=never"], tmp_path)
     assert "what a run before has left is in out/_earlier-1 now" in anew[0].out
     assert {path.name for path in before} == {path.name for path in (tmp_path / "out" / "_earlier-1").rglob("*")}

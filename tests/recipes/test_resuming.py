@@ -3,11 +3,13 @@
 import re
 import shlex
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig
 
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.errors import CheckpointError, ConfigError
@@ -22,23 +24,12 @@ from hf_zero.trainer import resuming
 
 
 @pytest.fixture
-def call(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
-    """The command line over a folder with a checkpoint; gives the exit code and the line, and notes whether it ran."""
-    for name in LAUNCHER_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    ran = []
-    monkeypatch.setattr("hf_zero.recipes.run.run_task", ran.append)
-    argv = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", f"--output_dir={tmp_path / 'out'}"]
+def call(tmp_path, command_line):
+    """The command line over a folder with a checkpoint; gives what `command_line` gives."""
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
-    text = resolved_text(parse_settings("classify", argv))
+    text = resolved_text(parse_settings("classify", command_line.argv))
     (tmp_path / "out" / RESOLVED_NAME).write_text(text, encoding="utf-8")
-
-    def call(*more: str) -> tuple[int, str, bool]:
-        ran.clear()
-        code = main(["classify", *argv, *more])
-        return code, capsys.readouterr().err, bool(ran)
-
-    return call
+    return partial(command_line, "classify")
 
 
 @pytest.mark.quick(cases=1)
@@ -122,6 +113,40 @@ def test_checkpoints_none_of_which_is_complete_are_not_given_up_unasked(tmp_path
     for step in (3, 12):
         (tmp_path / f"checkpoint-{step}").rmdir()
     assert checkpoint_of(parse_settings("classify", argv), training) is None
+
+
+@pytest.mark.parametrize("more", [[], ["--dry_run"]])
+def test_checkpoints_of_another_model_are_refused_before_anything_is_loaded(call, tiny_model, tmp_path, more):
+    (tmp_path / "out" / RESOLVED_NAME).unlink()
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.num_labels, config.pad_token_id, config.dtype = 7, 3, "bfloat16"  # a task or a tokenizer sets these
+    config.save_pretrained(checkpoint)
+    assert call()[::2] == (0, True)
+    config.hidden_size = 48
+    config.save_pretrained(checkpoint)
+    for named in ([], [f"--resume={checkpoint}"]):
+        if named:
+            shutil.copytree(tiny_model, checkpoint, dirs_exist_ok=True, ignore=lambda *_: ["config.json"])
+            (checkpoint / "trainer_state.json").write_text('{"global_step": 3}')
+        code, line, ran = call(*more, *named)
+        assert (code, ran, line.count("\n")) == (2, False, 1)
+        assert "checkpoint-3 is of another model (hidden_size: 16 now, 48 there); give another output_dir" in line
+    code, line, ran = call(*more, "--use_peft")
+    assert (code, ran) == (2, False)
+    assert "is of another model (it is no adapter, and use_peft trains one)" in line
+
+
+def test_adapters_and_models_of_their_kind_are_compared(call, tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    (tmp_path / "out" / RESOLVED_NAME).unlink()
+    (checkpoint / "adapter_config.json").write_text('{"r": 16}')
+    assert "(it is an adapter, and use_peft is not set)" in call()[1]
+    assert "(lora_r: 4 now, 16 there)" in call("--use_peft", "--lora_r=4")[1]
+    assert call("--use_peft")[::2] == (0, True)
+    for content in ("[", "3"):
+        (checkpoint / "adapter_config.json").write_text(content)
+        assert call("--use_peft")[::2] == (0, True)  # what is damaged is told when checkpoints are looked through
 
 
 def test_the_model_that_a_run_starts_from_is_not_moved_away(call, tiny_model, tmp_path):
