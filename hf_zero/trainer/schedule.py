@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.optimization import AdafactorSchedule
 
@@ -26,11 +27,8 @@ def changes(
                 "start a new run from its weights"
             )
             break
-    if type(scheduler) is not LambdaLR:
-        return
-    rates = [base * rate(scheduler.last_epoch) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
-    for before, after in zip(saved["_last_lr"], rates):
-        if not math.isclose(before, after, rel_tol=1e-6, abs_tol=1e-12):
+    for before, after in zip(saved.get("_last_lr", ()), _rates(scheduler)):
+        if _is_unlike(before, after):
             jumps = f"step {scheduler.last_epoch}: the learning rate goes from {before:.3g} to {after:.3g}"
             if num_steps_before not in (None, num_steps):
                 yield (
@@ -43,6 +41,29 @@ def changes(
                     "--lr_scheduler_type, --lr_scheduler_kwargs and --warmup_steps of before"
                 )
             return
+
+
+def take_new_rates(scheduler: LRScheduler) -> None:
+    """Lets the next step have the rates of the schedule as it is now. The optimizer's are those of the run that saved,
+    and Trainer sets others behind its first step only."""
+    for index, (group, rate) in enumerate(zip(scheduler.optimizer.param_groups, _rates(scheduler))):
+        if _is_unlike(float(group["lr"]), rate):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+            scheduler._last_lr[index] = rate
+
+
+def _rates(scheduler: LRScheduler) -> list[float]:
+    """By group, what a schedule that is a function of the step gives for the next one; of others nothing is known."""
+    if type(scheduler) is not LambdaLR:
+        return []
+    return [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+
+
+def _is_unlike(rate: float, other: float) -> bool:
+    return not math.isclose(rate, other, rel_tol=1e-6, abs_tol=1e-12)
 
 
 class ShardedAdafactorSchedule(AdafactorSchedule):

@@ -55,7 +55,7 @@ from hf_zero.trainer.resuming import CompareLoss, Resumed, chosen, refuse_damage
 from hf_zero.trainer.room import check_room, fallback_of, lack_of_room, save_with_room
 from hf_zero.trainer.rotation import keep_best, rotation
 from hf_zero.trainer.saving import Saver
-from hf_zero.trainer.schedule import changes, show_rates
+from hf_zero.trainer.schedule import changes, show_rates, take_new_rates
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.uneven import Supply, evened
 
@@ -520,6 +520,7 @@ class ZeroTrainerMixin(PushMixin):
                 given = list(getattr(self.lr_scheduler, "base_lrs", ()))
                 self.lr_scheduler.load_state_dict(saved)
                 self._tell_changes(checkpoint, saved, given)
+                take_new_rates(self.lr_scheduler)
             elif is_foreign:
                 num_steps = carried(checkpoint).num_steps or 0
                 logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import hf_zero
 from hf_zero.errors import CheckpointError
@@ -66,6 +67,32 @@ def _missing(folder) -> None:
 
 def test_a_missing_checkpoint_is_the_error_that_trainer_raises(tmp_path):
     run_ranks(_missing, 1, str(tmp_path))
+
+
+class _Rates(TrainerCallback):
+    """Notes the learning rate of every step that is taken."""
+
+    def __init__(self):
+        self.used: list[float] = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.used.append(optimizer.param_groups[0]["lr"])
+
+
+def _takes_steps(folder) -> tuple[list[float], ...]:
+    whole, again, same = _Rates(), _Rates(), _Rates()
+    train(3, f"{folder}/whole", **{**SAVING, "max_steps": 10}, parts={"callbacks": [whole]})
+    train(3, folder, **{**SAVING, "max_steps": 6})
+    train(3, folder, resume=f"{folder}/checkpoint-4", **{**SAVING, "max_steps": 10}, parts={"callbacks": [again]})
+    train(3, folder, resume=f"{folder}/checkpoint-6", **{**SAVING, "max_steps": 10}, parts={"callbacks": [same]})
+    return whole.used, again.used, same.used
+
+
+def test_the_first_step_of_a_resumed_run_has_the_rate_that_its_schedule_has_there(tmp_path):
+    whole, again, same = run_ranks(_takes_steps, 1, str(tmp_path), timeout=240)[0]
+    assert len(whole) == 10 and whole[4] == pytest.approx(6e-4)
+    assert again == whole[4:]
+    assert same == whole[6:]
 
 
 def _resumes_with_other_settings(folder) -> tuple[list[str], ...]:
