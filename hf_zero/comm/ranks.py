@@ -7,6 +7,7 @@ its host and its process.
 import os
 import re
 import socket
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,17 @@ from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.errors import CommError, HfZeroError
 
+
+# How gloo's errors are signed: most name the place in its sources, these do not.
+OF_GLOO = ("/gloo/", "pair closure", "Gloo connectFullMesh failed", "Pair is not connected", "Read error [")
+# How an error says that the other end has gone: in gloo's words, those of torch's store, and the system's.
+CLOSED = (
+    *("Connection closed by peer", "Socket closed", "Socket unexpectedly closed", "Remote peer closed the connection"),
+    *("Pair is not connected", "Connection was likely closed"),
+    *("Connection reset by peer", "Connection refused", "Broken pipe", "Software caused connection abort"),
+    "Transport endpoint is not connected",
+)
+CLOSING_SECONDS = 2.0  # in which a process that is ending has closed all of its connections, one after the other
 
 # Of no message that is meant to arrive: sending one only asks whether the connection is open.
 PROBE_TAG = 0x3FFFFFFF
@@ -95,6 +107,14 @@ def ended(group: dist.ProcessGroup) -> set[int]:
     return closed
 
 
+def _ended_soon(group: dist.ProcessGroup, error: BaseException | str) -> set[int]:
+    """As `ended`; looks again where an error says that somebody has gone, and nobody seems to have."""
+    deadline = time.monotonic() + (CLOSING_SECONDS if _is_closed(error) and is_gloo(group) else 0.0)
+    while not (found := ended(group)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
 def failure(
     what: str,
     group: dist.ProcessGroup,
@@ -118,7 +138,7 @@ def failure(
     has_waited = bool(re.search("time(d )?out", reason, re.IGNORECASE))
     if has_waited and peer is not None:  # others that have waited for it may have ended before
         return CommError(f"{what}: {name_of(group, peer)} does not answer{limit}; look at its log first")
-    gone = ended(group).union(gone, [peer] if peer is not None and _is_closed(error) else [])
+    gone = _ended_soon(group, error).union(gone, [peer] if peer is not None and _is_closed(error) else [])
     names = " and ".join(name_of(group, rank) for rank in sorted(gone))
     if len(gone) == 1:
         return CommError(f"{what}: {names} has ended; look at its log first")
@@ -151,10 +171,9 @@ def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Itera
 
 def is_of_transport(error: Exception) -> bool:
     """Whether an error says that a rank was not reached."""
-    # gloo raises plain RuntimeErrors, most of them with the place in its sources
-    return isinstance(error, dist.DistError) or bool(re.search("/gloo/|pair closure", str(error))) or _is_closed(error)
+    is_of_gloo = any(text in str(error) for text in OF_GLOO)  # which raises plain RuntimeErrors
+    return isinstance(error, dist.DistError) or is_of_gloo or _is_closed(error)
 
 
 def _is_closed(error: BaseException | str) -> bool:
-    closed = "Connection closed by peer|Connection reset by peer|Broken pipe"
-    return isinstance(error, ConnectionError) or bool(re.search(closed, str(error)))
+    return isinstance(error, ConnectionError) or any(text in str(error) for text in CLOSED)

@@ -19,7 +19,7 @@ from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.base import Comm
 from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.native import NativeComm
-from hf_zero.comm.ranks import is_gloo, take_timeout, transport_errors
+from hf_zero.comm.ranks import _is_closed, failure, is_gloo, is_of_transport, take_timeout, transport_errors
 from hf_zero.errors import CommError
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer import trainer as trainer_module
@@ -127,6 +127,47 @@ def test_a_rank_that_is_killed_is_named_by_all_others(kind, name, tmp_path):
         # a rank that heard of it first may have ended too when the next one looks
         assert victim in line and re.search(r" (has|have) ended; look at (its log|their logs) first$", line), line
         assert "\n" not in line
+
+
+PLACE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
+HINT = ". This is typically caused by a remote worker hanging or bugs in your application."
+# What gloo, torch's store and the system say, whether it is of the transport, and whether the other end has gone.
+TEXTS = [
+    (f"{PLACE}Read error [127.0.0.1]:31664: Connection reset by peer{HINT}", True, True),
+    ("Read error [127.0.0.1]:31664: Connection reset by peer", True, True),
+    ("Read error [127.0.0.1]:31664: Input/output error", True, False),
+    (f"{PLACE}Connection closed by peer [127.0.0.1]:39577{HINT}", True, True),
+    (f"{PLACE}writev [127.0.0.1]:39577: Broken pipe", True, True),
+    (f"{PLACE}Socket closed [127.0.0.1]:39577", True, True),
+    (f"{PLACE}Socket unexpectedly closed [127.0.0.1]:39577", True, True),
+    (f"{PLACE}connect [127.0.0.1]:39577: Connection refused", True, True),
+    ("Pair is not connected (3 -> 1)", True, True),
+    ("Gloo connectFullMesh failed with [/pytorch/gloo.cc:1] no error", True, False),
+    ("Application timeout caused pair closure", True, False),
+    ("[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms", True, False),
+    ("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?", True, True),
+    ("[Errno 32] Broken pipe", True, True),
+    ("[Errno 103] Software caused connection abort", True, True),
+    ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False, False),
+    ("stack expects each tensor to be equal size, read error in row 3", False, False),
+]
+
+
+@pytest.mark.parametrize("text, of_transport, closed", TEXTS)
+def test_what_says_that_a_rank_was_not_reached_is_known(text, of_transport, closed):
+    assert is_of_transport(RuntimeError(text)) is of_transport
+    assert _is_closed(RuntimeError(text)) is closed
+
+
+def _look_too_early() -> str:
+    """The first look finds nobody gone: a process that is ending closes its connections one after the other."""
+    found = iter([set(), set(), {0}])
+    with mock.patch("hf_zero.comm.ranks.ended", lambda group: next(found)):
+        return str(failure("a barrier", dist.group.WORLD, "Connection reset by peer"))
+
+
+def test_a_rank_that_is_about_to_be_gone_is_named_too():
+    assert re.fullmatch("a barrier: rank 0.* has ended; look at its log first", run_ranks(_look_too_early, 1)[0])
 
 
 def _lose_one_in_training(folder: Path) -> None:
