@@ -1,5 +1,6 @@
 """The public way to whole parameters: `hf_zero.gathered`."""
 
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,12 +8,15 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from hf_zero.engine.away import WRITTEN
 from hf_zero.engine.patch import Patch, Uncopyable
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
 
 
 UNIT_ATTRIBUTE = "_hf_zero_unit"
+# What torch says of most writes to a placeholder.
+REFUSED_BY_TORCH = "more than one element of the written-to tensor refers to a single memory location"
 
 
 class _Holder(Uncopyable):
@@ -41,6 +45,35 @@ def unit_of(param: Tensor) -> Unit | None:
     """The unit that holds a parameter, or `None` when it is not sharded."""
     holder = getattr(param, UNIT_ATTRIBUTE, None)
     return None if holder is None else holder.unit()
+
+
+@contextmanager
+def named_writes() -> Iterator[None]:
+    """Names the parameter in what torch says of a write while its data is away. It costs nothing where none fails, so
+    the name is known only where the code that writes holds the parameter in a variable.
+
+    Raises:
+        `LifecycleError`: instead of torch's error. All others pass.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        names = _away_where_raised(error) if REFUSED_BY_TORCH in str(error) else []
+        if not names:
+            raise
+        raise LifecycleError(WRITTEN.format(name=" or ".join(names))) from error
+
+
+def _away_where_raised(error: BaseException) -> list[str]:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    params = [value for value in frame.f_locals.values() if isinstance(value, Tensor) and unit_of(value) is not None]
+    return [
+        info.name
+        for unit in dict.fromkeys(map(unit_of, params))
+        for flat in (unit.flats if not unit.is_unsharded else ())
+        for info, param in zip(flat.infos, flat.params)
+        if any(param is each for each in params)
+    ]
 
 
 @contextmanager

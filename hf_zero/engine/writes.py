@@ -99,16 +99,18 @@ def refuse_lost(engine: "ZeroEngine") -> None:
         `LifecycleError`: with the parameter's name; its data is put back.
     """
     for unit in engine.units if any(unit.is_sharded for unit in engine.units) else ():
-        for flat in unit.flats if not unit.num_gathered else ():
-            index = next(flat.assigned(), None)
-            if index is not None:
+        if unit.num_gathered:
+            continue
+        for flat in unit.flats:
+            if (index := next(flat.assigned(), None)) is not None:
                 flat.unshard() if unit.is_unsharded else flat.reshard()
                 raise LifecycleError(
                     f"{flat.infos[index].name}: was given other data while its own is sharded, and that is lost; "
                     + _INSIDE
                 )
-            if not unit.is_unsharded:
-                unit.refuse_misuse()
+        if not unit.is_unsharded:
+            unit.refuse_misuse()
+        for flat in unit.flats:
             if flat.trainable and (index := flat.rewritten()) is not None:
                 flat.mark_clean()
                 raise LifecycleError(
