@@ -160,7 +160,10 @@ class ZeroArgumentsMixin:
             self.use_cpu = True  # without it, every rank would take itself for the only one
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             raise ConfigError("fp16: this process trains on the CPU, which has no fp16 training; use --bf16")
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:  # what transformers alone knows of, in its words
+            raise ConfigError(" ".join(str(error).split())) from error
         if dist.is_initialized():
             take_timeout(dist.group.WORLD, float(self.ddp_timeout))  # accelerate sets it on accelerators alone
         check_output_dir(self.output_dir)

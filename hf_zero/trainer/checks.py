@@ -3,15 +3,17 @@
 import json
 import math
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import Trainer, get_scheduler
+from transformers import Seq2SeqTrainingArguments, Trainer, get_scheduler
 from transformers.integrations import integration_utils
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
@@ -29,22 +31,42 @@ SUPPORTED_OPTIMS = frozenset(
     "paged_lion_8bit rmsprop_bnb_8bit ademamix ademamix_8bit".split()
 )
 
-# The smallest value and the largest; a setting that is None is left to its default.
+WHOLE_NUMBERS = (int, int | None)
+NUMBERS = (*WHOLE_NUMBERS, float, float | None)
+BELOW_ONE = math.nextafter(1, 0)
+# Of every number among the training arguments, the smallest value and the largest; None is left to its default. What
+# says how often, and how long a run is, is in `_intervals` and `_length`.
+ANY = sys.float_info.max  # what is finite
 RANGES: dict[str, tuple[float, float]] = {
-    "learning_rate": (0, math.inf),
-    "weight_decay": (0, math.inf),
-    "adam_epsilon": (0, math.inf),
-    "warmup_steps": (0, math.inf),
+    "learning_rate": (0, ANY),
+    "weight_decay": (0, ANY),
+    "adam_beta1": (0, BELOW_ONE),
+    "adam_beta2": (0, BELOW_ONE),
+    "adam_epsilon": (0, ANY),
+    "max_grad_norm": (0, math.inf),  # which measures the norm, and clips nothing
+    "warmup_steps": (0, ANY),
     "label_smoothing_factor": (0, 1),
-    "per_device_train_batch_size": (1, math.inf),
-    "per_device_eval_batch_size": (1, math.inf),
-    "gradient_accumulation_steps": (1, math.inf),
-    "dataloader_num_workers": (0, math.inf),
-    "ddp_timeout": (1, math.inf),
+    "neftune_noise_alpha": (0, ANY),
+    "per_device_train_batch_size": (1, ANY),
+    "per_device_eval_batch_size": (1, ANY),
+    "gradient_accumulation_steps": (1, ANY),
+    "eval_accumulation_steps": (1, ANY),
+    "eval_delay": (0, ANY),
+    "max_steps": (-1, ANY),
+    "save_total_limit": (0, ANY),
+    "torch_empty_cache_steps": (1, ANY),
+    "dataloader_num_workers": (0, ANY),
+    "dataloader_prefetch_factor": (1, ANY),
+    "ddp_bucket_cap_mb": (1, ANY),
+    "ddp_timeout": (1, ANY),
+    "generation_max_length": (1, ANY),
+    "generation_num_beams": (1, ANY),
     "seed": (0, 2**32 - 1),
     "data_seed": (0, 2**32 - 1),
 }
 
+# Schedules by a number that is evaluated; Trainer takes the loss where none is named.
+FOLLOWING = ("reduce_lr_on_plateau", "greedy")
 # Reporters that transformers does not tell to be installed or not.
 UNTOLD = ("azure_ml", "flyte")
 NUM_TRIED_STEPS = 1000  # of a schedule whose length is not known yet
@@ -148,23 +170,36 @@ def _autocast(settings: Settings) -> str | None:
     return None
 
 
+def _kinds(settings: Settings) -> str | None:
+    """What scripts read from files of their own: YAML takes 1e-4 for a text."""
+    for each in fields(Seq2SeqTrainingArguments):
+        value = settings.get(each.name)
+        if each.type in NUMBERS and isinstance(value, str):
+            return f"{each.name}: {value!r} is a text, expected a number; give float({value!r})"
+        is_part = isinstance(value, float) and math.isfinite(value) and not value.is_integer()
+        if each.type in WHOLE_NUMBERS and is_part and each.name != "ddp_timeout":
+            return f"{each.name}: {value} is no whole number; give one, such as {max(1, int(value))}"
+    return None
+
+
 def _ranges(settings: Settings) -> str | None:
     for name, (low, high) in RANGES.items():
         value = settings.get(name)
         if isinstance(value, (int, float)) and not low <= value <= high:
             return f"{name}: {value} is out of range; expected {_range(low, high)}"
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= settings[name] < 1:
-            return f"{name}: {settings[name]} is out of range; expected 0 or more, and less than 1"
     return None
 
 
 def _range(low: float, high: float) -> str:
-    return f"{low} or more" if high == math.inf else f"{low} to {high}"
+    if high == BELOW_ONE:
+        return f"{low} or more, and less than 1"
+    return f"{low} or more" if high >= ANY else f"{low} to {high}"
 
 
 def _length(settings: Settings) -> str | None:
     epochs = settings["num_train_epochs"]
+    if settings["max_steps"] == 0:
+        return "max_steps: 0 trains num_train_epochs, and not nothing; give 1 or more, or leave it out"
     if settings["max_steps"] <= 0 and not 0 <= epochs < math.inf:
         return f"num_train_epochs: {epochs} is out of range; expected 0 or more, or give --max_steps"
     return None
@@ -173,8 +208,51 @@ def _length(settings: Settings) -> str | None:
 def _intervals(settings: Settings) -> str | None:
     for act in ("logging", "eval", "save"):
         steps = settings[f"{act}_steps"]
-        if _value(settings[f"{act}_strategy"]) == "steps" and steps is not None and not steps > 0:
+        if _value(settings[f"{act}_strategy"]) != "steps" or steps is None:
+            continue
+        if not 0 < steps <= ANY:
             return f"{act}_steps: {steps} is no interval; give 1 or more, or --{act}_strategy no"
+        if steps > 1 and steps != int(steps):
+            return f"{act}_steps: {steps} is neither whole nor a part of the run; give {int(steps)}, or less than 1"
+    return None
+
+
+def _best(settings: Settings) -> str | None:
+    """What is best is known where it is evaluated, and can be loaded where it is saved."""
+    saves, evaluates = _value(settings["save_strategy"]), _value(settings["eval_strategy"])
+    loads = "load_best_model_at_end" if settings["load_best_model_at_end"] else None
+    asks = "save_strategy best" if saves == "best" else loads
+    if asks is None:
+        return None
+    if evaluates == "no":
+        return (
+            f"{asks}: nothing is evaluated, so nothing is best; give --eval_strategy steps or epoch, or leave it out"
+        )
+    if saves == "best":
+        is_known = loads or settings["metric_for_best_model"] or _value(settings["lr_scheduler_type"]) in FOLLOWING
+        return None if is_known else f"{asks}: by which number is not said; give --metric_for_best_model, such as loss"
+    if saves != evaluates:
+        return (
+            f"{asks}: save_strategy is {saves} and eval_strategy is {evaluates}; give the same for both, or "
+            "--save_strategy best"
+        )
+    every, save_every = settings["eval_steps"] or settings["logging_steps"], settings["save_steps"]
+    if saves == "steps" and not _is_multiple(save_every, every):
+        return f"{asks}: save_steps {save_every} is no multiple of eval_steps {every}; save only where it is evaluated"
+    return None
+
+
+def _is_multiple(number: float, of: float) -> bool:
+    if (number < 1) != (of < 1):  # a part of the run, and steps
+        return False
+    return math.isclose(number / of, round(number / of), rel_tol=1e-6)
+
+
+def _workers(settings: Settings) -> str | None:
+    if settings["dataloader_num_workers"] == 0:
+        for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+            if settings[name]:
+                return f"{name}: is of worker processes, and there are none; add --dataloader_num_workers"
     return None
 
 
@@ -210,7 +288,7 @@ def _schedule(settings: Settings) -> str | None:
         return f"lr_scheduler_kwargs: {given!r} is no JSON ({error}); write it as '{{\"num_cycles\": 2}}'"
     except TypeError:
         return f"lr_scheduler_kwargs: {given!r} holds no names; write it as '{{\"num_cycles\": 2}}'"
-    if kind in ("reduce_lr_on_plateau", "greedy") and _value(settings["eval_strategy"]) == "no":
+    if kind in FOLLOWING and _value(settings["eval_strategy"]) == "no":
         return f"lr_scheduler_type {kind}: follows what is evaluated, and nothing is; give --eval_strategy steps"
     return None
 
@@ -251,9 +329,12 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _supported_optimizer,
     _activations,
     _autocast,
+    _kinds,
     _ranges,
     _length,
     _intervals,
+    _best,
+    _workers,
     _reporters,
     _liger,
     _schedule,

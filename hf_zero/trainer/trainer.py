@@ -39,6 +39,7 @@ from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, ru
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.compat import check_overrides
 from hf_zero.engine import ZeroEngine, engine_of, materialize
+from hf_zero.engine.access import named_writes
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, CommError, ConfigError
 from hf_zero.optim import ShardedOptimizer, granularity_of, inner_optimizers, refuse_unknown, sharded_of
@@ -118,7 +119,10 @@ class ZeroTrainerMixin(PushMixin):
                 _refuse_model(name, given[name], settings, is_ready=is_ready)
         _refuse_optimizers(**{key: given[key] for key in ("optimizers", "optimizer_cls_and_kwargs") if key in given})
         with transport_errors("making the trainer"):  # ranks take turns in it, where it prepares data
-            super().__init__(**given)
+            try:
+                super().__init__(**given)
+            except ValueError as error:
+                raise _named(self, error) from error
         self.is_distributed_loading_by_transformers = False  # whose own ways to train it are not ours
         _refuse_model("model", self.model, self.args, is_ready=True)
         if is_adapter_model(self.model):
@@ -185,7 +189,7 @@ class ZeroTrainerMixin(PushMixin):
         for callback in own:  # only now: people list a trainer's callbacks
             self.add_callback(callback)
         try:
-            with transport_errors("training"):
+            with transport_errors("training"), named_writes():
                 resume_from_checkpoint = self._checkpoint_of(resume_from_checkpoint)
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
@@ -547,6 +551,17 @@ def _by_name(cls: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     if len(args) > len(names):
         raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, {len(args)} were given")
     return {**dict(zip(names, args)), **kwargs}
+
+
+def _named(trainer: Trainer, error: ValueError) -> ValueError:
+    """What a trainer refuses, in one line where it is known what that is."""
+    strategy = getattr(getattr(trainer, "args", None), "eval_strategy", "no")
+    if "eval_dataset" in str(error) and strategy != "no" and getattr(trainer, "eval_dataset", None) is None:
+        return ConfigError(
+            f"eval_strategy {getattr(strategy, 'value', strategy)}: there is nothing to evaluate on; give the trainer "
+            "an eval_dataset, or --eval_strategy no"
+        )
+    return error
 
 
 def _check_schedule(cls: type, given: dict[str, Any]) -> None:

@@ -5,10 +5,11 @@ import os
 import re
 import resource
 import warnings
+from dataclasses import fields
 
 import pytest
 import torch
-from transformers import SchedulerType
+from transformers import SchedulerType, Seq2SeqTrainingArguments
 
 from hf_zero import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
@@ -36,6 +37,24 @@ ARGUMENTS = [
     ("ddp_timeout", "0", "ddp_timeout: 0 is out of range"),
     ("num_train_epochs", "-1", "num_train_epochs: -1.0 is out of range; expected 0 or more, or give --max_steps"),
     ("save_steps", "0", "save_steps: 0.0 is no interval; give 1 or more, or --save_strategy no"),
+    ("save_steps", "2.5", "save_steps: 2.5 is neither whole nor a part of the run; give 2, or less than 1"),
+    ("logging_steps", "0", "logging_steps: 0.0 is no interval; give 1 or more, or --logging_strategy no"),
+    ("learning_rate", "inf", "learning_rate: inf is out of range"),
+    ("adam_epsilon", "-1", "adam_epsilon: -1.0 is out of range"),
+    ("max_grad_norm", "-1", "max_grad_norm: -1.0 is out of range; expected 0 or more"),
+    ("warmup_steps", "-3", "warmup_steps: -3.0 is out of range"),
+    ("neftune_noise_alpha", "-5", "neftune_noise_alpha: -5.0 is out of range"),
+    ("torch_empty_cache_steps", "0", "torch_empty_cache_steps: 0 is out of range"),
+    ("eval_accumulation_steps", "0", "eval_accumulation_steps: 0 is out of range"),
+    ("eval_delay", "-1", "eval_delay: -1.0 is out of range"),
+    ("save_total_limit", "-1", "save_total_limit: -1 is out of range; expected 0 or more"),
+    ("ddp_bucket_cap_mb", "0", "ddp_bucket_cap_mb: 0 is out of range"),
+    ("max_steps", "-7", "max_steps: -7 is out of range; expected -1 or more"),
+    ("max_steps", "0", "max_steps: 0 trains num_train_epochs, and not nothing; give 1 or more, or leave it out"),
+    ("dataloader_prefetch_factor", "0", "dataloader_prefetch_factor: 0 is out of range"),
+    ("dataloader_prefetch_factor", "2", "is of worker processes, and there are none; add --dataloader_num_workers"),
+    ("load_best_model_at_end", "true", "load_best_model_at_end: nothing is evaluated, so nothing is best; give"),
+    ("save_strategy", "best", "save_strategy best: nothing is evaluated, so nothing is best; give"),
     ("report_to", "wandbb", "report_to: 'wandbb' is not known; did you mean wandb?"),
     ("report_to", "qxz", "report_to: 'qxz' is not known; expected one of azure_ml, "),
     ("report_to", "comet_ml", "report_to: comet_ml is not installed; pip install comet_ml, or give --report_to none"),
@@ -113,10 +132,59 @@ def test_an_argument_that_cannot_work_is_refused_by_the_command_line(refusal, na
 @pytest.mark.parametrize(("name", "value", "message"), ARGUMENTS)
 def test_an_argument_that_cannot_work_is_refused_in_a_script(name, value, message):
     kind = next(action.type for action in make_parser("pretrain")._actions if action.dest == name)
-    given = {"output_dir": "out", "use_cpu": True, name: float(value) if name == "save_steps" else kind(value)}
+    assert message in _refused(**{name: float(value) if name == "save_steps" else kind(value)})
+
+
+def _refused(**given) -> str:
+    """What a script is told, in one line."""
     with pytest.raises(ConfigError) as caught:
-        ZeroTrainingArguments(**given)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+        ZeroTrainingArguments(**{"output_dir": "out", "use_cpu": True, **given})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+# Where several settings do not fit, and what only a script can give.
+TOGETHER = [
+    (BEST | {"save_strategy": "epoch"}, "load_best_model_at_end: save_strategy is epoch and eval_strategy is steps"),
+    (BEST | {"eval_steps": 3, "save_steps": 4}, "load_best_model_at_end: save_steps 4 is no multiple of eval_steps 3"),
+    (BEST | {"eval_steps": 4, "save_steps": 0.5}, "save_steps 0.5 is no multiple of eval_steps 4"),
+    ({"save_strategy": "best", "eval_strategy": "epoch"}, "by which number is not said; give --metric_for_best_model"),
+    ({"learning_rate": "1e-4"}, "learning_rate: '1e-4' is a text, expected a number; give float('1e-4')"),
+    ({"per_device_train_batch_size": 2.5}, "per_device_train_batch_size: 2.5 is no whole number; give one, such as 2"),
+    ({"tf32": True}, "--tf32 requires"),  # of transformers alone
+]
+
+
+@pytest.mark.parametrize(("given", "message"), TOGETHER)
+def test_settings_that_do_not_fit_are_refused_in_a_script(given, message):
+    assert message in _refused(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        BEST | {"eval_steps": 0.1, "save_steps": 0.3},
+        BEST | {"save_strategy": "best"},
+        {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"},
+        {"save_steps": 0, "save_strategy": "no", "max_grad_norm": float("inf"), "logging_steps": 0.5},
+        {"max_steps": 1e3, "ddp_timeout": 2.5, "save_total_limit": 0, "warmup_steps": 0.1},
+    ],
+)
+def test_settings_that_fit_are_taken(given):
+    ZeroTrainingArguments("out", use_cpu=True, **given)
+
+
+def test_every_number_among_the_arguments_has_a_range():
+    numbers = {each.name for each in fields(Seq2SeqTrainingArguments) if each.type in checks.NUMBERS}
+    elsewhere = {"num_train_epochs", "logging_steps", "eval_steps", "save_steps", "local_rank"}
+    assert numbers == checks.RANGES.keys() | elsewhere
+
+
+def test_an_evaluation_without_data_is_refused_in_one_line():
+    message = "^eval_strategy epoch: there is nothing to evaluate on; give the trainer an eval_dataset, or --eval_st"
+    with pytest.raises(ConfigError, match=message):
+        ZeroTrainer(models.build("mlp"), _settings(eval_strategy="epoch"))
 
 
 class HasItsOwn(ZeroTrainer):
