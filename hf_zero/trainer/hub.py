@@ -110,12 +110,12 @@ class PushMixin:
     saved_elsewhere: str | None = None  # where the model is, when its own folder had no room
     _is_pushing = False
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, **kwargs: Any) -> None:
         """Creates the repository from rank 0. All ranks get to know its name: they ask for it before each push."""
 
         def create() -> None:
             with hub_errors(f"creating {self.args.hub_model_id or os.path.basename(self.args.output_dir)}"):
-                super(PushMixin, self).init_hf_repo(token=token, private=private)
+                super(PushMixin, self).init_hf_repo(token=token, **kwargs)
 
         comm = self._ranks()
         run_on_all_ranks(comm, "creating the repository", create)
@@ -127,7 +127,6 @@ class PushMixin:
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
-        private: bool | None = None,
         **kwargs: Any,
     ):
         """As `Trainer.push_to_hub`; the model is saved by all ranks, and uploaded by rank 0."""
@@ -139,9 +138,7 @@ class PushMixin:
         self._is_pushing = True
         try:
             with hub_errors(subject), uploading():
-                return super().push_to_hub(
-                    commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
-                )
+                return super().push_to_hub(commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
         finally:
             self._is_pushing = False
 

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from hf_zero.compat import check_overrides
+from hf_zero.trainer.hub import PushMixin
 from tests.distributed import free_port
 from tests.hub_client import HubClient, environment, kill
 from tests.hub_server import HubServer
@@ -153,3 +155,16 @@ def test_uploads_that_fail_on_the_way_are_told_and_the_last_one_counts(server, t
     assert (code, other_code) == (0, 0), out + err
     assert "An upload during training failed" in err
     assert_same(tmp_path / "every_save", "alice/every_save")
+
+
+class OlderTrainer:
+    """As of transformers 5.17, which makes no difference between repositories when they are made."""
+
+    def init_hf_repo(self, token=None): ...
+
+    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs): ...
+
+
+@pytest.mark.quick
+def test_pushing_asks_for_no_parameter_that_the_oldest_trainer_lacks():
+    check_overrides(PushMixin, OlderTrainer, ("init_hf_repo", "push_to_hub"))
