@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 from hf_zero.engine.divided import local_of, put
 from hf_zero.engine.placeholder import Placeholders, is_untouched, is_written
@@ -29,6 +33,11 @@ USED = (
     "counts too); make the module that holds it an attribute of a module outside of the blocks too, so that it stays "
     "whole, or use it and run the backward inside `with hf_zero.gathered(...):`, or use stage 2"
 )
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def num_holders(params: list[nn.Parameter]) -> list[int]:
@@ -73,8 +82,8 @@ def refuse_writes(flat: "Flat") -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Refuses computation with parameters whose data is away, for as long as the context lasts. It takes about ten
-    microseconds for every operation, so it looks at the first forward of each kind alone.
+    """Refuses computation with parameters whose data is away: in a forward, and in what a loss is made of behind it. It
+    takes about ten microseconds for every operation, so it looks at the first forward of each kind alone.
 
     Args:
         flats (`list[Flat]`): the buffers of the model.
@@ -89,6 +98,8 @@ class Watch(TorchDispatchMode):
             for flat in flats
             for info, placeholder in zip(flat.infos, flat.placeholders)
         }
+        self._is_over = False
+        self.has_refused = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -96,11 +107,27 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self._is_over:
+            return func(*args, **kwargs)
         read = next(filter(None, map(self._name_of, _tensors(*args, *kwargs.values()))), None)
         result = func(*args, **kwargs)
         if read is not None and not _is_about_shape(func) and not self._is_view(result):
+            self.has_refused = True
             raise LifecycleError(USED.format(name=read))
         return result
+
+    def is_alone(self) -> bool:
+        """Whether no other mode is active: then none ends in between when this one stays on beyond the forward."""
+        return _get_current_dispatch_mode_stack() == [self]
+
+    def leave(self) -> bool:
+        """Lets everything pass from now on. False where the mode has to stay on the stack for a while: autograd puts
+        back what there was when the backward began, and other modes end before this one."""
+        self._is_over = True
+        if in_backward() or _get_current_dispatch_mode_stack()[-1:] != [self]:
+            return False
+        self.__exit__(None, None, None)
+        return True
 
     def _name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose placeholder a tensor is, or a view of it."""

@@ -14,7 +14,7 @@ from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.config import Residency, ZeroConfig
 from hf_zero.engine import writes
-from hf_zero.engine.away import Watch
+from hf_zero.engine.away import Watch, in_backward
 from hf_zero.engine.casting import computing_in
 from hf_zero.engine.divided import local_grad, with_local
 from hf_zero.engine.flat import NamedShard, ParamInfo
@@ -50,11 +50,6 @@ class Updates(Protocol):
 
 def _nothing() -> None:
     """Does nothing, where a callback is optional."""
-
-
-def in_backward() -> bool:
-    """Whether autograd's engine is running on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class ZeroEngine(Uncopyable):
@@ -142,6 +137,7 @@ class ZeroEngine(Uncopyable):
             self._unshard_root()
             return
         if self._depth == 0:
+            self._end_watch()
             writes.refuse_lost(self)
             if self._is_backward_open:
                 self.recover()
@@ -162,8 +158,9 @@ class ZeroEngine(Uncopyable):
             self._take([] if failed else rest, stack)
             stack.carries_grad = False
         self._depth = max(0, self._depth - 1)
-        if self._depth == 0:
-            self._close_watch(failed)
+        if self._depth == 0 and self._watch is not None:
+            if failed or not (self.model.training and torch.is_grad_enabled() and self._watch.is_alone()):
+                self._end_watch()  # else it sees what the loss is made of, until the backward
         if stack is not None or self._depth == 0:
             self._reshard_last()
         if self._depth == 0 and (failed or not torch.is_grad_enabled()):
@@ -174,17 +171,16 @@ class ZeroEngine(Uncopyable):
     def _open_watch(self) -> None:
         """Looks in the first forward of each kind whether it uses parameters that are away."""
         kind = (self.model.training, self._notes)
-        if kind not in self._watched_kinds and any(unit.is_sharded for unit in self.blocks):
+        if self._watch is None and kind not in self._watched_kinds and any(unit.is_sharded for unit in self.blocks):
             self._watched_kinds.add(kind)
             self._watch = Watch([flat for unit in self.units for flat in unit.flats])
             self._watch.__enter__()
 
-    def _close_watch(self, failed: bool) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.__exit__(None, None, None)
-        if watch is not None and failed:
+    def _end_watch(self) -> None:
+        if self._watch is not None and self._watch.has_refused:
             self._watched_kinds.clear()
+        if self._watch is not None and self._watch.leave():
+            self._watch = None
 
     def leaves_alone(self, unit: Unit) -> bool:
         """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
@@ -277,6 +273,7 @@ class ZeroEngine(Uncopyable):
         """Opens a backward, once in each: the root is made whole, and a callback at its end is queued."""
         if not self._is_backward_open:
             self._is_backward_open = True
+            self._end_watch()
             self.grad_norm = None
             self._apply_grad_scale()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -454,6 +451,7 @@ class ZeroEngine(Uncopyable):
         if self._is_backward_open and not in_backward():
             self.recover()
         self._grad_scale = self.grad_norm = None
+        self._end_watch()
         for updates in list(self.updates):
             updates.abandon()
         for gradient in self.gradients():
@@ -467,6 +465,7 @@ class ZeroEngine(Uncopyable):
         """
         if self._is_backward_open:
             self.recover()  # what a backward that failed has updated counts first
+        self._end_watch()
         if not self.is_cast:
             writes.take(self)
 

@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 import hf_zero
 from hf_zero.engine import away
@@ -172,6 +174,38 @@ def test_shapes_and_dtypes_of_parameters_that_are_away_may_be_looked_at():
 # Losses
 
 
+def _squares(weight):
+    return weight.pow(2).sum()
+
+
+def _absolutes(weight):
+    return weight.abs().sum()
+
+
+def _largest(weight):
+    return weight.detach().clamp(max=1.0).sum()
+
+
+def _penalty_of_the_first_loss(penalty):
+    model = build_seeded(Tower)
+    engine = hf_zero.shard(model, stage=3, **SETTINGS)
+    for _ in range(2):  # whoever catches it meets it again
+        loss = loss_of(model(inputs(dist.get_rank(), 0)))
+        with pytest.raises(LifecycleError, match=r"layers\.\d\.\w+\.\w+: is used outside"):
+            loss + sum(penalty(p) for p in model.parameters())
+    optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+    with FlopCounterMode(display=False) as counter:
+        loss = loss_of(model(inputs(dist.get_rank(), 0))) * 1.0
+    loss.backward()
+    optimizer.step()
+    assert counter.get_total_flops() and _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.parametrize("penalty", [_squares, _absolutes, _largest])
+def test_a_loss_that_uses_parameters_that_are_away_is_refused_by_name(penalty):
+    run_ranks(_penalty_of_the_first_loss, 2, penalty, timeout=LIMIT)
+
+
 def _penalty_alone():
     model = build_seeded(Tower)
     hf_zero.shard(model, stage=3, **SETTINGS)
@@ -188,6 +222,8 @@ def _penalty_beside():
     model = build_seeded(Tower)
     engine = hf_zero.shard(model, stage=3, **SETTINGS)
     optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
+    one_backward(model, dist.get_rank(), 0)  # the first is looked at more closely
+    optimizer.step()
     wanted = weights_of(model)
     loss = loss_of(model(inputs(dist.get_rank(), 0))) + sum(p.pow(2).sum() for p in model.parameters())
     with pytest.raises(LifecycleError, match=r"layers\.\d\.\w+\.\w+: is used outside"):
