@@ -93,11 +93,9 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, flats: "list[Flat]"):
         super().__init__()
-        self._names = {
-            placeholder.untyped_storage()._cdata: info.name
-            for flat in flats
-            for info, placeholder in zip(flat.infos, flat.placeholders)
-        }
+        each = [(placeholder, info.name) for flat in flats for info, placeholder in zip(flat.infos, flat.placeholders)]
+        self._names = {placeholder.untyped_storage()._cdata: name for placeholder, name in each}
+        self._placeholders = [placeholder for placeholder, _ in each]  # kept, so that no address comes twice
         self._is_over = False
         self.has_refused = False
 
