@@ -5,6 +5,7 @@ backward needs the parameter holds it once more: that backward would run at a ti
 or another unit's. Uses that hold nothing are seen by `Watch`.
 """
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from hf_zero.errors import LifecycleError
 
 
 if TYPE_CHECKING:
+    from hf_zero.engine.engine import ZeroEngine
     from hf_zero.engine.flat import Flat
 
 
@@ -86,17 +88,23 @@ class Watch(TorchDispatchMode):
     takes about ten microseconds for every operation, so it looks at the first forward of each kind alone.
 
     Args:
-        flats (`list[Flat]`): the buffers of the model.
+        engine (`ZeroEngine`): whose parameters are looked at, for as long as it lives.
+
+    Attributes:
+        is_over (`bool`): once set, everything passes.
+        has_refused (`bool`): whether it has refused something.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, flats: "list[Flat]"):
+    def __init__(self, engine: "ZeroEngine"):
         super().__init__()
+        self._engine = weakref.ref(engine)
+        flats = [flat for unit in engine.units for flat in unit.flats]
         each = [(placeholder, info.name) for flat in flats for info, placeholder in zip(flat.infos, flat.placeholders)]
         self._names = {placeholder.untyped_storage()._cdata: name for placeholder, name in each}
         self._placeholders = [placeholder for placeholder, _ in each]  # kept, so that no address comes twice
-        self._is_over = False
+        self.is_over = False
         self.has_refused = False
 
     @classmethod
@@ -105,7 +113,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self._is_over:
+        if self.is_over:
             return func(*args, **kwargs)
         read = next(filter(None, map(self._name_of, _tensors(*args, *kwargs.values()))), None)
         result = func(*args, **kwargs)
@@ -114,18 +122,19 @@ class Watch(TorchDispatchMode):
             raise LifecycleError(USED.format(name=read))
         return result
 
-    def is_alone(self) -> bool:
-        """Whether no other mode is active: then none ends in between when this one stays on beyond the forward."""
-        return _get_current_dispatch_mode_stack() == [self]
+    def may_stay(self) -> bool:
+        """Whether no mode of others is active, which would end while this one stays on beyond the forward."""
+        return all(isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack())
 
-    def leave(self) -> bool:
-        """Lets everything pass from now on. False where the mode has to stay on the stack for a while: autograd puts
-        back what there was when the backward began, and other modes end before this one."""
-        self._is_over = True
-        if in_backward() or _get_current_dispatch_mode_stack()[-1:] != [self]:
-            return False
-        self.__exit__(None, None, None)
-        return True
+    @staticmethod
+    def remove_those_over() -> None:
+        """Takes what is over from the stack of modes, as far as that can be: in a backward autograd puts back what there
+        was when it began, and modes of others end before."""
+        while not in_backward():
+            mode = next(reversed(_get_current_dispatch_mode_stack()), None)
+            if not isinstance(mode, Watch) or not (mode.is_over or mode._engine() is None):
+                return
+            mode.__exit__(None, None, None)
 
     def _name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose placeholder a tensor is, or a view of it."""

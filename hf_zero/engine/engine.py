@@ -159,7 +159,9 @@ class ZeroEngine(Uncopyable):
             stack.carries_grad = False
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and self._watch is not None:
-            if failed or not (self.model.training and torch.is_grad_enabled() and self._watch.is_alone()):
+            if failed:
+                self._watched_kinds.clear()
+            if failed or not (self.model.training and torch.is_grad_enabled() and self._watch.may_stay()):
                 self._end_watch()  # else it sees what the loss is made of, until the backward
         if stack is not None or self._depth == 0:
             self._reshard_last()
@@ -171,16 +173,18 @@ class ZeroEngine(Uncopyable):
     def _open_watch(self) -> None:
         """Looks in the first forward of each kind whether it uses parameters that are away."""
         kind = (self.model.training, self._notes)
-        if self._watch is None and kind not in self._watched_kinds and any(unit.is_sharded for unit in self.blocks):
+        if kind not in self._watched_kinds and any(unit.is_sharded for unit in self.blocks):
             self._watched_kinds.add(kind)
-            self._watch = Watch([flat for unit in self.units for flat in unit.flats])
+            self._watch = Watch(self)
             self._watch.__enter__()
 
     def _end_watch(self) -> None:
-        if self._watch is not None and self._watch.has_refused:
-            self._watched_kinds.clear()
-        if self._watch is not None and self._watch.leave():
-            self._watch = None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.is_over = True
+            if watch.has_refused:
+                self._watched_kinds.clear()
+        Watch.remove_those_over()
 
     def leaves_alone(self, unit: Unit) -> bool:
         """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
