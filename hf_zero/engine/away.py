@@ -84,8 +84,8 @@ def refuse_writes(flat: "Flat") -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Refuses computation with parameters whose data is away: in a forward, and in what a loss is made of behind it. It
-    takes about ten microseconds for every operation, so it looks at the first forward of each kind alone.
+    """Refuses computation with parameters whose data is away: in a forward, and in what a loss is made of behind it.
+    It takes about ten microseconds for every operation, so it looks at the first forward of each kind alone.
 
     Args:
         engine (`ZeroEngine`): whose parameters are looked at, for as long as it lives.
@@ -128,8 +128,8 @@ class Watch(TorchDispatchMode):
 
     @staticmethod
     def remove_those_over() -> None:
-        """Takes what is over from the stack of modes, as far as that can be: in a backward autograd puts back what there
-        was when it began, and modes of others end before."""
+        """Takes what is over from the stack of modes, as far as that can be: in a backward autograd puts back what
+        there was when it began, and modes of others end before."""
         while not in_backward():
             mode = next(reversed(_get_current_dispatch_mode_stack()), None)
             if not isinstance(mode, Watch) or not (mode.is_over or mode._engine() is None):
