@@ -47,6 +47,7 @@ docs: $(STAMP)
 quality: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
 
 style: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -76,5 +77,5 @@ $(OLDEST_STAMP): pyproject.toml setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf build dist outputs *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist outputs *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find hf_zero tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,8 @@ from hf_zero import parent  # noqa: F401 - first of all: it notes who the launch
 
 
 if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is meant to be imported from here
+    from hf_zero import errors as errors
+    from hf_zero import trl as trl
     from hf_zero.activation import shard as shard
     from hf_zero.checkpoint import Snapshots as Snapshots
     from hf_zero.checkpoint import load_foreign as load_foreign
@@ -74,14 +76,16 @@ _ROOMS = ("activation", "checkpoint", "comm", "config", "engine", "errors", "opt
 __all__ = list(_MODULES)
 
 
-def __getattr__(name: str):
-    if name in _ROOMS:
-        return import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
+
+    def __getattr__(name: str):
+        if name in _ROOMS:
+            return import_module(f"{__name__}.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

@@ -1,15 +1,26 @@
-"""What is overridden in transformers and accelerate must still be there, with the parameters that it had."""
+"""What is overridden in transformers and accelerate must still be there, with the parameters that are used of it."""
 
+import functools
 import inspect
+import logging
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 from hf_zero.errors import ConfigError
 
 
-def check_overrides(cls: type, base: type, names: tuple[str, ...]) -> None:
-    """Checks that methods which `cls` overrides exist in `base` and take the same parameters.
+logger = logging.getLogger(__name__)
 
-    A method that was renamed there would never be called here, and training would go on without what it does.
+_FURTHER = inspect.Parameter.VAR_KEYWORD  # the kind of `**kwargs`
+
+
+def check_overrides(cls: type, base: type, names: tuple[str, ...]) -> None:
+    """Checks that methods which `cls` overrides exist in `base`, with the parameters that the overriding ones take.
+
+    A method that was renamed there would never be called here, and training would go on without what it does. Where
+    `base` takes further parameters, as newer versions do, the overriding method hands them on by its `**kwargs`; one
+    that has none leaves them out, and says so when it is first given another value than the default.
 
     Args:
         cls (`type`): has the overriding methods.
@@ -17,32 +28,49 @@ def check_overrides(cls: type, base: type, names: tuple[str, ...]) -> None:
         names (`tuple[str, ...]`): the methods.
 
     Raises:
-        `ConfigError`: naming the method, both signatures and the installed versions.
+        `ConfigError`: a method or a parameter is gone; names it, both signatures and the installed versions.
     """
     for name in names:
-        wanted = _parameters(getattr(cls, name))
-        found = _parameters(getattr(base, name)) if hasattr(base, name) else None
-        if found is not None and (found == wanted or (_hands_on(getattr(cls, name)) and set(wanted) <= set(found))):
-            continue
-        seen = "does not exist" if found is None else f"takes ({', '.join(found)})"
-        raise ConfigError(
-            f"{base.__module__}.{base.__name__}.{name} {seen} in {_versions()}; this hf_zero was written for "
-            f"({', '.join(wanted)}): install versions that it was tested with, or a newer hf_zero"
-        )
+        ours, theirs = getattr(cls, name), getattr(base, name, None)
+        wanted, found = _parameters(ours), _parameters(theirs)
+        if not hasattr(base, name) or not set(wanted) <= set(found):
+            seen = f"takes ({', '.join(found)})" if hasattr(base, name) else "does not exist"
+            raise ConfigError(
+                f"{base.__module__}.{base.__name__}.{name} {seen} in {_versions()}; this hf_zero was written for "
+                f"({', '.join(wanted)}): install versions that it was tested with, or a newer hf_zero"
+            )
+        if found != wanted:
+            setattr(cls, name, _adapted(ours, theirs, f"{base.__name__}.{name}"))
+
+
+def _adapted(ours: Callable, theirs: Any, subject: str) -> Callable:
+    """`ours`, called as `theirs` may be called: each argument is given by its name."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(theirs).parameters.items()}
+    names, known = _parameters(theirs), _parameters(ours)
+    hands_on = len(known) < len(inspect.signature(ours).parameters)
+    told: set[str] = set()
+
+    def understood(given: dict[str, Any]) -> dict[str, Any]:
+        for name, value in given.items():
+            if not hands_on and name not in known and value is not defaults.get(name) and name not in told:
+                told.add(name)
+                logger.warning("%s: %s=%r is left out; this hf_zero does not know it", subject, name, value)
+        return {name: value for name, value in given.items() if hands_on or name in known}
+
+    @functools.wraps(ours)
+    def adapted(*args, **kwargs):
+        if len(args) > len(names):
+            raise TypeError(f"{subject} takes at most {len(names)} arguments, {len(args)} were given")
+        return ours(**understood(dict(zip(names, args))), **understood(kwargs))
+
+    return adapted
 
 
 def _parameters(member) -> list[str]:
     """Names of a method's parameters but for `**kwargs` that it hands on; a property has none."""
     if not callable(member):
         return []
-    named = inspect.signature(member).parameters
-    return [name for name, parameter in named.items() if parameter.kind is not parameter.VAR_KEYWORD]
-
-
-def _hands_on(member) -> bool:
-    """Whether a method takes further arguments by name, and so need not know them."""
-    kinds = [parameter.kind for parameter in inspect.signature(member).parameters.values()] if callable(member) else []
-    return inspect.Parameter.VAR_KEYWORD in kinds
+    return [name for name, parameter in inspect.signature(member).parameters.items() if parameter.kind is not _FURTHER]
 
 
 def _versions() -> str:

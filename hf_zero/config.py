@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypedDict
 
 import torch
 
@@ -93,11 +94,8 @@ def choose(setting: str, value, choices: dict):
         return choices[names[str(value)]]
     valid = ", ".join(names)
     numeric = all(isinstance(key, int) for key in choices) and isinstance(value, (int, float))
-    if numeric:
-        found = str(min(choices, key=lambda key: abs(key - value)))
-    else:
-        found = nearest(str(value), names)
-    hint = f"; the nearest is {found!r}" if found else ""
+    near = str(min(choices, key=lambda key: abs(key - value))) if numeric else nearest(str(value), names)
+    hint = f"; the nearest is {near!r}" if near else ""
     raise ConfigError(f"{setting}: {value!r} is not one of {valid}{hint}")
 
 
@@ -214,3 +212,22 @@ class ZeroConfig:
             master_at=tier if away else MemoryTier.DEVICE,
             lags=self.delayed_update > 0,
         )
+
+
+class ZeroSettings(TypedDict, total=False):
+    """Fields of `ZeroConfig` as `hf_zero.shard` takes them by name, beside `stage` and `compute_dtype`."""
+
+    reduce_dtype: torch.dtype
+    bucket_nbytes: int | str
+    prefetch_units: int
+    keep_gathered: int | str
+    timeout_seconds: float | None
+    shared_memory: bool
+    offload: str
+    offload_fraction: float
+    offload_dir: str | None
+    delayed_update: int
+    partition_activations: bool
+    offload_activations: bool
+    nonfinite: str
+    strict: bool

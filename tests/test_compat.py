@@ -1,13 +1,20 @@
 """A library that changed under us is an error at import, not a silent difference."""
 
+import functools
+import inspect
+import tomllib
+from pathlib import Path
+
 import pytest
 from accelerate import Accelerator
+from packaging.requirements import Requirement
 from transformers import Trainer
 
 from hf_zero.accelerator import ZeroAccelerator, accelerator
 from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError
-from hf_zero.trainer import trainer
+from hf_zero.trainer import hub, trainer
+from hf_zero.trainer.hub import PushMixin
 from hf_zero.trainer.trainer import ZeroTrainerMixin
 
 
@@ -23,9 +30,14 @@ def test_every_override_is_checked(own, base, checked):
     assert overridden == set(checked)
 
 
+def make(**methods):
+    return type("Made", (), methods)
+
+
 class Base:
     def save(self, folder, internal=False):
         """As another library has it."""
+        return folder, internal
 
 
 class Same:
@@ -33,28 +45,125 @@ class Same:
         """The same parameters: types and defaults are ours to choose."""
 
 
-class Fewer:
-    def save(self, folder):
-        """A parameter is missing."""
-
-
 class Renamed:
     def store(self, folder):
         """Nothing of this name exists in the base."""
 
 
-def test_the_same_parameters_pass():
+def test_the_same_parameters_pass_and_change_nothing():
+    before = Same.save
     check_overrides(Same, Base, ("save",))
+    assert Same.save is before
 
 
-def test_other_parameters_are_refused_with_both_signatures_and_versions():
-    with pytest.raises(
-        ConfigError, match=r"Base.save takes \(self, folder, internal\) in transformers 5.*accelerate 1"
-    ) as e:
-        check_overrides(Fewer, Base, ("save",))
-    assert "(self, folder)" in str(e.value)
+def test_a_parameter_that_is_gone_is_refused_with_both_signatures_and_versions():
+    theirs = make(save=lambda self, folder: None)
+    with pytest.raises(ConfigError, match=r"Made.save takes \(self, folder\) in transformers 5.*accelerate 1") as e:
+        check_overrides(Same, theirs, ("save",))
+    assert "(self, folder, internal)" in str(e.value)
 
 
 def test_a_method_that_is_gone_is_refused():
     with pytest.raises(ConfigError, match="Base.store does not exist"):
         check_overrides(Renamed, Base, ("store",))
+
+
+class Newer:
+    """As `Base`, but for a parameter in the midst of the others and one behind them."""
+
+    def save(self, folder, kind="whole", internal=False, *, safe=True):
+        return folder, kind, internal, safe
+
+
+class HandsOn(Newer):
+    def save(self, folder, internal=False, **kwargs):
+        return super().save(folder + "/own", internal=internal, **kwargs)
+
+
+class Knows(Newer):
+    def save(self, folder, internal=False):
+        return folder, internal
+
+
+@pytest.fixture
+def adapted(monkeypatch):
+    for cls in (HandsOn, Knows):
+        monkeypatch.setattr(cls, "save", cls.save)  # put back afterwards
+        check_overrides(cls, Newer, ("save",))
+
+
+def test_parameters_that_were_added_are_handed_on(adapted, caplog):
+    assert HandsOn().save("a") == ("a/own", "whole", False, True)
+    assert HandsOn().save("a", "part", True, safe=False) == ("a/own", "part", True, False)
+    assert HandsOn().save(folder="a", internal=True) == ("a/own", "whole", True, True)
+    with pytest.raises(TypeError, match="at most 5 arguments, 6"):
+        HandsOn().save("a", "part", True, False, "more")
+    assert not caplog.records
+
+
+def test_what_cannot_be_handed_on_is_left_out_and_said_once(adapted, caplog):
+    assert Knows().save("a", "whole", True, safe=True) == ("a", True), "the defaults need no word"
+    assert not caplog.records
+    for _ in range(2):
+        assert Knows().save("a", "part", True) == ("a", True)
+    assert [r.getMessage() for r in caplog.records] == [
+        "Newer.save: kind='part' is left out; this hf_zero does not know it"
+    ]
+
+
+def test_a_trainer_with_new_parameters_is_still_overridden(monkeypatch):
+    """What a newer transformers may look like: every method of Trainer that is overridden takes one parameter more."""
+
+    class Future(Trainer):
+        pass
+
+    class Mixin(ZeroTrainerMixin):
+        pass
+
+    for name in trainer.OVERRIDES:
+        theirs = inspect.signature(getattr(Trainer, name))
+        added = inspect.Parameter("added", inspect.Parameter.KEYWORD_ONLY, default=None)
+        parameters = [p for p in theirs.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        stub = functools.partial(lambda *args, added=None, **kwargs: added)
+        stub.__signature__ = theirs.replace(parameters=[*parameters, added])
+        setattr(Future, name, stub)
+    check_overrides(Mixin, Future, trainer.OVERRIDES)
+    lost = functools.partial(lambda *args: None)
+    lost.__signature__ = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+    Future.evaluation_loop = lost
+    with pytest.raises(ConfigError, match="evaluation_loop takes .self. in"):
+        check_overrides(Mixin, Future, trainer.OVERRIDES)
+
+
+REPLACED = {
+    "_move_model_to_device",
+    "save_model",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+    "_load_from_checkpoint",
+    "_load_best_model",
+    "create_model_card",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "get_state_dict",
+}
+
+
+@pytest.mark.parametrize(
+    "own, checked",
+    [(ZeroTrainerMixin, trainer.OVERRIDES), (PushMixin, hub.OVERRIDES), (ZeroAccelerator, accelerator.OVERRIDES)],
+)
+def test_overrides_that_call_the_original_hand_on_what_they_do_not_know(own, checked):
+    for name in set(checked) - REPLACED:
+        kinds = {parameter.kind for parameter in inspect.signature(getattr(own, name)).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD in kinds, f"{own.__name__}.{name} takes no **kwargs"
+
+
+def test_what_is_tested_is_within_the_bounds_and_the_bounds_end():
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    bounds = {Requirement(line).name: Requirement(line).specifier for line in project["dependencies"]}
+    pins = dict(line.split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line)
+    for name in ("torch", "transformers", "accelerate"):
+        assert bounds[name].contains(pins[name])
+        assert any(part.operator == "<" for part in bounds[name]), f"{name} has no upper bound"

@@ -70,7 +70,9 @@ class ZeroAccelerator(Accelerator):
         """The engine of a model, which is sharded now unless it is already."""
         return engine_of(model) or shard_with(model, self.zero_config, device=self.zero_device)
 
-    def prepare_model(self, model: nn.Module, device_placement=None, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement=None, evaluation_mode: bool = False, **kwargs
+    ) -> nn.Module:
         """Shards the model, and compiles its blocks if asked to; autocast applies as usual, DDP does not. One that is
         only evaluated (a reference, a teacher, a reward) is frozen: no gradients, no masters of higher precision."""
         if evaluation_mode and engine_of(model) is None and not self.trains(model):
@@ -81,15 +83,15 @@ class ZeroAccelerator(Accelerator):
             compile_blocks(engine, **compile_options(plugin))
         plugin.backend = DynamoBackend.NO  # the stock accelerator would compile the whole model, hooks and all
         try:
-            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True, **kwargs)
         finally:
             plugin.backend = backend
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None):
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None, **kwargs):
         """Puts the optimizer onto the shards of the model whose parameters it has, which was prepared before it."""
         if sharded_of(optimizer) is None:
             optimizer = ShardedOptimizer(self._engine_of(params_of(optimizer)), optimizer)
-        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        prepared = super().prepare_optimizer(optimizer, device_placement=False, **kwargs)
         prepared.__class__ = ZeroAcceleratedOptimizer
         return prepared
 

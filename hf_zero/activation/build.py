@@ -1,5 +1,7 @@
 """`hf_zero.shard`: makes the engine, and says where its activations rest."""
 
+from typing import Unpack
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switch
 from hf_zero.activation.division import Division
 from hf_zero.activation.store import Store
-from hf_zero.config import ZeroConfig
+from hf_zero.config import ZeroConfig, ZeroSettings
 from hf_zero.engine import build
 from hf_zero.engine.divided import is_divided
 from hf_zero.engine.engine import ZeroEngine
@@ -21,7 +23,7 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
-    **settings,
+    **settings: Unpack[ZeroSettings],
 ) -> ZeroEngine:
     """Partitions a model over the data-parallel ranks, in place (ZeRO, arXiv 1910.02054).
 

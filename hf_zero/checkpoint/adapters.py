@@ -35,7 +35,7 @@ def refuse_adapters(model: nn.Module) -> None:
         adapter_keys(model, adapter, save_embedding_layers=False)  # which is looked up on the Hub otherwise
 
 
-def save_adapters(engine: ZeroEngine, folder: str) -> None:
+def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     """Writes all adapters of a PEFT model as PEFT does. One unit is whole at a time. All ranks call it.
 
     Args:

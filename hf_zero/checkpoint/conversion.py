@@ -137,8 +137,8 @@ def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mappin
             missing.append(saved.key)
     mismatched = tuple((key, tuple(was), tuple(wanted)) for key, was, wanted in sorted(info.mismatched_keys))
     unplaced = {key for key, *_ in mismatched}
-    missing = tuple(key for key in missing if key not in unplaced)
-    return Origins(found, missing, tuple(sorted(info.unexpected_keys)), mismatched)
+    absent = tuple(key for key in missing if key not in unplaced)
+    return Origins(found, absent, tuple(sorted(info.unexpected_keys)), mismatched)
 
 
 def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:

@@ -12,19 +12,34 @@ from hf_zero.comm import Comm
 class Parameter(Protocol):
     """A parameter as a whole: its canonical name, global shape, and the dtype in which it is saved."""
 
-    name: str
-    shape: torch.Size
-    save_dtype: torch.dtype
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def save_dtype(self) -> torch.dtype: ...
+
+    @property
+    def trainable(self) -> bool: ...
 
 
 class Shard(Protocol):
     """Elements [start, start + tensor.numel()) of a flattened parameter, or of state that belongs to it in the shape
     `shape`, a 1-D view; writing it writes the state."""
 
-    name: str
-    shape: torch.Size
-    start: int
-    tensor: Tensor
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def tensor(self) -> Tensor: ...
 
 
 class Engine(Protocol):
@@ -32,7 +47,9 @@ class Engine(Protocol):
 
     model: nn.Module
     comm: Comm
-    stage: int
+
+    @property
+    def stage(self) -> int: ...
 
     def param_infos(self) -> Sequence[Parameter]:
         """The same on all ranks, in model order, tied parameters once."""

@@ -163,7 +163,7 @@ def _check_signatures(base: type) -> None:
 
 
 @contextmanager
-def _replaced(base: type) -> Iterator[None]:
+def _replaced(base: Any) -> Iterator[None]:
     load, finalize = base._load_pretrained_model, base._finalize_model_loading
 
     def load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):

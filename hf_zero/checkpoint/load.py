@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -159,13 +160,19 @@ def _read_all(engine: Engine, opened: OpenFiles, tensors: Sequence[SavedTensor],
             saved.fill_buffer(partial(read_origin, opened, origins.of[saved.name], 0))
 
 
+class RangeReader(Protocol):
+    """Holds tensors of which ranges are read."""
+
+    def read_range(self, name: str, start: int, out: Tensor) -> None: ...
+
+
 def read_origin(
-    opened: OpenFiles, origin: Origin, start: int, out: Tensor, *, through: torch.dtype | None = None
+    opened: RangeReader, origin: Origin, start: int, out: Tensor, *, through: torch.dtype | None = None
 ) -> None:
     """Fills a run of a parameter from the files.
 
     Args:
-        opened (`OpenFiles`): holds the tensors of the origin.
+        opened (`RangeReader`): holds the tensors of the origin.
         origin (`Origin`): of which tensors the parameter is made.
         start (`int`): first element of the run in the flattened parameter.
         out (`Tensor`): the run, 1-D.

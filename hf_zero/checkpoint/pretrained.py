@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.lazy_loading import lazy_loading
 from hf_zero.checkpoint.plain import read_json
@@ -13,6 +13,10 @@ from hf_zero.checkpoint.quantized import checkpoint_quantizer
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.engine.source import source_of
 from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 logger = logging.getLogger(__name__)
@@ -106,7 +110,7 @@ def resolve(name_or_folder: str | os.PathLike, **kwargs: Any) -> str | Path:
     return str(name_or_folder)
 
 
-def class_of(config: Any) -> type | None:
+def class_of(config: Any) -> "type[PreTrainedModel] | None":
     """The class that a model's config names, where transformers has it."""
     import transformers
 

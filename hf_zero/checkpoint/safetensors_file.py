@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from types import TracebackType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -224,7 +225,7 @@ class SafetensorsFile:
 
 def _opened(path: str | os.PathLike, mode: str) -> io.FileIO:
     try:
-        return open(path, mode, buffering=0)
+        return cast(io.FileIO, open(path, mode, buffering=0))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path}: not found; every rank needs access to the checkpoint folder, give one that all of them share"

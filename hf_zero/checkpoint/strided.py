@@ -137,7 +137,8 @@ def _cut(copy: Copy, dims: list[Dim], spans: list[int], only: tuple[int, int], a
     last = min(dim.size, (stop - copy.source - span) // dim.source + 1)  # the first one that does not end inside
     low = max(0, (start - copy.source - span) // dim.source + 1)
     high = min(dim.size, -(-(stop - copy.source) // dim.source))
-    cut = range(low, high)  # the steps that are partly inside: before the first and after the last that are wholly so
+    # The steps that are partly inside: before the first and after the last that are wholly so.
+    cut: Iterable[int] = range(low, high)
     if first < last:
         part = narrowed(copy, dim, first, last)
         yield replace(part, dims=merged(part.dims))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,12 @@ class Pending:
 DONE = Pending()
 
 
+class Waits(Protocol):
+    """Work under way."""
+
+    def wait(self) -> object: ...
+
+
 class Comm:
     """The collectives among the data-parallel ranks. This base is the world of one rank: nothing to exchange.
 
@@ -64,7 +71,7 @@ class Comm:
     rank: int = 0
     num_ranks: int = 1
     shares_memory: bool = False  # whether `common` memory can be had
-    user: object | None = None  # who uses these connections from another thread, until that is waited for
+    user: Waits | None = None  # who uses these connections from another thread, until that is waited for
 
     def __init__(self, device: torch.device, timeout_seconds: float):
         self.device = device

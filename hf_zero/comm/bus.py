@@ -154,7 +154,7 @@ class Bus:
         with self._backend.stream(stream):
             yield
 
-    def later(self, work: Callable[[], None], lane: str = "arrivals", *, always: bool = False) -> Job:
+    def later(self, work: Callable[[], object], lane: str = "arrivals", *, always: bool = False) -> Pending:
         """Has work done on a thread of the bus, without gradients, after what was given to the same lane before. When
         a job fails, those behind it are not done; `wait_for_jobs` raises.
 
@@ -174,7 +174,7 @@ class Bus:
         """Whether a job has failed since the last `wait_for_jobs`."""
         return self._failure is not None
 
-    def _do(self, work: Callable[[], None], always: bool) -> None:
+    def _do(self, work: Callable[[], object], always: bool) -> None:
         if self._failure is not None and not always:
             raise self._failure
         try:

@@ -85,7 +85,8 @@ class Peer:
         elif kind in (Kind.MEMORY, Kind.COMMON):
             if not ancillary:  # the kernel drops a descriptor that this process has no number for
                 raise OSError(errno.EMFILE, "too many open files here, see ulimit -n")
-            self.memory[number] = mapped(*struct.unpack("i", ancillary[0][2]), last)
+            (descriptor,) = struct.unpack("i", ancillary[0][2])
+            self.memory[number] = mapped(descriptor, last)
             if kind == Kind.COMMON:
                 self.common.append(number)
         return True

@@ -70,7 +70,7 @@ class SharedComm(PairwiseComm):
         if self.rank == 0:
             return self._new(Kind.COMMON, numel, dtype)
         first = self._others[0]
-        self._hear_until(first, lambda: first.common, "sharing memory")
+        self._hear_until(first, lambda peer: peer.common, "sharing memory")
         return first.memory[first.common.popleft()][: numel * dtype.itemsize].view(dtype)
 
     def memory_barrier(self) -> None:
@@ -143,7 +143,7 @@ class SharedComm(PairwiseComm):
         for peer in self._others:
             self._tell(peer, Kind.BARRIER, 0, 0, self._num_begun)
         for peer in self._others:
-            self._hear_until(peer, lambda peer=peer: peer.counts[Kind.BARRIER] >= self._num_barriers, what)
+            self._hear_until(peer, lambda peer: peer.counts[Kind.BARRIER] >= self._num_barriers, what)
 
     def _begin(self, verb: str, what: str, own: Tensor, numel: int, take: Callable) -> Pending:
         tag, under_way = tag_of(verb, what), f"{verb} of unit {what!r}"
@@ -163,10 +163,10 @@ class SharedComm(PairwiseComm):
         self.progress()
         while self._under_way and self._under_way[0].number <= exchange.number:
             for peer in self._others:
-                self._hear_until(peer, lambda peer=peer: peer.ready, self._under_way[0].what)
+                self._hear_until(peer, lambda peer: peer.ready, self._under_way[0].what)
             self._take_first()
         for peer in self._others:
-            self._hear_until(peer, lambda peer=peer: peer.counts[Kind.DONE] >= exchange.number, exchange.what)
+            self._hear_until(peer, lambda peer: peer.counts[Kind.DONE] >= exchange.number, exchange.what)
 
     def _take_first(self) -> None:
         """Serves the oldest collective under way: all ranks are ready."""
@@ -193,9 +193,9 @@ class SharedComm(PairwiseComm):
         except OSError as error:
             raise self._failed("sending", peer.rank, error) from error
 
-    def _hear_until(self, peer: Peer, is_there: Callable[[], bool], what: str) -> None:
+    def _hear_until(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
         self._refuse_out_of_step(peer, what)
-        while not is_there():
+        while not is_there(peer):
             if not self._hear(peer, self.timeout_seconds, what):
                 raise self._failed(what, peer.rank, "timed out")
             self._refuse_out_of_step(peer, what)

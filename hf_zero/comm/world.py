@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -79,7 +80,7 @@ def connect(
     return kind(group, device, timeout_seconds, bucket_nbytes, *extra)
 
 
-def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool) -> tuple[type[Comm], list]:
+def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool) -> tuple[Callable[..., Comm], list]:
     """Returns the class that serves these ranks, and what its constructor takes beside the usual."""
     if _backend(group, device) != "gloo":
         return NativeComm, []
@@ -91,7 +92,9 @@ def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool
     return (SharedComm, [connections]) if connections else (PairwiseComm, [])
 
 
-def _chosen_bucket(kind: type[Comm], group: dist.ProcessGroup, device: torch.device, timeout_seconds: float) -> int:
+def _chosen_bucket(
+    kind: Callable[..., Comm], group: dist.ProcessGroup, device: torch.device, timeout_seconds: float
+) -> int:
     if kind is SharedComm:
         return SHARED_BUCKET_NBYTES
     if kind is NativeComm:

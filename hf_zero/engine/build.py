@@ -217,9 +217,10 @@ def _make_slots(flats: list[list[Flat]], config: ZeroConfig, comm: Comm, arena: 
     }
     blocks = [index for index in sizes if index > 0]
     largest = max((sizes[index] for index in blocks), default=0)
-    kept = config.keep_gathered
-    if kept == "auto":
+    if config.keep_gathered == "auto":
         kept = _fitting(largest, flats, comm) if largest else 0
+    else:
+        kept = int(config.keep_gathered)
     num_slots = min(len(blocks), config.prefetch_units + 1 + kept)
     wanted = [largest] * num_slots + [nbytes for index, nbytes in sizes.items() if index == 0]
     for nbytes in wanted:

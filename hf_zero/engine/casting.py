@@ -95,8 +95,8 @@ def computing_in(engine: "ZeroEngine", dtype: torch.dtype) -> Iterator[None]:
             flat.placeholders = [engine.placeholders.of(info.shape, dtype) for info in flat.infos]
             flat.params = [_shown(p, away) for p, away in zip(params, flat.placeholders)]
             shown.update({id(p): other for p, other in zip(params, flat.params)})
-        for module, params, buffers in tensors:
-            module._parameters.update({name: shown.get(id(p), p) for name, p in params.items()})
+        for module, named, buffers in tensors:
+            module._parameters.update({name: shown.get(id(p), p) for name, p in named.items()})
             floating = {name: b for name, b in buffers.items() if b is not None and b.is_floating_point()}
             module._buffers.update({name: buffer.to(dtype) for name, buffer in floating.items()})
         remember(engine.units)
@@ -106,8 +106,8 @@ def computing_in(engine: "ZeroEngine", dtype: torch.dtype) -> Iterator[None]:
     finally:
         for flat, params, placeholders in own:
             flat.cast, flat.params, flat.placeholders = None, params, placeholders
-        for module, params, buffers in tensors:
-            module._parameters.update(params)
+        for module, named, buffers in tensors:
+            module._parameters.update(named)
             module._buffers.update(buffers)
         _show(engine)
 

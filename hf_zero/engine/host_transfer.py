@@ -60,15 +60,15 @@ class HostTransfer:
             accumulate (`bool`): adds to `host` instead of overwriting it.
         """
         if host.dtype is device.dtype and not accumulate:
-            transfer = self.bus.down(host, device)
-            self.bus.later(transfer.synchronize)
-            return transfer
-        transfer = Pending()
+            whole = self.bus.down(host, device)
+            self.bus.later(whole.synchronize)
+            return whole
+        last = Pending()
         for part in self._parts(device):
             staged = self._going_down.take(part.stop - part.start, device.dtype)
-            transfer = self.bus.down(staged, device[part])
+            last = transfer = self.bus.down(staged, device[part])
             self._going_down.hold(self.bus.later(_taking_over(transfer, staged, host[part], accumulate)))
-        return transfer
+        return last
 
     def _parts(self, tensor: Tensor) -> list[slice]:
         step = max(1, self._piece_nbytes // tensor.element_size())

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Source(Protocol):
     """The files that hold the values of one parameter."""
 
-    shape: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
         """Fills `out`, 1-D, with elements [start, start + out.numel()) of the flattened parameter.

@@ -28,7 +28,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._is_built = False
         super().__init__(params, {})
         self._is_built = True
-        self.state = defaultdict(dict)
+        self.state: defaultdict[torch.Tensor, dict] = defaultdict(dict)
         for optimizer in optimizers:
             self.state.update(optimizer.state)
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -321,7 +321,8 @@ class ShardedOptimizer(StateRecords):
 
     def _gradients_of(self, units: Iterable[Unit]) -> Gradients:
         """Returns, by unit, the slices that this rank holds and that have a gradient, each with its own."""
-        wanted, grads = set(units), {}
+        wanted = set(units)
+        grads: Gradients = {}
         for flat_slice in self.slices:
             grad = flat_slice.grad if flat_slice.unit in wanted else None
             if grad is not None:

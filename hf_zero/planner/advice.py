@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.planner.prediction import Prediction
@@ -91,7 +92,7 @@ def advise(
         gradient_checkpointing (`bool`): blocks are checkpointed in any case.
     """
     plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0)
-    kept = {"offload_dir": config.offload_dir}
+    kept: dict[str, Any] = {"offload_dir": config.offload_dir}
     configs = [
         replace(plain, stage=stage, offload=offload, **(kept if offload != "none" else {})) for stage, offload in WAYS
     ]

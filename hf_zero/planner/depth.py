@@ -6,7 +6,7 @@ several moments; so the moments are extended, each by itself, and the largest of
 """
 
 from dataclasses import fields, is_dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +17,6 @@ from hf_zero.engine.partition import UnitSpec, partition
 MAX_WHOLE = 12
 # Blocks that differ in turn, as in attention with windows, do so with a period of two.
 PERIOD = 2
-Figures = TypeVar("Figures")
 
 
 def alike_blocks(model: nn.Module) -> str | None:
@@ -38,7 +37,7 @@ def _shapes(unit: UnitSpec) -> tuple:
     )
 
 
-def extended(fewer: Figures, more: Figures, times: int) -> Figures:
+def extended(fewer: Any, more: Any, times: int) -> Any:
     """What would come `times` as far beyond `fewer` as `more` is: of every whole number in equal structures.
 
     Args:
@@ -54,7 +53,7 @@ def extended(fewer: Figures, more: Figures, times: int) -> Figures:
         return [extended(a, b, times) for a, b in zip(fewer, more, strict=True)]
     if isinstance(fewer, dict):
         return {key: extended(value, more[key], times) for key, value in fewer.items()}
-    if is_dataclass(fewer):
+    if is_dataclass(fewer) and not isinstance(fewer, type):
         values = {field.name: getattr(fewer, field.name) for field in fields(fewer)}
         return replace(fewer, **{name: extended(value, getattr(more, name), times) for name, value in values.items()})
     return fewer

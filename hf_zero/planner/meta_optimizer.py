@@ -57,7 +57,7 @@ def _sample(make: MakeOptimizer, dtype: torch.dtype) -> dict[str, Tensor]:
     if hasattr(optimizer, "train"):
         optimizer.train()  # schedule-free ones step in training alone
     optimizer.step()
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for key, value in optimizer.state[param].items():
         if isinstance(value, Tensor) and value.shape[1:] == param.shape:  # several for each element, as in AdEMAMix
             tensors.update((f"{key}_{index}", row) for index, row in enumerate(value))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,7 +157,7 @@ def predict_with(
     on_cpu: bool = False,
 ) -> Prediction:
     """Predicts as `predict` does, for a `ZeroConfig`, such as `training_arguments.zero_config()`."""
-    settings = {
+    settings: dict[str, Any] = {
         "num_ranks": num_ranks,
         "batch": batch,
         "make_optimizer": make_optimizer or FUSED_ADAMW,
@@ -165,7 +166,7 @@ def predict_with(
     }
     path = alike_blocks(model) if config.offload_fraction == 1 else None
     num_blocks = len(model.get_submodule(path)) if path is not None else 0
-    kept = 1 if config.keep_gathered == "auto" else config.keep_gathered
+    kept = 1 if config.keep_gathered == "auto" else int(config.keep_gathered)
     # enough that all buffers take their turns, and that what is extended is of the same turn
     few = config.prefetch_units + kept + 4
     few += (num_blocks - few) % PERIOD

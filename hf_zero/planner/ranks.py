@@ -146,15 +146,14 @@ def lone_rank(
         shared_memory (`bool`): whether those on CPUs are on one host, and share its memory.
         bucket_nbytes (`int` or `str`): as in `ZeroConfig`.
     """
-    is_auto = bucket_nbytes == "auto"
     if num_ranks == 1:
         return (_OneOnCpu if on_cpu else _One)(1)
     if not on_cpu:
         chosen = ONE_HOST_NBYTES if num_ranks <= RANKS_PER_HOST else SEVERAL_HOSTS_NBYTES
-        return _Native(num_ranks, chosen if is_auto else bucket_nbytes)
+        return _Native(num_ranks, chosen if bucket_nbytes == "auto" else int(bucket_nbytes))
     if shared_memory:
-        return _Shared(num_ranks, SHARED_BUCKET_NBYTES if is_auto else bucket_nbytes, meter)
-    return _Pairwise(num_ranks, LINK_BUCKET_NBYTES if is_auto else bucket_nbytes)
+        return _Shared(num_ranks, SHARED_BUCKET_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes), meter)
+    return _Pairwise(num_ranks, LINK_BUCKET_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes))
 
 
 class LoneBus(Bus):
@@ -174,7 +173,7 @@ class LoneBus(Bus):
         with self._meter.at(MemoryTier.HOST):
             return torch.zeros(numel, dtype=dtype, device=META)
 
-    def later(self, work: Callable[[], None], lane: str = "arrivals", *, always: bool = False) -> Pending:
+    def later(self, work: Callable[[], object], lane: str = "arrivals", *, always: bool = False) -> Pending:
         with self._meter.at(MemoryTier.HOST), torch.no_grad():
             work()
         return DONE

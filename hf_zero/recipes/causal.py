@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -35,8 +35,8 @@ PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layer
 
 
 @dataclass
-class LoadArguments:
-    """How a language model is loaded."""
+class LoadArguments(SourceArguments):
+    """Which language model is loaded, and how."""
 
     dtype: str = field(
         default="float32",
@@ -137,7 +137,7 @@ def check_stream(arguments: SourceArguments, training: Mapping[str, Any]) -> Non
         )
 
 
-def load_tokenizer(arguments: CausalArguments) -> PreTrainedTokenizerBase:
+def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
     """The model's tokenizer, as `loading.load_tokenizer` gives it.
 
     Raises:
@@ -259,7 +259,7 @@ def make_trainer(
     if arguments.dataset_streaming:  # batches differ in length, so rank 0 cannot read for all at once
         training.accelerator_config.dispatch_batches = False
     implementation = getattr(model.config, "_attn_implementation", None) or ""
-    collate = replace(data.collate, flatten="flash" in implementation)
+    collate = replace(cast(Collate, data.collate), flatten="flash" in implementation)
     return TokenTrainer(
         model=model,
         args=training,

@@ -167,7 +167,7 @@ def _memory(step: Step | None) -> Chart | None:
         return None
     ranks = drawn_ranks(step)
     figure = _figure(height=_height_of_step(step))
-    panels = figure.subplots(len(ranks), sharex=True, sharey=True, squeeze=False)[:, 0]
+    panels: Any = figure.subplots(len(ranks), sharex=True, sharey=True, squeeze=False)[:, 0]
     for rank, axes in zip(ranks, panels, strict=True):
         _stack(axes, step.moments[rank])
         axes.set_ylabel(f"rank {rank}, MiB")

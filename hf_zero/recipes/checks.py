@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES, refuse_other_engines
 from hf_zero.errors import ConfigError, size_text
@@ -32,7 +32,7 @@ def check_training_settings(settings: Mapping[str, Any], environment: Mapping[st
             written, or a value cannot work. What only the training arguments know about each other is found when they
             are made.
     """
-    ZeroArgumentsMixin.zero_config(SimpleNamespace(**settings))
+    ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**settings)))
     refuse_other_engines(settings, environment)
     check_output_dir(settings.get("output_dir"))
     check_arguments(settings)

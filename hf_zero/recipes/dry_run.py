@@ -75,7 +75,7 @@ def units_table(model: nn.Module) -> list[str]:
             rows.append(([spec.name], counts))
     named = [(_span(names), len(names), *counts) for names, counts in rows]
     width = max(len(name) for name, *_ in named)
-    total, trained = (sum(row[1] * row[at] for row in named) for at in (2, 3))
+    total, trained = (sum(len(names) * counts[at] for names, counts in rows) for at in (0, 1))
     lines = [f"{name:<{width}}  {_per_unit(count, num, num_trained)}" for name, count, num, num_trained in named]
     return [*lines, f"in all {total:,} parameters in {len(specs)} units, {trained:,} of them trained"]
 
@@ -96,7 +96,7 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> l
         trainer.model,
         args.zero_config(),
         num_ranks=num_ranks,
-        batch=batch,
+        batch=dict(batch),
         make_optimizer=_make_optimizer(trainer),
         gradient_checkpointing=args.gradient_checkpointing,
         on_cpu=args.device.type == "cpu",

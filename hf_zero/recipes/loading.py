@@ -212,7 +212,7 @@ def attach(model: nn.Module, folder: Path) -> "PeftModel":
     return adapted
 
 
-def _base_class(settings: dict[str, Any], source: str, saved: WeightFiles) -> tuple[type, dict[str, Any]]:
+def _base_class(settings: dict[str, Any], source: str, saved: WeightFiles) -> tuple[Any, dict[str, Any]]:
     mapping = settings.get("auto_mapping") or {}
     named = getattr(transformers, mapping.get("base_model_class") or "", None)
     by_task = AUTO_CLASS_OF_TASK.get(settings.get("task_type") or "")

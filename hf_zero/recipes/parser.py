@@ -2,7 +2,7 @@
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,7 +46,8 @@ def parser_for(kinds: Iterable[type], **settings: Any) -> Parser:
     class DataclassParser(Parser, HfArgumentParser):
         """The `error` of the first, the rest of the second."""
 
-    return DataclassParser(kinds, **settings)
+    make: Callable[..., Parser] = DataclassParser  # its second base has the constructor
+    return make(kinds, **settings)
 
 
 def unknown_message(where: str, key: str, known: Iterable[str]) -> str:

@@ -129,7 +129,7 @@ def empty_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
         return _class_of(name, config)._from_config(config, dtype=dtype).train()
 
 
-def _class_of(name: str, config: PretrainedConfig) -> type:
+def _class_of(name: str, config: PretrainedConfig) -> type[PreTrainedModel]:
     found = class_of(config)
     if found is None:
         raise ConfigError(

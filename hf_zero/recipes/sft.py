@@ -95,7 +95,7 @@ def _first_chat(rows: Rows, arguments: Arguments) -> tuple[list[Message] | None,
         sample = form.read(rows.example)
     except BadRow:
         return ([] if form.is_chat(rows.example) else None), None
-    return ((sample.prompt or []) + sample.completion if sample.is_chat else None), sample.tools
+    return (sample.messages if sample.is_chat else None), sample.tools
 
 
 def _question(chat: list[Message]) -> list[Message]:

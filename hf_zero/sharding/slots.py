@@ -4,6 +4,7 @@ Fresh memory costs page faults on CPUs and fragments the allocator on GPUs (ZeRO
 """
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ from torch import Tensor
 from hf_zero.comm import Pending
 from hf_zero.sharding.arena import ALIGN_NBYTES
 from hf_zero.sharding.layout import align
+
+
+class Holder(Protocol):
+    """Who fills a buffer."""
+
+    def evict(self) -> None:
+        """Called when another is about to fill it."""
 
 
 class Slot:
@@ -22,8 +30,8 @@ class Slot:
 
     def __init__(self, buffer: Tensor):
         self.buffer = buffer
-        self.memos: dict[object, object] = {}  # what a borrower keeps as long as there is the buffer
-        self.holder: object | None = None  # None until it is first filled
+        self.memos: dict[object, Any] = {}  # what a borrower keeps as long as there is the buffer
+        self.holder: Holder | None = None  # None until it is first filled
 
     def views(self, parts: list[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Consecutive 1-D views.

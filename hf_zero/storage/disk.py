@@ -179,7 +179,8 @@ class Disk:
         """
         assert record not in self._here, "it is here already"
         if not reads:
-            buffer, reading = self._claim(_nbytes(record)), []
+            reading: list[Pending] = []
+            buffer = self._claim(_nbytes(record))
         elif self._is_ahead(record):
             (_, buffer, reading), self._ahead = self._ahead, None
         else:

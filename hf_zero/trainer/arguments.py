@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,14 @@ from hf_zero.parent import end_with_launcher
 from hf_zero.trainer.checks import check_arguments, check_output_dir
 
 
+if TYPE_CHECKING:  # type checkers see what the mixin stands before
+    from transformers import TrainingArguments as _Arguments
+else:
+    _Arguments = object
+
+
 @dataclass
-class ZeroArgumentsMixin:
+class ZeroArgumentsMixin(_Arguments):
     """The settings of ZeRO, to be mixed into any subclass of `TrainingArguments`, before it in the list of bases.
 
     Args:

@@ -1,5 +1,6 @@
 """What Trainer writes beside weights and state: whether its files are there, and of the same moment as the rest."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def check_belonging(folder: Path) -> None:
                 check_archive(path)
         return
     manifest = Manifest.read(folder)
-    steps = {manifest_path(folder): manifest.step}
+    steps: dict[str | Path, int | None] = {manifest_path(folder): manifest.step}
     position = position_of(folder, manifest)
     if position is not None:
         steps[f"{manifest_path(folder)} (place in the data)"] = position.step
@@ -61,7 +62,7 @@ def read_step(folder: Path) -> int:
     return step
 
 
-def position_of(folder: str | Path, manifest: Manifest) -> Position | None:
+def position_of(folder: str | os.PathLike, manifest: Manifest) -> Position | None:
     """Where a run was in its data.
 
     Raises:

@@ -145,14 +145,15 @@ def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
     state = next(filter(None, (_json(source / "trainer_state.json") for source in sources)), {})
     manifest = next(filter(None, map(_manifest, sources)), None)
     base = adapter.get("base_model_name_or_path")
+    base_model, base_on_hub = _base(base) if base else (base, False)
     history = state.get("log_history") or []
     return RunFacts(
         model_name=model_name,
-        base_model=base and _base(base)[0],
-        base_on_hub=bool(base) and _base(base)[1],
-        zero_stage=manifest and manifest.stage,
-        num_ranks=manifest and manifest.num_ranks,
-        precision=manifest and _precision_of(manifest),
+        base_model=base_model,
+        base_on_hub=base_on_hub,
+        zero_stage=manifest.stage if manifest else None,
+        num_ranks=manifest.num_ranks if manifest else None,
+        precision=_precision_of(manifest) if manifest else None,
         train_seconds=_last(history, "train_runtime"),
         num_steps=state.get("global_step"),
         metrics=_metrics(history),
@@ -275,7 +276,7 @@ def _precision_of(manifest: Manifest) -> str:
 
 def _metrics(history: list[dict]) -> dict[str, float]:
     """The numbers of the last evaluation, and the mean training loss."""
-    evaluation = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
+    evaluation: dict = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
     metrics = {name: value for name, value in evaluation.items() if name.startswith("eval_")}
     metrics = {name: value for name, value in metrics.items() if not NO_METRICS.match(name)}
     loss = _last(history, "train_loss")

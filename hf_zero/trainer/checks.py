@@ -176,8 +176,9 @@ def _kinds(settings: Settings) -> str | None:
         value = settings.get(each.name)
         if each.type in NUMBERS and isinstance(value, str):
             return f"{each.name}: {value!r} is a text, expected a number; give float({value!r})"
-        is_part = isinstance(value, float) and math.isfinite(value) and not value.is_integer()
-        if each.type in WHOLE_NUMBERS and is_part and each.name != "ddp_timeout":
+        if each.type not in WHOLE_NUMBERS or each.name == "ddp_timeout" or not isinstance(value, float):
+            continue
+        if math.isfinite(value) and not value.is_integer():
             return f"{each.name}: {value} is no whole number; give one, such as {max(1, int(value))}"
     return None
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -100,13 +100,23 @@ def is_transient(error: BaseException) -> bool:
     return False
 
 
-class PushMixin:
+if TYPE_CHECKING:  # type checkers see what the mixin stands before; which trainer that is, is the user's choice
+    from transformers import Trainer as _Trainer
+
+    from hf_zero.trainer.arguments import ZeroArgumentsMixin
+else:
+    _Trainer = object
+
+
+class PushMixin(_Trainer):
     """The part of `ZeroTrainerMixin` that pushes. All ranks call each of these methods."""
 
     # What the card has beside what the trainer itself knows.
     memory_of_ranks: tuple = ()  # by rank; a push gathers it
     card_dataset: str | None = None  # what the data is called
     card_sections: Mapping[str, str] = MappingProxyType({})  # Markdown by title
+    args: "ZeroArgumentsMixin"
+    hub_model_id: str | None
     saved_elsewhere: str | None = None  # where the model is, when its own folder had no room
     _is_pushing = False
 
@@ -189,7 +199,7 @@ class PushMixin:
         with open(os.path.join(self.args.output_dir, "README.md"), "w", encoding="utf-8") as file:
             file.write(card_text(facts))
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs: Any) -> None:
         """Copies the weights and starts the upload on rank 0; the upload goes on in the background."""
         subject = f"pushing {checkpoint_folder}"
 
@@ -197,15 +207,15 @@ class PushMixin:
             args, self.args = self.args, without_tokens(self.args)  # Trainer saves them once more
             try:
                 with hub_errors(subject), uploading(args.hub_token):
-                    super(PushMixin, self)._push_from_checkpoint(checkpoint_folder)
+                    super(PushMixin, self)._push_from_checkpoint(checkpoint_folder, **kwargs)
             finally:
                 self.args = args
 
         run_on_all_ranks(self._ranks(), subject, push)
 
-    def _finish_current_push(self) -> None:
+    def _finish_current_push(self, **kwargs: Any) -> None:
         """Waits for uploads in the background. Trainer would not notice that one failed; a warning says so."""
-        super()._finish_current_push()
+        super()._finish_current_push(**kwargs)
         push = getattr(self, "push_in_progress", None)  # rank 0 has it, once there is a repository
         for job in push.jobs if push is not None else ():
             error = job.exception() if job.done() and not job.cancelled() else None

@@ -1,6 +1,7 @@
 """Tokens of a hub among the training arguments: none of them is written to disk."""
 
 import copy
+import os
 import pickletools
 import zipfile
 from pathlib import Path
@@ -27,7 +28,7 @@ def without_tokens(args: TrainingArguments) -> TrainingArguments:
     return args
 
 
-def token_warning(folder: str | Path) -> str | None:
+def token_warning(folder: str | os.PathLike) -> str | None:
     """What to tell the owner of a folder whose training arguments hold a token, as other programs and earlier versions
     save them; `None` where they do not. Nothing in the file is executed."""
     path = Path(folder) / TRAINING_ARGS_NAME

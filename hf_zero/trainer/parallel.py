@@ -52,7 +52,7 @@ def apart(model: nn.Module | None) -> Iterator[None]:
         model (`nn.Module`, *optional*): any.
     """
     tp_size = getattr(model, "_tp_size", None)
-    if tp_size is None:
+    if model is None or tp_size is None:
         yield
         return
     model._tp_size = None

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from: the newest that is as it was saved, on every rank."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,7 @@ class Resumed:
     accumulation: int | None = None
 
 
-def resumed_from(folder: str | None) -> Resumed:
+def resumed_from(folder: str | os.PathLike | None) -> Resumed:
     """Reads the record of a checkpoint; weights without a state have none.
 
     Raises:

@@ -159,7 +159,8 @@ class _Elsewhere:
             if self._folder is None:
                 choose = on_first(self._comm, self._choose)
                 self._folder = collect_from_all_ranks(self._comm, "choosing a folder in zero_save_fallback", choose)[0]
-            return self._folder if lack_of_room(self._comm, partial(save, self._folder)) is None else None
+            folder = str(self._folder)
+            return folder if lack_of_room(self._comm, partial(save, folder)) is None else None
         except CommError:
             raise
         except Exception as error:  # on all ranks: the first folder is still waited for
@@ -169,7 +170,7 @@ class _Elsewhere:
             return None
 
 
-def lack_of_room(comm: Comm, save: Callable[[], None]) -> int | None:
+def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
     """Tries to save. All ranks call it.
 
     Args:

@@ -22,7 +22,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def age_of(checkpoint: Path) -> tuple[int, str]:
     """A key that sorts checkpoints, the oldest first: the optimizer steps that a name tells, then the name.
     `checkpoint-5` and `checkpoint-05` tell the same, and all ranks are to have them in the same order."""
-    return int(_NAME.fullmatch(checkpoint.name)[1]), checkpoint.name
+    found = _NAME.fullmatch(checkpoint.name)
+    assert found is not None, f"{checkpoint} is no checkpoint's name"
+    return int(found[1]), checkpoint.name
 
 
 def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> Callable[[], None]:
@@ -38,7 +40,7 @@ def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> 
         newest (`str`): the one that has just been saved. A run that went on from an older one may have others with
             more steps.
     """
-    return partial(_rotate, Path(run_dir), limit or 0, Path(newest), best and Path(best))
+    return partial(_rotate, Path(run_dir), limit or 0, Path(newest), Path(best) if best else None)
 
 
 def keep_best(run_dir: str, best: str) -> None:

@@ -76,6 +76,7 @@ class Saver:
     def finish(self, after: Callable[[], None]) -> None:
         """Writes the tensors and gives the checkpoint its name, here or in the background; then comes `after`."""
         current, self._current = self._current, None
+        assert current is not None, "finish without begin"
         self.last = current.folder
         current.finish(self._snapshots, after)
         self._written = current

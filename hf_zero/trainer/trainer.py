@@ -149,9 +149,9 @@ class ZeroTrainerMixin(PushMixin):
         settings = getattr(args, "model_init_kwargs", None) or {}
         return load_pretrained(pretrained_class(name, **settings), name, **settings)
 
-    def create_accelerator_and_postprocess(self) -> None:
+    def create_accelerator_and_postprocess(self, **kwargs) -> None:
         with apart(self.model):
-            super().create_accelerator_and_postprocess()
+            super().create_accelerator_and_postprocess(**kwargs)
         arrange(self.accelerator, self.model)
         ZeroAccelerator.adopt(
             self.accelerator,
@@ -174,14 +174,27 @@ class ZeroTrainerMixin(PushMixin):
         return engine_of(self.model)
 
     @property
-    def _zero_optimizer(self) -> ShardedOptimizer:
+    def _engine(self) -> ZeroEngine:
+        """The same, from when it is first prepared."""
+        engine = self.zero_engine
+        assert engine is not None, "the model is not sharded yet"
+        return engine
+
+    @property
+    def _zero_optimizer(self) -> ShardedOptimizer | None:
         return sharded_of(self.optimizer)
+
+    @property
+    def _prepared_optimizer(self) -> ShardedOptimizer:
+        optimizer = self._zero_optimizer
+        assert optimizer is not None, "the optimizer is not prepared yet"
+        return optimizer
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds by tensor class, measured, beside what DDP would hold."""
         return measure(self.accelerator.shard(self.model), sharded_of(self.optimizer))
 
-    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, **kwargs):
         """As `Trainer.train`. `True` resumes from the newest checkpoint that is as it was saved. SIGTERM and SIGUSR1
         end the training after the step under way, with a checkpoint and the exit code 128 + the signal's number."""
         before = self.stop_on_signal.install()  # checkpoints are read for minutes before the first step
@@ -191,7 +204,7 @@ class ZeroTrainerMixin(PushMixin):
         try:
             with transport_errors("training"), named_writes():
                 resume_from_checkpoint = self._checkpoint_of(resume_from_checkpoint)
-                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
         finally:
             for callback in own:
                 self.remove_callback(callback)
@@ -210,19 +223,20 @@ class ZeroTrainerMixin(PushMixin):
         self._start = self.resumed.position
         return given
 
-    def _warn_of_token(self, checkpoint: str | os.PathLike | None) -> None:
-        warning = token_warning(checkpoint) if checkpoint and self.args.process_index == 0 else None
-        if warning is not None:
-            logger.warning("%s", warning)
+    def _warn_of_token(self, checkpoint: str | os.PathLike | bool | None) -> None:
+        if isinstance(checkpoint, (str, os.PathLike)) and checkpoint and self.args.process_index == 0:
+            warning = token_warning(checkpoint)
+            if warning is not None:
+                logger.warning("%s", warning)
 
-    def _finalize_training(self, trial, num_train_samples, start_time):
+    def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):
         self._complete_checkpoint(trial)
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         self.args.save_total_limit = (
             None  # Trainer would delete every folder that looks like a checkpoint but the best
         )
         try:
-            output = super()._finalize_training(trial, num_train_samples, start_time)
+            output = super()._finalize_training(trial, num_train_samples, start_time, **kwargs)
         finally:
             self.args.save_total_limit = limit
         if limit == 1 and best is not None and self.args.should_save:
@@ -230,7 +244,7 @@ class ZeroTrainerMixin(PushMixin):
         return output
 
     def evaluation_loop(
-        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs
     ):
         """As in Trainer; a rank whose data ends before another's goes on with batches that do not count. For
         `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and trains on as it was."""
@@ -243,15 +257,15 @@ class ZeroTrainerMixin(PushMixin):
             shown = engine.computing_in(dtype)
         with transport_errors(description), shown, evened(self, dataloader) as dataloader:
             return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix, **kwargs
             )
 
     # Where the run is in its data
 
-    def set_initial_training_values(self, args, dataloader):
+    def set_initial_training_values(self, args, dataloader, **kwargs):
         """As in Trainer; a run that is resumed counts from where it is, whatever its batches were before."""
         self._supply = Supply(dataloader)
-        values = super().set_initial_training_values(args, dataloader)
+        values = super().set_initial_training_values(args, dataloader, **kwargs)
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
         self._data = epochs_of(dataloader, args.gradient_accumulation_steps)
         if self._goes_on():
@@ -264,10 +278,10 @@ class ZeroTrainerMixin(PushMixin):
         return epochs, per_epoch, examples, samples, per_step, in_epoch, steps
 
     def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
     ):
         epochs, batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
         )
         if self._goes_on():
             return self._start.epoch, self._start.sample // self._data.per_step * self._data.accumulation
@@ -287,10 +301,10 @@ class ZeroTrainerMixin(PushMixin):
             **kwargs,
         )
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
+    def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
         """As in Trainer; where a rank has fewer batches than others all of them say so, and none waits."""
-        batches = self._supply.next(epoch_iterator, num_batches, self.zero_engine.comm, self.state.global_step)
-        return super().get_batch_samples(batches, num_batches, device)
+        batches = self._supply.next(epoch_iterator, num_batches, self._engine.comm, self.state.global_step)
+        return super().get_batch_samples(batches, num_batches, device, **kwargs)
 
     def _goes_on(self) -> bool:
         return self._start.step > 0 and self._data is not None and not self.args.ignore_data_skip
@@ -309,13 +323,12 @@ class ZeroTrainerMixin(PushMixin):
         """At the end of the training: a checkpoint of now that a thread could not save is saved once more."""
         if self._is_background_done():
             return
-        if self._saver.last.name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}":
+        last = self._saver.last
+        if last is not None and last.name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}":
             with self._saver.in_foreground():
                 self._save_checkpoint(self.model, trial)
         best = self.state.best_model_checkpoint
-        if best is not None and not any(
-            collect_from_all_ranks(self.zero_engine.comm, best, lambda: os.path.isdir(best))
-        ):
+        if best is not None and not any(collect_from_all_ranks(self._engine.comm, best, lambda: os.path.isdir(best))):
             logger.warning("%s: could not be saved, so the best model is not loaded", best)
             self.state.best_model_checkpoint = None
 
@@ -331,16 +344,16 @@ class ZeroTrainerMixin(PushMixin):
             return False
         return True
 
-    def _save_checkpoint(self, model, trial) -> None:
+    def _save_checkpoint(self, model, trial, **kwargs) -> None:
         """Saves a checkpoint; where the disk is full, into `zero_save_fallback`, or when there is room."""
-        comm, fallback = self.zero_engine.comm, self.args.zero_save_fallback
+        comm, fallback = self._engine.comm, self.args.zero_save_fallback
         lack_of_room(comm, self.wait_for_checkpoint)  # the thread has said it, and this checkpoint waits for room
         run_dir, name = super()._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         wanted = os.path.join(run_dir, name)
         folder = save_with_room(
             comm,
             wanted,
-            lambda folder: self._write_checkpoint(model, trial, folder),
+            lambda folder: self._write_checkpoint(model, trial, folder, **kwargs),
             self.stop_on_signal,
             what="the checkpoint",
             fallback=partial(fallback_of, fallback, run_dir, name) if fallback else None,
@@ -348,25 +361,25 @@ class ZeroTrainerMixin(PushMixin):
         if folder != wanted and comm.rank == 0:
             logger.warning("%s: no room, so the checkpoint is in %s; to resume from it, name it", wanted, folder)
 
-    def _write_checkpoint(self, model, trial, folder: str) -> None:
+    def _write_checkpoint(self, model, trial, folder: str, **kwargs) -> None:
         """Lets Trainer write its files into a temporary folder, adds the tensors, and gives it its name."""
-        self._zero_optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
+        self._prepared_optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
         run_dir = os.path.dirname(folder)
         self._saver.begin(
-            self.zero_engine,
+            self._engine,
             None if self.args.save_only_model else self._zero_optimizer,
             folder,
-            weights=(plan_prompts if is_adapter_model(self.model) else plan_weights)(self.zero_engine),
+            weights=(plan_prompts if is_adapter_model(self.model) else plan_weights)(self._engine),
             **({} if self.args.save_only_model else self._facts()),
         )
         failure: BaseException | None = None
         try:
-            super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial, **kwargs)
             self._note_best(run_dir)
         except Exception as error:  # a full disk, say, where this rank writes a file of its own
             failure = error
         try:
-            run_on_all_ranks(self.zero_engine.comm, f"saving to {folder}", lambda: reraise(failure))
+            run_on_all_ranks(self._engine.comm, f"saving to {folder}", lambda: reraise(failure))
         except BaseException:
             self._saver.discard()
             raise
@@ -385,7 +398,7 @@ class ZeroTrainerMixin(PushMixin):
             self.state.best_model_checkpoint = path
             if self.args.should_save:
                 current = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                self.state.save_to_json(os.path.join(self._saver.run_dir, current, TRAINER_STATE_NAME))
+                self.state.save_to_json(os.path.join(self._saver.run_dir or run_dir, current, TRAINER_STATE_NAME))
 
     def _facts(self) -> dict:
         position = None
@@ -393,7 +406,7 @@ class ZeroTrainerMixin(PushMixin):
             position = self._start.after(self.state.global_step, self._data)
         return {
             "step": self.state.global_step,
-            **self.accelerator.last_step.facts(self.zero_engine),
+            **self.accelerator.last_step.facts(self._engine),
             "extra": {
                 "position": asdict(position) if position is not None else None,
                 "accumulation": self.args.gradient_accumulation_steps,
@@ -401,8 +414,8 @@ class ZeroTrainerMixin(PushMixin):
             },
         }
 
-    def _get_output_dir(self, trial) -> str:
-        return self._saver.run_dir or super()._get_output_dir(trial)
+    def _get_output_dir(self, trial, **kwargs) -> str:
+        return self._saver.run_dir or super()._get_output_dir(trial, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights."""
@@ -430,7 +443,7 @@ class ZeroTrainerMixin(PushMixin):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _write_model(self, output_dir: str) -> None:
-        engine = self.zero_engine
+        engine = self._engine
         if not self._saver.is_saving and not is_adapter_model(self.model):
             save_pretrained(engine, output_dir)
         with nullcontext(output_dir) if self._saver.is_saving else added(engine.comm, output_dir) as folder:
@@ -439,7 +452,7 @@ class ZeroTrainerMixin(PushMixin):
             beside = (lambda: self._save_beside(folder)) if self.args.should_save else (lambda: None)
             run_on_all_ranks(engine.comm, f"saving to {output_dir}", beside)
 
-    def _save_beside(self, output_dir: str) -> None:
+    def _save_beside(self, output_dir: str | os.PathLike) -> None:
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(output_dir)
@@ -449,8 +462,8 @@ class ZeroTrainerMixin(PushMixin):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._saver.is_saving:
-            save_state(self.zero_engine, self._zero_optimizer, output_dir, extra={})
-        comm = self.zero_engine.comm
+            save_state(self._engine, self._prepared_optimizer, output_dir, extra={})
+        comm = self._engine.comm
         run_on_all_ranks(
             comm, f"{output_dir}: saving the scheduler", on_first(comm, lambda: self._save_scheduler(output_dir))
         )
@@ -461,15 +474,15 @@ class ZeroTrainerMixin(PushMixin):
                 warnings.simplefilter("ignore")  # torch warns when a scheduler is saved without its optimizer
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs) -> None:
         if self._saver.is_saving:
             folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
             if self._saver.folder == Path(os.path.abspath(folder)):  # else the disk has no room for what is pushed
-                self._saver.push_later(lambda: self._push_from_checkpoint(folder))
+                self._saver.push_later(lambda: self._push_from_checkpoint(folder, **kwargs))
         else:
             if self.is_world_process_zero():  # Trainer copies single files over those that the table is of
                 Path(self.args.output_dir, TABLE_NAME).unlink(missing_ok=True)
-            super()._push_from_checkpoint(checkpoint_folder)
+            super()._push_from_checkpoint(checkpoint_folder, **kwargs)
 
     # Loading
 
@@ -481,7 +494,7 @@ class ZeroTrainerMixin(PushMixin):
         self._load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        self._zero_optimizer.eval()  # it was saved so: nothing is to be turned later
+        self._prepared_optimizer.eval()  # it was saved so: nothing is to be turned later
         self._load_weights(self.state.best_model_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
@@ -499,14 +512,14 @@ class ZeroTrainerMixin(PushMixin):
         foreign = detect(checkpoint)
         if foreign is not None:
             logger.info("%s: resuming from a checkpoint of %s", checkpoint, foreign.name)
-            load_foreign_state(self.zero_engine, self._zero_optimizer, checkpoint)
+            load_foreign_state(self._engine, self._prepared_optimizer, checkpoint)
         elif os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
-            load_state(self.zero_engine, self._zero_optimizer, checkpoint)
+            load_state(self._engine, self._prepared_optimizer, checkpoint)
         else:
             logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
             return
         subject = f"{checkpoint}: loading the scheduler"
-        run_on_all_ranks(self.zero_engine.comm, subject, lambda: self._load_scheduler(checkpoint))
+        run_on_all_ranks(self._engine.comm, subject, lambda: self._load_scheduler(checkpoint))
 
     def _load_scheduler(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, SCHEDULER_NAME)
@@ -542,7 +555,7 @@ class ZeroTrainerMixin(PushMixin):
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
 
 
-def _by_name(cls: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """A trainer's arguments by name, in the order of the first class that names its model: `DPOTrainer` takes a
     reference model before the arguments, `Trainer` does not."""
     own = cls.__mro__.index(ZeroTrainerMixin) + 1
@@ -570,7 +583,7 @@ def _check_schedule(cls: type, given: dict[str, Any]) -> None:
     makers = ("create_scheduler", "create_optimizer_and_scheduler")
     if schedule is not None or any(getattr(cls, name) is not getattr(Trainer, name) for name in makers):
         return
-    _, kwargs = given.get("optimizer_cls_and_kwargs") or (None, {})
+    kwargs: dict[str, Any] = (given.get("optimizer_cls_and_kwargs") or (None, {}))[1]
     rate = kwargs.get("lr") if optimizer is None else getattr(optimizer, "defaults", {}).get("lr")
     check_schedule({**vars(given["args"]), **({} if rate is None else {"learning_rate": float(rate)})})
 

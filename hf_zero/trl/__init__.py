@@ -33,19 +33,21 @@ _MODULES |= {"ZeroTrlArgumentsMixin": "arguments", "ZeroTrlTrainerMixin": "mixin
 __all__ = list(_MODULES)
 
 
-def __getattr__(name: str):
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    except ImportError as error:
-        if (error.name or "").split(".")[0] != "trl":
-            raise
-        raise ImportError(
-            f"hf_zero.trl.{name}: needs TRL 1.16 or newer, {_found(error)}; pip install -U 'trl>=1.16'", name="trl"
-        ) from error
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # as in `hf_zero`
+
+    def __getattr__(name: str):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        except ImportError as error:
+            if (error.name or "").split(".")[0] != "trl":
+                raise
+            raise ImportError(
+                f"hf_zero.trl.{name}: needs TRL 1.16 or newer, {_found(error)}; pip install -U 'trl>=1.16'", name="trl"
+            ) from error
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ class ZeroTrlArgumentsMixin(ZeroArgumentsMixin):
     def _take_launchers_precision(self) -> None:
         super()._take_launchers_precision()
         if self.bf16 is None:
-            self.bf16 = not self.fp16  # TRL's default, which it sets after what depends on it was checked
+            self.bf16: bool = not self.fp16  # TRL's default, which it sets after what depends on it was checked
 
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()

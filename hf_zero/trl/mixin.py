@@ -68,7 +68,8 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         self.accelerator.shard(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None, **facts) -> None:
+    # TRL's own signature is another than Trainer's.
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None, **facts) -> None:  # type: ignore[override]
         """As `ZeroTrainer`'s, with TRL's name for the data set and its tags."""
         tags = [tags] if isinstance(tags, str) else list(tags or ())
         facts.setdefault("dataset", dataset_name)

@@ -164,7 +164,7 @@ def _check_weights(
     found: Mapping[str, ForeignTensor],
     buffers: Mapping[str, tuple[int, ...]],
 ) -> None:
-    wanted = {info.name: tuple(info.shape) for info in engine.param_infos()} | buffers
+    wanted = {info.name: tuple(info.shape) for info in engine.param_infos()} | dict(buffers)
     frozen = {info.name for info in engine.param_infos() if not info.trainable}
     missing = [name for name in wanted if name not in found]
     if hasattr(engine.model, "peft_config") and frozen.issuperset(missing):

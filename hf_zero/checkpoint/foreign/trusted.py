@@ -36,6 +36,8 @@ class InertRecord:
 class Index(InertRecord):
     """In place of `MetadataIndex`, the key under which the index keeps a piece."""
 
+    fqn: str
+
     def key(self) -> tuple[str, tuple[int, ...] | None]:
         offset = getattr(self, "offset", None)
         return self.fqn, None if offset is None else tuple(offset)

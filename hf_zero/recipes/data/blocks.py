@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
@@ -36,7 +36,7 @@ class TokenizeText:
         Raises:
             BadRow: on a row without a text.
         """
-        ids = self.tokenizer(ended(self.form.read(row).completion, self.tokenizer))["input_ids"]
+        ids = self.tokenizer(ended(cast(str, self.form.read(row).completion), self.tokenizer))["input_ids"]
         return {"input_ids": ids, "num_tokens": len(ids)}
 
 

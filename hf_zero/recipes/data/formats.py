@@ -14,7 +14,7 @@ Messages may call tools, whose descriptions are in the column `tools`: a list, o
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.rows import BadRow, Rows, text_of
@@ -39,6 +39,11 @@ class Sample:
     prompt: str | list[Message] | None
     completion: str | list[Message]
     tools: list | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """All of a chat."""
+        return cast(list[Message], [*(self.prompt or ()), *self.completion])
 
     @property
     def is_chat(self) -> bool:

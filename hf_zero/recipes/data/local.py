@@ -11,7 +11,7 @@ from datasets import IterableDataset, concatenate_datasets, load_dataset, load_d
 from datasets.arrow_writer import SchemaInferenceError
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.rows import PLACE, RowRange, Rows, undecoded
+from hf_zero.recipes.data.rows import PLACE, Form, RowRange, Rows, undecoded
 
 
 NO_ROWS = "no rows, expected one at least"
@@ -144,7 +144,7 @@ def as_data_error(source: str) -> Iterator[None]:
         raise DataError(f"{source}: cannot be read ({type(cause).__name__}: {reason}); correct it") from error
 
 
-def _reader(file: Path) -> tuple[str, dict[str, Any], str]:
+def _reader(file: Path) -> tuple[str, dict[str, Any], Form]:
     """The loader of `datasets`, its options, and the form of the rows."""
     kind = file.suffix.lower()
     reader = READERS[kind]

@@ -12,7 +12,7 @@ from torch.utils import data
 from hf_zero.recipes.data.stats import column, plural
 
 
-def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def best_fit_decreasing(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     """Puts rows into as few sequences as the heuristic finds: the longest first, each where it leaves the least room.
 
     Takes at most 11/9 of the fewest sequences, and one more (Johnson 1973).

@@ -10,6 +10,7 @@ from datasets import Dataset, Image, IterableDataset, ReadInstruction
 from hf_zero.errors import ConfigError, DataError
 
 
+Form = Literal["columns", "text", "json"]
 PLACE = "_place"  # a column of our own in streams of local files: the file of a row, and its line
 
 
@@ -67,7 +68,7 @@ class Rows:
     data: Dataset | IterableDataset
     source: str
     parts: tuple[RowRange, ...]
-    form: Literal["columns", "text", "json"] = "columns"
+    form: Form = "columns"
     example: dict[str, Any] = field(default_factory=dict, repr=False)
     raw_columns: list[str] = field(default_factory=list, repr=False)
     num_unreadable: int = 0

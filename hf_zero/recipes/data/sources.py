@@ -9,7 +9,7 @@ import datasets
 from datasets import IterableDataset, load_dataset
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.common import CommonArguments
+from hf_zero.recipes.common import SourceArguments
 from hf_zero.recipes.data.local import NO_ROWS, as_data_error, check_path, files_of, is_local, load_files, stream_files
 from hf_zero.recipes.data.rows import BadRow, RowRange, Rows, undecoded
 
@@ -17,7 +17,7 @@ from hf_zero.recipes.data.rows import BadRow, RowRange, Rows, undecoded
 NUM_TRIED = 1000  # lines that may be bad before the first good one
 
 
-def check_sources(arguments: CommonArguments) -> None:
+def check_sources(arguments: SourceArguments) -> None:
     """Refuses what the arguments alone, and a look at the names of files, show to be wrong. Nothing is read.
 
     Raises:
@@ -42,21 +42,21 @@ def check_sources(arguments: CommonArguments) -> None:
             check_path(path, key)
 
 
-def _refuse_both(arguments: CommonArguments, one: str, other: str) -> None:
+def _refuse_both(arguments: SourceArguments, one: str, other: str) -> None:
     given = {name: getattr(arguments, name) for name in (one, other)}
     if None not in given.values():
         both = " and ".join(f"{name} {value!r}" for name, value in given.items())
         raise ConfigError(f"data: {both} are both given; give one of them")
 
 
-def load_rows(arguments: CommonArguments, split: str) -> Rows | None:
+def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
     """Reads the rows that a run trains on, or those that it is evaluated on.
 
     What is not a stream is kept as Arrow files in the cache of `datasets`, as always with it. Call it in all
     processes, under `training.main_process_first()`: one of them reads, the others find it there.
 
     Args:
-        arguments ([`CommonArguments`]): says where from.
+        arguments ([`SourceArguments`]): says where from.
         split (`str`): "train" or "test".
 
     Returns:

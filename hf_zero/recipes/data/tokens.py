@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -101,17 +101,16 @@ class Tokenize:
         }
 
     def _text(self, sample: Sample) -> tuple[list[int], list[int], bool]:
-        text = ended(sample.completion, self.tokenizer)
-        ids = self.tokenizer((sample.prompt or "") + text)["input_ids"]
+        text = ended(cast(str, sample.completion), self.tokenizer)
+        ids = self.tokenizer(cast(str, sample.prompt or "") + text)["input_ids"]
         prompt = self.tokenizer(sample.prompt)["input_ids"] if sample.prompt and self.counted.completion else []
         return ids, *_after(prompt, ids)
 
     def _chat(self, sample: Sample) -> tuple[list[int], list[int], bool]:
-        messages = (sample.prompt or []) + sample.completion
-        ids, counts = chat_tokens(self.tokenizer, messages, sample.tools, marked=self.counted.assistant)
+        ids, counts = chat_tokens(self.tokenizer, sample.messages, sample.tools, marked=self.counted.assistant)
         if not (sample.prompt and self.counted.completion):
             return ids, counts, False
-        asked = render(self.tokenizer, sample.prompt, sample.tools, is_prompt=True)
+        asked = render(self.tokenizer, cast(list[dict[str, Any]], sample.prompt), sample.tools, is_prompt=True)
         after, diverged = _after(self.tokenizer(asked, add_special_tokens=False)["input_ids"], ids)
         return ids, [min(pair) for pair in zip(counts, after, strict=True)], diverged
 
