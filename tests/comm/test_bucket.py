@@ -17,6 +17,7 @@ from hf_zero.comm.native import NativeComm
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import away, build, opaque, partition
 from hf_zero.errors import ConfigError
+from tests.tiers import more
 
 
 BUCKET_NBYTES = 16 * 2**20
@@ -125,7 +126,7 @@ def _train(name: str, stage: int) -> tuple[int, int, int]:
     return num_params, held, made.nbytes
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, *more(2)])
 def test_communication_memory_is_that_of_a_model_of_a_hundredth_of_the_size(fake_ranks, stage):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

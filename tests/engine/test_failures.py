@@ -164,6 +164,7 @@ def _recovers(use_checkpoint):
 
 
 @pytest.mark.parametrize("use_checkpoint", [None, False, True])
+@pytest.mark.full("more cases", after=2)
 def test_the_step_after_a_failure_equals_that_of_a_clean_run(use_checkpoint):
     run_ranks(_recovers, 2, use_checkpoint, timeout=LIMIT)
 
