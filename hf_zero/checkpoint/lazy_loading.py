@@ -272,7 +272,9 @@ def _are_equal(first: Tensor, second: Tensor, piece_numel: int = 2**20) -> bool:
     for start in range(0, first.numel(), piece_numel):
         values = torch.empty(2, min(piece_numel, first.numel() - start), dtype=first.dtype)
         for row, param in zip(values, (first, second)):
-            source_of(param).read(start, row, param.dtype)
+            source = source_of(param)
+            assert source is not None, "only parameters in files are compared"
+            source.read(start, row, param.dtype)
         if not torch.equal(*values):
             return False
     return True

@@ -137,6 +137,7 @@ def _offer_buffers(
     """
     values = {}
     for key, (saved, shape) in grown.items():
+        assert saved.buffer is not None, f"{key} is a parameter"
         values[saved.name] = saved.buffer.new_empty(shape)
         flat = torch.empty(values[saved.name].numel(), dtype=saved.dtype)
         opened.read_range(key, 0, flat)

@@ -98,7 +98,7 @@ def recorded(folder: str | os.PathLike) -> ChecksumTable | None:
         return table
     content = _content(folder)
     path, files, tensors = manifest_path(folder), content.get("files"), content.get("checksums")
-    if not _is_former(files, tensors):
+    if not isinstance(files, dict) or not isinstance(tensors, dict) or not _is_former(files, tensors):
         raise CheckpointError(f"{path}: files and checksums are not what a run writes; {TAKE_ANOTHER}")
     return ChecksumTable({name: FileSum(nbytes, None, tensors.get(name, {})) for name, nbytes in files.items()})
 
@@ -137,9 +137,7 @@ def _content(folder: str | os.PathLike) -> dict:
     return content
 
 
-def _is_former(files: Any, tensors: Any) -> bool:
-    if not isinstance(files, dict) or not isinstance(tensors, dict):
-        return False
+def _is_former(files: dict, tensors: dict) -> bool:
     sums = [crc for found in tensors.values() for crc in (found.values() if isinstance(found, dict) else [None])]
     return all(map(is_inner_path, files)) and all(type(number) is int for number in (*files.values(), *sums))
 

@@ -22,6 +22,7 @@ def inside(staged: Path, folder: Path, *, replaces: Callable[[str], bool]) -> It
         replaces (`Callable[[str], bool]`): says of a file of a former save whether it goes now.
     """
     new = ChecksumTable.read(staged)
+    assert new is not None, f"{staged} has no table"
     try:
         before = ChecksumTable.read(folder) or ChecksumTable()
     except CheckpointError:  # whatever was wrong there: what is saved now is known

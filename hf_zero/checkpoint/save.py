@@ -148,7 +148,9 @@ def _pieces(
                 yield key, first, values
     if engine.comm.rank == 0:
         for saved in tensors:
-            for key, copied in copies_of.get(saved.name, ()) if saved.buffer is not None else ():
+            if saved.buffer is None:
+                continue
+            for key, copied in copies_of.get(saved.name, ()):
                 for first, values in outgoing(copied, 0, saved.buffer.reshape(-1)):
                     yield key, first, values
     for key, values in computed.items():
@@ -187,7 +189,7 @@ def _gathered(engine: Engine, names: Sequence[str], owner: int) -> dict[str, Ten
 
 def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Path) -> None:
     config = getattr(model, "config", None)
-    if not hasattr(config, "save_pretrained"):
+    if config is None or not hasattr(config, "save_pretrained"):
         return
     config = copy.deepcopy(config)  # what is particular to this file is not the running model's business
     config.architectures = [type(model).__name__]

@@ -235,8 +235,10 @@ def _read_state(opened: OpenFiles, optimizer: Optimizer) -> set[str]:
 
 def _read_masters(opened: OpenFiles, engine: Engine) -> set[str]:
     masters = opened.files.layouts.get(MASTER_NAME)
-    consumed = set()
-    for shard in engine.named_shards(resident=True) if masters else ():
+    consumed: set[str] = set()
+    if masters is None:
+        return consumed
+    for shard in engine.named_shards(resident=True):
         if shard.name in masters.entries:
             _read_shard(opened, shard.name, shard)
             consumed.add(shard.name)

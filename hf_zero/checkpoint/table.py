@@ -129,6 +129,10 @@ class ChecksumTable:
         left = {name: found for name, found in self.files.items() if name not in gone}
         return ChecksumTable(left | dict(new.files))
 
+    def crc32_of(self, file: str, tensor: str) -> int:
+        """Returns the checksum of a tensor's bytes."""
+        return (self.files[file].tensors or {})[tensor]
+
     def tensors_in(self, subfolder: str = "") -> Checksums:
         """The checksums of the tensors in one folder, by the files' names."""
         return {

@@ -36,6 +36,7 @@ class SavedTensor:
 
     def fill_buffer(self, read: Callable[[Tensor], None]) -> None:
         """Overwrites the buffer by what `read` puts into a 1-D tensor. One that is not contiguous has no flat view."""
+        assert self.buffer is not None, f"{self.name} is a parameter"
         flat = self.buffer.new_empty(self.buffer.numel())
         read(flat)
         self.buffer.copy_(flat.view(self.shape))

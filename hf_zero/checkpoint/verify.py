@@ -101,10 +101,11 @@ def check_checksums(folder: str | os.PathLike, scans: Scans | None = None) -> Co
     left_out = _left_out(folder, table)
     table.check_files(folder, without=left_out)
     units = [unit for unit in tensors_of(table) if unit[0] not in left_out]
-    unread = [unit for unit in units if unit[0] not in (scans or {})]
+    scans = scans or {}
+    unread = [unit for unit in units if unit[0] not in scans]
     check_tensors(folder, unread, table)
     for file, tensor in set(units) - set(unread):
-        _refuse(folder / file, tensor, scans[file][tensor].crc32, table.files[file].tensors[tensor])
+        _refuse(folder / file, tensor, scans[file][tensor].crc32, table.crc32_of(file, tensor))
     if changed := table.changed_files(folder):
         raise CheckpointError(
             f"{folder}: weights and state are as they were saved, {shortened(changed)} changed since, or went; if "
@@ -129,7 +130,7 @@ def check_tensors(folder: str | os.PathLike, tensors: Iterable[tuple[str, str]],
         path = Path(folder) / file
         with SafetensorsFile.open(path) as opened:
             for _, tensor in names:
-                _refuse(path, tensor, opened.checksum(tensor), table.files[file].tensors[tensor])
+                _refuse(path, tensor, opened.checksum(tensor), table.crc32_of(file, tensor))
 
 
 def tensors_of(table: ChecksumTable) -> list[tuple[str, str]]:

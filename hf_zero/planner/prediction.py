@@ -98,7 +98,10 @@ class Prediction:
         if self.disk_nbytes:
             yield "in files of the offload folder", self.disk_nbytes
         if self.step is not None:
-            yield "read from shared memory per step" if self.step.shares_memory else "sent per step", self.sent_nbytes
+            yield (
+                "read from shared memory per step" if self.step.shares_memory else "sent per step",
+                self.step.sent_nbytes,
+            )
             if self.step.copied_nbytes:
                 yield "over the bus per step", self.step.copied_nbytes
         yield "a checkpoint, of all ranks", self.checkpoint_nbytes
@@ -225,9 +228,9 @@ def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
         replace(each, tier=MemoryTier.DISK) if each.tier is MemoryTier.HOST and "gradients" not in each.name else each
         for each in classes
     ]
-    in_files = [each for each in found if each.tier is MemoryTier.DISK and each.dtype is not None]
-    widths = sum(each.dtype.itemsize for each in in_files if each.name == "masters") or 4
-    longest = max((each.nbytes // each.dtype.itemsize for each in in_files), default=0)
+    in_files = [(each, each.dtype.itemsize) for each in found if each.tier is MemoryTier.DISK and each.dtype]
+    widths = sum(width for each, width in in_files if each.name == "masters") or 4
+    longest = max((each.nbytes // width for each, width in in_files), default=0)
     record = min(longest, WINDOW_NUMEL) * (widths + 8)
     return [*found, TensorClass("buffers to read and write", None, NUM_BUFFERS * record, 1, MemoryTier.HOST)]
 

@@ -7,8 +7,7 @@ from bisect import insort
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,11 +88,12 @@ class Arena:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Takes memory, 1-D, with arbitrary contents, from the first hole that is large enough."""
         nbytes = _aligned(numel * dtype.itemsize)
-        places = ((key, stretch.take(nbytes)) for key, stretch in self._stretches.items())
-        key, start = next((place for place in places if place[1] is not None), (None, None))
-        if key is None:
-            key = self._grow(nbytes)
-            start = self._stretches[key].take(nbytes)
+        found = self._hole(nbytes)
+        if found is None:
+            self._grow(nbytes)
+            found = self._hole(nbytes)
+            assert found is not None, "a new stretch holds what it was made for"
+        key, start = found
         self._taken[key, start] = nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
         return self._stretches[key].memory[start : start + numel * dtype.itemsize].view(dtype)
@@ -121,12 +121,19 @@ class Arena:
         self._taken.clear()
         self._pool = None
 
-    def _grow(self, nbytes: int) -> int:
+    def _hole(self, nbytes: int) -> tuple[int, int] | None:
+        """Takes the first hole that is large enough: its stretch and where it begins there."""
+        for key, stretch in self._stretches.items():
+            start = stretch.take(nbytes)
+            if start is not None:
+                return key, start
+        return None
+
+    def _grow(self, nbytes: int) -> None:
         if self.keeps:
             nbytes = max(nbytes, self._expected_nbytes - self.capacity_nbytes, self._chunk_nbytes)
         memory = self._make(nbytes)
         self._stretches[_storage(memory)] = _Stretch(memory)
-        return _storage(memory)
 
     def _allocate(self, nbytes: int) -> Tensor:
         backend = _backend_of(self.device)
@@ -169,7 +176,7 @@ def trim(device: torch.device) -> None:
         backend.empty_cache()
 
 
-def _backend_of(device: torch.device) -> ModuleType | None:
+def _backend_of(device: torch.device) -> Any:
     """The device's module; the meta device, whose tensors take no memory, has none."""
     return None if device.type == "meta" else torch.get_device_module(device)
 

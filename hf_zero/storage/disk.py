@@ -181,7 +181,7 @@ class Disk:
         if not reads:
             reading: list[Pending] = []
             buffer = self._claim(_nbytes(record))
-        elif self._is_ahead(record):
+        elif self._ahead is not None and self._is_ahead(record):
             (_, buffer, reading), self._ahead = self._ahead, None
         else:
             self._drop_ahead()

@@ -60,13 +60,14 @@ def load_foreign_weights(engine: Engine, folder: str | os.PathLike) -> None:
             over or of other shapes.
     """
     kind = run_on_all_ranks(engine.comm, f"loading {folder}", lambda: _known(folder))
-    if kind.read_weights is None:
+    read_weights = kind.read_weights
+    if read_weights is None:
         load_weights(engine, folder)
         return
 
     def read() -> None:
         with _understood(folder):
-            found = _by_own_name(engine.model, kind.read_weights(Path(folder)))
+            found = _by_own_name(engine.model, read_weights(Path(folder)))
         buffers = [saved for saved in saved_tensors(engine.model, engine.param_infos()) if saved.buffer is not None]
         _check_weights(engine, folder, found, {saved.name: tuple(saved.shape) for saved in buffers})
         with torch.no_grad():

@@ -100,7 +100,8 @@ def check_archive(path: Path) -> None:
             if held > nbytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise CheckpointError(f"{path}: unpacks to {held} bytes, more than it has; copy it again")
             for member in members:
-                member.CRC = member.CRC or None  # torch can be told to write none, which is not to be compared
+                crc: Any = member.CRC or None  # torch can be told to write none, which is not to be compared
+                member.CRC = crc
             contents = [(member.filename, archive.read(member)) for member in members]
     except CheckpointError:
         raise
