@@ -252,9 +252,9 @@ check_overrides(ZeroArgumentsMixin, TrainingArguments, ("place_model_on_device",
 
 @dataclass
 class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
-    __doc__ = ZeroArgumentsMixin.__doc__
+    """`transformers.TrainingArguments` with the settings of `ZeroArgumentsMixin`."""
 
 
 @dataclass
 class ZeroSeq2SeqTrainingArguments(ZeroArgumentsMixin, Seq2SeqTrainingArguments):
-    __doc__ = ZeroArgumentsMixin.__doc__
+    """`transformers.Seq2SeqTrainingArguments` with the settings of `ZeroArgumentsMixin`."""

@@ -8,7 +8,7 @@ from hf_zero.trainer.arguments import ZeroArgumentsMixin
 
 @dataclass
 class ZeroTrlArgumentsMixin(ZeroArgumentsMixin):
-    __doc__ = ZeroArgumentsMixin.__doc__
+    """Adds the settings of `hf_zero.ZeroArgumentsMixin` to a configuration of TRL, before it among the bases."""
 
     def _take_launchers_precision(self) -> None:
         super()._take_launchers_precision()

@@ -26,7 +26,7 @@ from hf_zero.trl.mixin import ZeroTrlTrainerMixin
 
 @dataclass
 class ZeroDPOConfig(ZeroTrlArgumentsMixin, DPOConfig):
-    __doc__ = ZeroTrlArgumentsMixin.__doc__
+    """`trl.DPOConfig` with the settings of `hf_zero.ZeroArgumentsMixin`."""
 
 
 class ZeroDPOTrainer(ZeroTrlTrainerMixin, DPOTrainer):
@@ -37,7 +37,7 @@ class ZeroDPOTrainer(ZeroTrlTrainerMixin, DPOTrainer):
 
 @dataclass
 class ZeroDistillationConfig(ZeroTrlArgumentsMixin, DistillationConfig):
-    __doc__ = ZeroTrlArgumentsMixin.__doc__
+    """`trl.DistillationConfig` with the settings of `hf_zero.ZeroArgumentsMixin`."""
 
 
 class ZeroDistillationTrainer(ZeroTrlTrainerMixin, DistillationTrainer):
@@ -58,7 +58,7 @@ class ZeroDistillationTrainer(ZeroTrlTrainerMixin, DistillationTrainer):
 
 @dataclass
 class ZeroGRPOConfig(ZeroTrlArgumentsMixin, GRPOConfig):
-    __doc__ = ZeroTrlArgumentsMixin.__doc__
+    """`trl.GRPOConfig` with the settings of `hf_zero.ZeroArgumentsMixin`."""
 
 
 class ZeroGRPOTrainer(ZeroTrlTrainerMixin, GRPOTrainer):
@@ -69,7 +69,7 @@ class ZeroGRPOTrainer(ZeroTrlTrainerMixin, GRPOTrainer):
 
 @dataclass
 class ZeroKTOConfig(ZeroTrlArgumentsMixin, KTOConfig):
-    __doc__ = ZeroTrlArgumentsMixin.__doc__
+    """`trl.KTOConfig` with the settings of `hf_zero.ZeroArgumentsMixin`."""
 
 
 class ZeroKTOTrainer(ZeroTrlTrainerMixin, KTOTrainer):
@@ -80,7 +80,7 @@ class ZeroKTOTrainer(ZeroTrlTrainerMixin, KTOTrainer):
 
 @dataclass
 class ZeroRLOOConfig(ZeroTrlArgumentsMixin, RLOOConfig):
-    __doc__ = ZeroTrlArgumentsMixin.__doc__
+    """`trl.RLOOConfig` with the settings of `hf_zero.ZeroArgumentsMixin`."""
 
 
 class ZeroRLOOTrainer(ZeroTrlTrainerMixin, RLOOTrainer):
@@ -91,7 +91,7 @@ class ZeroRLOOTrainer(ZeroTrlTrainerMixin, RLOOTrainer):
 
 @dataclass
 class ZeroRewardConfig(ZeroTrlArgumentsMixin, RewardConfig):
-    __doc__ = ZeroTrlArgumentsMixin.__doc__
+    """`trl.RewardConfig` with the settings of `hf_zero.ZeroArgumentsMixin`."""
 
 
 class ZeroRewardTrainer(ZeroTrlTrainerMixin, RewardTrainer):
@@ -102,7 +102,7 @@ class ZeroRewardTrainer(ZeroTrlTrainerMixin, RewardTrainer):
 
 @dataclass
 class ZeroSFTConfig(ZeroTrlArgumentsMixin, SFTConfig):
-    __doc__ = ZeroTrlArgumentsMixin.__doc__
+    """`trl.SFTConfig` with the settings of `hf_zero.ZeroArgumentsMixin`."""
 
 
 class ZeroSFTTrainer(ZeroTrlTrainerMixin, SFTTrainer):
