@@ -1,4 +1,4 @@
-"""The pages of docs/api name every public name, and Sphinx reads the docstrings as they are meant."""
+"""The front page says what the README says; the pages of docs/api have every public name."""
 
 import importlib.util
 import re
@@ -8,6 +8,7 @@ import pytest
 
 import hf_zero
 import hf_zero.trl
+from tests.test_readme import README, fenced_blocks
 
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -38,8 +39,8 @@ def test_each_page_is_in_the_table_of_contents():
     assert sorted(listed) == sorted(page.stem for page in (DOCS / "api").glob("*.md"))
 
 
-def _docstrings():
-    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "docstrings.py")
+def _module(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -56,4 +57,42 @@ def _docstrings():
     ],
 )
 def test_a_docstring_becomes_restructured_text(written, read):
-    assert _docstrings().to_rst(written) == read
+    assert _module(DOCS / "docstrings.py").to_rst(written) == read
+
+
+# The front page
+
+
+FRONT = (DOCS / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_ten_lines_are_those_of_the_readme():
+    shown, of_readme = ([b for b in fenced_blocks(text) if b.language == "python"] for text in (FRONT, README))
+    assert shown == of_readme[:1]
+
+
+def test_the_figures_are_those_of_the_readme():
+    peak, of_ddp, time = re.search(r"\*\*(\d+) MiB instead of (\d+), in ([\d.]+) of the time", FRONT).groups()
+    assert re.search(rf"^\| hf_zero stage 3 \| \**{time}\** \| \**{peak}\** \|", README, re.MULTILINE)
+    assert re.search(rf"^\| DDP [^|]*\| 1 \| {of_ddp} \|", README, re.MULTILINE)
+
+
+def test_the_picture_is_the_one_that_its_source_draws():
+    stages = _module(DOCS / "figures" / "stages.py")
+    assert (DOCS / "figures" / "stages.svg").read_text(encoding="utf-8") == stages.draw()
+    totals = [sum(stages.held(stage).values()) for stage in range(4)]
+    assert [f"{total:g} at stage {stage}" in FRONT for stage, total in enumerate(totals)] == [True] * 4
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_picture_shows_the_bytes_of_the_readme(stage):
+    (written,) = re.findall(rf"^\| {stage} \| [^|]+ \| ([^|]+) \| \d", README, re.MULTILINE)
+    stages = _module(DOCS / "figures" / "stages.py")
+    wanted = sum(_value(term, stages.NUM_RANKS) for term in written.split(" + "))
+    assert sum(stages.held(stage).values()) == wanted
+
+
+def _value(term: str, num_ranks: int) -> float:
+    """Of a term such as `2` or `12/N`."""
+    size, _, divisor = term.partition("/")
+    return float(size) / (num_ranks if divisor == "N" else 1)
