@@ -42,7 +42,7 @@ wheel: $(STAMP)
 
 # The site, in build/docs; whatever Sphinx warns of, such as a link that leads nowhere, is an error.
 docs: $(STAMP)
-	$(BIN)/sphinx-build -q -W -n --keep-going docs build/docs
+	$(RUN_ENV) $(BIN)/sphinx-build -q -W -n --keep-going docs build/docs
 
 quality: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

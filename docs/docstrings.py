@@ -15,7 +15,7 @@ def to_rst(lines: list[str]) -> list[str]:
     text = re.sub(r"\[(`[^`]+`)\]", r"\1", "\n".join(lines))
     text = re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", text)
     text = re.sub(r"(?m)^\[Note: (.+)\]$", r"**\1**\n", text)
-    return re.sub(r"(?m)^(?!\w+:$)(.*\S):\n(?=\n +\S)", r"\1::\n", text).split("\n")
+    return re.sub(r"(?m)^(.*\S):\n(?=\n +\S)", r"\1::\n", text).split("\n")
 
 
 def setup(app) -> dict:

@@ -12,12 +12,12 @@ from tests.test_readme import README, fenced_blocks
 
 
 DOCS = Path(__file__).parents[1] / "docs"
-DIRECTIVE = re.compile(r"^\.\. (py:currentmodule|autoclass|autofunction):: ([\w.]+)", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. (py:currentmodule|py:class|autoclass|autofunction):: ([\w.]+)", re.MULTILINE)
 pytestmark = pytest.mark.quick
 
 
 def documented(package: str) -> list[str]:
-    """The names of a package that stand in a directive of autodoc, in all pages."""
+    """The names of a package that stand in a directive, in all pages."""
     found = []
     for page in sorted((DOCS / "api").glob("*.md")):
         module = ""
