@@ -12,6 +12,7 @@ from hf_zero import parent  # noqa: F401 - first of all: it notes who the launch
 if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is meant to be imported from here
     from hf_zero import errors as errors
     from hf_zero import trl as trl
+    from hf_zero.accelerator import ZeroAccelerator as ZeroAccelerator
     from hf_zero.activation import shard as shard
     from hf_zero.checkpoint import Snapshots as Snapshots
     from hf_zero.checkpoint import load_foreign as load_foreign
@@ -48,6 +49,7 @@ _MODULES = {
     "ShardedOptimizer": "optim",
     "Snapshots": "checkpoint",
     "TensorParallel": "checkpoint.parallel",
+    "ZeroAccelerator": "accelerator",
     "ZeroArgumentsMixin": "trainer",
     "ZeroEngine": "engine",
     "ZeroGradScaler": "optim",
@@ -71,7 +73,7 @@ _MODULES = {
     "shard": "activation",
 }
 # What can be reached as an attribute without an import of its own.
-_ROOMS = ("activation", "checkpoint", "comm", "config", "engine", "errors", "optim", "trainer", "trl")
+_ROOMS = ("accelerator", "activation", "checkpoint", "comm", "config", "engine", "errors", "optim", "trainer", "trl")
 
 __all__ = list(_MODULES)
 

@@ -146,6 +146,7 @@ REPLACED = {
     "clip_grad_norm_",
     "clip_grad_value_",
     "get_state_dict",
+    "join_uneven_inputs",
 }
 
 

@@ -19,48 +19,38 @@ PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 BLOCKS = [block.text for block in fenced_blocks(PAGE.read_text(encoding="utf-8")) if block.language == "python"]
 
 
-def _with_ddp(data):
-    """What the example is for a model in DDP."""
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-    model = models.build("llama")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.1, total_iters=4)
-    wrapped, loader = accelerator.prepare(model, DataLoader(data, batch_size=2))
-    for batch in loader:
-        with accelerator.accumulate(wrapped):
-            loss = wrapped(**batch).loss
-            accelerator.backward(loss)
-        if accelerator.sync_gradients:
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    return model, loss, norm
-
-
-def _loops(folder, stage):
-    data = Rows("llama", 16)
-    reset_accelerate()
-    seed_everything()
-    wanted, loss, norm = _with_ddp(data)
-    reset_accelerate()
-    seed_everything()
-    model = models.build("llama")
-    names = {
+def _names(data, folder) -> dict:
+    return {
         "Accelerator": Accelerator,
         "DataLoader": DataLoader,
+        "ZeroAccelerator": hf_zero.ZeroAccelerator,
         "copy": copy,
         "data": data,
         "folder": f"{folder}/checkpoint",
-        "hf_zero": hf_zero,
-        "model": model,
+        "model": models.build("llama"),
         "torch": torch,
     }
-    exec(BLOCKS[0].replace("stage=3", f"stage={stage}"), names)
-    torch.testing.assert_close(names["loss"], loss, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(names["norm"], norm, rtol=1e-5, atol=0.0)
-    exec(BLOCKS[1], names)
-    for (name, p), q in zip(names["twin"].named_parameters(), wanted.parameters(), strict=True):
+
+
+def _loops(folder, stage):
+    data, example = Rows("llama", 16), BLOCKS[0]
+    reset_accelerate()
+    seed_everything()
+    wanted = _names(data, folder)
+    plain = example.replace("ZeroAccelerator(zero_stage=3", "Accelerator(cpu=True").replace(
+        "accelerator.save_state", ""
+    )
+    exec(plain, wanted)
+    assert type(wanted["model"]).__name__ == "DistributedDataParallel"
+    reset_accelerate()
+    seed_everything()
+    found = _names(data, folder)
+    exec(example.replace("zero_stage=3", f"zero_stage={stage}"), found)
+    torch.testing.assert_close(found["loss"], wanted["loss"], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(found["norm"], wanted["norm"], rtol=1e-5, atol=0.0)
+    found["engine"] = hf_zero.engine_of(found["model"])
+    exec(BLOCKS[1], found)
+    for (name, p), q in zip(found["twin"].named_parameters(), wanted["model"].parameters(), strict=True):
         assert (p - q).abs().max() <= 1e-6 + 1e-5 * q.abs().max(), name
 
 

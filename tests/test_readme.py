@@ -48,6 +48,7 @@ BLOCKS = [
     ("python", "test_the_trainer_example_trains_on_two_ranks_and_saves_what_from_pretrained_loads"),
     ("bash", "test_the_trainer_example_trains_on_two_ranks_and_saves_what_from_pretrained_loads"),
     ("diff", "test_the_changed_lines_turn_a_trainer_script_into_one_that_shards"),
+    ("diff", "test_the_changed_line_turns_a_script_for_accelerate_into_one_that_shards"),
     ("python", "test_the_example_without_trainer_runs_as_it_is"),
 ]
 # Every line of the bash blocks, in order, and those of the prose that are not among them.
@@ -290,6 +291,39 @@ def test_the_changed_lines_turn_a_trainer_script_into_one_that_shards(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "ZeroTrainer at stage 3"
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+ACCELERATE_SCRIPT = """
+import torch
+from accelerate import Accelerator
+from transformers import BertConfig, BertForSequenceClassification
+
+model = BertForSequenceClassification(
+    BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+)
+data = [{"input_ids": torch.arange(8) + i, "labels": torch.tensor(i % 2)} for i in range(8)]
+accelerator = Accelerator(gradient_accumulation_steps=2)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = torch.utils.data.DataLoader(data, batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.save_state("out")
+print(type(accelerator).__name__, optimizer.step_was_skipped)
+accelerator.end_training()
+"""
+
+
+def test_the_changed_line_turns_a_script_for_accelerate_into_one_that_shards(tmp_path):
+    script = f"from hf_zero import ZeroAccelerator\n{patched(ACCELERATE_SCRIPT, block('diff', 1))}"
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    result = run_command([*MODULES["torchrun"], "--nproc_per_node", "2", "script.py"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["ZeroAccelerator False"] * 2
+    assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "zero").is_dir()
 
 
 def flags_table() -> dict[str, str]:

@@ -1,25 +1,50 @@
-"""The seam to accelerate: an `Accelerator` that shards a model where the stock one would wrap it in DDP."""
+"""An `Accelerator` that shards a model where the stock one would wrap it in DDP."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 
+from hf_zero.accelerator import states
 from hf_zero.accelerator.last_step import LastStep
+from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
 from hf_zero.activation import shard_with
+from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
-from hf_zero.config import ZeroConfig
-from hf_zero.engine import ZeroEngine, compile_blocks, engine_of, gathered
+from hf_zero.config import ZeroConfig, choose
+from hf_zero.engine import ZeroEngine, compile_blocks, engine_of
 from hf_zero.engine.access import unit_of
-from hf_zero.errors import ConfigError
+from hf_zero.engine.patch import Patch
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer, ZeroGradScaler, sharded_of
+from hf_zero.parent import end_with_launcher
 
 
-OVERRIDES = ("prepare_model", "prepare_optimizer", "backward", "clip_grad_norm_", "clip_grad_value_", "get_state_dict")
+OVERRIDES = (
+    "prepare",
+    "prepare_model",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "backward",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "get_state_dict",
+    "join_uneven_inputs",
+    "load_state",
+    "save_model",
+    "save_state",
+)
+
+_SETTINGS = {f"zero_{field.name}": field.name for field in fields(ZeroConfig)}
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
 
 class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
@@ -31,13 +56,58 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
 
 
 class ZeroAccelerator(Accelerator):
-    """An `Accelerator` whose models are sharded in place. Made from a stock one by `adopt`."""
+    """accelerate's `Accelerator`, which shards a model in place where the stock one wraps it in DDP.
 
+    `prepare` takes model, optimizer, data loaders and schedulers as usual, in one call, or the model in a call before
+    its optimizer's. `save_state` writes a folder that `from_pretrained` loads, with the state beside it; a run resumes
+    from it bit for bit. All ranks call `save_state`, `load_state`, `save_model` and `get_state_dict`.
+
+    Args:
+        zero_stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
+            3 also the parameters.
+        zero_autocast (`bool`): with `mixed_precision`, keeps the parameters in the dtype that they were loaded in and
+            casts them at each use, as under DDP. By default parameters compute as half-precision copies of fp32
+            masters.
+        settings: what `Accelerator` takes, by name; and the other fields of `ZeroConfig`, each with `zero_` before
+            its name, such as `zero_offload="optimizer"`.
+
+    Raises:
+        `ConfigError`: for a setting that cannot work.
+    """
+
+    scaler: torch.amp.GradScaler | None
     zero_config: ZeroConfig
     zero_device: torch.device
-    last_step: "LastStep"
+    last_step: LastStep
     trains: Callable[[nn.Module], bool]
     clips: bool = True  # whether gradients may be clipped between the last backward and the step
+
+    def __init__(self, *, zero_stage: int = 3, zero_autocast: bool = False, **settings):
+        end_with_launcher()
+        own = {name: settings.pop(name) for name in list(settings) if name.startswith("zero_")}
+        own = {choose("ZeroAccelerator", name, _SETTINGS): value for name, value in own.items()}
+        config = ZeroConfig(stage=zero_stage, **own)
+        refuse_other_engines(settings, prefix="")
+        launched = launched_ranks()
+        if launched > 1 and not torch.accelerator.is_available():
+            settings["cpu"] = True
+        super().__init__(**settings)
+        refuse_other_world(launched, self.num_processes)
+        if "compute_dtype" not in own and not zero_autocast:
+            config = replace(config, compute_dtype=choose("mixed_precision", self.mixed_precision, _HALVES))
+        self._refuse_unsupported()
+        if dist.is_initialized() and config.timeout_seconds is not None:
+            take_timeout(dist.group.WORLD, config.timeout_seconds)
+        self._shard_by(config, self.device)
+
+    def _refuse_unsupported(self) -> None:
+        if self.mixed_precision == "fp16" and self.device.type == "cpu":
+            raise ConfigError(
+                "mixed_precision: this process trains on the CPU, which has no fp16 training; use bf16, or no"
+            )
+        hook = DDPCommunicationHookType(getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO))
+        if hook is not DDPCommunicationHookType.NO:
+            raise ConfigError(f"comm_hook: {hook.value} belongs to DDP; use zero_reduce_dtype=torch.bfloat16, or none")
 
     @classmethod
     def adopt(
@@ -56,28 +126,58 @@ class ZeroAccelerator(Accelerator):
             trains (`Callable`): whether a model that is prepared for evaluation will be trained all the same.
         """
         accelerator.__class__ = cls
-        accelerator.trains = trains
-        accelerator.zero_config = config
-        accelerator.zero_device = device
-        accelerator.last_step = LastStep()
-        if accelerator.scaler is not None:
-            scaler = ZeroGradScaler(accelerator.device.type)
-            scaler.__dict__.update(accelerator.scaler.__dict__)  # as the user set it up
-            accelerator.scaler = scaler
+        accelerator._shard_by(config, device, trains)
         return accelerator
 
+    def _shard_by(
+        self, config: ZeroConfig, device: torch.device, trains: Callable[[nn.Module], bool] = lambda model: False
+    ) -> None:
+        self.trains = trains
+        self.zero_config = config
+        self.zero_device = device
+        self.last_step = LastStep()
+        if self.scaler is not None:
+            scaler = ZeroGradScaler(self.device.type)
+            scaler.__dict__.update(self.scaler.__dict__)  # as the user set it up
+            self.scaler = scaler
+
+    # Preparing
+
     def shard(self, model: nn.Module) -> ZeroEngine:
-        """The engine of a model, which is sharded now unless it is already."""
-        return engine_of(model) or shard_with(model, self.zero_config, device=self.zero_device)
+        """The engine of a model, which is sharded now unless it is already.
+
+        Raises:
+            `ConfigError`: it is sharded already, at another stage.
+        """
+        engine = engine_of(model)
+        if engine is None:
+            return shard_with(model, self.zero_config, device=self.zero_device)
+        if engine.config.stage != self.zero_config.stage:
+            raise ConfigError(
+                f"{type(model).__name__}: is sharded already, at stage {engine.config.stage} and not "
+                f"{self.zero_config.stage}; give both the same stage, or call engine.unshard() before"
+            )
+        return engine
+
+    def prepare(self, *args, device_placement=None, **kwargs):
+        """As in accelerate; models are prepared before all others, wherever they stand among the arguments."""
+        for model in args:
+            if isinstance(model, nn.Module):
+                self.prepare_model(model)
+        return super().prepare(*args, device_placement=device_placement, **kwargs)
 
     def prepare_model(
         self, model: nn.Module, device_placement=None, evaluation_mode: bool = False, **kwargs
     ) -> nn.Module:
         """Shards the model, and compiles its blocks if asked to; autocast applies as usual, DDP does not. One that is
         only evaluated (a reference, a teacher, a reward) is frozen: no gradients, no masters of higher precision."""
-        if evaluation_mode and engine_of(model) is None and not self.trains(model):
+        is_new = engine_of(model) is None
+        if evaluation_mode and is_new and not self.trains(model):
             model.requires_grad_(False)
         engine, plugin = self.shard(model), self.state.dynamo_plugin
+        if is_new and hasattr(model, "save_pretrained"):
+            save = partial(states.save_pretrained, engine, model.save_pretrained)
+            engine.handles.append(Patch(model, "save_pretrained", save))
         backend = plugin.backend
         if backend is not DynamoBackend.NO:
             compile_blocks(engine, **compile_options(plugin))
@@ -88,12 +188,38 @@ class ZeroAccelerator(Accelerator):
             plugin.backend = backend
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None, **kwargs):
-        """Puts the optimizer onto the shards of the model whose parameters it has, which was prepared before it."""
+        """Puts the optimizer onto the shards of the model whose parameters it has, which was prepared before it.
+
+        Raises:
+            `ConfigError`: its parameters are of no prepared model, or of one that has an optimizer already.
+        """
+        known = next((found for found in self._optimizers if sharded_of(found).inner is optimizer), None)
+        if known is not None:
+            return known
         if sharded_of(optimizer) is None:
-            optimizer = ShardedOptimizer(self._engine_of(params_of(optimizer)), optimizer)
+            engine = self._engine_of(params_of(optimizer), type(optimizer).__name__)
+            if any(sharded_of(found).engine is engine for found in self._optimizers):
+                raise ConfigError(
+                    f"{type(optimizer).__name__}: {type(engine.model).__name__} has an optimizer already; prepare one "
+                    "with all parameter groups, or hf_zero.CombinedOptimizer(first, second)"
+                )
+            optimizer = ShardedOptimizer(engine, optimizer)
         prepared = super().prepare_optimizer(optimizer, device_placement=False, **kwargs)
         prepared.__class__ = ZeroAcceleratedOptimizer
         return prepared
+
+    def prepare_scheduler(self, scheduler, **kwargs) -> AcceleratedScheduler:
+        """As in accelerate; a schedule that was made on the plain optimizer stands still where its steps are left out,
+        and not where another optimizer's are."""
+        prepared = super().prepare_scheduler(scheduler, **kwargs)
+        given = getattr(scheduler, "optimizer", None)
+        for optimizer in self._optimizers:
+            sharded = sharded_of(optimizer)
+            if given is not None and given in (optimizer, sharded, sharded.inner):
+                prepared.optimizers = [optimizer]
+        return prepared
+
+    # Training
 
     def backward(self, loss, **kwargs) -> None:
         """As ever; the loss is noted. The step's last backward updates what is offloaded as it goes, where nothing
@@ -104,52 +230,123 @@ class ZeroAccelerator(Accelerator):
         """
         for engine in filter(None, map(engine_of, self._models)):
             engine.refuse_misuse()
-        self.last_step.add(loss.detach(), ends=self.sync_gradients)
+        self.last_step.add(loss.detach() / self.gradient_accumulation_steps, ends=self.sync_gradients)
         optimizers = [sharded_of(optimizer) for optimizer in self._optimizers]
         is_last = self.sync_gradients and not self.clips and self.scaler is None and len(optimizers) == 1
         with optimizers[0].in_backward() if is_last and optimizers[0] else nullcontext():
             super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2) -> Tensor:
-        """Clips by the exact norm over all shards; `parameters` are those of the prepared model."""
+        """Clips by the exact norm over all shards; `parameters` are those of the prepared model.
+
+        Raises:
+            `ConfigError`: they are not all the trainable parameters of one model.
+        """
+        optimizer = self._optimizer_of(parameters, "clip_grad_norm_")
         self.unscale_gradients()
-        self.last_step.grad_norm = self._optimizer_of(parameters).clip_grad_norm_(max_norm, norm_type)
+        self.last_step.grad_norm = optimizer.clip_grad_norm_(max_norm, norm_type)
         return self.last_step.grad_norm
 
     def clip_grad_value_(self, parameters, clip_value) -> None:
-        """Clips every element; `parameters` are those of the prepared model."""
+        """Clips every element; `parameters` are those of the prepared model.
+
+        Raises:
+            `ConfigError`: they are not all the trainable parameters of one model.
+        """
+        optimizer = self._optimizer_of(parameters, "clip_grad_value_")
         self.unscale_gradients()
-        self._optimizer_of(parameters).clip_grad_value_(clip_value)
+        optimizer.clip_grad_value_(clip_value)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables, even_batches=None):
+        """Refused with several ranks: it is for models in DDP.
+
+        Raises:
+            `UnsupportedError`: saying how every rank gets equally many batches.
+        """
+        if self.num_processes > 1:
+            raise UnsupportedError(
+                "join_uneven_inputs: needs DDP; prepare the loaders, which gives every rank equally many batches "
+                "(even_batches, the default)"
+            )
+        yield
+
+    # Saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The whole state dict, gathered unit by unit: on rank 0's CPU, empty on other ranks. All ranks call it."""
         engine = engine_of(self.unwrap_model(model))
-        state = {}
-        for unit in engine.units:
-            params = [p for flat in unit.flats for p in flat.params]
-            with gathered(params):
-                if engine.comm.rank == 0:
-                    whole = {id(p): p.detach().cpu().clone() for p in params}
-                    named = engine.model.named_parameters(remove_duplicate=False)
-                    state.update({name: whole[id(p)] for name, p in named if id(p) in whole})
-        if engine.comm.rank == 0:
-            state.update({name: buffer.cpu() for name, buffer in persistent_buffers(engine.model)})
-        return state
+        if engine is None:
+            return super().get_state_dict(model, unwrap)
+        return states.whole_state_dict(engine)
 
-    def _engine_of(self, params: Iterable[Tensor]) -> ZeroEngine:
+    def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization: bool = True) -> None:
+        """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights."""
+        states.refuse_pickles(safe_serialization)
+        states.save_model(self.shard(self.unwrap_model(model)), save_directory, max_shard_size=max_shard_size)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs
+    ) -> str:
+        """Writes a checkpoint: the first model as a folder that `from_pretrained` loads, its optimizer's state beside
+        it in `zero/`, other models in folders `model_1`, `model_2` within, and what accelerate keeps of schedules,
+        samplers, random numbers and registered objects. The folder appears when it is complete. Hooks that were
+        registered are called with no models: those are in the checkpoint.
+
+        Args:
+            output_dir (`str`, *optional*): the checkpoint; without it, as `ProjectConfiguration` names it.
+            safe_serialization (`bool`): only `True`.
+            save_model_func_kwargs: `max_shard_size`.
+
+        Raises:
+            `CheckpointError`: on all ranks. Nothing is left, and nothing lost.
+        """
+        states.refuse_pickles(safe_serialization)
+        return states.save_state(self, super().save_state, output_dir, **save_model_func_kwargs)
+
+    def load_state(self, input_dir: str | None = None, **load_model_func_kwargs) -> None:
+        """Reads what `save_state` wrote, at any stage and with any number of ranks: each its own ranges.
+
+        Args:
+            input_dir (`str`, *optional*): the checkpoint; without it, the newest of `ProjectConfiguration`.
+            load_model_func_kwargs: as in accelerate, for what it loads beside models and optimizers.
+
+        Raises:
+            `CheckpointError`: on all ranks, when it is incomplete, damaged, or of other models.
+        """
+        states.load_state(self, partial(super().load_state, **load_model_func_kwargs), input_dir)
+
+    # Whose parameters they are
+
+    def _engine_of(self, params: Iterable[Tensor], subject: str) -> ZeroEngine:
         """The engine, among those of all prepared models, that holds these parameters."""
         held = {unit_of(param) for param in params}
         engines = [engine_of(model) for model in self._models]
         found = next((engine for engine in engines if engine and held & set(engine.units)), None)
         if found is None:
             raise ConfigError(
-                "the parameters are of no prepared model; prepare the model with, or before, its optimizer"
+                f"{subject}: the parameters are of no prepared model; prepare the model with, or before, its "
+                "optimizer, which is built on that model's parameters"
             )
         return found
 
-    def _optimizer_of(self, params: Iterable[Tensor]) -> ShardedOptimizer:
-        engine = self._engine_of([params] if isinstance(params, Tensor) else params)
-        return next(found for found in map(sharded_of, self._optimizers) if found.engine is engine)
+    def _optimizer_of(self, params: Tensor | Iterable[Tensor], subject: str) -> ShardedOptimizer:
+        """The optimizer of the model that has these trainable parameters, and no others."""
+        params = [params] if isinstance(params, Tensor) else list(params)
+        engine = self._engine_of(params, subject)
+        given = {id(param) for param in params if param.requires_grad}
+        wanted = {id(param) for param in engine.model.parameters() if param.requires_grad}
+        if given != wanted:
+            raise ConfigError(
+                f"{subject}: was given {len(given)} trainable parameters, {type(engine.model).__name__} has "
+                f"{len(wanted)}; give those of one whole model, and call it for each model"
+            )
+        found = next((found for found in map(sharded_of, self._optimizers) if found.engine is engine), None)
+        if found is None:
+            raise ConfigError(
+                f"{subject}: no optimizer of {type(engine.model).__name__} is prepared; prepare it before"
+            )
+        return found
 
 
 check_overrides(ZeroAccelerator, Accelerator, OVERRIDES)
@@ -165,11 +362,3 @@ def compile_options(plugin: TorchDynamoPlugin) -> dict:
     chosen = {key: value for key, value in plugin.to_dict().items() if value not in (None, "default")}
     chosen.pop("use_regional_compilation")
     return chosen
-
-
-def persistent_buffers(model: nn.Module):
-    """The buffers that belong to the state dict, by name."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer

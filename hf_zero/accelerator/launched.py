@@ -72,5 +72,22 @@ def launched_ranks() -> int:
     return int(text)
 
 
+def refuse_other_world(launched: int, seen: int) -> None:
+    """Refuses to train where the process group is not the launcher's.
+
+    Args:
+        launched (`int`): processes that the launcher has started.
+        seen (`int`): ranks of the process group.
+
+    Raises:
+        `ConfigError`: with both numbers.
+    """
+    if launched != seen:
+        raise ConfigError(
+            f"WORLD_SIZE is {launched} but this process sees {seen} rank(s); start it with torchrun, which sets "
+            "WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together"
+        )
+
+
 def _is_on(text: str) -> bool:
     return text.lower() in ("1", "true", "yes", "on")

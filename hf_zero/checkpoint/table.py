@@ -29,14 +29,27 @@ TABLE_VERSION = 1
 WEIGHTS_SUFFIX = ".safetensors"
 
 # What a run needs to go on, and the model does not. An upload leaves it out, all of it.
-STATE_PATTERNS = ("zero/*", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+STATE_PATTERNS = (
+    "zero/*",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "rng_state*.pth",
+    # of accelerate
+    "scheduler*.bin",
+    "sampler*.bin",
+    "dl_state_dict*.bin",
+    "random_states_*.pkl",
+    "custom_checkpoint_*.pkl",
+)
 
 # Nothing reads it, pushes leave it out, and one that holds a token is to be deleted.
 DISPENSABLE = ("training_args.bin",)
 
 # What a run reads to go on, beside its state. Nobody edits binary files by hand, so those that a subclass adds count.
 _READ_NAMES = ("config.json", "adapter_config.json", "trainer_state.json")
-_READ_SUFFIXES = (WEIGHTS_SUFFIX, ".index.json", ".bin", ".pt", ".pth")
+_READ_SUFFIXES = (WEIGHTS_SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".pkl")
 
 Checksums = dict[str, dict[str, int]]  # file, to tensor, to the CRC-32 of its bytes
 

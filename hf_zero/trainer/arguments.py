@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines
+from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
 from hf_zero.config import NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
@@ -176,11 +176,7 @@ class ZeroArgumentsMixin(_Arguments):
         check_output_dir(self.output_dir)
         if self.zero_save_fallback:
             check_output_dir(self.zero_save_fallback, name="zero_save_fallback")
-        if launched != self.world_size:
-            raise ConfigError(
-                f"WORLD_SIZE is {launched} but this process sees {self.world_size} rank(s); start it with torchrun, "
-                "which sets WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT together"
-            )
+        refuse_other_world(launched, self.world_size)
         if self.n_gpu > 1:
             raise ConfigError(
                 f"one process sees {self.n_gpu} GPUs, and each needs its own; start with torchrun "

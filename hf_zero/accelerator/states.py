@@ -1,0 +1,283 @@
+"""What `ZeroAccelerator` saves and loads: models and optimizers by all ranks in ranges, the rest as in accelerate."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accelerate.utils import RNG_STATE_NAME
+from torch import Tensor, nn
+
+from hf_zero.checkpoint import (
+    Checkpoint,
+    check_checkpoint,
+    load_weights,
+    plan_state,
+    plan_weights,
+)
+from hf_zero.checkpoint import (
+    load_state as load_optimizer_state,
+)
+from hf_zero.checkpoint import (
+    save_pretrained as save_weights,
+)
+from hf_zero.checkpoint.adapters import is_adapter_model, load_adapters, plan_prompts, save_adapters
+from hf_zero.checkpoint.folders import remove_folder, restore_replaced
+from hf_zero.checkpoint.replacing import added
+from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.engine import ZeroEngine, engine_of, gathered
+from hf_zero.errors import CheckpointError, ConfigError, LifecycleError
+from hf_zero.optim import ShardedOptimizer, sharded_of
+
+
+if TYPE_CHECKING:
+    from hf_zero.accelerator.accelerator import ZeroAccelerator
+
+logger = logging.getLogger(__name__)
+
+# Keywords of `save_pretrained` that our own way of writing knows, or need not know.
+_KNOWN = {"is_main_process", "save_function", "safe_serialization", "max_shard_size"}
+
+
+def save_state(
+    accelerator: "ZeroAccelerator",
+    save_rest: Callable[[str], object],
+    output_dir: str | os.PathLike | None,
+    *,
+    max_shard_size: int | str = "50GB",
+) -> str:
+    """See `ZeroAccelerator.save_state`.
+
+    Args:
+        accelerator (`ZeroAccelerator`): what it has prepared is saved.
+        save_rest (`Callable`): saves what accelerate keeps beside models and optimizers, into a folder.
+        output_dir (`str` or `os.PathLike`, *optional*): the checkpoint.
+        max_shard_size (`int` or `str`): bytes of tensors in one file.
+    """
+    settings = accelerator.project_configuration
+    (engine, optimizer), *others = _prepared(accelerator, "save_state")
+    folder = run_on_all_ranks(engine.comm, "save_state", lambda: _new_folder(accelerator, output_dir))
+    checkpoint = _begin(accelerator, engine, optimizer, folder, max_shard_size)
+    try:
+        for index, (other, its_optimizer) in enumerate(others, 1):
+            inner = _begin(accelerator, other, its_optimizer, checkpoint.path / f"model_{index}", max_shard_size)
+            _finish(inner, other)
+        with _without_models(accelerator):
+            run_on_all_ranks(engine.comm, f"saving to {folder}", lambda: save_rest(str(checkpoint.path)))
+    except BaseException:
+        checkpoint.discard()
+        raise
+    _finish(checkpoint, engine)
+    if settings.automatic_checkpoint_naming and settings.total_limit is not None and accelerator.is_main_process:
+        for old in _named(Path(folder).parent)[: -settings.total_limit]:
+            remove_folder(old)
+    return str(folder)
+
+
+def load_state(
+    accelerator: "ZeroAccelerator", load_rest: Callable[[str], object], input_dir: str | os.PathLike | None
+) -> None:
+    """See `ZeroAccelerator.load_state`.
+
+    Args:
+        accelerator (`ZeroAccelerator`): what it has prepared is loaded.
+        load_rest (`Callable`): loads what accelerate keeps beside models and optimizers, from a folder.
+        input_dir (`str` or `os.PathLike`, *optional*): the checkpoint.
+    """
+    prepared = _prepared(accelerator, "load_state")
+    comm = prepared[0][0].comm
+    folder = run_on_all_ranks(comm, "load_state", lambda: _existing(accelerator, input_dir))
+    folders = [folder, *(folder / f"model_{index}" for index in range(1, len(prepared)))]
+
+    def check() -> None:
+        if (folder / f"model_{len(prepared)}").exists():
+            raise CheckpointError(f"{folder}: holds more models than the {len(prepared)} that are prepared")
+        for each in folders:
+            check_checkpoint(each)
+
+    run_on_all_ranks(comm, f"loading {folder}", check)
+    for (engine, optimizer), each in zip(prepared, folders, strict=True):
+        (load_adapters if is_adapter_model(engine.model) else load_weights)(engine, str(each))
+        if optimizer is not None:
+            load_optimizer_state(engine, optimizer, each)
+    with _without_models(accelerator):
+        run_on_all_ranks(comm, f"loading {folder}", lambda: load_rest(str(folder)))
+    if not (folder / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl").exists():
+        logger.warning("%s: has no random numbers of rank %d, which go on", folder, accelerator.process_index)
+
+
+def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size: int | str) -> None:
+    """Writes a folder that `from_pretrained` loads, or one of PEFT's adapters. Collective.
+
+    Args:
+        engine (`ZeroEngine`): the model.
+        folder (`str` or `os.PathLike`): where.
+        max_shard_size (`int` or `str`): bytes of tensors in one file.
+    """
+    if not is_adapter_model(engine.model):
+        save_weights(engine, folder, max_shard_size=max_shard_size)
+        return
+    with added(engine.comm, folder) as staged:
+        save_adapters(engine, str(staged))
+
+
+def save_pretrained(
+    engine: ZeroEngine,
+    own: Callable[..., object],
+    save_directory: str | os.PathLike,
+    is_main_process: bool | None = None,
+    state_dict: dict[str, Tensor] | None = None,
+    **kwargs,
+) -> None:
+    """A prepared model's `save_pretrained`. Whoever gives `is_main_process` calls it on all ranks, as accelerate's
+    examples do: whole weights are written. Every other call is the model's own.
+
+    Args:
+        engine (`ZeroEngine`): of the model.
+        own (`Callable`): the model's method.
+        save_directory (`str` or `os.PathLike`): the folder.
+        is_main_process (`bool`, *optional*): as for the model's method.
+        state_dict (`dict[str, Tensor]`, *optional*): likewise; on other ranks than 0 it is not looked at.
+        kwargs: likewise.
+
+    Raises:
+        `LifecycleError`: on one rank alone, where the parameters are away.
+    """
+    if is_main_process is None:
+        if state_dict is None and not all(unit.is_unsharded for unit in engine.units):
+            raise LifecycleError(
+                f"save_pretrained: the parameters are sharded over {engine.comm.num_ranks} ranks; call it on all "
+                "ranks with is_main_process=accelerator.is_main_process, or inside `with hf_zero.gathered(model):`"
+            )
+        own(save_directory, **({} if state_dict is None else {"state_dict": state_dict}), **kwargs)
+    elif state_dict is None and kwargs.keys() <= _KNOWN:
+        refuse_pickles(kwargs.get("safe_serialization", True))
+        save_model(engine, save_directory, max_shard_size=kwargs.get("max_shard_size", "50GB"))
+    else:
+        state_dict = whole_state_dict(engine) if state_dict is None else state_dict
+        if is_main_process:
+            own(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+
+
+def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
+    """The whole state dict, gathered unit by unit: on rank 0's CPU, empty on other ranks. Collective.
+
+    Args:
+        engine (`ZeroEngine`): of the model.
+    """
+    state = {}
+    for unit in engine.units:
+        params = [p for flat in unit.flats for p in flat.params]
+        with gathered(params):
+            if engine.comm.rank == 0:
+                whole = {id(p): p.detach().cpu().clone() for p in params}
+                named = engine.model.named_parameters(remove_duplicate=False)
+                state.update({name: whole[id(p)] for name, p in named if id(p) in whole})
+    if engine.comm.rank == 0:
+        state.update({name: buffer.cpu() for name, buffer in _persistent_buffers(engine.model)})
+    return state
+
+
+def refuse_pickles(safe_serialization: bool) -> None:
+    """Refuses to write weights with pickle.
+
+    Raises:
+        `ConfigError`: for `safe_serialization=False`.
+    """
+    if not safe_serialization:
+        raise ConfigError("safe_serialization: only safetensors files are written; leave it out")
+
+
+def _prepared(accelerator: "ZeroAccelerator", what: str) -> list[tuple[ZeroEngine, ShardedOptimizer | None]]:
+    """The prepared models, each with its optimizer."""
+    engines = [engine_of(model) for model in accelerator._models]
+    if not engines:
+        raise ConfigError(f"{what}: no model is prepared; prepare model and optimizer before")
+    optimizers = {sharded.engine: sharded for sharded in map(sharded_of, accelerator._optimizers)}
+    return [(engine, optimizers.get(engine)) for engine in engines]
+
+
+def _begin(
+    accelerator: "ZeroAccelerator",
+    engine: ZeroEngine,
+    optimizer: ShardedOptimizer | None,
+    folder: str | os.PathLike,
+    max_shard_size: int | str,
+) -> Checkpoint:
+    state = None
+    if optimizer is not None:
+        facts = accelerator.last_step.facts(engine)
+        state = plan_state(engine, optimizer, step=optimizer.num_steps, **facts)
+    is_adapter = is_adapter_model(engine.model)
+    weights = plan_prompts(engine) if is_adapter else plan_weights(engine, max_shard_size=max_shard_size)
+    return Checkpoint.begin(engine, folder, weights=weights, state=state)
+
+
+def _finish(checkpoint: Checkpoint, engine: ZeroEngine) -> None:
+    if is_adapter_model(engine.model):
+        try:
+            save_adapters(engine, str(checkpoint.path))
+        except BaseException:
+            checkpoint.discard()
+            raise
+    checkpoint.finish()
+
+
+@contextmanager
+def _without_models(accelerator: "ZeroAccelerator") -> Iterator[None]:
+    """What accelerate does meanwhile it does with all but models and optimizers, in the folder that it is given."""
+    settings = accelerator.project_configuration
+    before = accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming
+    accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming = [], [], False
+    try:
+        yield
+    finally:
+        accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming = before
+
+
+def _new_folder(accelerator: "ZeroAccelerator", given: str | os.PathLike | None) -> Path:
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        if given is None:
+            raise ConfigError(
+                "save_state: needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        return Path(os.path.expanduser(given))
+    folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
+    if folder.exists():
+        raise ConfigError(
+            f"{folder}: exists already; set ProjectConfiguration(iteration=...) to the number of the next checkpoint"
+        )
+    return folder
+
+
+def _existing(accelerator: "ZeroAccelerator", given: str | os.PathLike | None) -> Path:
+    if given is not None:
+        folder = Path(os.path.expanduser(given))
+        restore_replaced(folder.absolute().parent)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: does not exist; give a folder of save_state")
+        return folder
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ConfigError("load_state: needs input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+    folder = Path(accelerator.project_dir, "checkpoints")
+    found = _named(folder)
+    if not found:
+        raise CheckpointError(f"{folder}: there is no checkpoint in it")
+    return found[-1]
+
+
+def _named(folder: Path) -> list[Path]:
+    """The checkpoints that were named by their numbers, the oldest first."""
+    found = [(re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("checkpoint_*")]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to the state dict, by name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,274 @@
+"""`ZeroAccelerator` in scripts of the usual shape: it trains what DDP trains, and says in a line what cannot work."""
+
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hf_zero
+from hf_zero import ZeroAccelerator
+from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
+from tests import models
+from tests.accelerator import example
+from tests.distributed import run_ranks
+from tests.trainer.harness import reset_accelerate
+
+
+def test_only_a_subclass_of_accelerates_is_public():
+    assert issubclass(hf_zero.ZeroAccelerator, Accelerator)
+
+
+def _losses(stages):
+    wanted, wanted_accuracies, _ = example.train(example.with_ddp())
+    assert wanted[-1] < 0.95 * wanted[0] and wanted_accuracies[-1][1] == example.NUM_EVAL_ROWS
+    for stage in stages:
+        losses, accuracies, model = example.train(example.with_zero(stage))
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-6, atol=1e-6)
+        assert accuracies == wanted_accuracies
+        assert hf_zero.engine_of(model).stage == stage
+
+
+@pytest.mark.quick
+def test_a_script_for_accelerate_trains_as_it_does_under_ddp():
+    run_ranks(_losses, 2, (0, 1, 2, 3), timeout=240)
+
+
+def _accumulates(stage):
+    """Losses and norms with accelerate's own accumulation, and clipping."""
+    found = []
+    for accelerator in (
+        example.with_ddp(gradient_accumulation_steps=2),
+        example.with_zero(stage, gradient_accumulation_steps=2),
+    ):
+        torch.manual_seed(0)
+        model = example.bert()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        loader = DataLoader(example.rows(24, 0), collate_fn=example.collate, batch_size=2)
+        model, loader, optimizer = accelerator.prepare(model, loader, optimizer)
+        losses, norms = [], []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append((losses, norms))
+    assert len(found[0][1]) == 3
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-5, atol=1e-6)
+    step = accelerator.last_step
+    assert step.loss.item() == pytest.approx(sum(losses[-2:]) / 2) and step.grad_norm.item() == norms[-1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accumulation_and_clipping_are_those_of_ddp(stage):
+    run_ranks(_accumulates, 2, stage, timeout=120)
+
+
+def _prepared(stage=3, model=None, **settings):
+    accelerator = example.with_zero(stage, **settings)
+    torch.manual_seed(0)
+    model = model if model is not None else example.bert()
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def _prepares_in_any_order():
+    accelerator, model = example.with_zero(), example.bert()
+    plain = torch.optim.AdamW(model.parameters())
+    optimizer, loader, same = accelerator.prepare(plain, DataLoader([1, 2]), model)
+    assert same is model and type(optimizer).__name__ == "ZeroAcceleratedOptimizer" and len(loader) == 1
+    assert accelerator.prepare(model) is model and accelerator.prepare(plain) is optimizer
+    assert accelerator.prepare(optimizer) is optimizer
+    assert len(accelerator._models) == len(accelerator._optimizers) == 1
+
+    accelerator, model = example.with_zero(), example.bert()
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    assert hf_zero.engine_of(model) is optimizer.optimizer.engine
+
+
+def test_the_order_within_a_call_does_not_count_and_what_is_prepared_stays():
+    run_ranks(_prepares_in_any_order, 2)
+
+
+def _answers():
+    accelerator, model, optimizer = _prepared()
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 1e-2 and not optimizer.state_dict()["state"]
+    batch = example.collate(example.rows(4, dist.get_rank()))
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    before = optimizer.state_dict()
+    assert before["state"]
+    optimizer.load_state_dict(before)
+    after = optimizer.state_dict()
+    assert all(torch.equal(after["state"][0][key], value) for key, value in before["state"][0].items())
+
+    model = example.bert()  # accelerate itself asks when it is given one of ours
+    sharded = hf_zero.ShardedOptimizer(hf_zero.shard(model), torch.optim.AdamW, lr=1e-3)
+    assert example.with_ddp().prepare(sharded).param_groups is sharded.param_groups
+
+
+def test_the_state_dict_of_a_prepared_optimizer_answers():
+    run_ranks(_answers, 2)
+
+
+def _refuses_orders():
+    accelerator, model = example.with_zero(), example.bert()
+    with pytest.raises(ConfigError, match="AdamW: the parameters are of no prepared model; prepare the model with"):
+        accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ConfigError, match="of no prepared model"):
+        accelerator.prepare(model, torch.optim.AdamW(example.bert().parameters()))
+    params = list(model.parameters())
+    first = accelerator.prepare(torch.optim.AdamW(params[:4]))
+    with pytest.raises(ConfigError, match="SGD: BertForSequenceClassification has an optimizer already; prepare one"):
+        accelerator.prepare(torch.optim.SGD(params[4:]))
+    assert accelerator._optimizers == [first]
+    with pytest.raises(ConfigError, match="is no parameter of the model"):
+        other = example.bert()
+        accelerator.prepare(other, torch.optim.AdamW([*other.parameters(), nn.Parameter(torch.ones(3))]))
+    with pytest.raises(ConfigError, match="sharded already, at stage 3 and not 2"):
+        example.with_zero(2).prepare(model)
+
+
+def _refuses_losses():
+    accelerator, model, optimizer = _prepared()
+    batch = example.collate(example.rows(4, 0))
+    loss = model(**batch).loss
+    with pytest.raises(LifecycleError, match="is used outside of its block's forward"):
+        accelerator.backward(loss + 0.01 * sum(p.norm() for p in model.parameters()))
+    del loss
+    accelerator.backward(model(**batch).loss)
+    with pytest.raises(ConfigError, match="clip_grad_norm_: was given 2 trainable parameters, Bert.* has 57"):
+        accelerator.clip_grad_norm_(model.classifier.parameters(), 1.0)
+    both = example.bert()
+    accelerator.prepare(both)
+    with pytest.raises(ConfigError, match="clip_grad_value_: was given 114 trainable parameters"):
+        accelerator.clip_grad_value_([*model.parameters(), *both.parameters()], 1.0)
+    with pytest.raises(ConfigError, match="clip_grad_norm_: no optimizer of Bert.* is prepared"):
+        accelerator.clip_grad_norm_(both.parameters(), 1.0)
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match="join_uneven_inputs: needs DDP"):
+        with accelerator.join_uneven_inputs([model]):
+            pass
+
+
+@pytest.mark.parametrize("act", [_refuses_orders, _refuses_losses])
+def test_what_cannot_work_is_one_line(act):
+    run_ranks(act, 2)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"zero_stage": 4}, "stage: 4 is not one of"),
+        ({"zero_offlod": "optimizer"}, "'zero_offlod' is not one of .*; the nearest is 'zero_offload'"),
+        ({"zero_offload": "disk"}, "offload: 'disk' is not one of"),
+        ({"mixed_precision": "fp16"}, "mixed_precision: this process trains on the CPU"),
+        ({"fsdp_plugin": object}, "^fsdp_plugin: found beside hf_zero"),
+        (
+            {"kwargs_handlers": lambda: [DistributedDataParallelKwargs(comm_hook="fp16")]},
+            "comm_hook: .* belongs to DDP",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message, monkeypatch):
+    reset_accelerate()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    settings = {name: value() if callable(value) else value for name, value in settings.items()}
+    with pytest.raises(ConfigError, match=message):
+        ZeroAccelerator(cpu=True, **settings)
+    reset_accelerate()
+
+
+def test_another_way_to_shard_in_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP: found beside hf_zero"):
+        ZeroAccelerator()
+
+
+def _computes_in_halves():
+    accelerator, model, optimizer = _prepared(mixed_precision="bf16")
+    batch = example.collate(example.rows(4, dist.get_rank()))
+    output = model(**batch)
+    assert next(model.parameters()).dtype is torch.bfloat16 and output.logits.dtype is torch.float32
+    accelerator.backward(output.loss)
+    optimizer.step()
+    assert all(shard.tensor.dtype is torch.float32 for shard in hf_zero.engine_of(model).named_shards())
+
+    accelerator, model, _ = _prepared(mixed_precision="bf16", zero_autocast=True, zero_reduce_dtype=torch.bfloat16)
+    assert next(model.parameters()).dtype is torch.float32
+    assert hf_zero.engine_of(model).config.reduce_dtype is torch.bfloat16
+    assert accelerator.get_state_dict(nn.Linear(2, 2)).keys() == {"weight", "bias"}
+
+
+def test_mixed_precision_makes_compute_copies_of_masters_or_casts_at_each_use():
+    run_ranks(_computes_in_halves, 2)
+
+
+def _schedules():
+    accelerator = example.with_zero(zero_nonfinite="skip")
+    built = {name: models.build(name) for name in ("mlp", "llama")}
+    plain = {name: torch.optim.SGD(model.parameters(), lr=1.0) for name, model in built.items()}
+    schedules = {name: torch.optim.lr_scheduler.ExponentialLR(plain[name], 0.5) for name in built}
+    accelerator.prepare(*built.values())
+    optimizers = {name: accelerator.prepare(optimizer) for name, optimizer in plain.items()}
+    schedules = {name: accelerator.prepare(schedule) for name, schedule in schedules.items()}
+    for name, model in built.items():
+        output = model(**models.batch(name, seed=0))
+        loss = output.loss if hasattr(output, "loss") else output.square().mean()
+        accelerator.backward(loss * (float("inf") if name == "mlp" else 1.0))
+        optimizers[name].step()
+        optimizers[name].zero_grad()
+    for schedule in schedules.values():
+        schedule.step()
+    return {name: schedule.get_last_lr() for name, schedule in schedules.items()}
+
+
+def test_a_schedule_stands_still_for_its_own_optimizer_alone():
+    assert run_ranks(_schedules, 2) == [{"mlp": [1.0], "llama": [0.25]}] * 2  # accelerate steps it once for each rank
+
+
+def _saves_whole(folder, stage):
+    from transformers import BertForSequenceClassification
+
+    accelerator, model, _ = _prepared(stage)
+    whole = accelerator.get_state_dict(model)
+    assert bool(whole) == accelerator.is_main_process
+    unwrapped, is_main = accelerator.unwrap_model(model), accelerator.is_main_process
+    unwrapped.save_pretrained(f"{folder}/plain", is_main_process=is_main, save_function=accelerator.save)
+    state = accelerator.get_state_dict(model)
+    unwrapped.save_pretrained(f"{folder}/given", is_main_process=is_main, state_dict=state)
+    unwrapped.save_pretrained(f"{folder}/variant", is_main_process=is_main, variant="new")
+    accelerator.save_model(model, f"{folder}/model", max_shard_size="20KB")
+    accelerator.save_state(f"{folder}/state")
+    accelerator.wait_for_everyone()
+    for name in ("plain", "given", "variant", "model", "state") if is_main else ():
+        settings = {"variant": "new"} if name == "variant" else {}
+        loaded = BertForSequenceClassification.from_pretrained(f"{folder}/{name}", **settings).state_dict()
+        assert loaded.keys() == whole.keys() and all(torch.equal(loaded[key], whole[key]) for key in whole), name
+    if is_main:
+        assert len([name for name in os.listdir(f"{folder}/model") if name.endswith(".safetensors")]) > 1
+    with pytest.raises(ConfigError, match="safe_serialization: only safetensors"):
+        accelerator.save_model(model, f"{folder}/pickled", safe_serialization=False)
+    if stage == 3:
+        with pytest.raises(LifecycleError, match=re.escape("call it on all ranks with is_main_process=")):
+            unwrapped.save_pretrained(f"{folder}/alone")
+    else:
+        unwrapped.save_pretrained(f"{folder}/alone{dist.get_rank()}")
+    before = type(model).save_pretrained
+    assert hf_zero.engine_of(model).unshard().save_pretrained.__func__ is before
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_weights_are_written_in_every_way_of_accelerates_examples(tmp_path, stage):
+    run_ranks(_saves_whole, 2, str(tmp_path), stage)

@@ -1,0 +1,223 @@
+"""`save_state` and `load_state`: a run goes on bit for bit, at any stage; the checkpoint is a folder of a model."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from torch.utils.data import DataLoader
+
+import hf_zero
+from hf_zero.checkpoint import Manifest, check_checkpoint
+from hf_zero.errors import CheckpointError, ConfigError
+from tests import models
+from tests.accelerator import example
+from tests.distributed import run_ranks
+from tests.trainer.harness import weights_of
+
+
+STEPS = 5  # of an epoch
+
+
+class _Counter:
+    """An object that a script registers."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def _run(stage, folder, *, dropout, save_at=None, go_on_at=None, num_steps=2 * STEPS):
+    """Trains for two epochs, or goes on where a checkpoint was saved: losses by step, weights, and the last rate."""
+    accelerator = example.with_zero(stage, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    set_seed(1)
+    model = example.bert(dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader = DataLoader(example.rows(8 * STEPS, 0), collate_fn=example.collate, batch_size=4, shuffle=True)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    counter, losses = _Counter(), {}
+    accelerator.register_for_checkpointing(counter)
+    if go_on_at is not None:
+        accelerator.load_state(folder)
+        assert counter.count == go_on_at
+    for epoch in range(counter.count // STEPS, 2):
+        loader.set_epoch(epoch)
+        batches = accelerator.skip_first_batches(loader, counter.count % STEPS) if counter.count % STEPS else loader
+        for batch in batches:
+            if counter.count == num_steps:
+                break
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses[counter.count] = loss.item()
+            counter.count += 1
+            if counter.count == save_at:
+                accelerator.save_state(folder)
+    return losses, weights_of(model), schedule.get_last_lr()
+
+
+def _goes_on(folder, stage, other_stage, save_at, dropout):
+    wanted, weights, rates = _run(stage, folder, dropout=dropout, save_at=save_at)
+    assert len(wanted) == 2 * STEPS
+    losses, again, rates_again = _run(other_stage, folder, dropout=dropout, go_on_at=save_at)
+    assert losses == {step: loss for step, loss in wanted.items() if step >= save_at}
+    assert all(torch.equal(weights[name], again[name]) for name in weights) and rates == rates_again
+
+
+@pytest.mark.parametrize(
+    "stage, other_stage, save_at, dropout",
+    [(3, 3, STEPS, 0.1), (3, 1, 3, 0.0), (2, 3, 7, 0.0)],
+    ids=["dropout, at an epoch's end", "3 to 1, within an epoch", "2 to 3, within an epoch"],
+)
+def test_a_run_goes_on_bit_for_bit(tmp_path, stage, other_stage, save_at, dropout):
+    run_ranks(_goes_on, 2, str(tmp_path / "state"), stage, other_stage, save_at, dropout, timeout=120)
+    check_checkpoint(tmp_path / "state")
+    manifest = Manifest.read(tmp_path / "state")
+    assert manifest.step == save_at and manifest.loss > 0 and manifest.grad_norm > 0
+    assert sorted(os.listdir(tmp_path)) == ["state"]
+
+
+def _trained(folder):
+    return _run(3, folder, dropout=0.0, save_at=3, num_steps=3)[1]
+
+
+def _loaded(folder):
+    return _run(3, folder, dropout=0.0, go_on_at=3, num_steps=3)[1]
+
+
+def test_another_number_of_ranks_loads_it(tmp_path):
+    folder = str(tmp_path / "state")
+    (wanted, _) = run_ranks(_trained, 2, folder, timeout=120)
+    for found in run_ranks(_loaded, 3, folder, timeout=120):
+        assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def _damaged(folder):
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        _loaded(folder)
+
+
+def test_a_damaged_checkpoint_is_refused_on_all_ranks(tmp_path):
+    run_ranks(_trained, 2, str(tmp_path / "state"), timeout=120)
+    path = tmp_path / "state" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    run_ranks(_damaged, 2, str(tmp_path / "state"), timeout=120)
+
+
+def _several(folder, stage):
+    """Two that are trained, and a judge that is not."""
+    saved = []
+    for seed in (0, 1):
+        accelerator = example.with_zero(stage)
+        judge = accelerator.prepare_model(models.build("llama", seed=seed + 5), evaluation_mode=True)
+        assert not any(p.requires_grad for p in judge.parameters())
+        built = {name: models.build(name, seed=seed) for name in ("mlp", "bert")}
+        optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-2) for name, model in built.items()}
+        accelerator.prepare(*built.values())
+        optimizers = {name: accelerator.prepare(optimizer) for name, optimizer in optimizers.items()}
+        for name in built if seed == 0 else ():
+            output = built[name](**models.batch(name, seed=dist.get_rank()))
+            accelerator.backward(output.loss if hasattr(output, "loss") else output.square().mean())
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+        (accelerator.save_state if seed == 0 else accelerator.load_state)(folder)
+        states = {
+            f"{name}.{key}.{shard.name}": shard.tensor.clone()
+            for name in built
+            for key, shard in optimizers[name].optimizer.named_state_shards()
+        }
+        weights = {name: weights_of(model) for name, model in {"judge": judge, **built}.items()}
+        saved.append((weights, states))
+    (weights, states), (weights_again, states_again) = saved
+    for name, found in weights.items():
+        assert all(torch.equal(weight, weights_again[name][key]) for key, weight in found.items())
+    assert states and states.keys() == states_again.keys()
+    assert all(torch.equal(state, states_again[key]) for key, state in states.items())
+    accelerator._models.pop()
+    with pytest.raises(CheckpointError, match="holds more models than the 2 that are prepared"):
+        accelerator.load_state(folder)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_several_models_are_saved_and_loaded_each_with_its_optimizer(tmp_path, stage):
+    run_ranks(_several, 2, str(tmp_path / "state"), stage)
+    for folder in (tmp_path / "state", tmp_path / "state" / "model_1", tmp_path / "state" / "model_2"):
+        check_checkpoint(folder)
+    assert not (tmp_path / "state" / "zero").exists() and (tmp_path / "state" / "model_2" / "zero").exists()
+
+
+def _adapters(folder):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    found = []
+    for seed in (0, 1):
+        accelerator = example.with_zero()
+        torch.manual_seed(3)
+        base = example.bert()
+        torch.manual_seed(seed)
+        model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, init_lora_weights=False))
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        if seed == 0:
+            accelerator.backward(model(**example.collate(example.rows(4, dist.get_rank()))).loss)
+            optimizer.step()
+            accelerator.save_state(f"{folder}/state")
+            accelerator.save_model(model, f"{folder}/model")
+            model.save_pretrained(f"{folder}/plain", is_main_process=accelerator.is_main_process)
+        else:
+            accelerator.load_state(f"{folder}/state")
+        found.append((weights_of(model), optimizer.optimizer.num_steps))
+    assert found[0][1] == found[1][1] == 1
+    assert all(torch.equal(weight, found[1][0][name]) for name, weight in found[0][0].items())
+    for name in ("state", "model", "plain"):
+        torch.manual_seed(3)
+        loaded = PeftModel.from_pretrained(example.bert(), f"{folder}/{name}")
+        assert all(torch.equal(p, found[0][0][key]) for key, p in loaded.named_parameters())
+
+
+def test_adapters_are_saved_as_peft_does(tmp_path):
+    run_ranks(_adapters, 2, str(tmp_path), timeout=120)
+
+
+def _numbers(folder):
+    settings = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = example.with_zero(project_config=settings)
+    model = models.build("mlp")
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, path: seen.append((models, weights)))
+    for _ in range(4):
+        accelerator.save_state()
+    assert seen == [([], [])] * 4
+    wanted = weights_of(model)
+    with hf_zero.gathered(model, writeback=True):
+        for p in model.parameters():
+            p.data.zero_()
+    accelerator.load_state()
+    assert all(torch.equal(wanted[name], found) for name, found in weights_of(model).items())
+    settings.iteration = 3
+    with pytest.raises(ConfigError, match="checkpoint_3: exists already"):
+        accelerator.save_state()
+    settings.automatic_checkpoint_naming = False
+    for act in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(ConfigError, match="automatic_checkpoint_naming=True"):
+            act()
+    with pytest.raises(CheckpointError, match="nowhere: does not exist; give a folder of save_state"):
+        accelerator.load_state(f"{folder}/nowhere")
+    with pytest.raises(ConfigError, match="save_state: no model is prepared"):
+        example.with_zero().save_state(folder)
+
+
+def test_numbered_checkpoints_the_oldest_of_which_go(tmp_path):
+    run_ranks(_numbers, 2, str(tmp_path))
+    assert sorted(path.name for path in Path(tmp_path, "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
