@@ -9,7 +9,7 @@ from hf_zero.config import MemoryTier
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
 from hf_zero.errors import ConfigError, LifecycleError
-from hf_zero.optim import state as slice_state
+from hf_zero.optim import slice_state
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.flat_slices import FlatSlice
 

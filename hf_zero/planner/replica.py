@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from hf_zero.planner.ranks import META
+from hf_zero.planner.lone_rank import META
 
 
 def replica_of(model: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_zero.activation.build import place_activations
+from hf_zero.activation.shard_model import place_activations
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine, in_backward
@@ -20,9 +20,9 @@ from hf_zero.engine.partition import refuse_what_cannot_be_summed
 from hf_zero.errors import UnsupportedError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.planner.attention import device_attention
+from hf_zero.planner.lone_rank import META, LoneBus, lone_rank
 from hf_zero.planner.meta_optimizer import MakeOptimizer, MetaOptimizer
 from hf_zero.planner.meter import Meter
-from hf_zero.planner.ranks import META, LoneBus, lone_rank
 from hf_zero.planner.replica import replica_of
 
 
