@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 
 from hf_zero.comm.distributed import DistributedComm
-from hf_zero.comm.meeting import host_name
+from hf_zero.comm.rendezvous import host_name
 
 
 MIN_NBYTES, MAX_NBYTES = 2**20, 64 * 2**20

@@ -45,7 +45,7 @@ class Peer:
         self._waiter = select.poll()
         self._waiter.register(connection, select.POLLIN)
 
-    def tell(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> bool:
+    def send(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> bool:
         """Sends one message; False when there is no room for it now.
 
         Raises:
@@ -65,7 +65,7 @@ class Peer:
             raise
         return True
 
-    def hear(self, seconds: float) -> bool:
+    def receive(self, seconds: float) -> bool:
         """Takes in one message; False when none comes in time."""
         if seconds and not self._waiter.poll(seconds * 1000):
             return False

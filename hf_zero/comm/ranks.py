@@ -52,7 +52,7 @@ class RankAddress:
 _ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, list[RankAddress]] = WeakKeyDictionary()
 
 
-def introduce(group: dist.ProcessGroup) -> None:
+def exchange_addresses(group: dist.ProcessGroup) -> None:
     """Lets the ranks of a group know one another's host and process. All of them call it."""
     if group not in _ADDRESSES:
         addresses: list = [None] * dist.get_world_size(group)

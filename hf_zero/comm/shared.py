@@ -41,7 +41,7 @@ class SharedComm(PairwiseComm):
 
     Args:
         group, device, timeout_seconds, bucket_nbytes: as for `PairwiseComm`.
-        connections (`dict[int, socket.socket]`): to every other rank, see `hf_zero.comm.meeting`.
+        connections (`dict[int, socket.socket]`): to every other rank, see `hf_zero.comm.rendezvous`.
     """
 
     shares_memory = True
@@ -70,7 +70,7 @@ class SharedComm(PairwiseComm):
         if self.rank == 0:
             return self._new(Kind.COMMON, numel, dtype)
         first = self._others[0]
-        self._hear_until(first, lambda peer: peer.common, "sharing memory")
+        self._receive_until(first, lambda peer: peer.common, "sharing memory")
         return first.memory[first.common.popleft()][: numel * dtype.itemsize].view(dtype)
 
     def memory_barrier(self) -> None:
@@ -119,7 +119,7 @@ class SharedComm(PairwiseComm):
         while self._under_way:
             for peer in self._others:
                 while not peer.ready:
-                    if not self._hear(peer, 0.0, self._under_way[0].what):
+                    if not self._receive_from(peer, 0.0, self._under_way[0].what):
                         return
             self._take_first()
 
@@ -129,7 +129,7 @@ class SharedComm(PairwiseComm):
         os.ftruncate(descriptor, nbytes)
         number = len(self._own)
         for peer in self._others:
-            self._tell(peer, kind, 0, number, nbytes, descriptor=descriptor)
+            self._send_to(peer, kind, 0, number, nbytes, descriptor=descriptor)
         memory = mapped(descriptor, nbytes)
         self._own[memory.untyped_storage().data_ptr()] = number, memory
         return memory[: numel * dtype.itemsize].view(dtype)
@@ -141,16 +141,16 @@ class SharedComm(PairwiseComm):
         self._num_barriers += 1
         self._num_begun_at_barrier = self._num_begun
         for peer in self._others:
-            self._tell(peer, Kind.BARRIER, 0, 0, self._num_begun)
+            self._send_to(peer, Kind.BARRIER, 0, 0, self._num_begun)
         for peer in self._others:
-            self._hear_until(peer, lambda peer: peer.counts[Kind.BARRIER] >= self._num_barriers, what)
+            self._receive_until(peer, lambda peer: peer.counts[Kind.BARRIER] >= self._num_barriers, what)
 
     def _begin(self, verb: str, what: str, own: Tensor, numel: int, take: Callable) -> Pending:
         tag, under_way = tag_of(verb, what), f"{verb} of unit {what!r}"
         self._tags[tag] = under_way
         number, _ = self._own[own.untyped_storage().data_ptr()]
         for peer in self._others:
-            self._tell(peer, Kind.READY, tag, number, own.storage_offset() * own.element_size())
+            self._send_to(peer, Kind.READY, tag, number, own.storage_offset() * own.element_size())
         self._num_begun += 1
         exchange = _Exchange(self._num_begun, tag, under_way, own, take)
         self._under_way.append(exchange)
@@ -163,10 +163,10 @@ class SharedComm(PairwiseComm):
         self.progress()
         while self._under_way and self._under_way[0].number <= exchange.number:
             for peer in self._others:
-                self._hear_until(peer, lambda peer: peer.ready, self._under_way[0].what)
+                self._receive_until(peer, lambda peer: peer.ready, self._under_way[0].what)
             self._take_first()
         for peer in self._others:
-            self._hear_until(peer, lambda peer: peer.counts[Kind.DONE] >= exchange.number, exchange.what)
+            self._receive_until(peer, lambda peer: peer.counts[Kind.DONE] >= exchange.number, exchange.what)
 
     def _take_first(self) -> None:
         """Serves the oldest collective under way: all ranks are ready."""
@@ -180,29 +180,29 @@ class SharedComm(PairwiseComm):
             values[peer.rank] = there.view(own.dtype)
         exchange.take([values[rank] for rank in range(self.num_ranks)])
         for peer in self._others:
-            self._tell(peer, Kind.DONE)
+            self._send_to(peer, Kind.DONE)
 
-    def _tell(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None = None) -> None:
+    def _send_to(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None = None) -> None:
         while not self._told(peer, kind, *numbers, descriptor=descriptor):
             for other in self._others:  # it may be waiting for room as well: make some
-                self._hear(other, 0.001, "sending")
+                self._receive_from(other, 0.001, "sending")
 
     def _told(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None) -> bool:
         try:
-            return peer.tell(kind, *numbers, descriptor=descriptor)
+            return peer.send(kind, *numbers, descriptor=descriptor)
         except OSError as error:
             raise self._failed("sending", peer.rank, error) from error
 
-    def _hear_until(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
+    def _receive_until(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
         self._refuse_out_of_step(peer, what)
         while not is_there(peer):
-            if not self._hear(peer, self.timeout_seconds, what):
+            if not self._receive_from(peer, self.timeout_seconds, what):
                 raise self._failed(what, peer.rank, "timed out")
             self._refuse_out_of_step(peer, what)
 
-    def _hear(self, peer: Peer, seconds: float, what: str) -> bool:
+    def _receive_from(self, peer: Peer, seconds: float, what: str) -> bool:
         try:
-            return peer.hear(seconds)
+            return peer.receive(seconds)
         except OSError as error:
             raise self._failed(what, peer.rank, error) from error
 

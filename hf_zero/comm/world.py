@@ -15,9 +15,9 @@ from hf_zero.comm import ranks
 from hf_zero.comm.bandwidth import bucket_of_hosts, bucket_of_link
 from hf_zero.comm.base import Comm
 from hf_zero.comm.distributed import DistributedComm
-from hf_zero.comm.meeting import meet
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import PairwiseComm
+from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.staged import StagedComm
 from hf_zero.errors import ConfigError
@@ -73,7 +73,7 @@ def connect(
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
     ranks.take_timeout(group, timeout_seconds)
-    ranks.introduce(group)
+    ranks.exchange_addresses(group)
     kind, extra = _kind_of(group, device, shared_memory)
     if bucket_nbytes == "auto":
         bucket_nbytes = _chosen_bucket(kind, group, device, timeout_seconds)
@@ -86,7 +86,7 @@ def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool
         return NativeComm, []
     if device.type != "cpu":
         return StagedComm, []
-    connections, why = meet(group) if shared_memory else (None, None)
+    connections, why = rendezvous(group) if shared_memory else (None, None)
     if why is not None and dist.get_rank(group) == 0:
         logger.warning("hf_zero: ranks of one host send messages instead of sharing memory: %s", why)
     return (SharedComm, [connections]) if connections else (PairwiseComm, [])

@@ -107,7 +107,7 @@ class Gradient:
         self.flush()
         for start, stop in self._pads:  # each time: clipping by a norm that is not finite reaches the padding too
             full[start:stop].zero_()
-        self._testify()
+        self._update_witness()
         for index, filled in enumerate(self.filled):
             if not filled:
                 self.views[index].zero_()
@@ -130,7 +130,7 @@ class Gradient:
 
         return Pending(finish)
 
-    def _testify(self) -> None:
+    def _update_witness(self) -> None:
         """Adds to the witness. The smallest parameter serves: it is mostly a vector that a layer adds or multiplies
         by, and a value that is not finite spreads over all of those on its way back."""
         index = next((index for index in self._by_size if self.filled[index]), None)

@@ -70,7 +70,7 @@ class Swap:
         self._order: dict[Record, Record] = {}  # what came next when it was last used
         self._last: Record | None = None
         if comm.rank == 0:
-            disk.tell("masters and optimizer state")
+            disk.log_speed("masters and optimizer state")
 
     def walk(self, slices: Sequence[FlatSlice], *, writes: bool) -> Iterator[Turn]:
         """Yields slices in turn; the next ones are read, and the last ones written, while some are here.

@@ -100,10 +100,10 @@ class Disk:
         """
         self.speed = Speed.measure(self.file, comm)
 
-    def tell(self, what: str) -> None:
-        """Logs what that means for an optimizer step, once everything has its room; see `Speed.tell`."""
+    def log_speed(self, what: str) -> None:
+        """Logs what that means for an optimizer step, once everything has its room; see `Speed.log`."""
         if self.speed is not None:
-            self.speed.tell(self.file, what)
+            self.speed.log(self.file, what)
 
     def extents(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list[Extent]:
         """Takes room for tensors, which are zero. Collective.

@@ -58,7 +58,7 @@ class Speed:
         """Returns how long it takes to read so many bytes and to write them."""
         return nbytes / self.read + nbytes / self.write
 
-    def tell(self, file: SwapFile, what: str) -> None:
+    def log(self, file: SwapFile, what: str) -> None:
         """Logs what it means for a step, in which everything in the file is read and written once.
 
         Args:

@@ -64,20 +64,20 @@ class Other:
         def act() -> None:
             descriptor = os.memfd_create("other")
             os.write(descriptor, values.numpy().tobytes())
-            self._peer.tell(Kind.MEMORY, 0, 0, values.nbytes, descriptor=descriptor)
+            self._peer.send(Kind.MEMORY, 0, 0, values.nbytes, descriptor=descriptor)
             os.close(descriptor)
             self.is_ready("reduce", "u")()
 
         return act
 
     def is_ready(self, verb: str, what: str) -> Callable[[], None]:
-        return lambda: self._peer.tell(Kind.READY, shared.tag_of(verb, what), 0, 0)
+        return lambda: self._peer.send(Kind.READY, shared.tag_of(verb, what), 0, 0)
 
     def comes_to_a_barrier(self, num_begun: int) -> Callable[[], None]:
-        return lambda: self._peer.tell(Kind.BARRIER, 0, 0, num_begun)
+        return lambda: self._peer.send(Kind.BARRIER, 0, 0, num_begun)
 
     def has_read(self) -> None:
-        self._peer.tell(Kind.DONE)
+        self._peer.send(Kind.DONE)
 
 
 @pytest.fixture
@@ -91,16 +91,16 @@ def pair(monkeypatch) -> Iterator[tuple[SharedComm, Other]]:
     for end in ends:
         end.setblocking(False)
     comm, other = SharedComm(dist.group.WORLD, CPU, 60.0, 2**20, {1: ends[0]}), Other(ends[1])
-    hear = Peer.hear
+    receive = Peer.receive
 
     def listen_or_let_act(self, seconds: float) -> bool:
-        while not hear(self, 0.0):
+        while not receive(self, 0.0):
             if not seconds:
                 return False
             other.act()
         return True
 
-    monkeypatch.setattr(Peer, "hear", listen_or_let_act)
+    monkeypatch.setattr(Peer, "receive", listen_or_let_act)
     yield comm, other
     ends[1].close()
     dist.destroy_process_group()

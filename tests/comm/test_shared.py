@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import connect, meeting
+from hf_zero.comm import connect, rendezvous
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.peers import Kind, Peer
 from hf_zero.comm.shared import SharedComm
@@ -254,11 +254,11 @@ class _Connection:
 def test_a_message_that_the_kernel_has_no_room_for_is_sent_again_and_not_lost():
     connection = _Connection(OSError(errno.ENOBUFS, "no buffer space"))
     peer = Peer(1, connection)
-    assert not peer.tell(Kind.DONE)
-    assert peer.tell(Kind.DONE) and connection.other.recv(64)
+    assert not peer.send(Kind.DONE)
+    assert peer.send(Kind.DONE) and connection.other.recv(64)
     with pytest.raises(OSError, match="too many references"):
-        Peer(1, _Connection(OSError(errno.ETOOMANYREFS, "too many references"))).tell(Kind.DONE)
-    assert Peer(1, _Connection(BrokenPipeError())).tell(Kind.DONE), "who listens hears that it has ended"
+        Peer(1, _Connection(OSError(errno.ETOOMANYREFS, "too many references"))).send(Kind.DONE)
+    assert Peer(1, _Connection(BrokenPipeError())).send(Kind.DONE), "who listens hears that it has ended"
 
 
 def _holds_no_open_files() -> None:
@@ -335,27 +335,27 @@ def test_memory_and_sockets_are_given_back():
 
 
 def _hosts_differ() -> None:
-    real, rank = meeting.host_name, dist.get_rank()
+    real, rank = rendezvous.host_name, dist.get_rank()
     try:
-        meeting.host_name = lambda: f"host {rank}"
+        rendezvous.host_name = lambda: f"host {rank}"
         assert type(connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)) is PairwiseComm
-        meeting.host_name = lambda: None if rank else real()
+        rendezvous.host_name = lambda: None if rank else real()
         assert type(connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20)) is PairwiseComm
     finally:
-        meeting.host_name = real
+        rendezvous.host_name = real
     assert type(connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20, shared_memory=False)) is PairwiseComm
 
 
 def _cannot_connect() -> None:
     """One rank cannot reach another, as in containers of their own: all go the other way."""
-    real, seconds = meeting._connected, meeting.MEETING_SECONDS
+    real, seconds = rendezvous._connected, rendezvous.RENDEZVOUS_SECONDS
     try:
-        meeting.MEETING_SECONDS = 3.0
+        rendezvous.RENDEZVOUS_SECONDS = 3.0
         if dist.get_rank() == 1:
-            meeting._connected = lambda *_: (_ for _ in ()).throw(ConnectionRefusedError("refused"))
+            rendezvous._connected = lambda *_: (_ for _ in ()).throw(ConnectionRefusedError("refused"))
         comm = connect(CPU, timeout_seconds=3.0, bucket_nbytes=2**20)
     finally:
-        meeting._connected, meeting.MEETING_SECONDS = real, seconds
+        rendezvous._connected, rendezvous.RENDEZVOUS_SECONDS = real, seconds
     assert type(comm) is PairwiseComm
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hf_zero.comm import connect, meeting
+from hf_zero.comm import connect, rendezvous
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.shared import SharedComm
 from tests.comm.test_pairwise import CPU
@@ -28,22 +28,22 @@ def _left_over(folder: Path) -> list[str]:
 
 def _knocks_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank first plays a stranger of this user at every door: silent, with a wrong password, gone at once."""
-    real = meeting._connected
+    real = rendezvous._connected
 
     def knocking(listener, doors, rank):
         strangers = []
         for door in doors:
-            for said in (None, b"?", meeting._GREETING.pack(0, bytes(16))):
+            for said in (None, b"?", rendezvous._GREETING.pack(0, bytes(16))):
                 strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                with meeting._in(door.folder) as path:
+                with rendezvous._in(door.folder) as path:
                     strangers[-1].connect(path)
                 if said is not None:
                     strangers[-1].send(said)
             strangers.pop(0).close()
         return real(listener, doors, rank)
 
-    monkeypatch.setattr(meeting, "_connected", knocking)
-    monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_connected", knocking)
+    monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.1)
 
 
 def _shares_memory_all_the_same() -> None:
@@ -60,7 +60,7 @@ def test_strangers_do_not_keep_ranks_from_sharing_memory():
 
 def _another_user_connects_first() -> None:
     """The kernel's word counts: whose first connection is another user's is answered at the next."""
-    real, seen = meeting._user_of, []
+    real, seen = rendezvous._user_of, []
 
     def user_of(connection) -> int:
         seen.append(connection)
@@ -68,7 +68,7 @@ def _another_user_connects_first() -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         if dist.get_rank() == 0:
-            monkeypatch.setattr(meeting, "_user_of", user_of)
+            monkeypatch.setattr(rendezvous, "_user_of", user_of)
         else:
             _knocks_before_it_connects(monkeypatch)
         assert type(_connect()) is SharedComm
@@ -79,7 +79,7 @@ def test_another_users_connection_is_closed_and_the_next_one_heard():
 
 
 def _looks_at_the_folders(folder: str) -> None:
-    real, seen = meeting._connected, []
+    real, seen = rendezvous._connected, []
 
     def looking(listener, doors, rank):
         for door in doors:
@@ -88,8 +88,8 @@ def _looks_at_the_folders(folder: str) -> None:
         return real(listener, doors, rank)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(meeting.tempfile, "tempdir", folder)
-        monkeypatch.setattr(meeting, "_connected", looking)
+        monkeypatch.setattr(rendezvous.tempfile, "tempdir", folder)
+        monkeypatch.setattr(rendezvous, "_connected", looking)
         assert type(_connect()) is SharedComm
     assert seen == [0o700] * dist.get_world_size()
 
@@ -106,10 +106,10 @@ def _one_is_killed_while_they_meet(folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(meeting.tempfile, "tempdir", folder)
-        monkeypatch.setattr(meeting, "MEETING_SECONDS", 3.0)
+        monkeypatch.setattr(rendezvous.tempfile, "tempdir", folder)
+        monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
         if dist.get_rank() == 1:
-            monkeypatch.setattr(meeting, "_connected", killed)
+            monkeypatch.setattr(rendezvous, "_connected", killed)
         with pytest.raises(RuntimeError, match=r"^connecting the ranks: rank 1 \(.*\) has ended"):
             _connect()
     Path(folder, f"said{dist.get_rank()}").touch()
@@ -140,14 +140,14 @@ def _refused(monkeypatch) -> None:
     def refuse(*_):
         raise ConnectionRefusedError("refused")
 
-    monkeypatch.setattr(meeting, "MEETING_SECONDS", 3.0)
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_SECONDS", 3.0)
     if dist.get_rank() == 1:
-        monkeypatch.setattr(meeting, "_connected", refuse)
+        monkeypatch.setattr(rendezvous, "_connected", refuse)
 
 
 def _nowhere_to_listen(monkeypatch) -> None:
     if dist.get_rank() == 1:
-        monkeypatch.setattr(meeting.tempfile, "tempdir", "/nowhere")
+        monkeypatch.setattr(rendezvous.tempfile, "tempdir", "/nowhere")
 
 
 def _no_temporary_folder(monkeypatch) -> None:
@@ -155,18 +155,18 @@ def _no_temporary_folder(monkeypatch) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
     if dist.get_rank() == 1:
-        monkeypatch.setattr(meeting.tempfile, "gettempdir", refuse)
+        monkeypatch.setattr(rendezvous.tempfile, "gettempdir", refuse)
 
 
 def _apart(monkeypatch) -> None:
     name = f"a network of rank {dist.get_rank()}"
-    monkeypatch.setattr(meeting, "host_name", lambda: name)
+    monkeypatch.setattr(rendezvous, "host_name", lambda: name)
 
 
 def _several_hosts(monkeypatch) -> None:
     _apart(monkeypatch)
     name = f"the boot of rank {dist.get_rank()}"
-    monkeypatch.setattr(meeting, "_boot_id", lambda: name)
+    monkeypatch.setattr(rendezvous, "_boot_id", lambda: name)
 
 
 REASONS = [

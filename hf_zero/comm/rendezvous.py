@@ -23,14 +23,14 @@ from hf_zero.comm.ranks import name_of, transport_errors
 
 
 # All ranks listen before any connects: one that does not come at once does not come at all.
-MEETING_SECONDS = 10.0
+RENDEZVOUS_SECONDS = 10.0
 GREETING_SECONDS = 1.0  # and says at once which one it is
 _GREETING = struct.Struct("<I16s")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True)
-class _Door:
+class _Endpoint:
     """The address of a rank, which the others need to find it: its host, where it will listen, and the password."""
 
     host: str | None  # None where memory cannot be handed over
@@ -40,7 +40,7 @@ class _Door:
     fault: str | None = None  # why this rank has none
 
     @classmethod
-    def own(cls) -> "_Door":
+    def own(cls) -> "_Endpoint":
         try:
             host = host_name()
             folder = os.path.join(tempfile.gettempdir(), f"hf_zero_{secrets.token_hex(8)}")
@@ -49,7 +49,7 @@ class _Door:
             return cls(None, None, "", b"", str(error))
 
 
-def meet(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str | None]:
+def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str | None]:
     """Connects this rank with every other one by a Unix socket; with none where they are not all on one host.
 
     Args:
@@ -58,22 +58,22 @@ def meet(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str
     Returns:
         `tuple`: connections by rank, or `None`; then also why, where the ranks do share a host or cannot tell.
     """
-    doors, rank = _all_gather(_Door.own(), group), dist.get_rank(group)
-    for owner, door in enumerate(doors):
-        if door.fault is not None:
-            return None, f"{name_of(group, owner)}: {door.fault}"
-    if any(door.host is None or door.boot != doors[0].boot for door in doors):
+    endpoints, rank = _all_gather(_Endpoint.own(), group), dist.get_rank(group)
+    for owner, endpoint in enumerate(endpoints):
+        if endpoint.fault is not None:
+            return None, f"{name_of(group, owner)}: {endpoint.fault}"
+    if any(endpoint.host is None or endpoint.boot != endpoints[0].boot for endpoint in endpoints):
         return None, None
-    if any(door.host != doors[0].host for door in doors):
+    if any(endpoint.host != endpoints[0].host for endpoint in endpoints):
         return None, "they are in network namespaces of their own"
     listener, connections = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), {}
     try:
-        failure = _agreed(group, lambda: _listen(listener, doors[rank].folder))
-        failure = failure or _agreed(group, lambda: connections.update(_connected(listener, doors, rank)))
+        failure = _agreed(group, lambda: _listen(listener, endpoints[rank].folder))
+        failure = failure or _agreed(group, lambda: connections.update(_connected(listener, endpoints, rank)))
     finally:
         listener.close()
-        for door in doors:
-            shutil.rmtree(door.folder, ignore_errors=True)
+        for endpoint in endpoints:
+            shutil.rmtree(endpoint.folder, ignore_errors=True)
     if failure is None:
         return connections, None
     close(connections.values())
@@ -99,20 +99,20 @@ def _listen(listener: socket.socket, folder: str) -> None:
     listener.listen(socket.SOMAXCONN)
 
 
-def _connected(listener: socket.socket, doors: list[_Door], rank: int) -> dict[int, socket.socket]:
-    connections, end = {}, time.monotonic() + MEETING_SECONDS
+def _connected(listener: socket.socket, endpoints: list[_Endpoint], rank: int) -> dict[int, socket.socket]:
+    connections, end = {}, time.monotonic() + RENDEZVOUS_SECONDS
     for lower in range(rank):
         connections[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connections[lower].settimeout(MEETING_SECONDS)
-        with _in(doors[lower].folder) as path:
+        connections[lower].settimeout(RENDEZVOUS_SECONDS)
+        with _in(endpoints[lower].folder) as path:
             connections[lower].connect(path)
         if _user_of(connections[lower]) != os.geteuid():
-            raise PermissionError(f"another user listens in {doors[lower].folder}")
-        connections[lower].send(_GREETING.pack(rank, doors[lower].password))
-    while len(connections) < len(doors) - 1:
+            raise PermissionError(f"another user listens in {endpoints[lower].folder}")
+        connections[lower].send(_GREETING.pack(rank, endpoints[lower].password))
+    while len(connections) < len(endpoints) - 1:
         listener.settimeout(max(0.001, end - time.monotonic()))
         connection, _ = listener.accept()
-        guest = _greeted(connection, doors[rank].password)
+        guest = _greeted(connection, endpoints[rank].password)
         if guest is None:
             connection.close()  # a rank may come behind it
         else:
