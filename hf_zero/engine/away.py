@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import (
 )
 
 from hf_zero.engine.divided import local_of, put
+from hf_zero.engine.flat import Flat
 from hf_zero.engine.placeholder import Placeholders, is_untouched, is_written
 from hf_zero.errors import LifecycleError
 
 
 if TYPE_CHECKING:
     from hf_zero.engine.engine import ZeroEngine
-    from hf_zero.engine.flat import Flat
 
 
 WRITTEN = (
@@ -42,12 +42,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def num_holders(params: list[nn.Parameter]) -> list[int]:
-    """Counts who holds each parameter, among them autograd for a backward to come."""
-    return [param._use_count() for param in params]
-
-
-def refuse_uses(flat: "Flat") -> None:
+def refuse_uses(flat: Flat) -> None:
     """Refuses parameters that were used since their forward has ended.
 
     Raises:
@@ -55,11 +50,11 @@ def refuse_uses(flat: "Flat") -> None:
     """
     for info, param, before in zip(flat.infos, flat.params, flat.holders or ()):
         if param._use_count() > before:
-            flat.holders = num_holders(flat.params)  # said once
+            flat.end_use()  # said once
             raise LifecycleError(USED.format(name=info.name))
 
 
-def refuse_writes(flat: "Flat") -> None:
+def refuse_writes(flat: Flat) -> None:
     """Refuses placeholders that were written to or replaced, and puts new ones in their place.
 
     Raises:

@@ -24,9 +24,9 @@ from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule, Stack
-from hf_zero.engine.source import read_sources
+from hf_zero.engine.source import forget_source, source_of
 from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.sharding.arena import Arena, Arenas, trim
 from hf_zero.sharding.layout import Layout
 from hf_zero.sharding.slots import Slot, parts_nbytes
@@ -110,7 +110,7 @@ def build(
     rest_on_disk([flat for flats_of in flats for flat in flats_of], config.offload_dir, bus)
     arenas = Arenas.of(comm)
     slots = _make_slots(flats, config, comm, arenas.gathered)
-    read_sources([flat for flats_of in flats for flat in flats_of], comm)
+    _read_sources([flat for flats_of in flats for flat in flats_of], comm)
     units = []
     for index, (spec, flats_of, slot) in enumerate(zip(specs, flats, slots)):
         for flat in flats_of:
@@ -246,6 +246,34 @@ def _fitting(nbytes: int, flats: list[list[Flat]], comm: Comm) -> int:
     to_come = sum(12 * flat.layout.shard_numel for flat in trained)
     own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
     return int(comm.all_gather_vector(own).min())
+
+
+def _read_sources(flats: list[Flat], comm: Comm) -> None:
+    """Reads, on every rank, what it holds of the parameters that have sources; all ranks come out alike.
+
+    Raises:
+        `CheckpointError`: a rank could not read, or the ranks were given different models.
+    """
+    params, error = [p for flat in flats for p in flat.params], None
+    try:
+        for flat in flats:
+            flat.read()
+    except Exception as caught:  # the others must not wait for this rank in the collectives that follow
+        error = caught
+    own = (sum(source_of(p) is not None for p in params), None if error is None else str(error))
+    outcomes = comm.all_gather_object(own)
+    if error is not None:
+        raise error
+    for rank, (num_sources, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise CheckpointError(f"reading the weights: rank {rank} failed: {failure}")
+        if num_sources != own[0]:
+            raise CheckpointError(
+                f"{num_sources} parameters are to be read from files on rank {rank}, {own[0]} on rank {comm.rank}; "
+                "load the model in the same way on every rank"
+            )
+    for param in params:
+        forget_source(param)
 
 
 def _make_disk_prefetchers(units: list[Unit], bus: Bus) -> None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Comm, Pending
 from hf_zero.config import MemoryTier, Residency, StagePlan
-from hf_zero.engine.away import num_holders
 from hf_zero.engine.divided import is_divided, local_of, put
 from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.opaque import companions_of
@@ -84,7 +83,8 @@ class Flat:
     shown: list[Tensor]  # what the parameters' data was made last, one per parameter
     bits: Tensor | None = None  # of the compute copy as the master last gave it, see `writes`; None: it is the master
     versions: list[int]  # of the parameters, when what is in them was last known to be the engine's
-    holders: list[int] | None = None  # of each parameter when its use was over, see `away`; None while it is used
+    # how many held each parameter when its use was over, autograd among them, see `away`; None while it is used
+    holders: list[int] | None = None
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class Flat:
 
     def end_use(self) -> None:
         """Notes that the module that the parameters belong to has used them; they may stay for a while."""
-        self.holders = num_holders(self.params)
+        self.holders = [param._use_count() for param in self.params]
 
     def _put(self, values: list[Tensor]) -> None:
         self.shown = values

@@ -1,18 +1,13 @@
 """Lazily loaded parameters: on the meta device, with a source from which any range of them can be read."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Comm
-from hf_zero.errors import CheckpointError, UnsupportedError
-
-
-if TYPE_CHECKING:
-    from hf_zero.engine.flat import Flat
+from hf_zero.errors import UnsupportedError
 
 
 class Source(Protocol):
@@ -134,35 +129,3 @@ def _swap(param: nn.Parameter, data: Tensor) -> None:
 def forget_source(param: Tensor) -> None:
     """Forgets the source of a parameter whose values have been read."""
     param.__dict__.pop(SOURCE_ATTRIBUTE, None)
-
-
-def read_sources(flats: Sequence["Flat"], comm: Comm) -> None:
-    """Reads, on every rank, what it holds of the parameters that have sources; all ranks come out alike.
-
-    Raises:
-        `CheckpointError`: a rank could not read, or the ranks were given different models.
-    """
-    error = None
-    try:
-        for flat in flats:
-            flat.read()
-    except Exception as caught:  # the others must not wait for this rank in the collectives that follow
-        error = caught
-    own = (sum(source_of(p) is not None for p in _params(flats)), None if error is None else str(error))
-    outcomes = comm.all_gather_object(own)
-    if error is not None:
-        raise error
-    for rank, (num_sources, failure) in enumerate(outcomes):
-        if failure is not None:
-            raise CheckpointError(f"reading the weights: rank {rank} failed: {failure}")
-        if num_sources != own[0]:
-            raise CheckpointError(
-                f"{num_sources} parameters are to be read from files on rank {rank}, {own[0]} on rank {comm.rank}; "
-                "load the model in the same way on every rank"
-            )
-    for param in _params(flats):
-        forget_source(param)
-
-
-def _params(flats: Iterable["Flat"]) -> Iterable[nn.Parameter]:
-    return (param for flat in flats for param in flat.params)
