@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm import Bus, Comm, connect
-from hf_zero.comm.mesh import ranks_alike, refuse_dividing
+from hf_zero.comm.world import ranks_alike, refuse_dividing
 from hf_zero.config import StagePlan, ZeroConfig
 from hf_zero.engine import hooks
 from hf_zero.engine.access import RanksInStep, remember, unit_of

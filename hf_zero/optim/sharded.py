@@ -15,11 +15,10 @@ from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.finite import norm_of, trace
-from hf_zero.optim.flat_slices import FlatSlice, make_partitions, make_slices, named_groups
+from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_partitions, make_slices, named_groups
 from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
 from hf_zero.optim.host import Gradients, HostSteps, PartialStep
 from hf_zero.optim.norm import global_norm
-from hf_zero.optim.overrides import carry_overrides
 from hf_zero.optim.records import StateRecords
 from hf_zero.optim.swap import Swap
 from hf_zero.sharding.arena import trim

@@ -6,6 +6,7 @@ are not computed by grouped products then count wrong. Layers compute in the dty
 casts beside that, such as the outputs of layer norms on GPUs, is left out.
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,6 @@ from hf_zero.planner.attention import device_attention
 from hf_zero.planner.lone_rank import META, LoneBus, lone_rank
 from hf_zero.planner.meta_optimizer import MakeOptimizer, MetaOptimizer
 from hf_zero.planner.meter import Meter
-from hf_zero.planner.replica import replica_of
 
 
 # As many blocks at either end of a pass are looked at apart: buffers that take turns are two.
@@ -90,7 +90,7 @@ class SimulatedStep:
         self.meter = Meter()
         self._on_cpu = on_cpu
         with self.meter:
-            replica = replica_of(model)
+            replica = _replica_of(model)
             if blocks is not None:
                 path, num_blocks = blocks
                 del replica.get_submodule(path)[num_blocks:]
@@ -157,6 +157,20 @@ class SimulatedStep:
             copied_nbytes=copied,
             shares_memory=self.engine.comm.shares_memory,
         )
+
+
+def _replica_of(model: nn.Module) -> nn.Module:
+    """Copies a model on the meta device: nothing of the original changes, and no memory is taken.
+
+    Args:
+        model (`nn.Module`): not sharded; its weights may still be in files, or be nowhere.
+    """
+    memo: dict[int, Tensor] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=META)
+    return copy.deepcopy(model, memo)
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:
