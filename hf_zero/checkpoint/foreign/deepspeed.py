@@ -56,8 +56,8 @@ def read_weights(folder: Path) -> dict[str, ForeignTensor]:
         if isinstance(tensor, Tensor) and (files.layout == 2 or name in files.model["buffer_names"])
     }
     weights |= files.frozen()
-    for name, place in files.places():
-        weights[name] = files.tensor(name, place, [groups[place.group] for groups in files.masters])
+    for name, location in files.locations():
+        weights[name] = files.tensor(name, location, [groups[location.group] for groups in files.masters])
     for alias, name in (files.model.get("shared_params") or {}).items():
         if name in weights:
             weights[alias] = weights[name]
@@ -67,22 +67,22 @@ def read_weights(folder: Path) -> dict[str, ForeignTensor]:
 def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
     """The optimizer's state and hyperparameters by parameter name. Raises as `read_weights`."""
     files, state = _Files.read(folder), ForeignState()
-    for name, place in files.places():
-        found, settings = files.state_of(0, place.group), files.settings_of(place.group)
+    for name, location in files.locations():
+        found, settings = files.state_of(0, location.group), files.settings_of(location.group)
         state.settings[name] = settings
         if "step" in settings and "step" not in found:  # DeepSpeed's fused Adam counts by group
             state.put(name, "step", settings["step"])
         for key, value in found.items():
             if isinstance(value, Tensor) and value.dim() == 1:
-                state.put(name, key, files.tensor(f"{name}.{key}", place, files.state_parts(place.group, key)))
+                state.put(name, key, files.tensor(f"{name}.{key}", location, files.state_parts(location.group, key)))
             else:
                 state.put(name, key, value)
     return state
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The span of a parameter in the flat parts of a group: which group, how far from the beginning, which shape."""
+class _ParamLocation:
+    """The location of a parameter in the flat parts of a group: which group, how far from the beginning, which shape."""
 
     group: int
     offset: int
@@ -150,13 +150,13 @@ class _Files:
     def part_numel(self, shape: Sequence[int]) -> int:
         return math.ceil(math.prod(shape) / len(self.optim))
 
-    def places(self) -> Iterator[tuple[str, _Place]]:
-        """Yields (parameter, span) in the order of the files. Checks that they fill the groups."""
+    def locations(self) -> Iterator[tuple[str, _ParamLocation]]:
+        """Yields (parameter, location) in the order of the files. Checks that they fill the groups."""
         paddings = self.optim[0].get("param_alignment_paddings") if self.layout == 2 else None
         for group, shapes in enumerate(self.model["param_shapes"]):
             offset = 0
             for index, (name, shape) in enumerate(shapes.items()):
-                yield name, _Place(group, offset, tuple(shape))
+                yield name, _ParamLocation(group, offset, tuple(shape))
                 offset += math.prod(shape) if self.layout == 2 else self.part_numel(shape)
                 offset += paddings[group][index] if paddings else 0
             self._check_filled(group, offset)
@@ -172,13 +172,13 @@ class _Files:
                 "the files are not of one checkpoint, or of a version of DeepSpeed that lays them out otherwise"
             )
 
-    def tensor(self, name: str, place: _Place, parts: Sequence[Tensor]) -> ForeignTensor:
+    def tensor(self, name: str, location: _ParamLocation, parts: Sequence[Tensor]) -> ForeignTensor:
         """A parameter, or state of its shape, from the ranks' flat parts of its group."""
         if self.layout == 2:
-            pieces = pieces_of(parts, place.offset, math.prod(place.shape))
+            pieces = pieces_of(parts, location.offset, math.prod(location.shape))
         else:
-            pieces = _cut(parts, place, self.part_numel(place.shape))
-        return ForeignTensor.build(name, place.shape, pieces)
+            pieces = _cut(parts, location, self.part_numel(location.shape))
+        return ForeignTensor.build(name, location.shape, pieces)
 
     def frozen(self) -> dict[str, ForeignTensor]:
         """The parameters that were not trained, at stage 3; those of other stages lie among the model's tensors."""
@@ -189,8 +189,8 @@ class _Files:
         tensors = {}
         for name, shape in shapes.items():
             own = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
-            place = _Place(0, 0, tuple(shape))
-            tensors[name] = ForeignTensor.build(name, shape, _cut(own, place, self.part_numel(shape)))
+            location = _ParamLocation(0, 0, tuple(shape))
+            tensors[name] = ForeignTensor.build(name, shape, _cut(own, location, self.part_numel(shape)))
         return tensors
 
     def state_of(self, rank: int, group: int) -> Mapping[str, Any]:
@@ -210,12 +210,12 @@ class _Files:
         return {}
 
 
-def _cut(parts: Sequence[Tensor], place: _Place, part_numel: int) -> Iterator[Piece]:
+def _cut(parts: Sequence[Tensor], location: _ParamLocation, part_numel: int) -> Iterator[Piece]:
     """Builds a parameter that is cut into equal parts, one in each rank's flat tensor, the last one padded."""
-    numel = math.prod(place.shape)
+    numel = math.prod(location.shape)
     for rank, part in enumerate(parts):
         start = rank * part_numel
-        yield from pieces_of([part], place.offset, min(part_numel, numel - start), start=start)
+        yield from pieces_of([part], location.offset, min(part_numel, numel - start), start=start)
 
 
 def _optim_paths(folder: Path) -> list[Path]:
