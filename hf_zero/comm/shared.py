@@ -26,7 +26,7 @@ from hf_zero.errors import CommError
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class _Collective:
     """A collective under way: `take` is called with every rank's values, this one's included, in rank order."""
 
     number: int
@@ -50,7 +50,7 @@ class SharedComm(PairwiseComm):
         super().__init__(group, device, timeout_seconds, bucket_nbytes)
         self._others = [Peer(rank, connections[rank]) for rank in sorted(connections)]
         self._own: dict[int, tuple[int, Tensor]] = {}  # by address; kept, so that no address comes twice
-        self._under_way: deque[_Exchange] = deque()  # begun, the values not taken yet
+        self._under_way: deque[_Collective] = deque()  # begun, the values not taken yet
         self._boards: list[Tensor] = []  # two, on which each rank has a row of bytes, used in turn
         self._num_begun = 0
         self._num_barriers = 0
@@ -152,13 +152,13 @@ class SharedComm(PairwiseComm):
         for peer in self._others:
             self._send_to(peer, Kind.READY, tag, number, own.storage_offset() * own.element_size())
         self._num_begun += 1
-        exchange = _Exchange(self._num_begun, tag, under_way, own, take)
+        exchange = _Collective(self._num_begun, tag, under_way, own, take)
         self._under_way.append(exchange)
         self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1), what)
         self.progress()
         return Pending(partial(self._finish, exchange))
 
-    def _finish(self, exchange: _Exchange) -> None:
+    def _finish(self, exchange: _Collective) -> None:
         """Returns when this rank has what it needs and the others have read what they need from it."""
         self.progress()
         while self._under_way and self._under_way[0].number <= exchange.number:

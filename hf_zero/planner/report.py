@@ -37,7 +37,7 @@ class MemoryReport:
     disk_nbytes: int = 0
 
 
-class Optimizer(Protocol):
+class MeasuredOptimizer(Protocol):
     """The part of a sharded optimizer that a report needs."""
 
     def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]:
@@ -47,7 +47,7 @@ class Optimizer(Protocol):
         """Bytes of its state over whole parameters."""
 
 
-def measure(engine: ZeroEngine, optimizer: Optimizer | None = None) -> MemoryReport:
+def measure(engine: ZeroEngine, optimizer: MeasuredOptimizer | None = None) -> MemoryReport:
     """Measures the tensors that an engine and its optimizer hold on this rank.
 
     Args:

@@ -82,7 +82,7 @@ def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
 
 @dataclass(frozen=True)
 class _ParamLocation:
-    """The location of a parameter in the flat parts of a group: which group, how far from the beginning, which shape."""
+    """The location of a parameter: in the flat parts of which group, how far from their beginning, of which shape."""
 
     group: int
     offset: int
