@@ -19,9 +19,12 @@ UNIT_ATTRIBUTE = "_hf_zero_unit"
 REFUSED_BY_TORCH = "more than one element of the written-to tensor refers to a single memory location"
 
 
-class _Holder(Uncopyable):
-    """What a parameter knows of its unit, without keeping it alive: autograd's nodes keep a parameter in ways that
-    Python's garbage collector does not see, so a model whose parameters kept the engine would never be freed."""
+class _UnitReference(Uncopyable):
+    """The reference of a parameter to its unit, which does not keep it alive.
+
+    Autograd's nodes keep a parameter in ways that Python's garbage collector does not see, so a model whose parameters
+    kept the engine would never be freed.
+    """
 
     def __init__(self, unit: Unit):
         self.unit = weakref.ref(unit)
@@ -32,7 +35,7 @@ def remember(units: list[Unit]) -> None:
     for unit in units:
         for flat in unit.flats:
             for param in flat.params:
-                setattr(param, UNIT_ATTRIBUTE, _Holder(unit))
+                setattr(param, UNIT_ATTRIBUTE, _UnitReference(unit))
 
 
 def forget(units: list[Unit]) -> None:

@@ -2,7 +2,7 @@
 
 A write gives a placeholder memory of its own (`Placeholders`), or puts another tensor in its place. A use whose
 backward needs the parameter holds it once more: that backward would run at a time of its own, when the values are NaN
-or another unit's. Uses that hold nothing are seen by `Watch`.
+or another unit's. Uses that hold nothing are seen by `PlaceholderGuard`.
 """
 
 import weakref
@@ -78,7 +78,7 @@ def refuse_writes(flat: Flat) -> None:
         raise LifecycleError(WRITTEN.format(name=found))
 
 
-class Watch(TorchDispatchMode):
+class PlaceholderGuard(TorchDispatchMode):
     """Refuses computation with parameters whose data is away: in a forward, and in what a loss is made of behind it.
     It takes about ten microseconds for every operation, so it looks at the first forward of each kind alone.
 
@@ -119,7 +119,7 @@ class Watch(TorchDispatchMode):
 
     def may_stay(self) -> bool:
         """Whether no mode of others is active, which would end while this one stays on beyond the forward."""
-        return all(isinstance(mode, Watch) for mode in _get_current_dispatch_mode_stack())
+        return all(isinstance(mode, PlaceholderGuard) for mode in _get_current_dispatch_mode_stack())
 
     @staticmethod
     def remove_those_over() -> None:
@@ -127,7 +127,7 @@ class Watch(TorchDispatchMode):
         there was when it began, and modes of others end before."""
         while not in_backward():
             mode = next(reversed(_get_current_dispatch_mode_stack()), None)
-            if not isinstance(mode, Watch) or not (mode.is_over or mode._engine() is None):
+            if not isinstance(mode, PlaceholderGuard) or not (mode.is_over or mode._engine() is None):
                 return
             mode.__exit__(None, None, None)
 

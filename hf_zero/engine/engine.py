@@ -14,7 +14,7 @@ from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.config import Residency, ZeroConfig
 from hf_zero.engine import writes
-from hf_zero.engine.away import Watch, in_backward
+from hf_zero.engine.away import PlaceholderGuard, in_backward
 from hf_zero.engine.casting import computing_in
 from hf_zero.engine.divided import local_grad, with_local
 from hf_zero.engine.flat import NamedShard, ParamInfo
@@ -103,8 +103,8 @@ class ZeroEngine(Uncopyable):
         self._depth = 0  # how many forwards of hooked modules are under way, one in another
         self._is_order_known = comm.num_ranks == 1 or not self.blocks
         self._notes = True  # whether the outermost forward under way is to be followed by a backward
-        self._watch: Watch | None = None  # None but in the first forward of each kind
-        self._watched_kinds: set[tuple[bool, bool]] = set()  # forwards in training or not, with gradients or not
+        self._guard: PlaceholderGuard | None = None  # None but in the first forward of each kind
+        self._guarded_kinds: set[tuple[bool, bool]] = set()  # forwards in training or not, with gradients or not
         self._running: list[Unit] = []  # units whose forward is under way
         self._last: Unit | None = None  # the block that has just been called, still unsharded
         self._is_backward_open = False
@@ -137,7 +137,7 @@ class ZeroEngine(Uncopyable):
             self._unshard_root()
             return
         if self._depth == 0:
-            self._end_watch()
+            self._end_guard()
             writes.refuse_lost(self)
             if self._is_backward_open:
                 self.recover()
@@ -147,7 +147,7 @@ class ZeroEngine(Uncopyable):
         self._unshard_root()
         if self._depth == 1 and self.blocks:
             self.blocks[0].prefetch_from_disk()
-            self._open_watch()
+            self._open_guard()
 
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
         """Ends such a forward: what is left of its stack is passed over, so that all ranks gather the same."""
@@ -158,11 +158,11 @@ class ZeroEngine(Uncopyable):
             self._take([] if failed else rest, stack)
             stack.carries_grad = False
         self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and self._watch is not None:
+        if self._depth == 0 and self._guard is not None:
             if failed:
-                self._watched_kinds.clear()
-            if failed or not (self.model.training and torch.is_grad_enabled() and self._watch.may_stay()):
-                self._end_watch()  # else it sees what the loss is made of, until the backward
+                self._guarded_kinds.clear()
+            if failed or not (self.model.training and torch.is_grad_enabled() and self._guard.may_stay()):
+                self._end_guard()  # else it sees what the loss is made of, until the backward
         if stack is not None or self._depth == 0:
             self._reshard_last()
         if self._depth == 0 and (failed or not torch.is_grad_enabled()):
@@ -170,21 +170,21 @@ class ZeroEngine(Uncopyable):
         if self._depth == 0 and not failed:
             self.refuse_misuse()  # while the graph still holds what it took: backward lets go of it, the latest first
 
-    def _open_watch(self) -> None:
+    def _open_guard(self) -> None:
         """Looks in the first forward of each kind whether it uses parameters that are away."""
         kind = (self.model.training, self._notes)
-        if kind not in self._watched_kinds and any(unit.is_sharded for unit in self.blocks):
-            self._watched_kinds.add(kind)
-            self._watch = Watch(self)
-            self._watch.__enter__()
+        if kind not in self._guarded_kinds and any(unit.is_sharded for unit in self.blocks):
+            self._guarded_kinds.add(kind)
+            self._guard = PlaceholderGuard(self)
+            self._guard.__enter__()
 
-    def _end_watch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.is_over = True
-            if watch.has_refused:
-                self._watched_kinds.clear()
-        Watch.remove_those_over()
+    def _end_guard(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.is_over = True
+            if guard.has_refused:
+                self._guarded_kinds.clear()
+        PlaceholderGuard.remove_those_over()
 
     def leaves_alone(self, unit: Unit) -> bool:
         """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
@@ -277,7 +277,7 @@ class ZeroEngine(Uncopyable):
         """Opens a backward, once in each: the root is made whole, and a callback at its end is queued."""
         if not self._is_backward_open:
             self._is_backward_open = True
-            self._end_watch()
+            self._end_guard()
             self.grad_norm = None
             self._apply_grad_scale()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -455,7 +455,7 @@ class ZeroEngine(Uncopyable):
         if self._is_backward_open and not in_backward():
             self.recover()
         self._grad_scale = self.grad_norm = None
-        self._end_watch()
+        self._end_guard()
         for updates in list(self.updates):
             updates.abandon()
         for gradient in self.gradients():
@@ -469,7 +469,7 @@ class ZeroEngine(Uncopyable):
         """
         if self._is_backward_open:
             self.recover()  # what a backward that failed has updated counts first
-        self._end_watch()
+        self._end_guard()
         if not self.is_cast:
             writes.take(self)
 
