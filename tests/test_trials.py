@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.trials.damage import EDITS, NUMBERS, damage
+from tests.distributed import run_ranks
+from tests.trials.damage import EDITS, NEWEST, NUMBERS, _flip, _train_to, _trials, damage
 from tests.trials.kills import AT_CALLS, AT_RANDOM, kills
-from tests.trials.runs import incomplete_in, unbroken
+from tests.trials.runs import NUM_RANKS, incomplete_in, unbroken
 from tests.trials.table import Count, table
 
 
@@ -28,6 +29,13 @@ def test_ranks_that_are_killed_are_counted_and_nothing_is_lost(tmp_path, whole):
 def test_every_edit_of_a_manifest_is_tried(tmp_path, whole):
     count = damage(tmp_path / "damage", whole, 1, random.Random(0))[NUMBERS]
     assert count.trials == len(EDITS) and count.hung == 0
+
+
+@pytest.mark.full("slow")
+def test_a_change_that_a_run_warns_of_is_noticed(tmp_path, whole):
+    run_ranks(_train_to, NUM_RANKS, str(tmp_path / "source"), NEWEST, timeout=120)
+    count = _trials(tmp_path, tmp_path / "source", whole, [_flip(Path("training_args.bin"), 0.5)])
+    assert count.trials == count.survived == 1 and count.is_clean
 
 
 @pytest.mark.full("slow")
