@@ -5,7 +5,6 @@ from tests.support import Recorder
 
 
 pytest_plugins = ["tests.tiers"]
-direct.MIN_NUMEL = 0  # the models of the tests are small; `run_ranks` hands it on
 
 
 def pytest_addoption(parser):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_zero.engine import direct
+from tests.distributed import run_ranks
 from tests.tiers import CORE, FULL, PARTS, QUICK, TIERS, part_of, tiers_of
 
 
@@ -86,3 +88,13 @@ def test_the_targets_of_make_name_tiers_that_exist(words, request):
     options = line[line.index("pytest") :].split()[1:]
     known = request.config._parser.parse_known_args(options)
     assert known.tier in (*tiers(1), QUICK, "all") and known.part in (None, "engine")
+
+
+def _least_direct() -> int:
+    return direct.MIN_NUMEL
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("least", [pytest.param(0, marks=pytest.mark.direct), direct.MIN_NUMEL])
+def test_ranks_write_gradients_of_small_weights_directly_where_the_test_says_so(least):
+    assert run_ranks(_least_direct, 1) == [least]
