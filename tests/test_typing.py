@@ -46,6 +46,12 @@ hf_zero.trl.ZeroSFTTrainers
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Keeps what mypy has found out of the package from one test to the next."""
+    return tmp_path_factory.mktemp("mypy")
+
+
 def mypy(folder: Path, script: str) -> list[str]:
     """What mypy says of a script; it does not read the sources of other packages, which takes minutes."""
     (folder / "script.py").write_text(script, encoding="utf-8")
@@ -62,8 +68,8 @@ def mypy(folder: Path, script: str) -> list[str]:
 
 
 @needs_mypy
-def test_type_checkers_know_the_public_names(tmp_path):
-    said = mypy(tmp_path, SCRIPT)
+def test_type_checkers_know_the_public_names(folder):
+    said = mypy(folder, SCRIPT)
     assert all(line.startswith("note: Revealed type is") for line in said), said
     types = [re.search('"(.*)"', line)[1] for line in said]
     assert types[0] == "hf_zero.engine.engine.ZeroEngine"
@@ -75,8 +81,8 @@ def test_type_checkers_know_the_public_names(tmp_path):
 
 
 @needs_mypy
-def test_a_setting_that_does_not_exist_is_an_error_before_anything_runs(tmp_path):
-    said = mypy(tmp_path, WRONG)
+def test_a_setting_that_does_not_exist_is_an_error_before_anything_runs(folder):
+    said = mypy(folder, WRONG)
     assert [line.split("  [")[0] for line in said if line.startswith("error")] == [
         'error: Unexpected keyword argument "stag" for "shard"; did you mean "stage"?',
         'error: Argument "offload" to "shard" has incompatible type "int"; expected "str"',
