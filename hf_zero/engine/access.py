@@ -8,15 +8,13 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from hf_zero.engine.away import WRITTEN
+from hf_zero.engine.away import REFUSED_BY_TORCH, WRITTEN
 from hf_zero.engine.patch import Patch, Uncopyable
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
 
 
 UNIT_ATTRIBUTE = "_hf_zero_unit"
-# What torch says of most writes to a placeholder.
-REFUSED_BY_TORCH = "more than one element of the written-to tensor refers to a single memory location"
 
 
 class _UnitReference(Uncopyable):

@@ -37,6 +37,12 @@ USED = (
 )
 
 
+# Of a write to a placeholder, whose elements are one in memory.
+REFUSED_BY_TORCH = "more than one element of the written-to tensor refers to a single memory location"
+# So many operations behind a forward are looked at.
+NUM_BEHIND_FORWARD = 1000
+
+
 def in_backward() -> bool:
     """Whether autograd's engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -99,6 +105,7 @@ class PlaceholderGuard(TorchDispatchMode):
         each = [(placeholder, info.name) for flat in flats for info, placeholder in zip(flat.infos, flat.placeholders)]
         self._names = {placeholder.untyped_storage()._cdata: name for placeholder, name in each}
         self._placeholders = [placeholder for placeholder, _ in each]  # kept, so that no address comes twice
+        self._num_left: float = float("inf")
         self.is_over = False
         self.has_refused = False
 
@@ -108,17 +115,26 @@ class PlaceholderGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self._num_left -= 1
+        self.is_over = self.is_over or self._num_left < 0 or self._engine() is None
         if self.is_over:
             return func(*args, **kwargs)
         read = next(filter(None, map(self._name_of, _tensors(*args, *kwargs.values()))), None)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if read is None or REFUSED_BY_TORCH not in str(error):
+                raise
+            raise LifecycleError(WRITTEN.format(name=read)) from error
         if read is not None and not _is_about_shape(func) and not self._is_view(result):
             self.has_refused = True
             raise LifecycleError(USED.format(name=read))
         return result
 
-    def may_stay(self) -> bool:
-        """Whether no mode of others is active, which would end while this one stays on beyond the forward."""
+    def stay(self) -> bool:
+        """Looks at what a loss is made of, for so many operations at most: a backward may never come. False where a
+        mode of others is active, which would end while this one stays."""
+        self._num_left = NUM_BEHIND_FORWARD
         return all(isinstance(mode, PlaceholderGuard) for mode in _get_current_dispatch_mode_stack())
 
     @staticmethod

@@ -103,7 +103,7 @@ class ZeroEngine(Uncopyable):
         self._depth = 0  # how many forwards of hooked modules are under way, one in another
         self._is_order_known = comm.num_ranks == 1 or not self.blocks
         self._notes = True  # whether the outermost forward under way is to be followed by a backward
-        self._guard: PlaceholderGuard | None = None  # None but in the first forward of each kind
+        self._guard: PlaceholderGuard | None = None  # None but from the first forward of each kind to its backward
         self._guarded_kinds: set[tuple[bool, bool]] = set()  # forwards in training or not, with gradients or not
         self._running: list[Unit] = []  # units whose forward is under way
         self._last: Unit | None = None  # the block that has just been called, still unsharded
@@ -161,7 +161,7 @@ class ZeroEngine(Uncopyable):
         if self._depth == 0 and self._guard is not None:
             if failed:
                 self._guarded_kinds.clear()
-            if failed or not (self.model.training and torch.is_grad_enabled() and self._guard.may_stay()):
+            if failed or not (self.model.training and torch.is_grad_enabled() and self._guard.stay()):
                 self._end_guard()  # else it sees what the loss is made of, until the backward
         if stack is not None or self._depth == 0:
             self._reshard_last()

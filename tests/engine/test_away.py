@@ -206,6 +206,36 @@ def test_a_loss_that_uses_parameters_that_are_away_is_refused_by_name(penalty):
     run_ranks(_penalty_of_the_first_loss, 2, penalty, timeout=LIMIT)
 
 
+def _written_in_the_first_loss():
+    model = build_seeded(Tower)
+    hf_zero.shard(model, stage=3, **SETTINGS)
+    loss_of(model(inputs(dist.get_rank(), 0)))
+    with torch.no_grad(), pytest.raises(LifecycleError, match="layers.1.up.weight: a parameter was written while"):
+        model.layers[1].up.weight.mul_(0.5)
+
+
+def test_a_write_behind_the_first_forward_is_told_with_the_parameters_name():
+    run_ranks(_written_in_the_first_loss, 2, timeout=LIMIT)
+
+
+def _no_backward():
+    model = build_seeded(Tower)
+    hf_zero.shard(model, stage=3, **SETTINGS)
+    model(inputs(dist.get_rank(), 0))
+    guard = _get_current_dispatch_mode_stack()[-1]
+    for _ in range(away.NUM_BEHIND_FORWARD):
+        torch.zeros(())
+        assert not guard.is_over
+    torch.zeros(())
+    assert guard.is_over
+    away.PlaceholderGuard.remove_those_over()
+    assert guard not in _get_current_dispatch_mode_stack()
+
+
+def test_what_comes_behind_a_forward_without_a_backward_is_looked_at_for_a_while():
+    run_ranks(_no_backward, 2, timeout=LIMIT)
+
+
 def _penalty_alone():
     model = build_seeded(Tower)
     hf_zero.shard(model, stage=3, **SETTINGS)
