@@ -44,6 +44,7 @@ def _is_bit_equal(stage: int, offload: str, **settings) -> None:
 
 @pytest.mark.quick(cases=1)
 @feature("Same bits as without offload: fp32, bf16, accumulation, clipping")
+@pytest.mark.direct
 @pytest.mark.parametrize("stage, offload", PLACES)
 def test_offload_changes_no_bit(stage, offload):
     run_ranks(_is_bit_equal, 2, stage, offload)

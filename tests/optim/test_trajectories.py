@@ -166,6 +166,7 @@ def _half(kind: str, num_steps: int) -> None:
             assert torch.equal(weight, start[name].bfloat16().float()) == name.startswith("model.layers.0."), name
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
 def test_half_precision_frozen_parts_and_three_ranks(kind):
     run_ranks(_half, 3, kind, 4)

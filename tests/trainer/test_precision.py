@@ -160,6 +160,7 @@ def _loaded_in_bf16(folder):
 
 
 @precision("Models loaded in bf16: pure bf16, or fp32 masters with `--bf16`")
+@pytest.mark.direct
 def test_a_model_loaded_in_bf16_trains_in_it_or_with_fp32_masters(tmp_path):
     run_ranks(_loaded_in_bf16, 2, str(tmp_path), timeout=LIMIT)
 
