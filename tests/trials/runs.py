@@ -97,6 +97,7 @@ def _be_rank(rank: int, port: int, folder: str, fault: Fault | None, in_backgrou
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)  # as in `run_ranks`: sums of more threads have other bits
     code = 0
     try:
         _train(rank, Path(folder), fault, in_background)
