@@ -1,7 +1,7 @@
 """What can go wrong, one class per kind. Every message says: subject, found, expected, what to do."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 def size_text(nbytes: int) -> str:
@@ -18,6 +18,15 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     heads = {key[: len(name) + 1]: key for key in reversed(known)}
     begins = [heads[head] for head in difflib.get_close_matches(name, list(heads), n=1, cutoff=0.85)]
     return next(iter(difflib.get_close_matches(name, known, n=1) or begins), None)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it came from, and so on; each once, also where one is its own cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class HfZeroError(Exception):

@@ -21,8 +21,11 @@ from torch.distributed.constants import default_pg_timeout
 from hf_zero.errors import CommError, HfZeroError
 
 
-# How gloo's errors are signed: most name the place in its sources, these do not.
-OF_GLOO = ("/gloo/", "pair closure", "Gloo connectFullMesh failed", "Pair is not connected", "Read error [")
+# How plain RuntimeErrors of gloo and of torch's store are known: most of gloo's name the place in its sources.
+SIGNED = (
+    *("/gloo/", "pair closure", "Gloo connectFullMesh failed", "Pair is not connected", "Read error ["),
+    "Connection was likely closed",
+)
 # How an error says that the other end has gone: in gloo's words, those of torch's store, and the system's.
 CLOSED = (
     *("Connection closed by peer", "Socket closed", "Socket unexpectedly closed", "Remote peer closed the connection"),
@@ -83,8 +86,11 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """How long a group's collectives on a device's tensors may take, in seconds, as whoever made it has chosen."""
-    options = group._get_backend(device).options  # None where nothing is ever sent, as in torch's fake group
-    return (default_pg_timeout if options is None else options._timeout).total_seconds()
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):  # not every backend has options: MPI, torch's fake group, those of others
+        timeout = default_pg_timeout
+    return timeout.total_seconds()
 
 
 def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:
@@ -166,13 +172,20 @@ def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Itera
     except RuntimeError as error:
         if isinstance(error, HfZeroError) or not is_of_transport(error) or not dist.is_initialized():
             raise
-        raise failure(what, group or dist.group.WORLD, error) from error
+        group = group or dist.group.WORLD
+        if not _is_signed(error) and not _ended_soon(group, error):  # of a connection to somewhere else
+            raise
+        raise failure(what, group, error) from error
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Whether an error says that a rank was not reached."""
-    is_of_gloo = any(text in str(error) for text in OF_GLOO)  # which raises plain RuntimeErrors
-    return isinstance(error, dist.DistError) or is_of_gloo or _is_closed(error)
+    """Whether an error says that a rank was not reached, if it comes from a collective."""
+    return _is_signed(error) or _is_closed(error)
+
+
+def _is_signed(error: Exception) -> bool:
+    """Whether an error is certainly of torch.distributed. A download, too, may say that a connection was closed."""
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in SIGNED)
 
 
 def _is_closed(error: BaseException | str) -> bool:

@@ -1,1 +1,1 @@
-"""Ready-made fine-tunes: `python -m hf_zero.recipes <task> --config recipes/<name>.yaml`."""
+"""Ready-made fine-tunes: `python -m hf_zero.recipes <task> --config <name>.yaml`."""

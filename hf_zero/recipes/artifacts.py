@@ -45,9 +45,8 @@ def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
         folder = Path(trainer.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = resolved_name(settings)
-        (folder / REPORT_NAME).unlink(
-            missing_ok=True
-        )  # before there is a configuration that it would be taken to be of
+        # First of all: beside the new configuration, an old report would say that this run has ended.
+        (folder / REPORT_NAME).unlink(missing_ok=True)
         write_whole(folder / name, resolved_text(settings).encode())
         (folder / ({RESOLVED_NAME, HIDDEN_NAME} - {name}).pop()).unlink(missing_ok=True)
 

@@ -53,7 +53,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "eval_accumulation_steps": (1, ANY),
     "eval_delay": (0, ANY),
     "max_steps": (-1, ANY),
-    "save_total_limit": (0, ANY),
+    "save_total_limit": (-1, ANY),  # 0 and less keep all
     "torch_empty_cache_steps": (1, ANY),
     "dataloader_num_workers": (0, ANY),
     "dataloader_prefetch_factor": (1, ANY),
@@ -187,7 +187,8 @@ def _ranges(settings: Settings) -> str | None:
     for name, (low, high) in RANGES.items():
         value = settings.get(name)
         if isinstance(value, (int, float)) and not low <= value <= high:
-            return f"{name}: {value} is out of range; expected {_range(low, high)}"
+            hint = " (0 does not clip)" if name == "max_grad_norm" else ""
+            return f"{name}: {value} is out of range; expected {_range(low, high)}{hint}"
     return None
 
 
@@ -214,7 +215,7 @@ def _intervals(settings: Settings) -> str | None:
         if not 0 < steps <= ANY:
             return f"{act}_steps: {steps} is no interval; give 1 or more, or --{act}_strategy no"
         if steps > 1 and steps != int(steps):
-            return f"{act}_steps: {steps} is neither whole nor a part of the run; give {int(steps)}, or less than 1"
+            return f"{act}_steps: {steps} is neither a whole number nor a fraction below 1; give {int(steps)}"
     return None
 
 
@@ -231,7 +232,7 @@ def _best(settings: Settings) -> str | None:
         )
     if saves == "best":
         is_known = loads or settings["metric_for_best_model"] or _value(settings["lr_scheduler_type"]) in FOLLOWING
-        return None if is_known else f"{asks}: by which number is not said; give --metric_for_best_model, such as loss"
+        return None if is_known else f"{asks}: no metric is given; add --metric_for_best_model, such as loss"
     if saves != evaluates:
         return (
             f"{asks}: save_strategy is {saves} and eval_strategy is {evaluates}; give the same for both, or "
@@ -253,7 +254,7 @@ def _workers(settings: Settings) -> str | None:
     if settings["dataloader_num_workers"] == 0:
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
             if settings[name]:
-                return f"{name}: is of worker processes, and there are none; add --dataloader_num_workers"
+                return f"{name}: needs worker processes; add --dataloader_num_workers"
     return None
 
 

@@ -30,7 +30,7 @@ from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.engine import engine_of
 from hf_zero.engine.patch import Patch
-from hf_zero.errors import HfZeroError, HubError
+from hf_zero.errors import HfZeroError, HubError, causes
 from hf_zero.trainer.card import card_text, facts_of
 from hf_zero.trainer.hub_tokens import without_tokens
 
@@ -71,7 +71,7 @@ def hub_errors(subject: str) -> Iterator[None]:
 
 def hub_reason(error: BaseException) -> str | None:
     """What a failure means in one line; `None` when it is none of the hub or the way to it."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, OfflineModeIsEnabled):
             return "HF_HUB_OFFLINE is set; unset it"
         if isinstance(cause, LocalTokenNotFoundError):
@@ -92,7 +92,7 @@ def hub_reason(error: BaseException) -> str | None:
 
 def is_transient(error: BaseException) -> bool:
     """Whether trying again may help: the connection failed, or the server had no time."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, HfHubHTTPError):
             return cause.response.status_code in TRANSIENT_STATUS
         if isinstance(cause, _transport().TransportError):
@@ -270,13 +270,6 @@ def links_out_of(folder: Path) -> list[Path]:
     whole = folder.resolve()
     found = (path for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in found if not path.resolve().is_relative_to(whole))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 def _transport():

@@ -20,7 +20,7 @@ from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.checkpoint.state import masters_nbytes
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first
-from hf_zero.errors import CheckpointError, CommError, NoRoomError, size_text
+from hf_zero.errors import CheckpointError, CommError, NoRoomError, causes, size_text
 from hf_zero.trainer.signals import StopOnSignal, Stopped
 
 
@@ -231,13 +231,11 @@ def _free_nbytes(folder: Path) -> int:
 
 
 def _lack_in(failure: Exception | None) -> int | None:
-    cause: BaseException | None = failure
-    while cause is not None:
+    for cause in causes(failure):
         if isinstance(cause, NoRoomError):
             return cause.missing_nbytes
         if isinstance(cause, OSError) and cause.errno in NO_ROOM:
             return 0
-        cause = cause.__cause__ or cause.__context__
     # libraries in other languages raise texts
     return 0 if failure and any(os.strerror(number) in str(failure) for number in NO_ROOM) else None
 

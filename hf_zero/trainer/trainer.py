@@ -122,7 +122,10 @@ class ZeroTrainerMixin(PushMixin):
             try:
                 super().__init__(**given)
             except ValueError as error:
-                raise _named(self, error) from error
+                named = _named(self, error)
+                if named is None:
+                    raise
+                raise named from error
         self.is_distributed_loading_by_transformers = False  # whose own ways to train it are not ours
         _refuse_model("model", self.model, self.args, is_ready=True)
         if is_adapter_model(self.model):
@@ -175,7 +178,7 @@ class ZeroTrainerMixin(PushMixin):
 
     @property
     def _engine(self) -> ZeroEngine:
-        """The same, from when it is first prepared."""
+        """The engine that holds the model, which must have been prepared before."""
         engine = self.zero_engine
         assert engine is not None, "the model is not sharded yet"
         return engine
@@ -566,15 +569,15 @@ def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args)), **kwargs}
 
 
-def _named(trainer: Trainer, error: ValueError) -> ValueError:
-    """What a trainer refuses, in one line where it is known what that is."""
+def _named(trainer: Trainer, error: ValueError) -> ConfigError | None:
+    """What a trainer refuses, in one line; `None` where it is not known what that is."""
     strategy = getattr(getattr(trainer, "args", None), "eval_strategy", "no")
     if "eval_dataset" in str(error) and strategy != "no" and getattr(trainer, "eval_dataset", None) is None:
         return ConfigError(
             f"eval_strategy {getattr(strategy, 'value', strategy)}: there is nothing to evaluate on; give the trainer "
             "an eval_dataset, or --eval_strategy no"
         )
-    return error
+    return None
 
 
 def _check_schedule(cls: type, given: dict[str, Any]) -> None:

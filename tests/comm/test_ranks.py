@@ -19,7 +19,15 @@ from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.base import Comm
 from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.native import NativeComm
-from hf_zero.comm.ranks import _is_closed, failure, is_gloo, is_of_transport, take_timeout, transport_errors
+from hf_zero.comm.ranks import (
+    _is_closed,
+    failure,
+    is_gloo,
+    is_of_transport,
+    take_timeout,
+    timeout_of,
+    transport_errors,
+)
 from hf_zero.errors import CommError
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer import trainer as trainer_module
@@ -167,6 +175,18 @@ def _look_too_early() -> str:
         return str(failure("a barrier", dist.group.WORLD, "Connection reset by peer"))
 
 
+def _hear_it_from_others() -> str:
+    """In words that a download would use as well."""
+    with mock.patch("hf_zero.comm.ranks.ended", lambda group: {0}), pytest.raises(CommError) as caught:
+        with transport_errors("training"):
+            raise RuntimeError("Connection reset by peer")
+    return str(caught.value)
+
+
+def test_a_rank_that_has_gone_is_named_whoever_says_it():
+    assert re.fullmatch("training: rank 0.* has ended; look at its log first", run_ranks(_hear_it_from_others, 1)[0])
+
+
 def test_a_rank_that_is_about_to_be_gone_is_named_too():
     assert re.fullmatch("a barrier: rank 0.* has ended; look at its log first", run_ranks(_look_too_early, 1)[0])
 
@@ -232,6 +252,10 @@ def _others_pass() -> None:
     with pytest.raises(RuntimeError, match="^out of memory$") as caught, transport_errors("training"):
         raise RuntimeError("out of memory")
     assert type(caught.value) is RuntimeError
+    for text in ("dns error: Connection refused", "Socket closed", "Connection reset by peer"):  # of a download
+        with pytest.raises(RuntimeError, match=f"^{text}$") as caught, transport_errors("training"):
+            raise RuntimeError(text)
+        assert type(caught.value) is RuntimeError
     with pytest.raises(ValueError), transport_errors("training"):
         raise ValueError("Connection reset by peer")
     first = CommError("saving: rank 1 has ended")
@@ -284,6 +308,13 @@ def _takes_timeouts() -> None:
         assert is_gloo(group)
         take_timeout(group, 5.0)
         assert group._get_backend(CPU).options._timeout == timedelta(seconds=wanted)
+
+
+@pytest.mark.parametrize("options", [RuntimeError, NotImplementedError, AttributeError, None])
+def test_a_backend_that_tells_no_limit_has_torchs(options):
+    backend = type("Backend", (), {"options": mock.PropertyMock(side_effect=options, return_value=None)})
+    group = mock.Mock(_get_backend=lambda device: backend())
+    assert timeout_of(group, CPU) == default_pg_timeout.total_seconds()
 
 
 def test_a_limit_that_was_chosen_for_a_group_stays():

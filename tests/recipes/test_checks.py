@@ -6,6 +6,7 @@ import re
 import resource
 import warnings
 from dataclasses import fields
+from unittest import mock
 
 import pytest
 import torch
@@ -37,22 +38,26 @@ ARGUMENTS = [
     ("ddp_timeout", "0", "ddp_timeout: 0 is out of range"),
     ("num_train_epochs", "-1", "num_train_epochs: -1.0 is out of range; expected 0 or more, or give --max_steps"),
     ("save_steps", "0", "save_steps: 0.0 is no interval; give 1 or more, or --save_strategy no"),
-    ("save_steps", "2.5", "save_steps: 2.5 is neither whole nor a part of the run; give 2, or less than 1"),
+    ("save_steps", "2.5", "save_steps: 2.5 is neither a whole number nor a fraction below 1; give 2"),
     ("logging_steps", "0", "logging_steps: 0.0 is no interval; give 1 or more, or --logging_strategy no"),
     ("learning_rate", "inf", "learning_rate: inf is out of range"),
     ("adam_epsilon", "-1", "adam_epsilon: -1.0 is out of range"),
-    ("max_grad_norm", "-1", "max_grad_norm: -1.0 is out of range; expected 0 or more"),
+    ("max_grad_norm", "-1", "max_grad_norm: -1.0 is out of range; expected 0 or more (0 does not clip)"),
     ("warmup_steps", "-3", "warmup_steps: -3.0 is out of range"),
     ("neftune_noise_alpha", "-5", "neftune_noise_alpha: -5.0 is out of range"),
     ("torch_empty_cache_steps", "0", "torch_empty_cache_steps: 0 is out of range"),
     ("eval_accumulation_steps", "0", "eval_accumulation_steps: 0 is out of range"),
     ("eval_delay", "-1", "eval_delay: -1.0 is out of range"),
-    ("save_total_limit", "-1", "save_total_limit: -1 is out of range; expected 0 or more"),
+    ("save_total_limit", "-2", "save_total_limit: -2 is out of range; expected -1 or more"),
     ("ddp_bucket_cap_mb", "0", "ddp_bucket_cap_mb: 0 is out of range"),
     ("max_steps", "-7", "max_steps: -7 is out of range; expected -1 or more"),
     ("max_steps", "0", "max_steps: 0 trains num_train_epochs, and not nothing; give 1 or more, or leave it out"),
     ("dataloader_prefetch_factor", "0", "dataloader_prefetch_factor: 0 is out of range"),
-    ("dataloader_prefetch_factor", "2", "is of worker processes, and there are none; add --dataloader_num_workers"),
+    (
+        "dataloader_prefetch_factor",
+        "2",
+        "dataloader_prefetch_factor: needs worker processes; add --dataloader_num_workers",
+    ),
     ("load_best_model_at_end", "true", "load_best_model_at_end: nothing is evaluated, so nothing is best; give"),
     ("save_strategy", "best", "save_strategy best: nothing is evaluated, so nothing is best; give"),
     ("report_to", "wandbb", "report_to: 'wandbb' is not known; did you mean wandb?"),
@@ -149,7 +154,7 @@ TOGETHER = [
     (BEST | {"save_strategy": "epoch"}, "load_best_model_at_end: save_strategy is epoch and eval_strategy is steps"),
     (BEST | {"eval_steps": 3, "save_steps": 4}, "load_best_model_at_end: save_steps 4 is no multiple of eval_steps 3"),
     (BEST | {"eval_steps": 4, "save_steps": 0.5}, "save_steps 0.5 is no multiple of eval_steps 4"),
-    ({"save_strategy": "best", "eval_strategy": "epoch"}, "by which number is not said; give --metric_for_best_model"),
+    ({"save_strategy": "best", "eval_strategy": "epoch"}, "no metric is given; add --metric_for_best_model"),
     ({"learning_rate": "1e-4"}, "learning_rate: '1e-4' is a text, expected a number; give float('1e-4')"),
     ({"per_device_train_batch_size": 2.5}, "per_device_train_batch_size: 2.5 is no whole number; give one, such as 2"),
     ({"tf32": True}, "--tf32 requires"),  # of transformers alone
@@ -169,6 +174,7 @@ def test_settings_that_do_not_fit_are_refused_in_a_script(given, message):
         {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"},
         {"save_steps": 0, "save_strategy": "no", "max_grad_norm": float("inf"), "logging_steps": 0.5},
         {"max_steps": 1e3, "ddp_timeout": 2.5, "save_total_limit": 0, "warmup_steps": 0.1},
+        {"save_total_limit": -1, "max_grad_norm": 0},
     ],
 )
 def test_settings_that_fit_are_taken(given):
@@ -185,6 +191,14 @@ def test_an_evaluation_without_data_is_refused_in_one_line():
     message = "^eval_strategy epoch: there is nothing to evaluate on; give the trainer an eval_dataset, or --eval_st"
     with pytest.raises(ConfigError, match=message):
         ZeroTrainer(models.build("mlp"), _settings(eval_strategy="epoch"))
+
+
+def test_what_trainer_itself_refuses_is_raised_as_it_is(monkeypatch):
+    error = ValueError("as Trainer says it")
+    monkeypatch.setattr(ZeroTrainer, "create_accelerator_and_postprocess", mock.Mock(side_effect=error))
+    with pytest.raises(ValueError, match="as Trainer says it") as caught:
+        ZeroTrainer(models.build("mlp"), _settings())
+    assert caught.value is error and error.__cause__ is None
 
 
 class HasItsOwn(ZeroTrainer):
