@@ -20,7 +20,8 @@ def check_overrides(cls: type, base: type, names: tuple[str, ...]) -> None:
 
     A method that was renamed there would never be called here, and training would go on without what it does. Where
     `base` takes further parameters, as newer versions do, the overriding method hands them on by its `**kwargs`; one
-    that has none leaves them out, and says so when it is first given another value than the default.
+    that has none leaves them out, and says so when it is first given another value than the default. A method that
+    takes `*args` hands on what it is given as it is.
 
     Args:
         cls (`type`): has the overriding methods.
@@ -39,23 +40,24 @@ def check_overrides(cls: type, base: type, names: tuple[str, ...]) -> None:
                 f"{base.__module__}.{base.__name__}.{name} {seen} in {_versions()}; this hf_zero was written for "
                 f"({', '.join(wanted)}): install versions that it was tested with, or a newer hf_zero"
             )
-        if found != wanted:
+        takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in _signature(ours))
+        if found != wanted and not takes_any:
             setattr(cls, name, _adapted(ours, theirs, f"{base.__name__}.{name}"))
 
 
 def _adapted(ours: Callable, theirs: Any, subject: str) -> Callable:
     """`ours`, called as `theirs` may be called: each argument is given by its name."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(theirs).parameters.items()}
     names, known = _parameters(theirs), _parameters(ours)
-    hands_on = len(known) < len(inspect.signature(ours).parameters)
+    hands_on = len(known) < len(_signature(ours))
+    left_out = {p.name: p.default for p in _signature(theirs) if p.name in set(names) - set(known) and not hands_on}
     told: set[str] = set()
 
     def understood(given: dict[str, Any]) -> dict[str, Any]:
-        for name, value in given.items():
-            if not hands_on and name not in known and value is not defaults.get(name) and name not in told:
+        for name in given.keys() & left_out.keys():
+            if given[name] is not left_out[name] and name not in told:
                 told.add(name)
-                logger.warning("%s: %s=%r is left out; this hf_zero does not know it", subject, name, value)
-        return {name: value for name, value in given.items() if hands_on or name in known}
+                logger.warning("%s: %s=%r is left out; this hf_zero does not know it", subject, name, given[name])
+        return {name: value for name, value in given.items() if name not in left_out}
 
     @functools.wraps(ours)
     def adapted(*args, **kwargs):
@@ -67,10 +69,13 @@ def _adapted(ours: Callable, theirs: Any, subject: str) -> Callable:
 
 
 def _parameters(member) -> list[str]:
-    """Names of a method's parameters but for `**kwargs` that it hands on; a property has none."""
-    if not callable(member):
-        return []
-    return [name for name, parameter in inspect.signature(member).parameters.items() if parameter.kind is not _FURTHER]
+    """Names of a method's parameters but for `**kwargs` that it hands on."""
+    return [parameter.name for parameter in _signature(member) if parameter.kind is not _FURTHER]
+
+
+def _signature(member) -> list[inspect.Parameter]:
+    """The parameters of a method; a property has none."""
+    return list(inspect.signature(member).parameters.values()) if callable(member) else []
 
 
 def _versions() -> str:
