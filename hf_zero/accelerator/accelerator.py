@@ -81,6 +81,7 @@ class ZeroAccelerator(Accelerator):
     last_step: LastStep
     trains: Callable[[nn.Module], bool]
     clips: bool = True  # whether gradients may be clipped between the last backward and the step
+    patches_saving: bool = True  # whether a model's `save_pretrained` knows that the model is sharded
 
     def __init__(self, *, zero_stage: int = 3, zero_autocast: bool = False, **settings):
         end_with_launcher()
@@ -126,6 +127,7 @@ class ZeroAccelerator(Accelerator):
             trains (`Callable`): whether a model that is prepared for evaluation will be trained all the same.
         """
         accelerator.__class__ = cls
+        accelerator.patches_saving = False  # Trainer saves by methods of its own
         accelerator._shard_by(config, device, trains)
         return accelerator
 
@@ -171,11 +173,12 @@ class ZeroAccelerator(Accelerator):
     ) -> nn.Module:
         """Shards the model, and compiles its blocks if asked to; autocast applies as usual, DDP does not. One that is
         only evaluated (a reference, a teacher, a reward) is frozen: no gradients, no masters of higher precision."""
-        is_new = engine_of(model) is None
-        if evaluation_mode and is_new and not self.trains(model):
+        is_new, is_trained = engine_of(model) is None, not evaluation_mode or self.trains(model)
+        if is_new and not is_trained:
             model.requires_grad_(False)
-        engine, plugin = self.shard(model), self.state.dynamo_plugin
-        if is_new and hasattr(model, "save_pretrained"):
+        engine, plugin = None if is_trained else engine_of(model), self.state.dynamo_plugin
+        engine = self.shard(model) if engine is None else engine  # one that is only evaluated may have another stage
+        if is_new and self.patches_saving and hasattr(model, "save_pretrained"):
             save = partial(states.save_pretrained, engine, model.save_pretrained)
             engine.handles.append(Patch(model, "save_pretrained", save))
         backend = plugin.backend
@@ -281,9 +284,14 @@ class ZeroAccelerator(Accelerator):
         return states.whole_state_dict(engine)
 
     def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization: bool = True) -> None:
-        """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights."""
+        """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights. A model that was
+        never prepared is saved as in accelerate."""
+        engine = engine_of(self.unwrap_model(model))
+        if engine is None:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
         states.refuse_pickles(safe_serialization)
-        states.save_model(self.shard(self.unwrap_model(model)), save_directory, max_shard_size=max_shard_size)
+        states.save_model(engine, save_directory, max_shard_size=max_shard_size)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs

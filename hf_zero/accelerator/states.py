@@ -1,12 +1,13 @@
 """What `ZeroAccelerator` saves and loads: models and optimizers by all ranks in ranges, the rest as in accelerate."""
 
+import inspect
 import logging
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import RNG_STATE_NAME
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Keywords of `save_pretrained` that our own way of writing knows, or need not know.
-_KNOWN = {"is_main_process", "save_function", "safe_serialization", "max_shard_size"}
+_KNOWN = {"save_directory", "is_main_process", "save_function", "safe_serialization", "max_shard_size"}
 
 
 def save_state(
@@ -124,42 +125,48 @@ def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size:
         save_adapters(engine, str(staged))
 
 
-def save_pretrained(
-    engine: ZeroEngine,
-    own: Callable[..., object],
-    save_directory: str | os.PathLike,
-    is_main_process: bool | None = None,
-    state_dict: dict[str, Tensor] | None = None,
-    **kwargs,
-) -> None:
-    """A prepared model's `save_pretrained`. Whoever gives `is_main_process` calls it on all ranks, as accelerate's
-    examples do: whole weights are written. Every other call is the model's own.
+def save_pretrained(engine: ZeroEngine, own: Callable[..., object], *args, **kwargs) -> None:
+    """A prepared model's `save_pretrained`. Where the parameters are whole, it is the model's own. Elsewhere, whoever
+    gives `is_main_process` calls it on all ranks, as accelerate's examples do: whole weights are written.
 
     Args:
         engine (`ZeroEngine`): of the model.
         own (`Callable`): the model's method.
-        save_directory (`str` or `os.PathLike`): the folder.
-        is_main_process (`bool`, *optional*): as for the model's method.
-        state_dict (`dict[str, Tensor]`, *optional*): likewise; on other ranks than 0 it is not looked at.
-        kwargs: likewise.
+        args: as for the model's method, in the order that it has them in.
+        kwargs: likewise. Of a `state_dict` only that of the main process is written.
 
     Raises:
         `LifecycleError`: on one rank alone, where the parameters are away.
     """
-    if is_main_process is None:
-        if state_dict is None and not all(unit.is_unsharded for unit in engine.units):
-            raise LifecycleError(
-                f"save_pretrained: the parameters are sharded over {engine.comm.num_ranks} ranks; call it on all "
-                "ranks with is_main_process=accelerator.is_main_process, or inside `with hf_zero.gathered(model):`"
-            )
-        own(save_directory, **({} if state_dict is None else {"state_dict": state_dict}), **kwargs)
-    elif state_dict is None and kwargs.keys() <= _KNOWN:
-        refuse_pickles(kwargs.get("safe_serialization", True))
-        save_model(engine, save_directory, max_shard_size=kwargs.get("max_shard_size", "50GB"))
+    call = inspect.signature(own).bind(*args, **kwargs)
+    given = _by_name(call)
+    is_main_process, state_dict = given.get("is_main_process"), given.get("state_dict")
+    if state_dict is not None:
+        if is_main_process in (None, True):
+            own(*args, **kwargs)
+    elif all(unit.is_unsharded for unit in engine.units):
+        own(*args, **kwargs)
+    elif is_main_process is None:
+        raise LifecycleError(
+            f"save_pretrained: the parameters are sharded over {engine.comm.num_ranks} ranks; call it on all "
+            "ranks with is_main_process=accelerator.is_main_process, or inside `with hf_zero.gathered(model):`"
+        )
+    elif given.keys() <= _KNOWN:
+        refuse_pickles(given.get("safe_serialization", True))
+        save_model(engine, given["save_directory"], max_shard_size=given.get("max_shard_size", "50GB"))
     else:
-        state_dict = whole_state_dict(engine) if state_dict is None else state_dict
+        state_dict = whole_state_dict(engine)
         if is_main_process:
-            own(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+            own(**{**given, "state_dict": state_dict})
+
+
+def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
+    """What a method was given, by name."""
+    further = [p.name for p in call.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    named = dict(call.arguments)
+    for name in further:
+        named |= named.pop(name, {})
+    return named
 
 
 def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:

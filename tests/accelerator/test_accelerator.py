@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import hf_zero
 from hf_zero import ZeroAccelerator
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from tests import models
 from tests.accelerator import example
@@ -272,3 +273,80 @@ def _saves_whole(folder, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whole_weights_are_written_in_every_way_of_accelerates_examples(tmp_path, stage):
     run_ranks(_saves_whole, 2, str(tmp_path), stage)
+
+
+def _saves_on_one_rank(folder, stage):
+    """Nothing here may be collective: rank 0 alone calls it."""
+    from peft import LoraConfig, get_peft_model
+
+    for name, model in (
+        ("plain", example.bert()),
+        ("adapter", get_peft_model(example.bert(), LoraConfig(task_type="SEQ_CLS", r=2))),
+    ):
+        accelerator, model, _ = _prepared(stage, model)
+        with hf_zero.gathered(model):
+            if accelerator.is_main_process:
+                model.save_pretrained(f"{folder}/{name}", is_main_process=True)
+                model.save_pretrained(f"{folder}/{name} by place", True)
+    if stage == 2 and accelerator.is_main_process:
+        model.save_pretrained(f"{folder}/not gathered", is_main_process=True)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_where_the_parameters_are_whole_one_rank_may_save_them(tmp_path, stage):
+    run_ranks(_saves_on_one_rank, 2, str(tmp_path), stage, timeout=60)
+    for name, file in {"plain": "model.safetensors", "adapter": "adapter_model.safetensors"}.items():
+        assert (tmp_path / name / file).exists() and (tmp_path / f"{name} by place" / file).exists()
+
+
+def _saves_by_place(folder):
+    from peft import LoraConfig, get_peft_model
+
+    accelerator, model, _ = _prepared(3, get_peft_model(example.bert(), LoraConfig(task_type="SEQ_CLS", r=2)))
+    with pytest.raises(LifecycleError, match="call it on all ranks with is_main_process="):
+        model.save_pretrained(folder, True)  # PEFT's second parameter is safe_serialization
+    model.save_pretrained(folder, True, is_main_process=accelerator.is_main_process)
+    accelerator, model, _ = _prepared(3)
+    model.save_pretrained(folder, accelerator.is_main_process)
+
+
+def test_what_is_given_by_place_is_what_the_model_s_own_method_takes_there(tmp_path):
+    run_ranks(_saves_by_place, 2, str(tmp_path))
+    assert {"model.safetensors", "adapter_model.safetensors"} <= set(os.listdir(tmp_path))
+
+
+def _saves_unprepared(folder):
+    accelerator, _, _ = _prepared()
+    plain = nn.Linear(2, 2)
+    accelerator.save_model(plain, folder)
+    assert hf_zero.engine_of(plain) is None
+
+
+def test_a_model_that_was_never_prepared_is_saved_and_stays_whole(tmp_path):
+    run_ranks(_saves_unprepared, 2, str(tmp_path))
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def _evaluates_at_another_stage():
+    judge = example.bert()
+    engine = hf_zero.shard(judge, stage=2)
+    accelerator = example.with_zero(3)
+    assert accelerator.prepare_model(judge, evaluation_mode=True) is judge and hf_zero.engine_of(judge) is engine
+    with pytest.raises(ConfigError, match="sharded already, at stage 2 and not 3"):
+        accelerator.prepare_model(judge)
+
+
+def test_a_model_that_is_only_evaluated_may_be_sharded_at_another_stage():
+    run_ranks(_evaluates_at_another_stage, 2)
+
+
+def _is_adopted():
+    reset_accelerate()
+    accelerator = ZeroAccelerator.adopt(Accelerator(cpu=True), ZeroConfig(), torch.device("cpu"))
+    model = accelerator.prepare_model(example.bert())
+    assert "save_pretrained" not in vars(model)
+
+
+def test_a_model_of_a_trainer_keeps_its_own_save_pretrained():
+    run_ranks(_is_adopted, 2)
