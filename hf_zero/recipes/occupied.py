@@ -79,10 +79,6 @@ def left_in(folder: Path, *, with_model: bool) -> list[Path]:
     return sorted({*checkpoints, *(path for pattern in patterns for path in folder.glob(pattern))})
 
 
-# More of these is asked of a run that is to go on; all else that differs makes it another one.
-LENGTHS = ("num_train_epochs", "max_steps")
-
-
 def check_model_is_kept(settings: Settings, folder: Path) -> None:
     """Refuses a run that would write its model over that of another one.
 
@@ -118,12 +114,20 @@ def check_finished_is_kept(settings: Settings, folder: Path) -> None:
     if end is None or end <= step:
         return
     changed = difference(settings, folder)
-    if changed is not None and difference(settings, folder, LENGTHS) is None:
+    if changed is not None and not _is_longer(settings, folder, end):
         raise ConfigError(
             f"output_dir {str(folder)!r}: holds the model of a run that has ended at step {end} "
             f"({_in_words(changed)}), and its newest checkpoint is of step {step}; --resume {newest} trains "
             f"again from there and replaces the model, --resume {NEVER} starts anew and moves it aside"
         )
+
+
+def _is_longer(settings: Settings, folder: Path, end: int) -> bool:
+    """Whether more is asked for than the run in a folder was, which has ended at a step."""
+    steps, epochs = (difference(settings, folder, [name]) for name in ("max_steps", "num_train_epochs"))
+    if steps is not None:
+        return steps[1] > end
+    return settings.training["max_steps"] <= 0 and epochs is not None and epochs[1] > epochs[2]
 
 
 def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:

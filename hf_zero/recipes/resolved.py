@@ -23,6 +23,15 @@ NOT_OF_THE_RUN = (*SECRETS, "resume_from_checkpoint", "local_rank")
 # A run that goes on keeps its task, the task's own arguments but for these, its decisive training arguments, and those
 # that say in which order rows come. These say how rows are read and attention is computed; the results are the same.
 FREE = ("dataset_num_proc", "skip_bad_rows", "attn_implementation")
+# These say how a run is watched, what of it is kept, and where it is told and uploaded; its model is the same.
+NOT_OF_THE_MODEL = (
+    *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter"),
+    *("log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "include_num_input_tokens_seen"),
+    *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    *("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
+    *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers"),
+    *("dataloader_pin_memory", "skip_memory_metrics", *FREE),
+)
 ORDER = ("seed", "data_seed", "train_sampling_strategy")
 
 
@@ -99,12 +108,13 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
 
 
 def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = None) -> tuple[str, Any, Any] | None:
-    """In what a run differs from the one before. Where it is told from, and by how many processes, does not count.
+    """In what a run's model differs from that of the one before. Where it is told from, how it is watched, and by how
+    many processes it is trained, does not count.
 
     Args:
         settings ([`Settings`]): Of this run.
         folder (`Path`): Where the run before left its configuration; without one nothing is compared.
-        keys (`Iterable[str]`, *optional*): What is compared; by default all.
+        keys (`Iterable[str]`, *optional*): What is compared; by default all that the model depends on.
 
     Returns:
         The first key that has changed, its value now and its value before; `None` where all is as it was.
@@ -113,7 +123,8 @@ def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = No
         ConfigError: The configuration cannot be read.
     """
     if keys is None:
-        keys = [key for key in _values(settings) if key not in ("num_processes", "output_dir")]
+        ignored = {*NOT_OF_THE_MODEL, "num_processes", "output_dir"}
+        keys = [key for key in _values(settings) if key not in ignored]
     return _changed(settings, folder, keys)
 
 

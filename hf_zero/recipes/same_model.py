@@ -47,6 +47,9 @@ def _difference(arguments: Any, checkpoint: Path) -> str | None:
     now = before and _config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
     if not before or not now:
         return None
+    text = now.get_text_config()
+    if before.model_type != now.model_type and before.model_type == text.model_type:
+        now = text  # of a model of texts and images, AutoModelForCausalLM makes the part for texts
     sizes_now, sizes_before = ({"model_type": config.model_type, **_sizes(config)} for config in (now, before))
     return _first_unlike(sizes_now, sizes_before)
 

@@ -134,6 +134,23 @@ def test_a_run_that_has_ended_beyond_its_newest_checkpoint_is_not_trained_again(
     assert call("classify", "--learning_rate=0.5", left=(*BEHIND, "checkpoint-100"))[::2] == (0, True)
 
 
+@pytest.mark.parametrize("length", ["--max_steps=30", "--max_steps=60", "--max_steps=100", "--num_train_epochs=1"])
+def test_a_shorter_run_does_not_replace_the_model_of_one_that_has_ended(call, length):
+    code, line, ran = call("classify", length, left=BEHIND)
+    assert (code, ran) == (2, False)
+    assert "a run that has ended at step 100 (" in line
+
+
+@pytest.mark.parametrize("left", [(*FINISHED, LOG_NAME), BEHIND])
+@pytest.mark.parametrize(
+    "other", ["--logging_steps=3", "--report_to=none", "--push_to_hub", "--dataloader_num_workers=2"]
+)
+def test_how_a_run_is_watched_and_uploaded_makes_it_no_other(call, command_line, tmp_path, left, other):
+    assert call("classify", other, left=left)[::2] == (0, True)
+    settings = parse_settings("classify", [*command_line.argv, "--max_length=64", other])
+    assert "this run has ended (step 100;" in _told(settings, tmp_path / "out")
+
+
 def test_the_folder_may_be_given_in_other_words(call, command_line, tmp_path, monkeypatch):
     call("classify", left=BEHIND)
     monkeypatch.chdir(tmp_path)

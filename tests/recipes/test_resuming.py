@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
@@ -18,6 +19,7 @@ from hf_zero.recipes.cli import main
 from hf_zero.recipes.dry_run import _reference
 from hf_zero.recipes.resolved import RESOLVED_NAME, check_unchanged, resolved_name, resolved_text
 from hf_zero.recipes.resuming import _set_aside, checkpoint_of
+from hf_zero.recipes.same_model import check_same_model
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import resuming
@@ -135,6 +137,22 @@ def test_checkpoints_of_another_model_are_refused_before_anything_is_loaded(call
     code, line, ran = call(*more, "--use_peft")
     assert (code, ran) == (2, False)
     assert "is of another model (it is no adapter, and use_peft trains one)" in line
+
+
+@pytest.mark.parametrize("kind", ["llama4", "qwen3_5"])
+def test_the_text_part_of_a_model_of_texts_and_images_goes_on(tmp_path, kind):
+    base, checkpoint = AutoConfig.for_model(kind), tmp_path / "checkpoint-3"
+    base.save_pretrained(tmp_path / "base")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "base" / "model.safetensors")
+    text = base.get_text_config()
+    assert text.model_type != base.model_type
+    text.save_pretrained(checkpoint)
+    settings = parse_settings("sft", [f"--model_name_or_path={tmp_path / 'base'}", f"--output_dir={tmp_path}"])
+    check_same_model(settings, [checkpoint])
+    text.hidden_size += 1
+    text.save_pretrained(checkpoint)
+    with pytest.raises(ConfigError, match="is of another model .hidden_size: "):
+        check_same_model(settings, [checkpoint])
 
 
 def test_adapters_and_models_of_their_kind_are_compared(call, tmp_path):
