@@ -3,6 +3,7 @@
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -17,23 +18,19 @@ from tests.test_floors import imports_of, modules
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Imported by those who have asked for them, where they are used; each is in an extra.
-OPTIONAL = {"lightning", "matplotlib", "peft", "pillow", "trl"}
+OPTIONAL = {"matplotlib", "peft", "pillow", "trl"}
 
 
-def distributions(name: str) -> set[str]:
-    """What of the installed has a module of this name."""
-    return {canonicalize_name(found) for found in metadata.packages_distributions().get(name, ())}
-
-
+@cache
 def imported() -> set[str]:
     """The distributions that modules of hf_zero import, at whatever depth of them."""
-    found = set()
+    found, distributions = set(), metadata.packages_distributions()
     for module, path in modules():
         source = path.read_text(encoding="utf-8")
         for _, name in imports_of(module, source, path.name == "__init__.py"):
             top = name.split(".")[0]
             if top not in sys.stdlib_module_names and top != "hf_zero":
-                found |= distributions(top) or {canonicalize_name(top)}
+                found |= {canonicalize_name(name) for name in distributions.get(top, (top,))}
     return found
 
 
