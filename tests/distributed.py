@@ -126,11 +126,8 @@ class _Pool:
                 self.is_worn |= answer[2] > _MAX_THREADS
         if failures:
             # the reason first, then those who waited for it in vain
-            failures.sort(
-                key=lambda failure: (
-                    ("CommError", "Timeout").index(failure[1]) + 1 if failure[1] in ("CommError", "Timeout") else 0
-                )
-            )
+            waited = {"CommError": 1, "Timeout": 2}
+            failures.sort(key=lambda failure: waited.get(failure[1], 0))
             raise RemoteError(*failures[0])
         return results
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import RNG_STATE_NAME
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_zero.checkpoint import (
     Checkpoint,
@@ -28,6 +28,7 @@ from hf_zero.checkpoint import (
 from hf_zero.checkpoint.adapters import is_adapter_model, load_adapters, plan_prompts, save_adapters
 from hf_zero.checkpoint.folders import remove_folder, restore_replaced
 from hf_zero.checkpoint.replacing import added
+from hf_zero.checkpoint.tensor_names import named_tensors
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine, engine_of, gathered
 from hf_zero.errors import CheckpointError, ConfigError, LifecycleError
@@ -175,17 +176,14 @@ def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
     Args:
         engine (`ZeroEngine`): of the model.
     """
-    state = {}
+    whole: dict[int, Tensor] = {}
     for unit in engine.units:
         params = [p for flat in unit.flats for p in flat.params]
         with gathered(params):
             if engine.comm.rank == 0:
-                whole = {id(p): p.detach().cpu().clone() for p in params}
-                named = engine.model.named_parameters(remove_duplicate=False)
-                state.update({name: whole[id(p)] for name, p in named if id(p) in whole})
-    if engine.comm.rank == 0:
-        state.update({name: buffer.cpu() for name, buffer in _persistent_buffers(engine.model)})
-    return state
+                whole |= {id(p): p.detach().cpu().clone() for p in params}
+    named = named_tensors(engine.model) if engine.comm.rank == 0 else ()
+    return {name: whole[id(tensor)] if id(tensor) in whole else tensor.detach().cpu() for name, tensor in named}
 
 
 def refuse_pickles(safe_serialization: bool) -> None:
@@ -280,11 +278,3 @@ def _named(folder: Path) -> list[Path]:
     """The checkpoints that were named by their numbers, the oldest first."""
     found = [(re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("checkpoint_*")]
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to the state dict, by name."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer

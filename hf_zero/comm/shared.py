@@ -152,42 +152,42 @@ class SharedComm(PairwiseComm):
         for peer in self._others:
             self._send_to(peer, Kind.READY, tag, number, own.storage_offset() * own.element_size())
         self._num_begun += 1
-        exchange = _Collective(self._num_begun, tag, under_way, own, take)
-        self._under_way.append(exchange)
+        collective = _Collective(self._num_begun, tag, under_way, own, take)
+        self._under_way.append(collective)
         self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1), what)
         self.progress()
-        return Pending(partial(self._finish, exchange))
+        return Pending(partial(self._finish, collective))
 
-    def _finish(self, exchange: _Collective) -> None:
+    def _finish(self, collective: _Collective) -> None:
         """Returns when this rank has what it needs and the others have read what they need from it."""
         self.progress()
-        while self._under_way and self._under_way[0].number <= exchange.number:
+        while self._under_way and self._under_way[0].number <= collective.number:
             for peer in self._others:
                 self._receive_until(peer, lambda peer: peer.ready, self._under_way[0].what)
             self._take_first()
         for peer in self._others:
-            self._receive_until(peer, lambda peer: peer.counts[Kind.DONE] >= exchange.number, exchange.what)
+            self._receive_until(peer, lambda peer: peer.counts[Kind.DONE] >= collective.number, collective.what)
 
     def _take_first(self) -> None:
         """Serves the oldest collective under way: all ranks are ready."""
-        exchange = self._under_way.popleft()
-        own, values = exchange.own, {self.rank: exchange.own}
+        collective = self._under_way.popleft()
+        own, values = collective.own, {self.rank: collective.own}
         for peer in self._others:
             tag, number, offset = peer.ready.popleft()
-            if tag != exchange.tag:
-                raise self._out_of_step(exchange.what, peer, self._tags.get(tag))
+            if tag != collective.tag:
+                raise self._out_of_step(collective.what, peer, self._tags.get(tag))
             there = peer.memory[number][offset : offset + own.numel() * own.element_size()]
             values[peer.rank] = there.view(own.dtype)
-        exchange.take([values[rank] for rank in range(self.num_ranks)])
+        collective.take([values[rank] for rank in range(self.num_ranks)])
         for peer in self._others:
             self._send_to(peer, Kind.DONE)
 
     def _send_to(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None = None) -> None:
-        while not self._told(peer, kind, *numbers, descriptor=descriptor):
+        while not self._try_to_send(peer, kind, *numbers, descriptor=descriptor):
             for other in self._others:  # it may be waiting for room as well: make some
                 self._receive_from(other, 0.001, "sending")
 
-    def _told(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None) -> bool:
+    def _try_to_send(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None) -> bool:
         try:
             return peer.send(kind, *numbers, descriptor=descriptor)
         except OSError as error:
