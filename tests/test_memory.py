@@ -159,7 +159,7 @@ def _buffers(engine: ZeroEngine, stage: int) -> int:
     root, *blocks = _numels(engine)
     size = engine.units[0].flats[0].dtype.itemsize
     nbytes = SUM_NBYTES
-    if engine.comm.shares_memory:
+    if engine.comm.shared_memory is not None:
         nbytes += _buffers_of_backward(engine) if stage > 1 else 0
     else:
         nbytes += BUCKET_NBYTES

@@ -58,6 +58,19 @@ class Waits(Protocol):
     def wait(self) -> object: ...
 
 
+class SharedMemory(Protocol):
+    """Memory that is one for all ranks. Between two barriers each element has one writer, or readers."""
+
+    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Makes such memory, 1-D and zero. All ranks call it."""
+
+    def read(self, full: Tensor, common: Tensor, *, what: str) -> None:
+        """Copies `common` memory into `full`, casting if need be; `what` is the unit's name."""
+
+    def barrier(self) -> None:
+        """Waits for all ranks: what any wrote to common memory before, all can read after."""
+
+
 class Comm:
     """The collectives among the data-parallel ranks. This base is the world of one rank: nothing to exchange.
 
@@ -70,7 +83,7 @@ class Comm:
 
     rank: int = 0
     num_ranks: int = 1
-    shares_memory: bool = False  # whether `common` memory can be had
+    shared_memory: SharedMemory | None = None  # None where ranks send messages
     user: Waits | None = None  # who uses these connections from another thread, until that is waited for
 
     def __init__(self, device: torch.device, timeout_seconds: float):
@@ -98,23 +111,6 @@ class Comm:
         """Memory, 1-D, of which other ranks take parts: what is to be gathered or reduced best lies in it. It lives
         as long as the ranks are connected."""
         return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory, 1-D and zero, that is one for all ranks. Between two memory barriers each element has one writer, or
-        readers.
-
-        Raises:
-            `NotImplementedError`: where the ranks do not share memory.
-        """
-        raise NotImplementedError("these ranks do not share memory")
-
-    def read_common(self, full: Tensor, common: Tensor, *, what: str) -> None:
-        """Copies `common` memory into `full`, casting if need be; `what` is the unit's name."""
-        raise NotImplementedError("these ranks do not share memory")
-
-    def memory_barrier(self) -> None:
-        """Waits for all ranks: what any wrote to common memory before, all can read after. Without such memory it does
-        nothing."""
 
     def progress(self) -> None:
         """Does what can be done of the collectives under way without waiting; to be called now and then."""

@@ -1,5 +1,11 @@
 """The other ranks of this host: short messages to them, and memory that is handed over with one.
 
+[Note: messages] A rank tells its peers where its values lie (READY), reads theirs when they are ready, and tells when
+it has read them (DONE), after which the owner may write there again. All ranks begin their collectives in the same
+order, so the n-th READY of each belongs together; a tag says which unit it is, to notice when they do not. BARRIER
+says that a rank has come to a memory barrier, and how many collectives it had begun by then: as many as all others
+had. MEMORY and COMMON introduce memory.
+
 Unix sockets carry the messages. Memory is an anonymous file (`memfd_create`) whose descriptor travels in a message.
 Nothing has a name once the ranks have met, so nothing is left behind however a rank ends, and a rank that ends is
 noticed at once.
@@ -10,11 +16,17 @@ import os
 import select
 import socket
 import struct
+import weakref
 from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hf_zero.comm import ranks
+from hf_zero.errors import CommError
 
 
 class Kind(IntEnum):
@@ -90,6 +102,108 @@ class Peer:
             if kind == Kind.COMMON:
                 self.common.append(number)
         return True
+
+
+class Peers:
+    """All other ranks: what is sent to them and received from them, as long as they are in step.
+
+    Args:
+        group (`dist.ProcessGroup`): all ranks.
+        timeout_seconds (`float`): how long to wait for a message.
+        connections (`dict[int, socket.socket]`): to every other rank, see `hf_zero.comm.rendezvous`.
+    """
+
+    def __init__(self, group: ProcessGroup, timeout_seconds: float, connections: dict[int, socket.socket]):
+        self.all = [Peer(rank, connections[rank]) for rank in sorted(connections)]
+        self.num_begun = 0  # collectives
+        self._group = group
+        self._timeout_seconds = timeout_seconds
+        self._num_barriers = 0
+        self._num_begun_at_barrier = 0  # the last
+        self._tags: dict[int, str] = {}  # what the tags mean that were used so far
+        weakref.finalize(self, close, list(connections.values()))
+
+    def begin(self, tag: int, what: str, number: int, offset: int) -> None:
+        """Tells all that this rank is ready for its next collective.
+
+        Args:
+            tag (`int`): of the unit and what is done with it.
+            what (`str`): the same in words, for messages.
+            number, offset (`int`): where its values lie: of the memory, and in bytes.
+        """
+        self._tags[tag] = what
+        self.send(Kind.READY, tag, number, offset)
+        self.num_begun += 1
+
+    def barrier(self, what: str) -> None:
+        """Waits until all have come to this barrier; `what` is for messages."""
+        self._num_barriers += 1
+        self._num_begun_at_barrier = self.num_begun
+        self.send(Kind.BARRIER, 0, 0, self.num_begun)
+        for peer in self.all:
+            self.receive_until(peer, lambda peer: peer.counts[Kind.BARRIER] >= self._num_barriers, what)
+
+    def send(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> None:
+        """Sends one message to each."""
+        for peer in self.all:
+            while not self._try_to_send(peer, kind, *numbers, descriptor=descriptor):
+                for other in self.all:  # it may be waiting for room as well: make some
+                    self.receive(other, 0.001, "sending")
+
+    def receive_until(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
+        """Takes in messages of one rank until what this one waits for is there.
+
+        Raises:
+            `CommError`: when it does not come, or the ranks are out of step.
+        """
+        self._refuse_out_of_step(peer, what)
+        while not is_there(peer):
+            if not self.receive(peer, self._timeout_seconds, what):
+                raise self._failed(what, peer, "timed out")
+            self._refuse_out_of_step(peer, what)
+
+    def receive(self, peer: Peer, seconds: float, what: str) -> bool:
+        """As `Peer.receive`; `what` is for messages."""
+        try:
+            return peer.receive(seconds)
+        except OSError as error:
+            raise self._failed(what, peer, error) from error
+
+    def out_of_step(self, what: str, peer: Peer, there: str | int) -> CommError:
+        """Returns the error to raise where one rank does something else.
+
+        Args:
+            what (`str`): what this rank does.
+            peer (`Peer`): the other one.
+            there (`str` or `int`): what that one does, or the tag of it.
+        """
+        if isinstance(there, int):
+            there = self._tags.get(there, "another unit or step")
+        return CommError(
+            f"{what}: {ranks.name_of(self._group, peer.rank)} has come to {there}; the ranks do not run the same "
+            "program; look at its log first"
+        )
+
+    def _try_to_send(self, peer: Peer, kind: Kind, *numbers: int, descriptor: int | None) -> bool:
+        try:
+            return peer.send(kind, *numbers, descriptor=descriptor)
+        except OSError as error:
+            raise self._failed("sending", peer, error) from error
+
+    def _refuse_out_of_step(self, peer: Peer, what: str) -> None:
+        """Refuses a rank that begins other collectives: between two barriers all ranks begin equally many."""
+        num_barriers = peer.counts[Kind.BARRIER]
+        if num_barriers < self._num_barriers:  # this rank waits for it at a memory barrier
+            if peer.counts[Kind.READY] > self.num_begun:
+                raise self.out_of_step(what, peer, peer.ready[-1][0])
+        elif num_barriers > self._num_barriers:  # it waits for this rank
+            if self.num_begun > peer.num_begun_at_barrier:
+                raise self.out_of_step(what, peer, "a memory barrier")
+        elif self._num_begun_at_barrier != peer.num_begun_at_barrier:
+            raise self.out_of_step(what, peer, "this barrier with other collectives behind it")
+
+    def _failed(self, what: str, peer: Peer, error: BaseException | str) -> CommError:
+        return ranks.failure(what, self._group, error, peer=peer.rank, seconds=self._timeout_seconds)
 
 
 def mapped(descriptor: int, nbytes: int) -> Tensor:

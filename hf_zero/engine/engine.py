@@ -484,7 +484,8 @@ class ZeroEngine(Uncopyable):
             raise LifecycleError("the model was unsharded: shard it again, and build the optimizer on the new engine")
         writes.refuse_lost(self)
         self._refuse_held("new values")
-        self.comm.memory_barrier()
+        if self.comm.shared_memory is not None:
+            self.comm.shared_memory.barrier()
 
     def refuse_misuse(self) -> None:
         """Looks whether parameters were used or written to while their data was away. Before a backward it still finds
@@ -519,7 +520,8 @@ class ZeroEngine(Uncopyable):
             pending.wait()
         for flat in (flat for unit in self.units for flat in unit.flats):
             flat.mark_clean()
-        self.comm.memory_barrier()
+        if self.comm.shared_memory is not None:
+            self.comm.shared_memory.barrier()
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
     def end_step(self, is_late: bool = False) -> None:

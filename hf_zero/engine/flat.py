@@ -111,6 +111,8 @@ class Flat:
         # what is not trained has neither state nor gradients: it rests where parameters rest
         self.master_at = plan.master_at if self.trainable else plan.compute_at
         self.is_divided = is_divided(params[0])  # over tensor-parallel ranks, as all of one buffer are or none is
+        # where the masters of all ranks rest, if they share memory and that is where masters rest
+        self.shared_memory = comm.shared_memory if self.is_sharded and not self.is_away else None
         self.owned = layout.owned(comm.rank)
         self.placeholders = [placeholders.of(info.shape, dtype) for info in infos]
         self.cast: torch.dtype | None = None  # in which the parameters are shown; None: as they are
@@ -131,12 +133,7 @@ class Flat:
     @property
     def rests_whole(self) -> bool:
         """Whether the whole compute copy is at hand without a gather: each rank's own, or one for all ranks."""
-        return not self.is_sharded or (self._is_common and self.master_dtype is self.dtype)
-
-    @property
-    def _is_common(self) -> bool:
-        """Whether the masters of all ranks lie in memory that all of them read."""
-        return self.is_sharded and self.comm.shares_memory and not self.is_away
+        return not self.is_sharded or (self.shared_memory is not None and self.master_dtype is self.dtype)
 
     @property
     def has_compute_shard(self) -> bool:
@@ -171,10 +168,15 @@ class Flat:
     def allocate(self) -> None:
         """Allocates the memory in which whole values rest on this rank, or are shared by all."""
         numel = self.layout.full_numel
-        if self._is_common:
-            self.common = self.comm.common(numel, self.master_dtype)
+        if self.shared_memory is not None:
+            self.common = self.shared_memory.common(numel, self.master_dtype)
         if self.rests_whole:
             self.bind(self.comm.empty(numel, self.dtype) if self.common is None else self.common)
+
+    def _memory_barrier(self) -> None:
+        """Waits for all ranks, where they read one another's masters."""
+        if self.shared_memory is not None:
+            self.shared_memory.barrier()
 
     def bind(self, full: Tensor) -> None:
         """Names the memory in which the whole values appear, and makes the parameters' views of it."""
@@ -249,7 +251,7 @@ class Flat:
         elif self.common is not None:
             if self.comm.rank == 0:
                 self._copy_params(self.common)
-            self.comm.memory_barrier()
+            self._memory_barrier()
             self.master = self.common[slice(*self.held)]
         else:
             self._fill_from_params()
@@ -270,7 +272,7 @@ class Flat:
                 low, high = max(span.offset, start), min(span.stop, stop)
                 if low < high:
                     memory[low - start : high - start].copy_(whole[low - span.offset : high - span.offset])
-        self.comm.memory_barrier()
+        self._memory_barrier()
 
     def _fill_from_params(self) -> None:
         whole = self.full if self.master_dtype is self.dtype else torch.empty_like(self.full, dtype=self.master_dtype)
@@ -308,7 +310,7 @@ class Flat:
         """
         if self.common is not None:
             if self.full is not self.common:
-                self.comm.read_common(self.full, self.common, what=what)
+                self.shared_memory.read(self.full, self.common, what=what)
             return Pending()
         own = self.full[slice(*self.owned)]
         source = self.master if self.compute_shard is None else self.compute_shard
@@ -392,12 +394,12 @@ class Flat:
         for index in self.assigned():
             self.take_assigned(index)
         self.comm.broadcast_(self.full)
-        self.comm.memory_barrier()
+        self._memory_barrier()
         if self.is_sharded or self.has_master:
             self.follow_written()
             if self.has_compute_shard:
                 self.refresh().wait()
-        self.comm.memory_barrier()
+        self._memory_barrier()
 
     def follow_written(self) -> None:
         """Lets the master follow what was written to `full`. What was not keeps its master: the compute copy may be a
@@ -474,7 +476,7 @@ class Flat:
             put(p, values.to(device=self.comm.device, dtype=dtype, copy=True))
         for companions in self._companions:
             companions.follow()
-        self.comm.memory_barrier()
+        self._memory_barrier()
         self.full = self.master = self.common = self.compute_shard = self.on_disk = self.compute_shard_on_disk = None
         self.views = []
 

@@ -13,7 +13,8 @@ from hf_zero.comm.base import DONE, Counters
 from hf_zero.comm.bucket import Bucket
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
-from hf_zero.comm.shared import SharedComm
+from hf_zero.comm.peers import Kind
+from hf_zero.comm.shared import HostMemory, SharedComm
 from hf_zero.comm.world import SHARED_BUCKET_NBYTES
 from hf_zero.config import MemoryTier
 from hf_zero.planner.meter import Meter
@@ -99,36 +100,45 @@ class _Pairwise(_Alone, PairwiseComm):
         pass
 
 
-class _Shared(_Pairwise, SharedComm):
-    """Ranks on the CPUs of one host, in whose memory each has its part of what is common to all.
+class _Memory(HostMemory):
+    """Memory of which each rank has its part.
 
     Args:
         meter (`Meter`): counts.
+        num_ranks (`int`): how many ranks there are.
+        counters (`Counters`): as for `HostMemory`.
     """
 
-    shares_memory = True
-
-    def __init__(self, num_ranks: int, bucket_nbytes: int, meter: Meter):
-        super().__init__(num_ranks, bucket_nbytes)
+    def __init__(self, meter: Meter, num_ranks: int, counters: Counters):
         self._meter = meter
+        self._num_ranks = num_ranks
+        self._counters = counters
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def own(self, numel: int, dtype: torch.dtype, kind: Kind = Kind.MEMORY) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=META)
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with self._meter.at(MemoryTier.DEVICE, share=self.num_ranks):
-            return self.empty(numel, dtype)
+        with self._meter.at(MemoryTier.DEVICE, share=self._num_ranks):
+            return self.own(numel, dtype)
 
-    def memory_barrier(self) -> None:
+    def barrier(self, what: str = "") -> None:
         pass
+
+    def number_of(self, tensor: Tensor) -> int:
+        return 0
+
+
+class _Shared(_Pairwise, SharedComm):
+    """Ranks on the CPUs of one host."""
+
+    def __init__(self, num_ranks: int, bucket_nbytes: int, meter: Meter):
+        super().__init__(num_ranks, bucket_nbytes)
+        self.shared_memory = _Memory(meter, num_ranks, self.counters)
 
     def progress(self) -> None:
         pass
 
-    def _is_shared(self, tensor: Tensor) -> bool:
-        return True
-
-    def _begin(self, verb: str, what: str, own: Tensor, numel: int, take: Callable) -> Pending:
+    def _begin(self, verb: str, what: str, own: Tensor, number: int, numel: int, take: Callable) -> Pending:
         self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1), what)
         take([own] * self.num_ranks)
         return DONE

@@ -155,7 +155,7 @@ class SimulatedStep:
             head_nbytes=watch.head,
             sent_nbytes=sum(moved.values()),
             copied_nbytes=copied,
-            shares_memory=self.engine.comm.shares_memory,
+            shares_memory=self.engine.comm.shared_memory is not None,
         )
 
 

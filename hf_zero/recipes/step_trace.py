@@ -109,7 +109,9 @@ class StepTrace(TrainerCallback):
         rows = comm.all_gather_object((self._moments, self._sent))
         if not self._moments:
             return None
-        return Step(self._number, [moments for moments, _ in rows], [sent for _, sent in rows], comm.shares_memory)
+        return Step(
+            self._number, [moments for moments, _ in rows], [sent for _, sent in rows], comm.shared_memory is not None
+        )
 
     def _before_forward(self, unit: Unit, _module: nn.Module, _args: tuple) -> None:
         # within backward it is a checkpointed block, computed again

@@ -159,7 +159,7 @@ class Arenas(NamedTuple):
     @classmethod
     def of(cls, comm: Comm) -> "Arenas":
         """Makes arenas on the ranks' device; gradients are collected where other ranks can read them."""
-        if comm.shares_memory:  # what others have mapped stays
+        if comm.shared_memory is not None:  # what others have mapped stays
             make = partial(comm.empty, dtype=torch.uint8)
             collected = Arena("collected", comm.device, keeps=True, make=make)
         else:

@@ -79,7 +79,7 @@ class FakeEngine:
                 yield FakeShard(info.name, info.shape, start, self.masters[info.name][start:stop])
 
     def begin_update(self):
-        self.comm.memory_barrier()
+        self.comm.barrier()
 
     def mark_updated(self):
         self.comm.barrier()

@@ -180,7 +180,7 @@ def test_a_barrier_that_hears_another_collective_names_it_and_the_rank_at_once(p
     with pytest.raises(
         CommError, match="^a memory barrier: rank 1 has come to reduce of unit 'u'; the ranks do not run the same"
     ):
-        comm.memory_barrier()
+        comm.shared_memory.barrier()
 
 
 def test_a_collective_that_hears_a_barrier_names_the_rank_at_once(pair):
@@ -196,10 +196,10 @@ def test_a_collective_that_hears_a_barrier_names_the_rank_at_once(pair):
 def test_ranks_at_one_barrier_with_other_collectives_behind_them_are_told_at_once(pair):
     comm, other = pair
     other.plays(other.comes_to_a_barrier(num_begun=0))
-    comm.memory_barrier()
+    comm.shared_memory.barrier()
     other.plays(other.comes_to_a_barrier(num_begun=1))
     with pytest.raises(CommError, match="rank 1 has come to this barrier with other collectives behind it"):
-        comm.memory_barrier()
+        comm.shared_memory.barrier()
 
 
 def test_a_rank_that_is_ahead_of_the_barrier_is_in_step(pair):
@@ -208,7 +208,7 @@ def test_a_rank_that_is_ahead_of_the_barrier_is_in_step(pair):
     _, _, pending = _begin(comm)
     other.plays(other.shows(torch.zeros(2 * NUMEL)), other.comes_to_a_barrier(num_begun=1), other.has_read)
     pending.wait()
-    comm.memory_barrier()
+    comm.shared_memory.barrier()
     _, _, pending = _begin(comm)
     other.plays(other.is_ready("reduce", "u"), other.has_read)
     pending.wait()

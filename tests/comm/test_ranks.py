@@ -69,7 +69,7 @@ COLLECTIVES = {
     "gather": _gather,
     "reduce": _reduce,
     "exchange": _exchange,
-    "memory barrier": lambda comm: comm.memory_barrier(),
+    "memory barrier": lambda comm: comm.shared_memory.barrier(),
     "barrier": lambda comm: comm.barrier(),
     "vector": lambda comm: comm.all_gather_vector(torch.ones(3)),
     "object": lambda comm: comm.all_gather_object({"rank": comm.rank}),

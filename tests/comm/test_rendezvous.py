@@ -51,7 +51,7 @@ def _shares_memory_all_the_same() -> None:
         _knocks_before_it_connects(monkeypatch)
         comm = _connect()
     assert type(comm) is SharedComm
-    comm.memory_barrier()
+    comm.shared_memory.barrier()
 
 
 def test_strangers_do_not_keep_ranks_from_sharing_memory():

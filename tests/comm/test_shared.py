@@ -139,19 +139,19 @@ def test_progress_does_what_can_be_done():
 
 def _has_common_memory(rounds: int) -> None:
     comm = _connect()
-    numbers = comm.common(4 * comm.num_ranks, torch.float32)
+    numbers = comm.shared_memory.common(4 * comm.num_ranks, torch.float32)
     assert not numbers.any()
-    comm.memory_barrier()
+    comm.shared_memory.barrier()
     for number in range(rounds):
         _mine(numbers).fill_(10 * number + comm.rank)
-        comm.memory_barrier()
+        comm.shared_memory.barrier()
         assert numbers.view(comm.num_ranks, 4)[:, 0].tolist() == [10.0 * number + r for r in range(comm.num_ranks)]
-        comm.memory_barrier()
+        comm.shared_memory.barrier()
     half = torch.empty(numbers.numel(), dtype=torch.bfloat16)
-    comm.read_common(half, numbers, what="u")
+    comm.shared_memory.read(half, numbers, what="u")
     assert torch.equal(half, numbers.bfloat16())
     assert comm.counters.sent_nbytes == {"gather": 16 * (comm.num_ranks - 1)}
-    assert comm.common(0, torch.float32).numel() == 0
+    assert comm.shared_memory.common(0, torch.float32).numel() == 0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -264,8 +264,8 @@ def test_a_message_that_the_kernel_has_no_room_for_is_sent_again_and_not_lost():
 def _holds_no_open_files() -> None:
     comm = _connect()
     before = len(os.listdir("/proc/self/fd"))
-    memory = [comm.empty(100, torch.float32) for _ in range(20)] + [comm.common(100, torch.float32)]
-    comm.memory_barrier()
+    memory = [comm.empty(100, torch.float32) for _ in range(20)] + [comm.shared_memory.common(100, torch.float32)]
+    comm.shared_memory.barrier()
     assert len(os.listdir("/proc/self/fd")) == before, f"{len(memory)} parts of memory"
 
 
@@ -280,11 +280,11 @@ def _has_no_file_left() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
         try:
             with pytest.raises(CommError, match="rank 0 .* too many open files here"):
-                comm.common(10, torch.float32)
+                comm.shared_memory.common(10, torch.float32)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     else:
-        comm.common(10, torch.float32)
+        comm.shared_memory.common(10, torch.float32)
     dist.barrier()
 
 
@@ -321,8 +321,8 @@ def _gives_back() -> int:
 
     before = held()
     comm = _connect()
-    memory, common = comm.empty(1000, torch.float32), comm.common(1000, torch.float32)
-    comm.memory_barrier()
+    memory, common = comm.empty(1000, torch.float32), comm.shared_memory.common(1000, torch.float32)
+    comm.shared_memory.barrier()
     assert held()[1] >= before[1] + 3  # the peer's too
     del memory, common, comm
     dist.barrier()

@@ -244,7 +244,9 @@ def _tells(folder, stage, settings):
     assert masters + told["optimizer state"].nbytes + counts == report.optimizer_nbytes
     assert told["parameters"].nbytes == report.parameter_nbytes
     kept = sum(told[name].nbytes for name in ("buffers to gather in", "buffers to exchange through") if name in told)
-    if not trainer.zero_engine.comm.shares_memory:  # where they do, what gradients are collected in is kept as well
+    if (
+        trainer.zero_engine.comm.shared_memory is None
+    ):  # where they do, what gradients are collected in is kept as well
         assert kept == report.buffer_nbytes
     return [" ".join(line.split()) for line in lines]
 
