@@ -14,8 +14,11 @@ from transformers import Trainer
 from hf_zero.accelerator import ZeroAccelerator, accelerator
 from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError
-from hf_zero.trainer import hub, trainer
+from hf_zero.trainer import batches, hub, restoring, saving, trainer
+from hf_zero.trainer.batches import BatchesMixin
 from hf_zero.trainer.hub import PushMixin
+from hf_zero.trainer.restoring import RestoringMixin
+from hf_zero.trainer.saving import SavingMixin
 from hf_zero.trainer.trainer import ZeroTrainerMixin
 from tests.trainer.harness import reset_accelerate
 
@@ -23,10 +26,17 @@ from tests.trainer.harness import reset_accelerate
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize(
-    "own, base, checked",
-    [(ZeroTrainerMixin, Trainer, trainer.OVERRIDES), (ZeroAccelerator, Accelerator, accelerator.OVERRIDES)],
-)
+OVERRIDING = [
+    (ZeroTrainerMixin, Trainer, trainer.OVERRIDES),
+    (BatchesMixin, Trainer, batches.OVERRIDES),
+    (PushMixin, Trainer, hub.OVERRIDES),
+    (RestoringMixin, Trainer, restoring.OVERRIDES),
+    (SavingMixin, Trainer, saving.OVERRIDES),
+    (ZeroAccelerator, Accelerator, accelerator.OVERRIDES),
+]
+
+
+@pytest.mark.parametrize("own, base, checked", OVERRIDING)
 def test_every_override_is_checked(own, base, checked):
     overridden = {name for name in vars(own) if hasattr(base, name) and not name.startswith("__")}
     assert overridden == set(checked)
@@ -183,10 +193,7 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize(
-    "own, checked",
-    [(ZeroTrainerMixin, trainer.OVERRIDES), (PushMixin, hub.OVERRIDES), (ZeroAccelerator, accelerator.OVERRIDES)],
-)
+@pytest.mark.parametrize("own, checked", [(own, checked) for own, _, checked in OVERRIDING])
 def test_overrides_that_call_the_original_hand_on_what_they_do_not_know(own, checked):
     for name in set(checked) - REPLACED:
         kinds = {parameter.kind for parameter in inspect.signature(getattr(own, name)).parameters.values()}

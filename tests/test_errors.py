@@ -3,8 +3,8 @@
 import errno
 
 from hf_zero.errors import causes
+from hf_zero.trainer.disk_space import _lack_in
 from hf_zero.trainer.hub import hub_reason
-from hf_zero.trainer.room import _lack_in
 
 
 def test_the_causes_of_an_error_end_also_where_they_go_round():

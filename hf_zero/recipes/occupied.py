@@ -15,7 +15,7 @@ from hf_zero.recipes.log import LOG_NAME, read_log
 from hf_zero.recipes.resolved import HIDDEN_NAME, RESOLVED_NAME, difference
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainingArguments
-from hf_zero.trainer.rotation import age_of, checkpoints_in
+from hf_zero.trainer.disk_space import age_of, checkpoints_in
 
 
 WEIGHTS = (

@@ -17,8 +17,7 @@ from hf_zero.recipes.artifacts import REPORT_NAME
 from hf_zero.recipes.resolved import RESOLVED_NAME
 from hf_zero.recipes.verify import Inspection
 from hf_zero.trainer.card import card_text, facts_of_folder
-from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, is_transient, links_out_of
-from hf_zero.trainer.hub_tokens import token_warning
+from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, is_transient, links_out_of, token_warning
 
 
 # Beside the client's own retries: it does not retry what creates a repository or a commit.

@@ -11,8 +11,8 @@ from hf_zero.recipes.resolved import check_unchanged
 from hf_zero.recipes.same_model import check_same_model
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
-from hf_zero.trainer.resuming import check_resumable, newest_whole
-from hf_zero.trainer.rotation import checkpoints_in
+from hf_zero.trainer.disk_space import checkpoints_in
+from hf_zero.trainer.resumable import check_resumable, newest_whole
 
 
 # Trainer leaves what begins so out of what it uploads.

@@ -28,7 +28,7 @@ from hf_zero.recipes.loading import (
     quiet,
     ties_of,
 )
-from hf_zero.trainer.resuming import check_resumable
+from hf_zero.trainer.resumable import check_resumable
 
 
 POSITIONAL = ("folder", "the model folder")

@@ -18,7 +18,7 @@ from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.errors import CheckpointError
 from hf_zero.planner import MemoryReport
-from hf_zero.trainer.rotation import checkpoints_in
+from hf_zero.trainer.disk_space import checkpoints_in
 
 
 TAGS = ("hf_zero", "zero")

@@ -1,15 +1,18 @@
 """Pushing to a hub from many ranks: one of them talks to it, and all learn how it went."""
 
+import copy
 import glob
 import importlib
 import logging
 import os
+import pickletools
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 from huggingface_hub.utils import get_session
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils.hub import hf_api
 
@@ -32,7 +35,7 @@ from hf_zero.engine import engine_of
 from hf_zero.engine.patch import Patch
 from hf_zero.errors import HfZeroError, HubError, causes
 from hf_zero.trainer.card import card_text, facts_of
-from hf_zero.trainer.hub_tokens import without_tokens
+from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,10 @@ logger = logging.getLogger(__name__)
 OVERRIDES = ("init_hf_repo", "create_model_card", "push_to_hub", "_push_from_checkpoint", "_finish_current_push")
 # Pickled, they name folders of this machine; those of other programs hold the token.
 NOT_PUSHED = (TRAINING_ARGS_NAME, f"*/{TRAINING_ARGS_NAME}")
+# Arguments that are tokens, and keys by which dictionaries among the arguments (`model_init_kwargs`) hold them.
+# Not everything that ends in "_token" is a secret: there is `eos_token`.
+TOKEN_FIELDS = ("hub_token", "push_to_hub_token")
+TOKEN_KEYS = ("token", "use_auth_token")
 TRANSIENT_STATUS = frozenset((429, 500, 502, 503, 504))
 _REMEDIES = {
     401: "the token is missing or wrong; log in with `hf auth login`, or set HF_TOKEN to one with write permission",
@@ -100,22 +107,13 @@ def is_transient(error: BaseException) -> bool:
     return False
 
 
-if TYPE_CHECKING:  # type checkers see what the mixin stands before; which trainer that is, is the user's choice
-    from transformers import Trainer as _Trainer
-
-    from hf_zero.trainer.arguments import ZeroArgumentsMixin
-else:
-    _Trainer = object
-
-
-class PushMixin(_Trainer):
+class PushMixin(ZeroTrainerBase):
     """The part of `ZeroTrainerMixin` that pushes. All ranks call each of these methods."""
 
     # What the card has beside what the trainer itself knows.
     memory_of_ranks: tuple = ()  # by rank; a push gathers it
     card_dataset: str | None = None  # what the data is called
     card_sections: Mapping[str, str] = MappingProxyType({})  # Markdown by title
-    args: "ZeroArgumentsMixin"
     hub_model_id: str | None
     saved_elsewhere: str | None = None  # where the model is, when its own folder had no room
     _is_pushing = False
@@ -167,37 +165,18 @@ class PushMixin(_Trainer):
                 "push that folder with `hf-zero push`"
             )
 
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """Writes `README.md` into the output folder, from rank 0, with what the run took and how it was sharded."""
+    # `check_overrides` gives what is passed by position its name.
+    def create_model_card(self, **given: Any) -> None:  # type: ignore[override]
+        """Writes `README.md` into the output folder, from rank 0, with what the run took and how it was sharded.
+
+        Args:
+            given: what `Trainer.create_model_card` takes. It wins over what the trainer itself knows.
+        """
         if not self.is_world_process_zero():
             return
-        facts = facts_of(
-            self,
-            self.memory_of_ranks,
-            language=language,
-            license=license,
-            tags=tags,
-            model_name=model_name,
-            finetuned_from=finetuned_from,
-            tasks=tasks,
-            dataset_tags=dataset_tags,
-            dataset=dataset if dataset is not None else self.card_dataset,
-            dataset_args=dataset_args,
-        )
-        facts = replace(facts, sections=self.card_sections)
-        with open(os.path.join(self.args.output_dir, "README.md"), "w", encoding="utf-8") as file:
-            file.write(card_text(facts))
+        given = {"dataset": self.card_dataset} | {name: value for name, value in given.items() if value is not None}
+        facts = replace(facts_of(self, self.memory_of_ranks, **given), sections=self.card_sections)
+        Path(self.args.output_dir, "README.md").write_text(card_text(facts), encoding="utf-8")
 
     def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs: Any) -> None:
         """Copies the weights and starts the upload on rank 0; the upload goes on in the background."""
@@ -280,3 +259,60 @@ def _transport():
 def _first_line(error: object) -> str:
     text = str(error).strip()
     return text.splitlines()[0].strip() if text else type(error).__name__
+
+
+# Tokens: none of them is written to disk
+
+
+def without_tokens(args: TrainingArguments) -> TrainingArguments:
+    """A copy of training arguments that can be saved for others to see."""
+    args = copy.copy(args)
+    for name, value in vars(args).items():
+        if isinstance(value, str) and name in TOKEN_FIELDS:
+            setattr(args, name, None)
+        elif isinstance(value, dict):
+            setattr(args, name, _blanked(value))
+    return args
+
+
+def token_warning(folder: str | os.PathLike) -> str | None:
+    """What to tell the owner of a folder whose training arguments hold a token, as other programs and earlier versions
+    save them; `None` where they do not. Nothing in the file is executed."""
+    path = Path(folder) / TRAINING_ARGS_NAME
+    if not _holds_token(path):
+        return None
+    return (
+        f"{path}: holds the hub's token in plain text; delete the file, and revoke the token if others could read the "
+        "file or it was uploaded"
+    )
+
+
+def _blanked(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: None if key in TOKEN_KEYS and isinstance(item, str) else _blanked(item) for key, item in value.items()
+    }
+
+
+def _holds_token(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            pickles = [archive.read(name) for name in names]
+        return any(_follows_secret(pickle) for pickle in pickles)
+    except (OSError, ValueError, zipfile.BadZipFile):  # there is none, or it is no such file
+        return False
+
+
+def _follows_secret(pickled: bytes) -> bool:
+    """Whether a text follows the name of a token, as a value follows its key."""
+    before: Any = None
+    for operation, argument, _ in pickletools.genops(pickled):
+        if "PUT" in operation.name or operation.name == "MEMOIZE":
+            continue
+        is_text = "UNICODE" in operation.name
+        if is_text and before in (*TOKEN_FIELDS, *TOKEN_KEYS):
+            return True
+        before = argument if is_text else None
+    return False

@@ -1,13 +1,46 @@
 """A trainer's checkpoints: what Trainer writes is led into a temporary folder, and all of it appears at once."""
 
+import io
+import logging
+import os
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
-from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state
+import torch
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state, plan_weights, save_pretrained, save_state
+from hf_zero.checkpoint.adapters import is_adapter_model, plan_prompts, save_adapters
+from hf_zero.checkpoint.replacing import added
 from hf_zero.checkpoint.save import Weights
+from hf_zero.checkpoint.table import TABLE_NAME
+from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
+from hf_zero.compat import check_overrides
 from hf_zero.engine import ZeroEngine
+from hf_zero.errors import CommError
 from hf_zero.optim import ShardedOptimizer
+from hf_zero.trainer.batches import BatchesMixin
+from hf_zero.trainer.disk_space import keep_best, lack_of_room, rotation, save_with_room
+from hf_zero.trainer.hub import PushMixin, without_tokens
+from hf_zero.trainer.resumable import schedule_position
+from hf_zero.trainer.signals import StopOnSignal
+
+
+logger = logging.getLogger(__name__)
+
+OVERRIDES = (
+    "_finalize_training",
+    "_get_output_dir",
+    "_save_checkpoint",
+    "save_model",
+    "_save_optimizer_and_scheduler",
+    "_push_from_checkpoint",
+)
 
 
 class Saver:
@@ -107,3 +140,199 @@ class Saver:
             if push is not None:
                 push()
         return self._newest
+
+
+class SavingMixin(PushMixin, BatchesMixin):
+    """The part of `ZeroTrainerMixin` that saves: every rank writes its own ranges, so all ranks call each method."""
+
+    stop_on_signal: StopOnSignal
+    _saver: Saver
+
+    def wait_for_checkpoint(self) -> Path | None:
+        """Returns when what is written in the background is complete: the newest checkpoint, if there is one.
+
+        Raises:
+            `CheckpointError`: it could not be saved; on all ranks.
+        """
+        return self._saver.wait()
+
+    def _complete_checkpoint(self, trial) -> None:
+        """At the end of the training: a checkpoint of now that a thread could not save is saved once more."""
+        if self._is_background_done():
+            return
+        last = self._saver.last
+        if last is not None and last.name == _checkpoint_name(self.state.global_step):
+            with self._saver.in_foreground():
+                self._save_checkpoint(self.model, trial)
+        best = self.state.best_model_checkpoint
+        if best is not None and not any(collect_from_all_ranks(self._engine.comm, best, lambda: os.path.isdir(best))):
+            logger.warning("%s: could not be saved, so the best model is not loaded", best)
+            self.state.best_model_checkpoint = None
+
+    def _is_background_done(self) -> bool:
+        """Waits as `wait_for_checkpoint`; what could not be saved is said. The same on all ranks."""
+        try:
+            self.wait_for_checkpoint()
+        except CommError:
+            raise
+        except Exception as error:
+            if self.args.process_index == 0:
+                logger.warning("%s; earlier checkpoints stay, and what is in memory can still be saved", error)
+            return False
+        return True
+
+    def _save_checkpoint(self, model, trial, **kwargs) -> None:
+        """Saves a checkpoint; where the disk is full, into `zero_save_fallback`, or when there is room."""
+        comm = self._engine.comm
+        lack_of_room(comm, self.wait_for_checkpoint)  # the thread has said it, and this checkpoint waits for room
+        run_dir, name = super()._get_output_dir(trial), _checkpoint_name(self.state.global_step)
+        folder = save_with_room(
+            comm,
+            lambda folder: self._write_checkpoint(model, trial, folder, **kwargs),
+            run_dir,
+            name,
+            what="the checkpoint",
+            fallback=self.args.zero_save_fallback,
+            signals=self.stop_on_signal,
+        )
+        wanted = os.path.join(run_dir, name)
+        if folder != wanted and comm.rank == 0:
+            logger.warning("%s: no room, so the checkpoint is in %s; to resume from it, name it", wanted, folder)
+
+    def _write_checkpoint(self, model, trial, folder: str, **kwargs) -> None:
+        """Lets Trainer write its files into a temporary folder, adds the tensors, and gives it its name."""
+        self._prepared_optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
+        run_dir = os.path.dirname(folder)
+        self._saver.begin(
+            self._engine,
+            None if self.args.save_only_model else self._zero_optimizer,
+            folder,
+            weights=(plan_prompts if is_adapter_model(self.model) else plan_weights)(self._engine),
+            **({} if self.args.save_only_model else self._facts()),
+        )
+        failure: BaseException | None = None
+        try:
+            super()._save_checkpoint(model, trial, **kwargs)
+            self._note_best(run_dir)
+        except Exception as error:  # a full disk, say, where this rank writes a file of its own
+            failure = error
+        try:
+            run_on_all_ranks(self._engine.comm, f"saving to {folder}", lambda: reraise(failure))
+        except BaseException:
+            self._saver.discard()
+            raise
+        # elsewhere there may be checkpoints of other runs
+        is_own = Path(run_dir) == Path(super()._get_output_dir(trial))
+        limit = self.args.save_total_limit if is_own else None
+        self._saver.finish(rotation(run_dir, limit, self.state.best_model_checkpoint, newest=folder))
+
+    def _note_best(self, run_dir: str) -> None:
+        """The best checkpoint goes by its name here, not by that of the temporary folder or a former place."""
+        if not self.state.best_global_step:
+            return
+        path = os.path.join(run_dir, _checkpoint_name(self.state.best_global_step))
+        if self.state.best_global_step == self.state.global_step or os.path.isdir(path):
+            self.state.best_model_checkpoint = path
+            if self.args.should_save:
+                current = _checkpoint_name(self.state.global_step)
+                self.state.save_to_json(os.path.join(self._saver.run_dir or run_dir, current, TRAINER_STATE_NAME))
+
+    def _facts(self) -> dict:
+        position = self._position()
+        return {
+            "step": self.state.global_step,
+            **self.accelerator.last_step.facts(self._engine),
+            "extra": {
+                "position": asdict(position) if position is not None else None,
+                "accumulation": self.args.gradient_accumulation_steps,
+                "schedule": schedule_position(self.lr_scheduler),
+            },
+        }
+
+    def _get_output_dir(self, trial, **kwargs) -> str:
+        return self._saver.run_dir or super()._get_output_dir(trial, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights."""
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        engine = self.accelerator.shard(self.model)
+        if self._zero_optimizer is not None:
+            self._zero_optimizer.eval()
+        if self._saver.is_saving:
+            self._write_model(output_dir)
+            return
+        self._is_background_done()
+        folder = save_with_room(
+            engine.comm,
+            self._write_model,
+            output_dir,
+            what="the model",
+            fallback=self.args.zero_save_fallback,
+            signals=self.stop_on_signal,
+        )
+        self.saved_elsewhere = None
+        if folder != output_dir:
+            self.note_elsewhere(output_dir, folder)
+        elif self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write_model(self, output_dir: str) -> None:
+        engine = self._engine
+        if not self._saver.is_saving and not is_adapter_model(self.model):
+            save_pretrained(engine, output_dir)
+        with nullcontext(output_dir) if self._saver.is_saving else added(engine.comm, output_dir) as folder:
+            if is_adapter_model(self.model):
+                save_adapters(engine, folder)
+            beside = (lambda: self._save_beside(folder)) if self.args.should_save else (lambda: None)
+            run_on_all_ranks(engine.comm, f"saving to {output_dir}", beside)
+
+    def _save_beside(self, output_dir: str | os.PathLike) -> None:
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(output_dir)
+        buffer = io.BytesIO()  # torch's own writer says of a full disk only that it failed
+        torch.save(without_tokens(self.args), buffer)
+        Path(output_dir, TRAINING_ARGS_NAME).write_bytes(buffer.getvalue())
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._saver.is_saving:
+            save_state(self._engine, self._prepared_optimizer, output_dir, extra={})
+        comm = self._engine.comm
+        run_on_all_ranks(
+            comm, f"{output_dir}: saving the scheduler", on_first(comm, lambda: self._save_scheduler(output_dir))
+        )
+
+    def _save_scheduler(self, output_dir: str) -> None:
+        if self.lr_scheduler is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns when a scheduler is saved without its optimizer
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs) -> None:
+        if self._saver.is_saving:
+            folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
+            if self._saver.folder == Path(os.path.abspath(folder)):  # else the disk has no room for what is pushed
+                self._saver.push_later(lambda: self._push_from_checkpoint(folder, **kwargs))
+        else:
+            if self.is_world_process_zero():  # Trainer copies single files over those that the table is of
+                Path(self.args.output_dir, TABLE_NAME).unlink(missing_ok=True)
+            super()._push_from_checkpoint(checkpoint_folder, **kwargs)
+
+    def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):
+        self._complete_checkpoint(trial)
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        self.args.save_total_limit = None  # else Trainer deletes all that looks like a checkpoint but the best
+        try:
+            output = super()._finalize_training(trial, num_train_samples, start_time, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        if limit == 1 and best is not None and self.args.should_save:
+            keep_best(super()._get_output_dir(trial), best)
+        return output
+
+
+check_overrides(SavingMixin, Trainer, OVERRIDES)
+
+
+def _checkpoint_name(step: int) -> str:
+    return f"{PREFIX_CHECKPOINT_DIR}-{step}"

@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import TrainerCallback
@@ -57,10 +59,12 @@ class StopOnSignal(TrainerCallback):
         self._since: dict[int, float] = {}  # when each signal came first
         self._stopping = 0  # the signal that the ranks have agreed on
 
-    def install(self) -> dict:
-        """Takes the signals that nobody else handles; returns what they did before."""
+    @contextmanager
+    def received(self) -> Iterator[None]:
+        """While it is entered, the signals that nobody else handles come here."""
         if threading.current_thread() is not threading.main_thread():
-            return {}  # Python lets no other thread have handlers
+            yield  # Python lets no other thread have handlers
+            return
         before = {number: signal.getsignal(number) for number in self.signals}
         before = {number: handler for number, handler in before.items() if handler in NOT_HANDLED}
         if before:  # else they are taken already, and what has come is not forgotten
@@ -68,13 +72,11 @@ class StopOnSignal(TrainerCallback):
             self._since.clear()
         for number in before:
             signal.signal(number, self._receive)
-        return before
-
-    @staticmethod
-    def remove(before: dict) -> None:
-        """Gives the signals back, as `install` found them."""
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _receive(self, number: int, frame) -> None:
         now = time.monotonic()

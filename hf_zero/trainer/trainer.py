@@ -1,90 +1,62 @@
 """`ZeroTrainer`: the Hugging Face `Trainer` over sharded models."""
 
 import inspect
-import io
-import logging
 import os
-import warnings
+import sys
 from contextlib import nullcontext
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer, TrainerState
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from tqdm.auto import tqdm
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 
 from hf_zero.accelerator import ZeroAccelerator
-from hf_zero.checkpoint import (
-    load_pretrained,
-    load_state,
-    load_weights,
-    plan_weights,
-    pretrained_class,
-    save_pretrained,
-    save_state,
-)
-from hf_zero.checkpoint.adapters import is_adapter_model, load_adapters, plan_prompts, refuse_adapters, save_adapters
-from hf_zero.checkpoint.folders import restore_replaced
-from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
-from hf_zero.checkpoint.foreign.trusted import load_small
-from hf_zero.checkpoint.manifest import STATE_FOLDER
+from hf_zero.checkpoint import load_pretrained, pretrained_class
+from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
 from hf_zero.checkpoint.quantized import refuse_quantized_model
-from hf_zero.checkpoint.replacing import added
-from hf_zero.checkpoint.table import TABLE_NAME
-from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.compat import check_overrides
-from hf_zero.engine import ZeroEngine, engine_of, materialize
+from hf_zero.engine import engine_of, materialize
 from hf_zero.engine.access import named_writes
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
-from hf_zero.errors import CheckpointError, CommError, ConfigError
-from hf_zero.optim import ShardedOptimizer, granularity_of, inner_optimizers, refuse_unknown, sharded_of
-from hf_zero.planner import MemoryReport, measure
+from hf_zero.errors import ConfigError
+from hf_zero.optim import granularity_of, inner_optimizers, refuse_unknown
+from hf_zero.planner import render_classes, tensor_classes
 from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
-from hf_zero.trainer.belonging import schedule_position
+from hf_zero.trainer.batches import Position, evened
 from hf_zero.trainer.checks import check_schedule
-from hf_zero.trainer.hub import PushMixin
-from hf_zero.trainer.hub_tokens import token_warning, without_tokens
-from hf_zero.trainer.memory import TellMemory
-from hf_zero.trainer.parallel import apart, arrange, refuse_divided
-from hf_zero.trainer.position import Epochs, Position, epochs_of, leave_out
-from hf_zero.trainer.resuming import CompareLoss, Resumed, chosen, refuse_damaged, resumed_from
-from hf_zero.trainer.room import check_room, fallback_of, lack_of_room, save_with_room
-from hf_zero.trainer.rotation import keep_best, rotation
-from hf_zero.trainer.saving import Saver
-from hf_zero.trainer.schedule import changes, show_rates, take_new_rates
+from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, Resumed, show_rates
+from hf_zero.trainer.saving import Saver, SavingMixin
 from hf_zero.trainer.signals import StopOnSignal
-from hf_zero.trainer.uneven import Supply, evened
+from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_divided
+from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
-logger = logging.getLogger(__name__)
-
-OVERRIDES = (
-    "create_accelerator_and_postprocess",
-    "train",
-    "set_initial_training_values",
-    "_move_model_to_device",
-    "_init_training_state",
-    "_run_epoch",
-    "get_batch_samples",
-    "evaluation_loop",
-    "_finalize_training",
-    "_get_output_dir",
-    "_save_checkpoint",
-    "save_model",
-    "_save_optimizer_and_scheduler",
-    "_load_optimizer_and_scheduler",
-    "_load_from_checkpoint",
-    "_load_best_model",
-    "_push_from_checkpoint",
-)
+OVERRIDES = ("create_accelerator_and_postprocess", "train", "_move_model_to_device", "evaluation_loop")
 
 
-class ZeroTrainerMixin(PushMixin):
+class TellMemory(TrainerCallback):
+    """Prints one line per tensor class on rank 0, on stderr: purpose, dtype, bytes per rank.
+
+    Args:
+        trainer (`ZeroTrainerBase`): whose model trains.
+    """
+
+    def __init__(self, trainer: ZeroTrainerBase):
+        self._trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        engine, optimizer = self._trainer._engine, self._trainer._prepared_optimizer
+        ranks = f"{engine.comm.num_ranks} rank{'s' if engine.comm.num_ranks > 1 else ''}"
+        lines = render_classes(tensor_classes(engine, optimizer))  # on every rank: what fails here fails on all
+        late = "".join(f"\n  and the state of {name}, from the first step on" for name in optimizer.late_state)
+        if state.is_world_process_zero:
+            text = f"hf_zero: stage {engine.stage} over {ranks}; beside activations each holds\n{lines}{late}"
+            tqdm.write(text, file=sys.stderr)
+
+
+class ZeroTrainerMixin(SavingMixin, RestoringMixin):
     """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
 
     Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first
@@ -99,9 +71,7 @@ class ZeroTrainerMixin(PushMixin):
         `ConfigError`: for a model or arguments that cannot be sharded.
     """
 
-    args: ZeroArgumentsMixin
     arguments_class: type[ZeroArgumentsMixin] = ZeroTrainingArguments  # made where none are given
-    leaves_model: bool = False
 
     def __init__(self, *args, **kwargs):
         given = _by_name(type(self), args, kwargs)
@@ -165,86 +135,26 @@ class ZeroTrainerMixin(PushMixin):
         self.accelerator.clips = bool(self.args.max_grad_norm)
         self._saver = Saver(in_background=self.args.zero_async_save)
         self.resumed = Resumed()
-        self._start = Position(0, 0, 0)  # where this run's data begins
-        self._data: Epochs | None = None  # None where batches are not known to follow an order, and before training
+        self._start, self._data = Position(0, 0, 0), None
 
     def _move_model_to_device(self, model, device) -> None:
         """The engine moves what each rank keeps."""
 
-    @property
-    def zero_engine(self) -> ZeroEngine | None:
-        """The engine that holds the model, or `None` before it is first prepared."""
-        return engine_of(self.model)
-
-    @property
-    def _engine(self) -> ZeroEngine:
-        """The engine that holds the model, which must have been prepared before."""
-        engine = self.zero_engine
-        assert engine is not None, "the model is not sharded yet"
-        return engine
-
-    @property
-    def _zero_optimizer(self) -> ShardedOptimizer | None:
-        return sharded_of(self.optimizer)
-
-    @property
-    def _prepared_optimizer(self) -> ShardedOptimizer:
-        optimizer = self._zero_optimizer
-        assert optimizer is not None, "the optimizer is not prepared yet"
-        return optimizer
-
-    def memory_report(self) -> MemoryReport:
-        """Bytes that this rank holds by tensor class, measured, beside what DDP would hold."""
-        return measure(self.accelerator.shard(self.model), sharded_of(self.optimizer))
-
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, **kwargs):
         """As `Trainer.train`. `True` resumes from the newest checkpoint that is as it was saved. SIGTERM and SIGUSR1
         end the training after the step under way, with a checkpoint and the exit code 128 + the signal's number."""
-        before = self.stop_on_signal.install()  # checkpoints are read for minutes before the first step
         own = (self.stop_on_signal, CompareLoss(self), TellMemory(self))
         for callback in own:  # only now: people list a trainer's callbacks
             self.add_callback(callback)
         try:
-            with transport_errors("training"), named_writes():
-                resume_from_checkpoint = self._checkpoint_of(resume_from_checkpoint)
-                return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **kwargs)
+            # signals from now on: checkpoints are read for minutes before the first step
+            with self.stop_on_signal.received(), transport_errors("training"), named_writes():
+                checkpoint = self._checkpoint_of(resume_from_checkpoint)
+                self._start = self.resumed.position
+                return super().train(checkpoint, trial, ignore_keys_for_eval, **kwargs)
         finally:
             for callback in own:
                 self.remove_callback(callback)
-            self.stop_on_signal.remove(before)
-
-    def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> str | os.PathLike | bool | None:
-        """What Trainer is to resume from, looked through; notes where that run was."""
-        if isinstance(given, (str, os.PathLike)):
-            restore_replaced(Path(given).parent)
-        if given is True:
-            given = chosen(self.args, needs_config=self._has_config())
-        elif given:
-            refuse_damaged(Path(given), needs_config=self._has_config())
-        self._warn_of_token(given)
-        self.resumed = resumed_from(given or None)
-        self._start = self.resumed.position
-        return given
-
-    def _warn_of_token(self, checkpoint: str | os.PathLike | bool | None) -> None:
-        if isinstance(checkpoint, (str, os.PathLike)) and checkpoint and self.args.process_index == 0:
-            warning = token_warning(checkpoint)
-            if warning is not None:
-                logger.warning("%s", warning)
-
-    def _finalize_training(self, trial, num_train_samples, start_time, **kwargs):
-        self._complete_checkpoint(trial)
-        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        self.args.save_total_limit = (
-            None  # Trainer would delete every folder that looks like a checkpoint but the best
-        )
-        try:
-            output = super()._finalize_training(trial, num_train_samples, start_time, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
-        if limit == 1 and best is not None and self.args.should_save:
-            keep_best(super()._get_output_dir(trial), best)
-        return output
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs
@@ -262,297 +172,6 @@ class ZeroTrainerMixin(PushMixin):
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix, **kwargs
             )
-
-    # Where the run is in its data
-
-    def set_initial_training_values(self, args, dataloader, **kwargs):
-        """As in Trainer; a run that is resumed counts from where it is, whatever its batches were before."""
-        self._supply = Supply(dataloader)
-        values = super().set_initial_training_values(args, dataloader, **kwargs)
-        epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
-        self._data = epochs_of(dataloader, args.gradient_accumulation_steps)
-        if self._goes_on():
-            self._start = start = self._start.within(self._data)
-            leave_out(dataloader, start, self._data)
-            if args.max_steps > 0:
-                epochs = start.epochs_until(steps - start.step, self._data)
-            else:
-                steps = start.step + start.steps_until(args.num_train_epochs, self._data)
-        return epochs, per_epoch, examples, samples, per_step, in_epoch, steps
-
-    def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
-    ):
-        epochs, batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
-        )
-        if self._goes_on():
-            return self._start.epoch, self._start.sample // self._data.per_step * self._data.accumulation
-        return epochs, batches
-
-    def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
-        """As in Trainer; an epoch that is gone on with may be shorter, in batches of the present size."""
-        if epoch == kwargs["epochs_trained"]:  # the first one
-            check_room(self)
-        if self._goes_on() and epoch == self._start.epoch:
-            steps_in_epoch = self._data.batches(self._start.sample)
-            num_update_steps_per_epoch = self._data.steps(self._start.sample)
-        super()._run_epoch(
-            epoch=epoch,
-            steps_in_epoch=steps_in_epoch,
-            num_update_steps_per_epoch=num_update_steps_per_epoch,
-            **kwargs,
-        )
-
-    def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
-        """As in Trainer; where a rank has fewer batches than others all of them say so, and none waits."""
-        batches = self._supply.next(epoch_iterator, num_batches, self._engine.comm, self.state.global_step)
-        return super().get_batch_samples(batches, num_batches, device, **kwargs)
-
-    def _goes_on(self) -> bool:
-        return self._start.step > 0 and self._data is not None and not self.args.ignore_data_skip
-
-    # Saving: every rank writes its own ranges, so every rank must come here
-
-    def wait_for_checkpoint(self) -> Path | None:
-        """Returns when what is written in the background is complete: the newest checkpoint, if there is one.
-
-        Raises:
-            `CheckpointError`: it could not be saved; on all ranks.
-        """
-        return self._saver.wait()
-
-    def _complete_checkpoint(self, trial) -> None:
-        """At the end of the training: a checkpoint of now that a thread could not save is saved once more."""
-        if self._is_background_done():
-            return
-        last = self._saver.last
-        if last is not None and last.name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}":
-            with self._saver.in_foreground():
-                self._save_checkpoint(self.model, trial)
-        best = self.state.best_model_checkpoint
-        if best is not None and not any(collect_from_all_ranks(self._engine.comm, best, lambda: os.path.isdir(best))):
-            logger.warning("%s: could not be saved, so the best model is not loaded", best)
-            self.state.best_model_checkpoint = None
-
-    def _is_background_done(self) -> bool:
-        """Waits as `wait_for_checkpoint`; what could not be saved is said. The same on all ranks."""
-        try:
-            self.wait_for_checkpoint()
-        except CommError:
-            raise
-        except Exception as error:
-            if self.args.process_index == 0:
-                logger.warning("%s; earlier checkpoints stay, and what is in memory can still be saved", error)
-            return False
-        return True
-
-    def _save_checkpoint(self, model, trial, **kwargs) -> None:
-        """Saves a checkpoint; where the disk is full, into `zero_save_fallback`, or when there is room."""
-        comm, fallback = self._engine.comm, self.args.zero_save_fallback
-        lack_of_room(comm, self.wait_for_checkpoint)  # the thread has said it, and this checkpoint waits for room
-        run_dir, name = super()._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        wanted = os.path.join(run_dir, name)
-        folder = save_with_room(
-            comm,
-            wanted,
-            lambda folder: self._write_checkpoint(model, trial, folder, **kwargs),
-            self.stop_on_signal,
-            what="the checkpoint",
-            fallback=partial(fallback_of, fallback, run_dir, name) if fallback else None,
-        )
-        if folder != wanted and comm.rank == 0:
-            logger.warning("%s: no room, so the checkpoint is in %s; to resume from it, name it", wanted, folder)
-
-    def _write_checkpoint(self, model, trial, folder: str, **kwargs) -> None:
-        """Lets Trainer write its files into a temporary folder, adds the tensors, and gives it its name."""
-        self._prepared_optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
-        run_dir = os.path.dirname(folder)
-        self._saver.begin(
-            self._engine,
-            None if self.args.save_only_model else self._zero_optimizer,
-            folder,
-            weights=(plan_prompts if is_adapter_model(self.model) else plan_weights)(self._engine),
-            **({} if self.args.save_only_model else self._facts()),
-        )
-        failure: BaseException | None = None
-        try:
-            super()._save_checkpoint(model, trial, **kwargs)
-            self._note_best(run_dir)
-        except Exception as error:  # a full disk, say, where this rank writes a file of its own
-            failure = error
-        try:
-            run_on_all_ranks(self._engine.comm, f"saving to {folder}", lambda: reraise(failure))
-        except BaseException:
-            self._saver.discard()
-            raise
-        # elsewhere there may be checkpoints of other runs
-        is_own = Path(run_dir) == Path(super()._get_output_dir(trial))
-        limit = self.args.save_total_limit if is_own else None
-        self._saver.finish(rotation(run_dir, limit, self.state.best_model_checkpoint, newest=folder))
-
-    def _note_best(self, run_dir: str) -> None:
-        """The best checkpoint goes by its name here, not by that of the temporary folder or a former place."""
-        if not self.state.best_global_step:
-            return
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-        path = os.path.join(run_dir, name)
-        if self.state.best_global_step == self.state.global_step or os.path.isdir(path):
-            self.state.best_model_checkpoint = path
-            if self.args.should_save:
-                current = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                self.state.save_to_json(os.path.join(self._saver.run_dir or run_dir, current, TRAINER_STATE_NAME))
-
-    def _facts(self) -> dict:
-        position = None
-        if self._data is not None:
-            position = self._start.after(self.state.global_step, self._data)
-        return {
-            "step": self.state.global_step,
-            **self.accelerator.last_step.facts(self._engine),
-            "extra": {
-                "position": asdict(position) if position is not None else None,
-                "accumulation": self.args.gradient_accumulation_steps,
-                "schedule": schedule_position(self.lr_scheduler),
-            },
-        }
-
-    def _get_output_dir(self, trial, **kwargs) -> str:
-        return self._saver.run_dir or super()._get_output_dir(trial, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights."""
-        output_dir = output_dir if output_dir is not None else self.args.output_dir
-        engine = self.accelerator.shard(self.model)
-        if self._zero_optimizer is not None:
-            self._zero_optimizer.eval()
-        if self._saver.is_saving:
-            self._write_model(output_dir)
-            return
-        self._is_background_done()
-        fallback = self.args.zero_save_fallback
-        folder = save_with_room(
-            engine.comm,
-            output_dir,
-            self._write_model,
-            self.stop_on_signal,
-            what="the model",
-            fallback=partial(fallback_of, fallback, output_dir) if fallback else None,
-        )
-        self.saved_elsewhere = None
-        if folder != output_dir:
-            self.note_elsewhere(output_dir, folder)
-        elif self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _write_model(self, output_dir: str) -> None:
-        engine = self._engine
-        if not self._saver.is_saving and not is_adapter_model(self.model):
-            save_pretrained(engine, output_dir)
-        with nullcontext(output_dir) if self._saver.is_saving else added(engine.comm, output_dir) as folder:
-            if is_adapter_model(self.model):
-                save_adapters(engine, folder)
-            beside = (lambda: self._save_beside(folder)) if self.args.should_save else (lambda: None)
-            run_on_all_ranks(engine.comm, f"saving to {output_dir}", beside)
-
-    def _save_beside(self, output_dir: str | os.PathLike) -> None:
-        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if processing is not None:
-            processing.save_pretrained(output_dir)
-        buffer = io.BytesIO()  # torch's own writer says of a full disk only that it failed
-        torch.save(without_tokens(self.args), buffer)
-        Path(output_dir, TRAINING_ARGS_NAME).write_bytes(buffer.getvalue())
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._saver.is_saving:
-            save_state(self._engine, self._prepared_optimizer, output_dir, extra={})
-        comm = self._engine.comm
-        run_on_all_ranks(
-            comm, f"{output_dir}: saving the scheduler", on_first(comm, lambda: self._save_scheduler(output_dir))
-        )
-
-    def _save_scheduler(self, output_dir: str) -> None:
-        if self.lr_scheduler is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns when a scheduler is saved without its optimizer
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs) -> None:
-        if self._saver.is_saving:
-            folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
-            if self._saver.folder == Path(os.path.abspath(folder)):  # else the disk has no room for what is pushed
-                self._saver.push_later(lambda: self._push_from_checkpoint(folder, **kwargs))
-        else:
-            if self.is_world_process_zero():  # Trainer copies single files over those that the table is of
-                Path(self.args.output_dir, TABLE_NAME).unlink(missing_ok=True)
-            super()._push_from_checkpoint(checkpoint_folder, **kwargs)
-
-    # Loading
-
-    def _has_config(self) -> bool:
-        """Whether a checkpoint of the model has a config in its folder."""
-        return not is_adapter_model(self.model) and hasattr(getattr(self.model, "config", None), "save_pretrained")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load_weights(resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        self._prepared_optimizer.eval()  # it was saved so: nothing is to be turned later
-        self._load_weights(self.state.best_model_checkpoint)
-
-    def _load_weights(self, folder: str) -> None:
-        """Reads each rank's ranges from the folder; nobody holds the whole model."""
-        engine = self.accelerator.shard(self.model)
-        foreign = detect(folder)
-        if foreign is not None and foreign.read_weights is not None:
-            load_foreign_weights(engine, folder)
-            return
-        (load_adapters if is_adapter_model(self.model) else load_weights)(engine, folder)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        foreign = detect(checkpoint)
-        if foreign is not None:
-            logger.info("%s: resuming from a checkpoint of %s", checkpoint, foreign.name)
-            load_foreign_state(self._engine, self._prepared_optimizer, checkpoint)
-        elif os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
-            load_state(self._engine, self._prepared_optimizer, checkpoint)
-        else:
-            logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
-            return
-        subject = f"{checkpoint}: loading the scheduler"
-        run_on_all_ranks(self._engine.comm, subject, lambda: self._load_scheduler(checkpoint))
-
-    def _load_scheduler(self, checkpoint: str) -> None:
-        path = os.path.join(checkpoint, SCHEDULER_NAME)
-        is_foreign = detect(checkpoint) is not None
-        if not is_foreign and not os.path.isfile(path):
-            raise CheckpointError(
-                f"{path}: is missing, so the schedule would start anew; resume from another checkpoint"
-            )
-        saved = load_small(Path(path)) if os.path.isfile(path) else None
-        groups = self.optimizer.param_groups
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # DeepSpeed drops groups without parameters, which leaves its schedule with fewer of them.
-            if saved is not None and len(saved.get("base_lrs", groups)) == len(groups):
-                given = list(getattr(self.lr_scheduler, "base_lrs", ()))
-                self.lr_scheduler.load_state_dict(saved)
-                self._tell_changes(checkpoint, saved, given)
-                take_new_rates(self.lr_scheduler)
-            elif is_foreign:
-                num_steps = carried(checkpoint).num_steps or 0
-                logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)
-                for _ in range(num_steps):
-                    self.lr_scheduler.step()
-
-    def _tell_changes(self, checkpoint: str, saved: dict, given: list[float]) -> None:
-        path = os.path.join(checkpoint, TRAINER_STATE_NAME)
-        before = TrainerState.load_from_json(path).max_steps if os.path.isfile(path) else None
-        found = changes(self.lr_scheduler, saved, given=given, num_steps=self.state.max_steps, num_steps_before=before)
-        for sentence in found if self.args.should_log else ():
-            logger.warning("%s: %s", checkpoint, sentence)
 
 
 check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)

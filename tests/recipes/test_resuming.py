@@ -22,7 +22,7 @@ from hf_zero.recipes.resuming import _set_aside, checkpoint_of
 from hf_zero.recipes.same_model import check_same_model
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
-from hf_zero.trainer import resuming
+from hf_zero.trainer import resumable
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_is_named_has_to_be_there_and_complete(call, tmp_path)
 
 
 def test_checkpoints_none_of_which_is_complete_are_not_given_up_unasked(tmp_path, monkeypatch):
-    monkeypatch.setattr(resuming, "gather_object", lambda found: found)
+    monkeypatch.setattr(resumable, "gather_object", lambda found: found)
     for step in (3, 12):
         (tmp_path / f"checkpoint-{step}").mkdir()
     training = SimpleNamespace(output_dir=str(tmp_path), process_index=0, zero_resume_strict=False)

@@ -8,8 +8,7 @@ import torch
 from torch.serialization import set_crc32_options
 
 from hf_zero.errors import CheckpointError
-from hf_zero.trainer.belonging import check_belonging
-from hf_zero.trainer.resuming import newest_whole
+from hf_zero.trainer.resumable import check_belonging, newest_whole
 from tests.distributed import RemoteError, run_ranks
 from tests.trainer.harness import train
 

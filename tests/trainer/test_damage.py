@@ -15,8 +15,7 @@ from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable, is_read
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from hf_zero.recipes.cli import main
-from hf_zero.trainer.belonging import schedule_position
-from hf_zero.trainer.resuming import check_resumable, newest_whole, refuse_damaged
+from hf_zero.trainer.resumable import check_resumable, newest_whole, refuse_damaged, schedule_position
 from tests import models
 from tests.checkpoint.fakes import as_former_version
 from tests.distributed import run_ranks
@@ -247,7 +246,7 @@ def _falls_back(folder):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("hf_zero.trainer.resuming").addHandler(handler)
+    logging.getLogger("hf_zero.trainer.resumable").addHandler(handler)
     with pytest.raises(CheckpointError, match="optimizer.safetensors: tensor .* has checksum .*--zero_resume_strict"):
         train(3, f"{folder}", resume=True, zero_resume_strict=True, **SAVING)
     with pytest.raises(CheckpointError, match="optimizer.safetensors: tensor .* has checksum"):

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainingArguments
 
 from hf_zero.checkpoint.table import ChecksumTable
-from hf_zero.trainer.hub_tokens import token_warning, without_tokens
+from hf_zero.trainer.hub import token_warning, without_tokens
 from tests import models
 from tests.trainer.harness import Rows, make
 

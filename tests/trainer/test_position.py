@@ -5,7 +5,7 @@ import math
 import pytest
 from torch.utils.data import Dataset, SequentialSampler
 
-from hf_zero.trainer.position import Epochs, Position, Remaining
+from hf_zero.trainer.batches import Epochs, Position, Remaining
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import Rows, make, seed_everything

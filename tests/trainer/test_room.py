@@ -16,7 +16,7 @@ from transformers import BertForSequenceClassification
 from hf_zero.checkpoint import check_checkpoint, plan_state, staging
 from hf_zero.checkpoint.open_files import OpenFiles
 from hf_zero.errors import CheckpointError, CommError, ConfigError, HubError
-from hf_zero.trainer import room
+from hf_zero.trainer import disk_space
 from hf_zero.trainer.signals import Stopped
 from tests import models
 from tests.distributed import run_ranks
@@ -49,7 +49,7 @@ class Warnings(logging.Handler):
     def __init__(self, patch):
         super().__init__()
         self.said = []
-        patch.setattr(room.logger, "handlers", [self])
+        patch.setattr(disk_space.logger, "handlers", [self])
 
     def emit(self, record):
         self.said.append(record.getMessage())
@@ -60,7 +60,7 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_its_first_step(tm
     settings = {} if leaves_model else SAVING
     trainer = make(3, tmp_path, models.build("bert"), Rows("bert"), **settings)
     trainer.leaves_model = leaves_model
-    monkeypatch.setattr(room.shutil, "disk_usage", usage(1000))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage(1000))
     with pytest.raises(
         CheckpointError, match=r"the run will save [\d.]+ KiB at least, 1000 bytes are free; free space there"
     ):
@@ -69,14 +69,14 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_its_first_step(tm
 
 
 def test_a_run_that_saves_nothing_needs_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(room.shutil, "disk_usage", usage(0))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage(0))
     assert trained(tmp_path).state.global_step == 1
 
 
 def test_a_run_whose_checkpoints_do_not_all_fit_is_warned(tmp_path, monkeypatch):
     warnings = Warnings(monkeypatch)
     checkpoint = 300_000  # more than the model of some 70 kB with its state
-    monkeypatch.setattr(room.shutil, "disk_usage", usage(checkpoint))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", usage(checkpoint))
     trained(tmp_path, **SAVING, save_total_limit=1)
     expected = r"2 checkpoints of \d+\.\d KiB will not fit with the 293\.0 KiB that are free; save_total_limit"
     assert re.search(expected, warnings.said[0])
@@ -87,7 +87,7 @@ def counted(done=0, max_steps=20, strategy="steps", save_steps=5, epochs=3, epoc
     state = SimpleNamespace(
         global_step=done, max_steps=max_steps, save_steps=save_steps, num_train_epochs=epochs, epoch=epoch
     )
-    return room._num_checkpoints(args, state)
+    return disk_space._num_checkpoints(args, state)
 
 
 def test_checkpoints_are_counted_as_they_will_be_saved():
@@ -105,10 +105,10 @@ def _sizes(folder, stage):
     trainer = make(stage, folder, models.build("bert"), Rows("bert"), bf16=True, zero_offload="none", **SAVING)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        check = room.check_room
+        check = disk_space.check_room
         patch.setattr(
-            "hf_zero.trainer.trainer.check_room",
-            lambda *args: (check(*args), seen.append(room.state_nbytes(trainer)))[0],
+            "hf_zero.trainer.batches.check_room",
+            lambda *args: (check(*args), seen.append(disk_space.state_nbytes(trainer)))[0],
         )
         trainer.train()
     state = plan_state(trainer.zero_engine, trainer._zero_optimizer)
@@ -125,7 +125,7 @@ def _waits(folder, where):
     trainer = trained(f"{folder}/out")
     with pytest.MonkeyPatch.context() as patch:
         warnings, num_looks = Warnings(patch), []
-        patch.setattr(room, "LOOK_SECONDS", 0.05)
+        patch.setattr(disk_space, "LOOK_SECONDS", 0.05)
 
         def full(*args):
             num_looks.append(args)
@@ -135,7 +135,7 @@ def _waits(folder, where):
 
         if where == "space":
             patch.setattr(staging.shutil, "disk_usage", lambda path: usage(0 if len(num_looks) < 3 else 2**40)(path))
-            patch.setattr(room.time, "sleep", num_looks.append)
+            patch.setattr(disk_space.time, "sleep", num_looks.append)
         elif dist.get_rank() == (1 if where == "write" else 0):
             owner, name = (OpenFiles, "write_range") if where == "write" else (Path, "write_bytes")
             original = getattr(owner, name)
@@ -169,7 +169,7 @@ def _checkpoint_waits(folder, at, aside):
 
     with pytest.MonkeyPatch.context() as patch:
         warnings = Warnings(patch)
-        patch.setattr(room, "LOOK_SECONDS", 0.05)
+        patch.setattr(disk_space, "LOOK_SECONDS", 0.05)
         if dist.get_rank() == 1:
             patch.setattr(OpenFiles, "write_range", full)
         trainer.train()
@@ -262,7 +262,7 @@ def _gives_up(folder):
     trainer = trained(f"{folder}/out")
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "LOOK_SECONDS", 0.05)
+        patch.setattr(disk_space, "LOOK_SECONDS", 0.05)
         patch.setattr(staging.shutil, "disk_usage", usage(0))
         if dist.get_rank() == 1:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -291,7 +291,7 @@ def _gives_up_a_checkpoint(folder):
         return usage(0)(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "LOOK_SECONDS", 0.05)
+        patch.setattr(disk_space, "LOOK_SECONDS", 0.05)
         patch.setattr(staging.shutil, "disk_usage", disk_usage)
         with pytest.raises(Stopped) as stopped:
             trainer.train()
@@ -356,11 +356,11 @@ def _cannot_fall_back(folder, where):
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         warnings = Warnings(patch)
-        patch.setattr(room, "LOOK_SECONDS", 0.05)
-        patch.setattr(room.time, "sleep", num_looks.append)
+        patch.setattr(disk_space, "LOOK_SECONDS", 0.05)
+        patch.setattr(disk_space.time, "sleep", num_looks.append)
         patch.setattr(staging.shutil, "disk_usage", lambda path: disk_usage(path) if num_looks[2:] else usage(0)(path))
         if where == "choosing" and dist.get_rank() == 0:
-            patch.setattr("hf_zero.trainer.trainer.fallback_of", lambda *_: os.stat(f"{folder}/nowhere"))
+            patch.setattr("hf_zero.trainer.disk_space.fallback_of", lambda *_: os.stat(f"{folder}/nowhere"))
         trainer.save_model()
     assert_saved(trainer, f"{folder}/out")
     return warnings.said
@@ -376,10 +376,12 @@ def test_a_fallback_that_cannot_be_used_leaves_the_first_folder_to_wait_for(tmp_
 def test_what_is_no_empty_folder_is_not_fallen_back_to(tmp_path):
     (tmp_path / "out").touch()
     (tmp_path / "out-2").symlink_to(tmp_path / "nowhere")
-    assert room.fallback_of(str(tmp_path), "elsewhere/out") == str(tmp_path / "out-3")
+    assert disk_space.fallback_of(str(tmp_path), "elsewhere/out") == str(tmp_path / "out-3")
     (tmp_path / "out-3" / "checkpoint-2").mkdir(parents=True)
-    assert room.fallback_of(str(tmp_path), "elsewhere/out") == str(tmp_path / "out-4")
-    assert room.fallback_of(str(tmp_path), "elsewhere/out", "checkpoint-4") == str(tmp_path / "out-3" / "checkpoint-4")
+    assert disk_space.fallback_of(str(tmp_path), "elsewhere/out") == str(tmp_path / "out-4")
+    assert disk_space.fallback_of(str(tmp_path), "elsewhere/out", "checkpoint-4") == str(
+        tmp_path / "out-3" / "checkpoint-4"
+    )
 
 
 def test_nobody_is_asked_for_room_when_ranks_cannot_be_reached():
@@ -387,4 +389,4 @@ def test_nobody_is_asked_for_room_when_ranks_cannot_be_reached():
         raise CommError("rank 1 has ended")
 
     with pytest.raises(CommError, match="rank 1 has ended"):
-        room.lack_of_room(None, save)
+        disk_space.lack_of_room(None, save)

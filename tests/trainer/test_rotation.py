@@ -8,7 +8,7 @@ from transformers import Trainer
 
 from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint.table import ChecksumTable
-from hf_zero.trainer.rotation import keep_best, rotation
+from hf_zero.trainer.disk_space import keep_best, rotation
 from tests.trainer.harness import Rows, train
 
 

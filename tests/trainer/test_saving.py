@@ -119,7 +119,7 @@ def _skips_damaged(folder):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("hf_zero.trainer.resuming").addHandler(handler)
+    logging.getLogger("hf_zero.trainer.resumable").addHandler(handler)
     resumed = train(3, folder, resume=True, **SAVING)
     assert_equal(resumed, whole, "resumed and unbroken")
     return records

@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 from hf_zero import parent
 from hf_zero.parent import end_with_launcher
-from hf_zero.trainer import signals, trainer
-from hf_zero.trainer.resuming import Resumed
+from hf_zero.trainer import restoring, signals
+from hf_zero.trainer.restoring import Resumed
 from hf_zero.trainer.signals import Stopped
 from tests.distributed import RemoteError, run_ranks
 from tests.trainer.harness import train
@@ -54,7 +54,7 @@ def _receive_before_the_first_step(folder: str) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
         return Resumed()
 
-    with mock.patch.object(trainer, "resumed_from", look_through):
+    with mock.patch.object(restoring, "resumed_from", look_through):
         try:
             train(3, folder, max_steps=4)
         except Stopped as stopped:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_zero.errors import DataError
-from hf_zero.trainer import uneven
+from hf_zero.trainer import batches
 from tests import models
 from tests.distributed import run_ranks
 from tests.tiers import in_core
@@ -179,7 +179,7 @@ def test_training_stops_on_all_ranks_at_the_first_batch_that_one_lacks(tmp_path,
 
 def _even_training(folder):
     compared = mock.Mock(side_effect=AssertionError("known to be even"))
-    with mock.patch.object(uneven, "islice", compared):
+    with mock.patch.object(batches, "islice", compared):
         make(3, folder, models.build("bert"), Rows("bert"), max_steps=3).train()
     return _own_training(folder, [3, 3], 1, {})
 

@@ -1,27 +1,32 @@
-"""Room on the disk: looked at before the first step, and waited for when a checkpoint or a trained model cannot be
-saved for lack of it."""
+"""Room on the disk: looked at before the first step, waited for when something cannot be saved for lack of it.
+
+It is made by deleting old checkpoints, where there are more than `--save_total_limit`.
+"""
 
 import errno
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 from transformers.trainer_utils import SaveStrategy
 
-from hf_zero.checkpoint import plan_weights
+from hf_zero.checkpoint import Manifest, plan_weights
 from hf_zero.checkpoint.adapters import is_adapter_model
+from hf_zero.checkpoint.folders import remove_folder
 from hf_zero.checkpoint.state import masters_nbytes
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first
 from hf_zero.errors import CheckpointError, CommError, NoRoomError, causes, size_text
 from hf_zero.trainer.signals import StopOnSignal, Stopped
+from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
 logger = logging.getLogger(__name__)
@@ -29,13 +34,14 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0
 SAY_SECONDS = 60.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def check_room(trainer) -> None:
+def check_room(trainer: ZeroTrainerBase) -> None:
     """Looks, before the first step, whether what the run will save fits its disk. All ranks call it.
 
     Args:
-        trainer (`ZeroTrainerMixin`): its model and optimizer prepared.
+        trainer (`ZeroTrainerBase`): its model and optimizer prepared.
 
     Raises:
         `CheckpointError`: there is no room for one checkpoint, and the model at the end where that will be saved.
@@ -44,7 +50,7 @@ def check_room(trainer) -> None:
     num_saved = _num_checkpoints(args, trainer.state)
     if not num_saved and not trainer.leaves_model:
         return
-    engine = trainer.zero_engine
+    engine = trainer._engine
     # an adapter is small, and what it takes is known when PEFT writes it
     model = 0 if is_adapter_model(trainer.model) else plan_weights(engine).part.files.nbytes
     checkpoint = model if args.save_only_model else model + state_nbytes(trainer)
@@ -69,10 +75,10 @@ def check_room(trainer) -> None:
         )
 
 
-def state_nbytes(trainer) -> int:
+def state_nbytes(trainer: ZeroTrainerBase) -> int:
     """Bytes in a checkpoint of what the optimizer will hold from the first step on, and of masters. All ranks call it;
     the state of optimizers that are not elementwise is not known before the first step."""
-    engine, optimizer = trainer.zero_engine, trainer._zero_optimizer
+    engine, optimizer = trainer._engine, trainer._prepared_optimizer
     own = sum(numel * dtype.itemsize for dtype, numel, _ in optimizer.expected_state())
     held = collect_from_all_ranks(
         engine.comm, "looking at the optimizer's state", lambda: (own, masters_nbytes(engine))
@@ -84,24 +90,26 @@ def state_nbytes(trainer) -> int:
 
 def save_with_room(
     comm: Comm,
-    folder: str,
     save: Callable[[str], None],
-    signals: StopOnSignal,
+    folder: str,
+    inside: str = "",
     *,
     what: str,
-    fallback: Callable[[], str] | None,
+    fallback: str | None,
+    signals: StopOnSignal,
 ) -> str:
     """Saves what only memory holds. Where the disk is full, it saves elsewhere, or looks again until there is room.
     All ranks call it.
 
     Args:
         comm (`Comm`): the ranks.
-        folder (`str`): where to save.
         save (`Callable`): saves into a folder; it raises on all ranks when it fails on one.
-        signals (`StopOnSignal`): one of its signals gives up.
+        folder (`str`): where to save.
+        inside (`str`): the name of a folder in it, to save there.
         what (`str`): what is saved, for messages.
-        fallback (`Callable`, *optional*): chooses a folder on another disk; rank 0 calls it. Where that one cannot be
-            used for another reason than room, this is said, and `folder` is waited for.
+        fallback (`str`, *optional*): a folder on another disk, which gets one after which `folder` is named. Where it
+            cannot be used for another reason than room, this is said, and `folder` is waited for.
+        signals (`StopOnSignal`): one of its signals gives up.
 
     Returns:
         `str`: where it was saved.
@@ -110,32 +118,34 @@ def save_with_room(
         `Stopped`: a signal came while there was no room.
         `CheckpointError`, or whatever `save` raises about `folder` for another reason than a full disk.
     """
-    if lack_of_room(comm, partial(save, folder)) is None:
-        return folder
-    elsewhere = _Elsewhere(comm, fallback)
-    before, said = signals.install(), -math.inf
-    try:
+    wanted = os.path.join(folder, inside) if inside else folder
+    if lack_of_room(comm, partial(save, wanted)) is None:
+        return wanted
+    elsewhere, said = _Elsewhere(comm, fallback, folder, inside), -math.inf
+    with signals.received():
         while True:
             place = elsewhere.saved(save)
             if place is not None:
                 return place
-            lack = lack_of_room(comm, partial(save, folder))
+            lack = lack_of_room(comm, partial(save, wanted))
             if lack is None:
-                return folder
+                return wanted
             if comm.rank == 0 and time.monotonic() - said > SAY_SECONDS:
                 said = time.monotonic()
-                missing = f", {size_text(lack)} are missing" if lack else ""
-                logger.error(
-                    "%s: no room for %s%s; free space there: it is looked for every %.0f s, and SIGTERM gives it up",
-                    *(folder, what, missing, LOOK_SECONDS),
-                )
+                _say_lack(wanted, what, lack)
             time.sleep(LOOK_SECONDS)
             number = signals.agreed()
             if number:
-                logger.error("%s: %s is not saved to %s", signal.Signals(number).name, what, folder)
-                raise Stopped(number, folder)
-    finally:
-        signals.remove(before)
+                logger.error("%s: %s is not saved to %s", signal.Signals(number).name, what, wanted)
+                raise Stopped(number, wanted)
+
+
+def _say_lack(folder: str, what: str, lack: int) -> None:
+    missing = f", {size_text(lack)} are missing" if lack else ""
+    logger.error(
+        "%s: no room for %s%s; free space there: it is looked for every %.0f s, and SIGTERM gives it up",
+        *(folder, what, missing, LOOK_SECONDS),
+    )
 
 
 class _Elsewhere:
@@ -143,28 +153,29 @@ class _Elsewhere:
 
     Args:
         comm (`Comm`): the ranks.
-        choose (`Callable`, *optional*): chooses it, on rank 0.
+        fallback, folder, inside: as `save_with_room` has them.
     """
 
-    def __init__(self, comm: Comm, choose: Callable[[], str] | None):
+    def __init__(self, comm: Comm, fallback: str | None, folder: str, inside: str):
         self._comm = comm
-        self._choose = choose
+        self._fallback = fallback  # None once it cannot be used
+        self._wanted = (folder, inside)
         self._folder: str | None = None  # until it is chosen
 
     def saved(self, save: Callable[[str], None]) -> str | None:
         """Tries to save there. Returns where, or `None` when it is not saved. All ranks call it."""
-        if self._choose is None:
+        if not self._fallback:
             return None
         try:
             if self._folder is None:
-                choose = on_first(self._comm, self._choose)
+                choose = on_first(self._comm, partial(fallback_of, self._fallback, *self._wanted))
                 self._folder = collect_from_all_ranks(self._comm, "choosing a folder in zero_save_fallback", choose)[0]
             folder = str(self._folder)
             return folder if lack_of_room(self._comm, partial(save, folder)) is None else None
         except CommError:
             raise
         except Exception as error:  # on all ranks: the first folder is still waited for
-            self._choose = None
+            self._fallback = None
             if self._comm.rank == 0:
                 logger.error("zero_save_fallback is not used any more: %s", error)
             return None
@@ -246,3 +257,76 @@ def _is_usable(path: Path) -> bool:
 
 def _is_empty(path: Path) -> bool:
     return _is_usable(path) and not (path.is_dir() and any(path.iterdir()))
+
+
+# Which checkpoints go when there are more than `--save_total_limit`
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first, by their steps: dates change when folders are copied."""
+    found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=age_of, reverse=True)
+
+
+def age_of(checkpoint: Path) -> tuple[int, str]:
+    """A key that sorts checkpoints, the oldest first: the optimizer steps that a name tells, then the name.
+    `checkpoint-5` and `checkpoint-05` tell the same, and all ranks are to have them in the same order."""
+    found = _NAME.fullmatch(checkpoint.name)
+    assert found is not None, f"{checkpoint} is no checkpoint's name"
+    return int(found[1]), checkpoint.name
+
+
+def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> Callable[[], None]:
+    """Deletes the checkpoints with the fewest steps beyond `limit`; to be called when `newest` is complete.
+
+    Whatever the limit, these stay: `newest`, `best`, and the newest that is known to be finite, so that a run whose
+    loss has become NaN does not push out the last checkpoint that is of use.
+
+    Args:
+        run_dir (`str`): where the checkpoints lie.
+        limit (`int`, *optional*): how many stay; `None` or 0: all.
+        best (`str`, *optional*): the best checkpoint so far.
+        newest (`str`): the one that has just been saved. A run that went on from an older one may have others with
+            more steps.
+    """
+    return partial(_rotate, Path(run_dir), limit or 0, Path(newest), Path(best) if best else None)
+
+
+def keep_best(run_dir: str, best: str) -> None:
+    """Deletes all checkpoints but the best at the end of a run, as Trainer does with a limit of one. Where the best is
+    not known to be finite, the newest that is stays too."""
+    found, kept = _own(Path(run_dir)), [Path(best)]
+    if not is_known_finite(kept[0]):
+        kept += _newest_finite(found)
+    _remove_oldest(found, 1, kept)
+
+
+def is_known_finite(checkpoint: Path) -> bool:
+    """Whether loss and gradient norm of a checkpoint's last step were numbers, by its manifest."""
+    try:
+        manifest = Manifest.read(checkpoint)
+    except CheckpointError:
+        return False
+    return manifest.loss is not None and manifest.grad_norm is not None
+
+
+def _rotate(folder: Path, limit: int, newest: Path, best: Path | None) -> None:
+    found, kept = _own(folder), [newest, *([best] if best else [])]
+    if 0 < limit < len(found):
+        _remove_oldest(found, limit, [*kept, *_newest_finite([newest, *found])])
+
+
+def _own(folder: Path) -> list[Path]:
+    """Without links, which are the user's: to a checkpoint on another disk, say."""
+    return [path for path in checkpoints_in(folder) if not path.is_symlink()]
+
+
+def _newest_finite(checkpoints: Iterable[Path]) -> list[Path]:
+    return [path for path in checkpoints if is_known_finite(path)][:1]
+
+
+def _remove_oldest(found: list[Path], limit: int, kept: Iterable[Path]) -> None:
+    kept_names = {path.name for path in kept}
+    removable = [path for path in reversed(found) if path.name not in kept_names]
+    for path in removable[: max(len(found) - limit, 0)]:
+        remove_folder(path)

@@ -1,31 +1,39 @@
-"""Which checkpoint a run goes on from: the newest that is as it was saved, on every rank."""
+"""Which checkpoint a run goes on from: the newest that is as it was saved, on every rank.
+
+Beside weights and state, whose checksums are on record, there are files that Trainer itself writes. They must exist,
+and be of the same moment as the rest.
+"""
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import Manifest, check_checkpoint
 from hf_zero.checkpoint.folders import restore_replaced
 from hf_zero.checkpoint.foreign import detect
-from hf_zero.checkpoint.manifest import manifest_path, recorded
+from hf_zero.checkpoint.foreign.trusted import check_archive, load_small
+from hf_zero.checkpoint.manifest import FORMAT_VERSION, TAKE_ANOTHER, manifest_path, recorded
+from hf_zero.checkpoint.plain import read_json
 from hf_zero.checkpoint.pretrained import CONFIG_NAMES
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.verify import check_tensors, tensors_of
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.belonging import check_belonging, position_of
-from hf_zero.trainer.position import Position
-from hf_zero.trainer.rotation import age_of, checkpoints_in
+from hf_zero.trainer.batches import Position
+from hf_zero.trainer.disk_space import age_of, checkpoints_in
 
 
 logger = logging.getLogger(__name__)
+
+_RNG_STATES = re.compile(r"rng_state(_\d+)?\.pth")
 
 
 @dataclass(frozen=True)
@@ -159,65 +167,6 @@ def _warn_of_changed(folder: Path) -> None:
         logger.warning("%s: changed since it was saved, and is not read here: %s", folder, ", ".join(changed))
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """What a run that is resumed knows of the run before.
-
-    Args:
-        position (`Position`): where it was in its data.
-        loss (`float`, *optional*): of its last step.
-        accumulation (`int`, *optional*): micro-batches in a step; some models' losses grow with it.
-    """
-
-    position: Position = Position(0, 0, 0)
-    loss: float | None = None
-    accumulation: int | None = None
-
-
-def resumed_from(folder: str | os.PathLike | None) -> Resumed:
-    """Reads the record of a checkpoint; weights without a state have none.
-
-    Raises:
-        `CheckpointError`: it cannot be read.
-    """
-    if folder is None or not manifest_path(folder).is_file():
-        return Resumed()
-    manifest = Manifest.read(folder)
-    position = position_of(folder, manifest) or Position(0, 0, 0)
-    return Resumed(position, manifest.loss, manifest.extra.get("accumulation"))
-
-
-class CompareLoss(TrainerCallback):
-    """Says so when the first loss after resuming is far from the last one before: then the data, the model or the
-    settings are not what they were.
-
-    Args:
-        trainer (`ZeroTrainerMixin`): which is resumed.
-    """
-
-    def __init__(self, trainer):
-        self._trainer = trainer
-        self._before: float | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        before = self._trainer.resumed
-        self._before = before.loss if before.accumulation == args.gradient_accumulation_steps else None
-
-    def on_step_end(self, args, state, control, **kwargs):
-        before, self._before = self._before, None
-        if before is None:
-            return
-        after = self._trainer.accelerator.last_step.mean_loss(self._trainer.zero_engine)
-        if state.is_world_process_zero and (after is None or after > 1.5 * before + 0.1):
-            logger.warning(
-                "step %d: the first loss after resuming is %s, the last before was %s; check that data, model and "
-                "settings are those of the checkpoint",
-                state.global_step,
-                after,
-                before,
-            )
-
-
 def check_resumable(folder: str | Path, *, needs_config: bool = False) -> None:
     """Checks that a folder can be resumed from: what that reads, but for the values of tensors, is as it was saved.
 
@@ -244,3 +193,105 @@ def _fault(check: Callable[[], None]) -> CheckpointError | None:
     except Exception as error:  # types that nobody expects, a disk that fails: no rank may leave alone
         return CheckpointError(f"cannot be understood ({type(error).__name__}: {error})")
     return None
+
+
+def check_belonging(folder: Path) -> None:
+    """Compares the steps that the trainer's state, the manifest, the place in the data and the schedule speak of, and
+    looks for the states of the generators.
+
+    Args:
+        folder (`Path`): a checkpoint of `ZeroTrainer`, or of another program.
+
+    Raises:
+        `CheckpointError`: naming the file that lacks, is damaged or is of another step.
+    """
+    step = read_step(folder)
+    if not manifest_path(folder).is_file():
+        for path in sorted(folder.iterdir()):
+            if path.name == SCHEDULER_NAME or _RNG_STATES.fullmatch(path.name):
+                check_archive(path)
+        return
+    manifest = Manifest.read(folder)
+    steps: dict[str | Path, int | None] = {manifest_path(folder): manifest.step}
+    position = position_of(folder, manifest)
+    if position is not None:
+        steps[f"{manifest_path(folder)} (place in the data)"] = position.step
+    for where, found in steps.items():
+        if found not in (None, step):
+            raise CheckpointError(
+                f"{where}: is of step {found}, {TRAINER_STATE_NAME} of step {step}; they are of different "
+                f"checkpoints: {TAKE_ANOTHER}"
+            )
+    if manifest.step is not None:  # saved by a trainer
+        _check_schedule(folder, manifest)
+        _check_generators(folder, manifest)
+
+
+def read_step(folder: Path) -> int:
+    """The optimizer steps that a run had taken, by the trainer's own state."""
+    path = folder / TRAINER_STATE_NAME
+    try:
+        step = read_json(path).get("global_step")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: is missing; {TAKE_ANOTHER}") from error
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"{path}: global_step is {step!r}, no number of steps; {TAKE_ANOTHER}")
+    return step
+
+
+def position_of(folder: str | os.PathLike, manifest: Manifest) -> Position | None:
+    """Where a run was in its data.
+
+    Raises:
+        `CheckpointError`: the manifest says something else there.
+    """
+    saved = manifest.extra.get("position")
+    if saved is None:
+        return None
+    names = ("epoch", "sample", "step")
+    if not isinstance(saved, dict) or set(saved) != set(names) or not all(_is_count(saved[name]) for name in names):
+        raise CheckpointError(f"{manifest_path(folder)}: {saved!r} is no place in the data; {TAKE_ANOTHER}")
+    return Position(**saved)
+
+
+def schedule_position(scheduler: Any) -> int | None:
+    """How often a schedule was moved on, by the state that it saves; `None` where that does not tell."""
+    return None if scheduler is None else _position_in(scheduler.state_dict())
+
+
+def _position_in(saved: Any) -> int | None:
+    position = saved.get("last_epoch") if isinstance(saved, dict) else None
+    return position if _is_count(position) else None
+
+
+def _check_schedule(folder: Path, manifest: Manifest) -> None:
+    path, expected = folder / SCHEDULER_NAME, manifest.extra.get("schedule")
+    if not path.is_file():
+        if manifest.format_version == FORMAT_VERSION and expected is None:
+            return  # the run had none
+        raise CheckpointError(f"{path}: is missing, so the schedule would start anew; {TAKE_ANOTHER}")
+    saved = load_small(path)
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{path}: holds no schedule; {TAKE_ANOTHER}")
+    found = _position_in(saved)
+    if None not in (expected, found) and found != expected:
+        raise CheckpointError(
+            f"{path}: its schedule was moved on {found} times, its manifest says {expected}; they are of different "
+            f"checkpoints: {TAKE_ANOTHER}"
+        )
+
+
+def _check_generators(folder: Path, manifest: Manifest) -> None:
+    """Trainer goes on without them and says nothing."""
+    if manifest.num_ranks == 1 and (folder / "rng_state.pth").is_file():
+        names = ["rng_state.pth"]
+    else:
+        names = [f"rng_state_{rank}.pth" for rank in range(manifest.num_ranks)]
+    for name in names:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: is missing, so its rank's dropout would differ; {TAKE_ANOTHER}")
+        check_archive(folder / name)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

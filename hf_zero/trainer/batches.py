@@ -1,0 +1,395 @@
+"""The batches of a run: where it is among them, and what is done where ranks have unlike numbers of them.
+
+The place of a run is counted in samples, so that it goes on there with any number of ranks and batches of any size.
+
+The loaders that accelerate makes give every rank equally many batches. Others need not: `even_batches=False`, a data
+set that was divided beforehand, a loader of the user's own. `Trainer` gathers after every batch, and a sharded model
+in every forward, so a rank that stopped would leave the others waiting. In evaluation, ranks that are done go on with
+borrowed batches that do not count. In training, where that would change what is learnt, all ranks stop at the first
+batch that lacks.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
+from accelerate.state import GradientState, PartialState
+from accelerate.utils import find_batch_size, gather, gather_object, recursively_apply, send_to_device
+from torch import Tensor
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from transformers import Trainer
+
+from hf_zero.comm import Comm
+from hf_zero.compat import check_overrides
+from hf_zero.errors import DataError
+from hf_zero.trainer.disk_space import check_room
+from hf_zero.trainer.trainer_base import ZeroTrainerBase
+
+
+OVERRIDES = ("set_initial_training_values", "_init_training_state", "_run_epoch", "get_batch_samples")
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How a run takes its samples.
+
+    Args:
+        num_samples (`int`): in an epoch, over all ranks.
+        per_batch (`int`): in a batch of all ranks.
+        accumulation (`int`): batches in an optimizer step; an epoch's last step may have fewer.
+        drop_last (`bool`): leaves out an epoch's last samples where they do not fill a batch of all ranks.
+    """
+
+    num_samples: int
+    per_batch: int
+    accumulation: int = 1
+    drop_last: bool = False
+
+    @property
+    def per_step(self) -> int:
+        return self.per_batch * self.accumulation
+
+    def batches(self, first: int = 0) -> int:
+        """Batches of an epoch that goes on at sample `first`. Whole steps before it are skipped, and count; the
+        samples of the next step that were taken already are left out."""
+        num_samples = self.num_samples - first % self.per_step
+        return num_samples // self.per_batch if self.drop_last else math.ceil(num_samples / self.per_batch)
+
+    def steps(self, first: int = 0) -> int:
+        """Optimizer steps of an epoch that goes on at sample `first`, those before it included."""
+        return math.ceil(self.batches(first) / self.accumulation)
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the order of samples that all ranks share; batches, ranks and accumulation only cut it up.
+
+    Args:
+        epoch (`int`): whole passes over the data before it.
+        sample (`int`): samples of this epoch that have been trained on.
+        step (`int`): optimizer steps that the run had taken when it was there.
+    """
+
+    epoch: int
+    sample: int
+    step: int
+
+    def left(self, data: Epochs) -> int:
+        """Optimizer steps from here to the end of the epoch."""
+        return data.steps(self.sample) - self.sample // data.per_step
+
+    def within(self, data: Epochs) -> "Position":
+        """The same place, or the beginning of the next epoch where batches of this size have nothing left of this."""
+        return self if self.left(data) > 0 else Position(self.epoch + 1, 0, self.step)
+
+    def after(self, step: int, data: Epochs) -> "Position":
+        """Where the run is at a later step, counted from the run's beginning."""
+        start = self.within(data)
+        taken, left = step - start.step, start.left(data)
+        if taken < left:
+            return Position(start.epoch, start.sample + taken * data.per_step, step)
+        epochs, steps = divmod(taken - left, data.steps())
+        return Position(start.epoch + 1 + epochs, steps * data.per_step, step)
+
+    def steps_until(self, num_epochs: float, data: Epochs) -> int:
+        """How many optimizer steps are left until so many epochs are done."""
+        start = self.within(data)
+        return max(0, start.left(data) + math.ceil((num_epochs - start.epoch - 1) * data.steps()))
+
+    def epochs_until(self, num_steps: int, data: Epochs) -> int:
+        """In how many epochs, from the first on, the next `num_steps` optimizer steps end."""
+        start = self.within(data)
+        return start.epoch + 1 + max(0, math.ceil((num_steps - start.left(data)) / data.steps()))
+
+
+class Remaining(Sampler):
+    """Another sampler's order, but in one epoch without a few samples that have been trained on already.
+
+    Batches can be skipped whole. What a run with other batches had taken from the next one is left out here.
+
+    Args:
+        sampler (`Sampler`): the order.
+        epoch (`int`): in which they are left out.
+        first (`int`): position of the first of them.
+        count (`int`): how many.
+    """
+
+    def __init__(self, sampler: Sampler, *, epoch: int, first: int, count: int):
+        self.sampler = sampler
+        self._epoch, self._first, self._count = epoch, first, count
+        self._current = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self._current = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator:
+        leaves_out = self._current == self._epoch
+        for position, index in enumerate(self.sampler):
+            if not (leaves_out and self._first <= position < self._first + self._count):
+                yield index
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def epochs_of(dataloader, accumulation: int) -> Epochs | None:
+    """How a prepared data loader takes its samples; `None` where that is not known, where ranks do not take turns
+    batch by batch, or where the order may depend on the size of the batches."""
+    if not isinstance(dataloader, DataLoaderShard):
+        return None
+    sampler, shard = dataloader.get_sampler(), dataloader.batch_sampler
+    batches = getattr(shard, "batch_sampler", shard)  # of all ranks
+    if not isinstance(sampler, (RandomSampler, SequentialSampler)) or not isinstance(batches, BatchSampler):
+        return None
+    if getattr(shard, "split_batches", False):
+        return None
+    per_batch = batches.batch_size * getattr(shard, "num_processes", 1)
+    epochs = Epochs(len(sampler), per_batch, accumulation, batches.drop_last)
+    return epochs if epochs.batches() == len(dataloader) > 0 else None
+
+
+def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> None:
+    """Makes a data loader go on at `position`, once the whole steps before it are skipped.
+
+    Args:
+        dataloader (`DataLoaderShard`): as accelerate prepares it.
+        position (`Position`): where to go on.
+        data (`Epochs`): how it takes its samples.
+    """
+    count = position.sample % data.per_step
+    if count:
+        first = position.sample - count
+        dataloader.set_sampler(Remaining(dataloader.get_sampler(), epoch=position.epoch, first=first, count=count))
+
+
+# Ranks with unlike amounts of data
+
+
+@contextmanager
+def evened(trainer: Trainer, dataloader) -> Iterator:
+    """The loader for an evaluation of `trainer`: its own, or one that goes on on every rank as long as any has data.
+
+    Args:
+        trainer (`Trainer`): which is set up to count what counts, for as long as the context lasts.
+        dataloader: this rank's.
+    """
+    if is_even(dataloader):
+        yield dataloader
+        return
+    averages, gathers = trainer.args.average_tokens_across_devices, trainer.gather_function
+    dataloader = EvenLoader(dataloader)
+    trainer.gather_function = dataloader.gather
+    trainer.args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
+    try:
+        yield dataloader
+    finally:
+        trainer.args.average_tokens_across_devices = averages
+        trainer.gather_function = gathers
+
+
+def is_even(dataloader) -> bool:
+    """Whether all ranks are known to get equally many rows with every batch. All ranks call it and agree."""
+    found = _supplies(dataloader)
+    return len(found) == 1 or all(other == (True, found[0][1]) for other in found)
+
+
+def _supplies(dataloader) -> list[tuple[bool, int | None]]:
+    """Of each rank: whether its loader is of a kind that is even, and how many batches it has, where that is known."""
+    sampler = getattr(dataloader, "batch_sampler", None)
+    is_known = (
+        isinstance(dataloader, DataLoaderDispatcher)
+        or isinstance(getattr(dataloader, "dataset", None), IterableDatasetShard)
+        or (isinstance(sampler, BatchSamplerShard) and sampler.even_batches)
+    )
+    try:
+        length = len(dataloader)
+    except TypeError:  # a data set without length
+        length = None
+    return gather_object([(is_known, length)])
+
+
+class Supply:
+    """The batches of a training. Where ranks are not known to get equally many they compare before each step, so that
+    none waits for one that has none left.
+
+    Args:
+        dataloader: this rank's. All ranks make theirs at once.
+
+    Raises:
+        `DataError`: some ranks have no data at all; on all ranks.
+    """
+
+    def __init__(self, dataloader):
+        self._is_even = is_even(dataloader)
+        self._ended: Iterator | None = None  # of which all ranks have had the last batch
+        if not self._is_even:
+            lengths = [length for _, length in _supplies(dataloader)]
+            if 0 in lengths and any(lengths):
+                _refuse("before the first step", [1 if length is None else length for length in lengths])
+
+    def longest(self, counts: Sequence[int]) -> Sequence[int]:
+        """What a rank has counted with its own loader, epochs and steps: the largest of any rank. So none ends before
+        it is seen to lack a batch, and all have one schedule."""
+        if self._is_even:
+            return counts
+        return tuple(map(max, zip(*gather_object([tuple(counts)]), strict=True)))
+
+    def next(self, batches: Iterator, count: int, comm: Comm, step: int) -> Iterator:
+        """The batches of one step, which all ranks have.
+
+        Args:
+            batches (`Iterator`): of the epoch.
+            count (`int`): how many there are to be.
+            comm (`Comm`): the ranks.
+            step (`int`): how many steps are done, for the message.
+
+        Raises:
+            `DataError`: some ranks have fewer than others, and are named; on all ranks.
+        """
+        if self._is_even or batches is self._ended:
+            return batches
+        taken = list(islice(batches, count))
+        if comm.device.type != "cpu":
+            comm = comm.side_group("batches")
+        counts = comm.all_gather_vector(torch.tensor([len(taken)], dtype=torch.int32, device=comm.device))
+        counts = counts.flatten().tolist()
+        if min(counts) < max(counts):
+            _refuse(f"step {step + 1}", counts)
+        if len(taken) < count:
+            self._ended = batches
+        return iter(taken)
+
+
+def _refuse(when: str, counts: list[int]) -> None:
+    least, most = min(counts), max(counts)
+    batches = f"{least or 'no'} batch{'' if least == 1 else 'es'}"
+    raise DataError(
+        f"training data, {when}: rank {counts.index(least)} has {batches} left "
+        f"where rank {counts.index(most)} has {most}; give every rank equally many batches (DistributedSampler with "
+        "drop_last=True), or return a loader that accelerate divides: self.accelerator.prepare(DataLoader(...))"
+    )
+
+
+class EvenLoader:
+    """Gives every rank batches as long as any rank has one.
+
+    Args:
+        dataloader: this rank's.
+    """
+
+    def __init__(self, dataloader):
+        self.dataset = getattr(dataloader, "dataset", None)
+        self.end_of_dataloader = False  # accelerate's word for the last batch
+        self.remainder = -1  # and for how much of it counts, which `gather` knows here
+        self._dataloader = dataloader
+        self._rank = PartialState().process_index
+        self._counts: list[int] = []  # rows of each rank that count in the present batch
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator:
+        state = GradientState()
+        batches = iter(self._dataloader)
+        upcoming, counts = self._next(batches)
+        state._add_dataloader(self)  # after the rank's own loader, whose end may come early
+        try:
+            while any(counts):
+                batch, self._counts = upcoming, counts
+                upcoming, counts = self._next(batches)
+                self.end_of_dataloader = not any(counts)
+                yield batch
+        finally:
+            state._remove_dataloader(self)
+
+    def _next(self, batches: Iterator) -> tuple:
+        """This rank's next batch, or another rank's, and how many rows of each rank's count."""
+        batch = next(batches, None)
+        counts = gather_object([0 if batch is None else find_batch_size(batch) or 1])
+        if any(counts) and not all(counts):
+            lends = self._rank == counts.index(max(counts))
+            lent = gather_object([send_to_device(batch, "cpu") if lends else None])
+            batch = next(other for other in lent if other is not None) if batch is None else batch
+        return batch, counts
+
+    def gather(self, tensors):
+        """The rows of all ranks that count, in rank order: instead of `Accelerator.gather_for_metrics`."""
+        return recursively_apply(self._gather, tensors)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        own, most = self._counts[self._rank], max(self._counts)
+        if len(tensor) == min(self._counts) == most:
+            return gather(tensor)
+        rows = tensor.new_zeros(most, *tensor.shape[1:])
+        # Trainer repeats the loss as often as its own batch size says, which a loader may exceed
+        rows[:own] = tensor[torch.arange(own, device=tensor.device) % len(tensor)]
+        parts = gather(rows).split(most)
+        return torch.cat([part[:count] for part, count in zip(parts, self._counts, strict=True)])
+
+
+class BatchesMixin(ZeroTrainerBase):
+    """The part of `ZeroTrainerMixin` that follows where the run is in its data."""
+
+    _start: Position  # where this run's data begins
+    _data: Epochs | None  # None where batches are not known to follow an order, and before training
+    _supply: Supply
+
+    def set_initial_training_values(self, args, dataloader, **kwargs):
+        """As in Trainer; a run that is resumed counts from where it is, whatever its batches were before."""
+        self._supply = Supply(dataloader)
+        values = super().set_initial_training_values(args, dataloader, **kwargs)
+        epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
+        self._data = epochs_of(dataloader, args.gradient_accumulation_steps)
+        if self._goes_on():
+            self._start = start = self._start.within(self._data)
+            leave_out(dataloader, start, self._data)
+            if args.max_steps > 0:
+                epochs = start.epochs_until(steps - start.step, self._data)
+            else:
+                steps = start.step + start.steps_until(args.num_train_epochs, self._data)
+        return epochs, per_epoch, examples, samples, per_step, in_epoch, steps
+
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
+    ):
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial, **kwargs
+        )
+        if self._goes_on():
+            return self._start.epoch, self._start.sample // self._data.per_step * self._data.accumulation
+        return epochs, batches
+
+    def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
+        """As in Trainer; an epoch that is gone on with may be shorter, in batches of the present size."""
+        if epoch == kwargs["epochs_trained"]:  # the first one
+            check_room(self)
+        if self._goes_on() and epoch == self._start.epoch:
+            steps_in_epoch = self._data.batches(self._start.sample)
+            num_update_steps_per_epoch = self._data.steps(self._start.sample)
+        super()._run_epoch(
+            epoch=epoch,
+            steps_in_epoch=steps_in_epoch,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            **kwargs,
+        )
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
+        """As in Trainer; where a rank has fewer batches than others all of them say so, and none waits."""
+        batches = self._supply.next(epoch_iterator, num_batches, self._engine.comm, self.state.global_step)
+        return super().get_batch_samples(batches, num_batches, device, **kwargs)
+
+    def _goes_on(self) -> bool:
+        return self._start.step > 0 and self._data is not None and not self.args.ignore_data_skip
+
+    def _position(self) -> Position | None:
+        """Where the run is now; `None` where that is not known."""
+        return None if self._data is None else self._start.after(self.state.global_step, self._data)
+
+
+check_overrides(BatchesMixin, Trainer, OVERRIDES)

@@ -1,0 +1,262 @@
+"""Loads a checkpoint into a trainer: weights, optimizer and schedule; says what is not as it was in the run before."""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.optimization import AdafactorSchedule
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+
+from hf_zero.checkpoint import Manifest, load_state, load_weights
+from hf_zero.checkpoint.adapters import is_adapter_model, load_adapters
+from hf_zero.checkpoint.folders import restore_replaced
+from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
+from hf_zero.checkpoint.foreign.trusted import load_small
+from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
+from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.compat import check_overrides
+from hf_zero.errors import CheckpointError
+from hf_zero.trainer.batches import Position
+from hf_zero.trainer.hub import token_warning
+from hf_zero.trainer.resumable import chosen, position_of, refuse_damaged
+from hf_zero.trainer.trainer_base import ZeroTrainerBase
+
+
+logger = logging.getLogger(__name__)
+
+OVERRIDES = ("_load_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
+
+
+def changes(
+    scheduler: LRScheduler, saved: dict, *, given: list[float], num_steps: int, num_steps_before: int | None
+) -> Iterator[str]:
+    """What will be unlike the run that saved, a sentence each.
+
+    Args:
+        scheduler (`LRScheduler`): as it goes on: this run's, with the state that was saved.
+        saved (`dict`): that state.
+        given (`list[float]`): by group the learning rate that this run was given.
+        num_steps (`int`): for which this run makes its schedule.
+        num_steps_before (`int`, *optional*): for which the run that saved did.
+    """
+    for base, own in zip(getattr(scheduler, "base_lrs", ()), given):  # ReduceLROnPlateau has none
+        if not math.isclose(base, own, rel_tol=1e-6):
+            yield (
+                f"the learning rate of the checkpoint goes on ({base:.3g}), not the given one ({own:.3g}); for that, "
+                "start a new run from its weights"
+            )
+            break
+    for before, after in zip(saved.get("_last_lr", ()), _rates(scheduler)):
+        if _is_unlike(before, after):
+            jumps = f"step {scheduler.last_epoch}: the learning rate goes from {before:.3g} to {after:.3g}"
+            if num_steps_before not in (None, num_steps):
+                yield (
+                    f"{jumps}, since its schedule is now made for {num_steps} steps and was for {num_steps_before}; "
+                    f"to keep the old one, resume with --max_steps {num_steps_before}"
+                )
+            else:
+                yield (
+                    f"{jumps}, since its schedule has other settings now; to keep the old one, resume with the "
+                    "--lr_scheduler_type, --lr_scheduler_kwargs and --warmup_steps of before"
+                )
+            return
+
+
+def take_new_rates(scheduler: LRScheduler) -> None:
+    """Lets the next step have the rates of the schedule as it is now. The optimizer's are those of the run that saved,
+    and Trainer sets others behind its first step only."""
+    for index, (group, rate) in enumerate(zip(scheduler.optimizer.param_groups, _rates(scheduler))):
+        if _is_unlike(float(group["lr"]), rate):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+            scheduler._last_lr[index] = rate
+
+
+def _rates(scheduler: LRScheduler) -> list[float]:
+    """By group, what a schedule that is a function of the step gives for the next one; of others nothing is known."""
+    if type(scheduler) is not LambdaLR:
+        return []
+    return [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+
+
+def _is_unlike(rate: float, other: float) -> bool:
+    return not math.isclose(rate, other, rel_tol=1e-6, abs_tol=1e-12)
+
+
+class ShardedAdafactorSchedule(AdafactorSchedule):
+    """Shows the rates of the parameters that this rank updates. The stock one looks at gradients, which are consumed
+    in the step."""
+
+    def get_lr(self) -> list[float]:
+        optimizer = self.optimizer
+        rates = []
+        for group, base in zip(optimizer.param_groups, self.base_lrs):
+            state = optimizer.state.get(group["params"][0], {})
+            rates.append(optimizer._get_lr(group, state) if group.get("relative_step") and "step" in state else base)
+        return rates
+
+
+def show_rates(scheduler: LRScheduler | None) -> None:
+    """Lets the schedule of transformers' Adafactor show the rates of an optimizer over shards."""
+    if type(scheduler) is AdafactorSchedule:
+        scheduler.__class__ = ShardedAdafactorSchedule
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run that is resumed knows of the run before.
+
+    Args:
+        position (`Position`): where it was in its data.
+        loss (`float`, *optional*): of its last step.
+        accumulation (`int`, *optional*): micro-batches in a step; some models' losses grow with it.
+    """
+
+    position: Position = Position(0, 0, 0)
+    loss: float | None = None
+    accumulation: int | None = None
+
+
+def resumed_from(folder: str | os.PathLike | None) -> Resumed:
+    """Reads the record of a checkpoint; weights without a state have none.
+
+    Raises:
+        `CheckpointError`: it cannot be read.
+    """
+    if folder is None or not manifest_path(folder).is_file():
+        return Resumed()
+    manifest = Manifest.read(folder)
+    position = position_of(folder, manifest) or Position(0, 0, 0)
+    return Resumed(position, manifest.loss, manifest.extra.get("accumulation"))
+
+
+class CompareLoss(TrainerCallback):
+    """Says so when the first loss after resuming is far from the last one before: then the data, the model or the
+    settings are not what they were.
+
+    Args:
+        trainer (`ZeroTrainerMixin`): which is resumed.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._before: float | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        before = self._trainer.resumed
+        self._before = before.loss if before.accumulation == args.gradient_accumulation_steps else None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        before, self._before = self._before, None
+        if before is None:
+            return
+        after = self._trainer.accelerator.last_step.mean_loss(self._trainer.zero_engine)
+        if state.is_world_process_zero and (after is None or after > 1.5 * before + 0.1):
+            logger.warning(
+                "step %d: the first loss after resuming is %s, the last before was %s; check that data, model and "
+                "settings are those of the checkpoint",
+                state.global_step,
+                after,
+                before,
+            )
+
+
+class RestoringMixin(ZeroTrainerBase):
+    """The part of `ZeroTrainerMixin` that loads a checkpoint: every rank reads its own ranges."""
+
+    resumed: Resumed
+
+    def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> str | os.PathLike | bool | None:
+        """Looks through what a run is to go on from, and returns it as Trainer takes it; notes where that run was."""
+        if isinstance(given, (str, os.PathLike)):
+            restore_replaced(Path(given).parent)
+        if given is True:
+            given = chosen(self.args, needs_config=self._has_config())
+        elif given:
+            refuse_damaged(Path(given), needs_config=self._has_config())
+        self._warn_of_token(given)
+        self.resumed = resumed_from(given or None)
+        return given
+
+    def _warn_of_token(self, checkpoint: str | os.PathLike | bool | None) -> None:
+        if isinstance(checkpoint, (str, os.PathLike)) and checkpoint and self.args.process_index == 0:
+            warning = token_warning(checkpoint)
+            if warning is not None:
+                logger.warning("%s", warning)
+
+    def _has_config(self) -> bool:
+        """Whether a checkpoint of the model has a config in its folder."""
+        return not is_adapter_model(self.model) and hasattr(getattr(self.model, "config", None), "save_pretrained")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._prepared_optimizer.eval()  # it was saved so: nothing is to be turned later
+        self._load_weights(self.state.best_model_checkpoint)
+
+    def _load_weights(self, folder: str) -> None:
+        """Reads each rank's ranges from the folder; nobody holds the whole model."""
+        engine = self.accelerator.shard(self.model)
+        foreign = detect(folder)
+        if foreign is not None and foreign.read_weights is not None:
+            load_foreign_weights(engine, folder)
+            return
+        (load_adapters if is_adapter_model(self.model) else load_weights)(engine, folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        foreign = detect(checkpoint)
+        if foreign is not None:
+            logger.info("%s: resuming from a checkpoint of %s", checkpoint, foreign.name)
+            load_foreign_state(self._engine, self._prepared_optimizer, checkpoint)
+        elif os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
+            load_state(self._engine, self._prepared_optimizer, checkpoint)
+        else:
+            logger.warning("%s: has no optimizer state (save_only_model), so the optimizer starts anew", checkpoint)
+            return
+        subject = f"{checkpoint}: loading the scheduler"
+        run_on_all_ranks(self._engine.comm, subject, lambda: self._load_scheduler(checkpoint))
+
+    def _load_scheduler(self, checkpoint: str) -> None:
+        path = os.path.join(checkpoint, SCHEDULER_NAME)
+        is_foreign = detect(checkpoint) is not None
+        if not is_foreign and not os.path.isfile(path):
+            raise CheckpointError(
+                f"{path}: is missing, so the schedule would start anew; resume from another checkpoint"
+            )
+        saved = load_small(Path(path)) if os.path.isfile(path) else None
+        groups = self.optimizer.param_groups
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # DeepSpeed drops groups without parameters, which leaves its schedule with fewer of them.
+            if saved is not None and len(saved.get("base_lrs", groups)) == len(groups):
+                given = list(getattr(self.lr_scheduler, "base_lrs", ()))
+                self.lr_scheduler.load_state_dict(saved)
+                self._tell_changes(checkpoint, saved, given)
+                take_new_rates(self.lr_scheduler)
+            elif is_foreign:
+                num_steps = carried(checkpoint).num_steps or 0
+                logger.warning("%s: does not fit; this run's schedule goes on at step %d", path, num_steps)
+                for _ in range(num_steps):
+                    self.lr_scheduler.step()
+
+    def _tell_changes(self, checkpoint: str, saved: dict, given: list[float]) -> None:
+        path = os.path.join(checkpoint, TRAINER_STATE_NAME)
+        before = TrainerState.load_from_json(path).max_steps if os.path.isfile(path) else None
+        found = changes(self.lr_scheduler, saved, given=given, num_steps=self.state.max_steps, num_steps_before=before)
+        for sentence in found if self.args.should_log else ():
+            logger.warning("%s: %s", checkpoint, sentence)
+
+
+check_overrides(RestoringMixin, Trainer, OVERRIDES)

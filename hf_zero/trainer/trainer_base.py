@@ -1,0 +1,49 @@
+"""What the parts of `ZeroTrainerMixin` have in common: the arguments, the engine and the optimizer."""
+
+from typing import TYPE_CHECKING
+
+from hf_zero.accelerator import ZeroAccelerator
+from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.optim import ShardedOptimizer, sharded_of
+from hf_zero.planner import MemoryReport, measure
+from hf_zero.trainer.arguments import ZeroArgumentsMixin
+
+
+if TYPE_CHECKING:  # type checkers see what the mixin stands before; which trainer that is, is the user's choice
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class ZeroTrainerBase(_Trainer):
+    """The part of `ZeroTrainerMixin` that the other parts build on."""
+
+    args: ZeroArgumentsMixin
+    accelerator: ZeroAccelerator
+    leaves_model: bool = False
+
+    @property
+    def zero_engine(self) -> ZeroEngine | None:
+        """The engine that holds the model, or `None` before it is first prepared."""
+        return engine_of(self.model)
+
+    @property
+    def _engine(self) -> ZeroEngine:
+        """The engine that holds the model, which must have been prepared before."""
+        engine = self.zero_engine
+        assert engine is not None, "the model is not sharded yet"
+        return engine
+
+    @property
+    def _zero_optimizer(self) -> ShardedOptimizer | None:
+        return sharded_of(self.optimizer)
+
+    @property
+    def _prepared_optimizer(self) -> ShardedOptimizer:
+        optimizer = self._zero_optimizer
+        assert optimizer is not None, "the optimizer is not prepared yet"
+        return optimizer
+
+    def memory_report(self) -> MemoryReport:
+        """Measures the bytes that this rank holds by tensor class, beside what DDP would hold."""
+        return measure(self.accelerator.shard(self.model), sharded_of(self.optimizer))
