@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.report import markdown
 from benchmarks.workload import Workload
+from hf_zero.engine import engine_of
 
 
 DELAYS = ("none", "compute", "copy", "host")
@@ -122,7 +123,7 @@ def _train(workload: Workload, case: Case, kind: str, device: str, rank: int, sl
     import hf_zero
 
     dtype = torch.bfloat16 if workload.dtype == "bf16" else None
-    engine = hf_zero.shard(workload.build_model(device), compute_dtype=dtype, **case.settings)
+    engine = engine_of(hf_zero.shard(workload.build_model(device), compute_dtype=dtype, **case.settings))
     if kind == "sgd":
         optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=2.0**-6)
     else:

@@ -17,6 +17,7 @@ from benchmarks import placement
 from benchmarks.counters import engine_counters
 from benchmarks.names import parse_mode
 from benchmarks.workload import Workload
+from hf_zero.engine import engine_of
 
 
 class Plain:
@@ -234,7 +235,7 @@ class HFZero(Plain):
         import hf_zero
 
         compute_dtype = torch.bfloat16 if self.workload.dtype == "bf16" else None
-        self.engine = hf_zero.shard(model, stage=self.stage, compute_dtype=compute_dtype, **self.options)
+        self.engine = engine_of(hf_zero.shard(model, stage=self.stage, compute_dtype=compute_dtype, **self.options))
         return model
 
     def build_optimizer(self):

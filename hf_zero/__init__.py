@@ -23,9 +23,8 @@ if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is
     from hf_zero.checkpoint import save_pretrained as save_pretrained
     from hf_zero.checkpoint import save_state as save_state
     from hf_zero.checkpoint.parallel import TensorParallel as TensorParallel
-    from hf_zero.engine import ZeroEngine as ZeroEngine
+    from hf_zero.engine import ShardedModel as ShardedModel
     from hf_zero.engine import compile_blocks as compile_blocks
-    from hf_zero.engine import engine_of as engine_of
     from hf_zero.engine import gathered as gathered
     from hf_zero.engine import materialize as materialize
     from hf_zero.engine import placeholders as placeholders
@@ -46,12 +45,12 @@ __version__ = "0.1.0"
 _MODULES = {
     "CombinedOptimizer": "optim",
     "MuonWithAdamW": "optim",
+    "ShardedModel": "engine",
     "ShardedOptimizer": "optim",
     "Snapshots": "checkpoint",
     "TensorParallel": "checkpoint.parallel",
     "ZeroAccelerator": "accelerator",
     "ZeroArgumentsMixin": "trainer",
-    "ZeroEngine": "engine",
     "ZeroGradScaler": "optim",
     "ZeroSeq2SeqTrainer": "trainer",
     "ZeroSeq2SeqTrainingArguments": "trainer",
@@ -59,7 +58,6 @@ _MODULES = {
     "ZeroTrainerMixin": "trainer",
     "ZeroTrainingArguments": "trainer",
     "compile_blocks": "engine",
-    "engine_of": "engine",
     "gathered": "engine",
     "load_foreign": "checkpoint",
     "load_pretrained": "checkpoint",

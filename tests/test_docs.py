@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests import models
 from tests.distributed import run_ranks
 from tests.test_readme import fenced_blocks
@@ -30,14 +31,14 @@ def _block(first_line: str) -> str:
 
 # Every block, by its first line, with the test that runs it: another block belongs here first.
 TESTED = {
-    "hf_zero.save_checkpoint(engine": "test_saving_and_going_on",
+    "hf_zero.save_checkpoint(model": "test_saving_and_going_on",
     "snapshots = hf_zero.Snapshots()": "test_saving_and_going_on",
     "trainer.train(resume_from_checkpoint=True)": "test_saving_and_going_on",
     "from transformers import AutoModelForCausalLM": "test_loading_without_a_whole_model",
     "hf_zero.materialize(model)": "test_loading_without_a_whole_model",
-    'hf_zero.save_pretrained(engine, "out")': "test_loading_without_a_whole_model",
+    'hf_zero.save_pretrained(model, "out")': "test_loading_without_a_whole_model",
     "trainer = ZeroTrainer(model=model": "test_switching_from_another_program",
-    "engine = hf_zero.shard(model, stage=3)": "test_switching_from_another_program",
+    "hf_zero.shard(model, stage=3)\noptimizer": "test_switching_from_another_program",
 }
 
 
@@ -58,7 +59,7 @@ def _saves_and_goes_on(folder):
     names = {
         "hf_zero": hf_zero,
         "trainer": trainer,
-        "engine": trainer.zero_engine,
+        "model": trainer.model,
         "optimizer": trainer.optimizer.optimizer,
         "folder": f"{folder}/out/checkpoint-500",
     }
@@ -86,9 +87,9 @@ def _loads(folder):
 
     start = "from transformers import AutoModelForCausalLM"
     names = run(start, {"hf_zero": hf_zero, "torch": torch})
-    assert names["engine"].stage == 3
-    run('hf_zero.save_pretrained(engine, "out")', names)
-    assert "block_sparse_moe.experts.3.w1.weight" in _block('hf_zero.save_pretrained(engine, "out")')
+    assert engine_of(names["model"]).stage == 3
+    run('hf_zero.save_pretrained(model, "out")', names)
+    assert "block_sparse_moe.experts.3.w1.weight" in _block('hf_zero.save_pretrained(model, "out")')
 
     from peft import LoraConfig, get_peft_model
 
@@ -126,9 +127,8 @@ def _switches(folder):
 
     model = models.build("llama-tied")
     names.update(model=model, groups=models.decay_groups(model))
-    exec(
-        _block("engine = hf_zero.shard(model, stage=3)").replace('"theirs"', f'"{folder}/theirs/checkpoint-4"'), names
-    )
+    text = _block("hf_zero.shard(model, stage=3)\noptimizer").replace('"theirs"', f'"{folder}/theirs/checkpoint-4"')
+    exec(text, names)
 
 
 def test_switching_from_another_program(tmp_path):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.test_readme import fenced_blocks
 
@@ -15,7 +16,7 @@ BLOCKS = [block.text for block in fenced_blocks(PAGE.read_text(encoding="utf-8")
 def _offloads() -> None:
     names: dict = {}
     exec(BLOCKS[0], names)
-    assert names["engine"].bus.host_nbytes > 0
+    assert engine_of(names["sharded"]).bus.host_nbytes > 0
     started = [p.detach().clone() for p in names["model"].parameters()]
     assert all(p.dtype is torch.bfloat16 and p.isfinite().all() for p in started)
     exec(BLOCKS[0].partition("\n\n")[2].partition("optimizer = ")[2].partition("\n\n")[2], names)  # one step more

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests import models
 from tests.distributed import run_ranks
 from tests.test_readme import fenced_blocks
@@ -48,7 +49,7 @@ def _loops(folder, stage):
     exec(example.replace("zero_stage=3", f"zero_stage={stage}"), found)
     torch.testing.assert_close(found["loss"], wanted["loss"], rtol=1e-6, atol=0.0)
     torch.testing.assert_close(found["norm"], wanted["norm"], rtol=1e-5, atol=0.0)
-    found["engine"] = hf_zero.engine_of(found["model"])
+    found["sharded"] = hf_zero.ShardedModel(found["model"])
     exec(BLOCKS[1], found)
     for (name, p), q in zip(found["twin"].named_parameters(), wanted["model"].parameters(), strict=True):
         assert (p - q).abs().max() <= 1e-6 + 1e-5 * q.abs().max(), name
@@ -78,15 +79,15 @@ def _trl_and_muon(folder):
         "tokenizer": harness.tokenizer(),
     }
     exec(BLOCKS[2].replace('"out"', f'"{folder}/out"'), names)
-    assert names["trainer"].state.global_step == 2 and names["trainer"].zero_engine.stage == 3
+    assert names["trainer"].state.global_step == 2 and engine_of(names["trainer"].model).stage == 3
 
     model = models.build("llama")
-    names.update(model=model, engine=hf_zero.shard(model, stage=3))
+    names.update(model=model, sharded=hf_zero.shard(model, stage=3))
     exec(BLOCKS[3], names)
-    before = {shard.name: shard.tensor.clone() for shard in names["engine"].named_shards()}
+    before = {shard.name: shard.tensor.clone() for shard in names["sharded"].named_shards()}
     model(**models.batch("llama", seed=0)).loss.backward()
     names["optimizer"].step()
-    assert all((shard.tensor != before[shard.name]).any() for shard in names["engine"].named_shards())
+    assert all((shard.tensor != before[shard.name]).any() for shard in names["sharded"].named_shards())
 
 
 def test_the_examples_with_trl_and_muon_train(tmp_path):

@@ -22,15 +22,17 @@ import hf_zero
 import hf_zero.trl
 
 model = torch.nn.Linear(2, 2)
-engine = hf_zero.shard(model, stage=2, offload="optimizer", strict=True)
-reveal_type(engine)
-reveal_type(hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1.0))
+sharded = hf_zero.shard(model, stage=2, offload="optimizer", strict=True)
+reveal_type(sharded)
+reveal_type(hf_zero.ShardedOptimizer(sharded, torch.optim.AdamW, lr=1.0))
 reveal_type(hf_zero.ZeroTrainer)
 reveal_type(hf_zero.ZeroTrainingArguments(output_dir="out", zero_stage=3))
 reveal_type(hf_zero.trl.ZeroSFTTrainer)
 with hf_zero.gathered(model, writeback=True) as nothing:
     pass
 reveal_type(hf_zero.gathered(model))
+reveal_type(sharded.full_grad("weight"))
+reveal_type(sharded.computing_in(torch.bfloat16))
 """
 WRONG = """
 import torch
@@ -41,6 +43,7 @@ hf_zero.shard(model, stag=3)
 hf_zero.shard(model, offload=3)
 hf_zero.gathered(model, write_back=True)
 hf_zero.shart(model)
+hf_zero.shard(model).units
 hf_zero.errors.ConfigErrors
 hf_zero.trl.ZeroSFTTrainers
 """
@@ -72,12 +75,14 @@ def test_type_checkers_know_the_public_names(folder):
     said = mypy(folder, SCRIPT)
     assert all(line.startswith("note: Revealed type is") for line in said), said
     types = [re.search('"(.*)"', line)[1] for line in said]
-    assert types[0] == "hf_zero.engine.engine.ZeroEngine"
+    assert types[0] == "hf_zero.engine.sharded_model.ShardedModel"
     assert types[1] == "hf_zero.optim.sharded.ShardedOptimizer"
     assert re.fullmatch(r"def \(.*\) -> hf_zero\.trainer\.trainer\.ZeroTrainer", types[2])
     assert types[3] == "hf_zero.trainer.arguments.ZeroTrainingArguments"
     assert re.fullmatch(r"def \(.*\) -> hf_zero\.trl\.\w+\.ZeroSFTTrainer", types[4])
     assert re.match(r"contextlib\._GeneratorContextManager\[None", types[5])
+    assert types[6].endswith("Tensor | None") or types[6] == "Any | None"
+    assert re.match(r"contextlib\.AbstractContextManager\[None", types[7])
 
 
 @needs_mypy
@@ -88,6 +93,7 @@ def test_a_setting_that_does_not_exist_is_an_error_before_anything_runs(folder):
         'error: Argument "offload" to "shard" has incompatible type "int"; expected "str"',
         'error: Unexpected keyword argument "write_back" for "gathered"; did you mean "writeback"?',
         'error: Module has no attribute "shart"',
+        'error: "ShardedModel" has no attribute "units"',
         'error: Module has no attribute "ConfigErrors"; maybe "ConfigError"?',
         'error: Module has no attribute "ZeroSFTTrainers"',
     ]

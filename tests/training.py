@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests import models
 
 
@@ -62,7 +63,7 @@ class Sharded:
 
     def __init__(self, model: nn.Module, make_optimizer: Callable, stage: int, **settings):
         self.model = model
-        self.engine = hf_zero.shard(model, stage=stage, **settings)
+        self.engine = engine_of(hf_zero.shard(model, stage=stage, **settings))
         self.dtype = settings.get("compute_dtype") or torch.float32
         optimizer = make_optimizer(model)
         self.optimizer = hf_zero.ShardedOptimizer(self.engine, optimizer)

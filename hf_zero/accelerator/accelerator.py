@@ -157,7 +157,8 @@ class ZeroAccelerator(Accelerator):
         if engine.config.stage != self.zero_config.stage:
             raise ConfigError(
                 f"{type(model).__name__}: is sharded already, at stage {engine.config.stage} and not "
-                f"{self.zero_config.stage}; give both the same stage, or call engine.unshard() before"
+                f"{self.zero_config.stage}; give both the same stage, or call "
+                "hf_zero.ShardedModel(model).unshard() before"
             )
         return engine
 

@@ -10,7 +10,7 @@ from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switc
 from hf_zero.activation.division import Division
 from hf_zero.activation.store import Store
 from hf_zero.config import ZeroConfig, ZeroSettings
-from hf_zero.engine import build
+from hf_zero.engine import ShardedModel, build
 from hf_zero.engine.divided import is_divided
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError
@@ -24,7 +24,7 @@ def shard(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
     **settings: Unpack[ZeroSettings],
-) -> ZeroEngine:
+) -> ShardedModel:
     """Partitions a model over the data-parallel ranks, in place (ZeRO, arXiv 1910.02054).
 
     The model stays what it is: parameters keep identity, shape and device, and forward and backward are called as
@@ -41,7 +41,7 @@ def shard(
         settings: further fields of `ZeroConfig`.
 
     Returns:
-        `ZeroEngine`
+        [`ShardedModel`]: what optimizers and checkpoints take; the model itself is called as before.
 
     Raises:
         `ConfigError`: for a setting that is not valid.
@@ -49,7 +49,8 @@ def shard(
         `CheckpointError`: files of `load_pretrained` cannot be read any more, on any rank.
     """
     config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
-    return shard_with(model, config, device=device, group=group)
+    shard_with(model, config, device=device, group=group)
+    return ShardedModel(model)
 
 
 def shard_with(

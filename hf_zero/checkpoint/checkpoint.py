@@ -13,13 +13,14 @@ from hf_zero.checkpoint.snapshot import Snapshots
 from hf_zero.checkpoint.staging import Staged, StagedFiles, connected
 from hf_zero.checkpoint.state import State, plan_state
 from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.engine import Sharded, require_engine
 
 
 logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
-    engine: Engine,
+    model: Sharded,
     optimizer: Optimizer | None,
     folder: str | os.PathLike,
     *,
@@ -33,7 +34,7 @@ def save_checkpoint(
     share the file system each gets the whole.
 
     Args:
-        engine ([`Engine`]): the sharded model.
+        model (`nn.Module` or [`ShardedModel`]): the sharded model.
         optimizer ([`Optimizer`], *optional*): its optimizer; without it no state is written.
         folder (`str` or `os.PathLike`): the checkpoint.
         max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
@@ -47,6 +48,7 @@ def save_checkpoint(
     Raises:
         `CheckpointError`: no room, no permission, or the system refused a write. Nothing is left, and nothing lost.
     """
+    engine = require_engine(model)
     checkpoint = Checkpoint.begin(
         engine,
         folder,

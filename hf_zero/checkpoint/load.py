@@ -19,6 +19,7 @@ from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors,
 from hf_zero.checkpoint.transfer import incoming
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
 from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.engine import Sharded, require_engine
 from hf_zero.errors import CheckpointError
 
 
@@ -31,7 +32,7 @@ class LoadReport:
 
 
 def load_weights(
-    engine: Engine,
+    model: Sharded,
     folder: str | os.PathLike,
     *,
     strict: bool = True,
@@ -46,7 +47,7 @@ def load_weights(
     whole on every rank. A tied parameter may be stored under any of its names.
 
     Args:
-        engine ([`Engine`]): the sharded model.
+        model (`nn.Module` or [`ShardedModel`]): the sharded model.
         folder (`str` or `os.PathLike`): holds `model.safetensors`, or several files and their index.
         strict (`bool`): refuse missing and unexpected tensors; otherwise they are reported. Shapes must always agree.
         weights_name (`str`): name of the file, or of the first part of its name when there are several.
@@ -58,6 +59,7 @@ def load_weights(
     Raises:
         `CheckpointError`: no such folder, a truncated file, a tensor that is missing, unexpected or of another shape.
     """
+    engine = require_engine(model)
     engine.begin_update()
     tensors = saved_tensors(engine.model, engine.param_infos())
     if keys is not None:

@@ -20,12 +20,13 @@ from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.comm.agreement import collect_from_all_ranks
+from hf_zero.engine import Sharded, require_engine
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError
 
 
 def save_pretrained(
-    engine: Engine,
+    model: Sharded,
     folder: str | os.PathLike,
     *,
     max_shard_size: int | str = "50GB",
@@ -45,7 +46,7 @@ def save_pretrained(
     converts them when it loads, and so does `load_weights`.
 
     Args:
-        engine ([`Engine`]): the sharded model. A model without a config is saved as weights alone.
+        model (`nn.Module` or [`ShardedModel`]): the sharded model. A model without a config is saved as weights alone.
         folder (`str` or `os.PathLike`): seen by all ranks; created where it is missing.
         max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
         weights_name (`str`): name of the file, or of the first part of its name when there are several.
@@ -59,6 +60,7 @@ def save_pretrained(
         `CheckpointError`: the disk is full, the folder cannot be written or is not shared by the ranks.
         `ConfigError`: `max_shard_size` is not a size.
     """
+    engine = require_engine(model)
     weights = plan_weights(
         engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
     )

@@ -26,6 +26,7 @@ from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
+from hf_zero.engine import Sharded, require_engine
 from hf_zero.errors import CheckpointError
 
 
@@ -33,11 +34,11 @@ OPTIMIZER_NAME = "optimizer.safetensors"
 MASTER_NAME = "master.safetensors"
 
 
-def save_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike, *, extra: dict | None = None) -> None:
+def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, *, extra: dict | None = None) -> None:
     """Saves what a run needs beside its weights to go on, into `folder/zero`. Collective; see `save_pretrained`.
 
     Args:
-        engine ([`Engine`]): the sharded model.
+        model (`nn.Module` or [`ShardedModel`]): the sharded model.
         optimizer ([`Optimizer`]): its optimizer.
         folder (`str` or `os.PathLike`): the checkpoint, seen by all ranks, where `save_pretrained` was called before.
         extra (`dict`, *optional*): JSON-able, rank 0's counts; `load_state` gives it back.
@@ -45,6 +46,7 @@ def save_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike, 
     Raises:
         `CheckpointError`: the disk is full, the folder cannot be written, a value that JSON does not know.
     """
+    engine = require_engine(model)
     state = plan_state(engine, optimizer, extra=extra or {})
     staged = Staged.open(connected(engine.comm), folder, [state.part], inside=True)
     staged.write([state.part])
@@ -92,14 +94,14 @@ def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
     return State(StagedFiles(WeightFiles.of(layouts), pieces, STATE_FOLDER), manifest)
 
 
-def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) -> Manifest:
+def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> Manifest:
     """Loads what `save_state` wrote, whatever the stage and number of ranks then and now. Collective.
 
     Each rank reads only the ranges that it holds. Load the weights first: masters are read where they were saved, the
     others follow from the weights. When it fails it fails on all ranks; the state may then be partly loaded.
 
     Args:
-        engine ([`Engine`]): the sharded model, its weights loaded.
+        model (`nn.Module` or [`ShardedModel`]): the sharded model, its weights loaded.
         optimizer ([`Optimizer`]): an optimizer of the same kind over the same trainable parameters.
         folder (`str` or `os.PathLike`): the checkpoint.
 
@@ -109,6 +111,7 @@ def load_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) 
     Raises:
         `CheckpointError`: state is missing, damaged, of other shapes, or of an optimizer with other state.
     """
+    engine = require_engine(model)
     engine.begin_update()
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
     manifest = run_on_all_ranks(comm, subject, lambda: Manifest.read(folder))

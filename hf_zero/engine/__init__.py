@@ -1,16 +1,19 @@
 """The sharding engine: partition, units, hooks. It takes any `nn.Module`."""
 
 from hf_zero.engine.access import gathered
-from hf_zero.engine.build import engine_of, shard_with
+from hf_zero.engine.build import shard_with
 from hf_zero.engine.compilation import compile_blocks
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard, ParamInfo
+from hf_zero.engine.sharded_model import Sharded, ShardedModel, engine_of, require_engine
 from hf_zero.engine.source import has_sources, materialize, placeholders
 
 
 __all__ = [
     "NamedShard",
     "ParamInfo",
+    "Sharded",
+    "ShardedModel",
     "ZeroEngine",
     "compile_blocks",
     "engine_of",
@@ -18,5 +21,6 @@ __all__ = [
     "has_sources",
     "materialize",
     "placeholders",
+    "require_engine",
     "shard_with",
 ]

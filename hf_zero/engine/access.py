@@ -91,7 +91,7 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
             changes are lost at stage 3.
 
     Raises:
-        `LifecycleError`: for `writeback` inside `engine.computing_in`.
+        `LifecycleError`: for `writeback` inside `ShardedModel.computing_in`.
     """
     if isinstance(what, nn.Module):
         params = list(what.parameters())

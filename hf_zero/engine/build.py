@@ -24,6 +24,7 @@ from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule, Stack
+from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
 from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
 from hf_zero.errors import CheckpointError, LifecycleError
@@ -31,9 +32,6 @@ from hf_zero.sharding.arena import Arena, Arenas, trim
 from hf_zero.sharding.layout import Layout
 from hf_zero.sharding.slots import Slot, parts_nbytes
 from hf_zero.storage import Disk
-
-
-ENGINE_ATTRIBUTE = "_hf_zero_engine"
 
 
 def shard_with(
@@ -71,11 +69,6 @@ def _connect(device: torch.device, config: ZeroConfig, group: dist.ProcessGroup 
         bucket_nbytes=config.bucket_nbytes,
         shared_memory=config.shared_memory,
     )
-
-
-def engine_of(model: nn.Module) -> ZeroEngine | None:
-    """The engine that holds a model's parameters, or `None` for a plain model."""
-    return model.__dict__.get(ENGINE_ATTRIBUTE)
 
 
 def build(

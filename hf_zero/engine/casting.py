@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_zero.engine.engine import ZeroEngine
 
 
-PLAIN_AGAIN = "do it before it is sharded, or after engine.unshard() (trainer.zero_engine under Trainer)"
+PLAIN_AGAIN = "do it before it is sharded, or after hf_zero.ShardedModel(model).unshard()"
 
 
 def guard(engine: "ZeroEngine") -> None:

@@ -481,7 +481,7 @@ class ZeroEngine(Uncopyable):
                 parameter whose data is away, or used it.
         """
         if not self.handles:
-            raise LifecycleError("the model was unsharded: shard it again, and build the optimizer on the new engine")
+            raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
         writes.refuse_lost(self)
         self._refuse_held("new values")
         if self.comm.shared_memory is not None:
@@ -500,7 +500,7 @@ class ZeroEngine(Uncopyable):
 
     def _refuse_held(self, what: str) -> None:
         if self.is_cast:
-            raise LifecycleError(f"{what} inside engine.computing_in(...): leave it first")
+            raise LifecycleError(f"{what} inside computing_in(...): leave it first")
         for unit in self.units:
             if unit.num_gathered:
                 raise LifecycleError(

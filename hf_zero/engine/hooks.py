@@ -130,7 +130,7 @@ def _guard_state_dict(engine: ZeroEngine) -> None:
         if away is not None:
             raise LifecycleError(
                 f"state_dict: the parameters of unit {away!r} are sharded over {engine.comm.num_ranks} ranks; "
-                "save with hf_zero.save_pretrained(engine, folder), or read inside `with hf_zero.gathered(model):`"
+                "save with hf_zero.save_pretrained(model, folder), or read inside `with hf_zero.gathered(model):`"
             )
 
     def check(module, *_args, **_kwargs) -> None:

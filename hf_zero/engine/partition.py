@@ -93,7 +93,7 @@ def _refuse_compiled(model: nn.Module) -> None:
         if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
             raise UnsupportedError(
                 f"{name or 'model'}: is compiled already, where the engine's hooks would break its graph; shard the "
-                "model as it is, then call hf_zero.compile_blocks(engine)"
+                "model as it is, then call hf_zero.compile_blocks(model)"
             )
 
 

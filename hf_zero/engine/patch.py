@@ -13,7 +13,7 @@ class Uncopyable:
     def __reduce_ex__(self, protocol):
         raise UnsupportedError(
             "a sharded model or a part of it cannot be copied or pickled: copy it before it is sharded, or after "
-            "engine.unshard(), or save it with hf_zero.save_pretrained(engine, folder)"
+            "hf_zero.ShardedModel(model).unshard(), or save it with hf_zero.save_pretrained(model, folder)"
         )
 
 

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from hf_zero.engine import Sharded, require_engine
 from hf_zero.engine.access import unit_of
-from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 from hf_zero.optim.combined import CombinedOptimizer
@@ -34,7 +34,7 @@ class ShardedOptimizer(StateRecords):
     blocks of elements, sees each of its parameters, or the blocks of it, on one rank: see `Exchange`.
 
     Args:
-        engine (`ZeroEngine`): the sharded model.
+        model (`nn.Module` or [`ShardedModel`]): the sharded model.
         optimizer (`type`, `torch.optim.Optimizer` or a list of them): a class, which is then built on the trainable
             parameters; or an optimizer that was built on the model's parameters: its groups and hyperparameters are
             kept, and it must not have stepped yet; or several, each of parameters of its own, that step together.
@@ -47,7 +47,8 @@ class ShardedOptimizer(StateRecords):
         `LifecycleError`: when the optimizer has stepped already.
     """
 
-    def __init__(self, engine: ZeroEngine, optimizer, params=None, **kwargs):
+    def __init__(self, model: Sharded, optimizer, params=None, **kwargs):
+        engine = require_engine(model)
         if isinstance(optimizer, type):
             refuse_unknown(optimizer)
             if params is None:

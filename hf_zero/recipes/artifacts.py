@@ -66,7 +66,7 @@ def write_artifacts(
         watch ([`Watch`]): What has watched it.
         say (`Callable`): Prints, on rank 0.
     """
-    comm = trainer.zero_engine.comm
+    comm = trainer._engine.comm
     measured = Measured(watch.memory.gather(), watch.step.gather(), watch.memory.planned)
     trainer.memory_of_ranks = tuple(comm.all_gather_object(trainer.memory_report()))
 

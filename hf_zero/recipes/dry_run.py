@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_zero.engine.build import engine_of
+from hf_zero.engine import engine_of
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.resolved import non_default_settings, yaml_text

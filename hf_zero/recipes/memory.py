@@ -25,7 +25,7 @@ class MemoryRecorder(TrainerCallback):
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         sharded = getattr(optimizer, "optimizer", optimizer)  # in accelerate's wrapper
-        self.planned = by_field(tensor_classes(self._trainer.zero_engine, sharded))
+        self.planned = by_field(tensor_classes(self._trainer._engine, sharded))
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._measure()
@@ -35,7 +35,7 @@ class MemoryRecorder(TrainerCallback):
 
     def gather(self) -> list[dict[str, int]]:
         """`largest` of all ranks, in their order. All ranks call it after training."""
-        return self._trainer.zero_engine.comm.all_gather_object(self.largest)
+        return self._trainer._engine.comm.all_gather_object(self.largest)
 
     def _measure(self) -> None:
         for name, nbytes in asdict(self._trainer.memory_report()).items():

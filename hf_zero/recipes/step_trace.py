@@ -80,9 +80,9 @@ class StepTrace(TrainerCallback):
         if state.global_step + 1 != self._number:
             return
         self._is_on = True
-        self._sent = dict(self._trainer.zero_engine.comm.counters.unit_nbytes)
+        self._sent = dict(self._trainer._engine.comm.counters.unit_nbytes)
         self._note("forward", "begin")
-        for unit, module in self._trainer.zero_engine.modules.items():
+        for unit, module in self._trainer._engine.modules.items():
             self._hooks.append(module.register_forward_pre_hook(partial(self._before_forward, unit)))
             self._hooks.append(module.register_forward_hook(partial(self._hook_backward, unit)))
 
@@ -99,13 +99,13 @@ class StepTrace(TrainerCallback):
         if self._is_on:
             self._is_on = False
             self._note("optimizer", "after the update")
-            engine, before = self._trainer.zero_engine, self._sent
+            engine, before = self._trainer._engine, self._sent
             after = engine.comm.counters.unit_nbytes
             self._sent = {u.name: after.get(u.name, 0) - before.get(u.name, 0) for u in engine.units}
 
     def gather(self) -> Step | None:
         """What all ranks have seen; `None` when no step was watched. All ranks call it after training."""
-        comm = self._trainer.zero_engine.comm
+        comm = self._trainer._engine.comm
         rows = comm.all_gather_object((self._moments, self._sent))
         if not self._moments:
             return None

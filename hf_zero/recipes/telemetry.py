@@ -64,7 +64,7 @@ class Telemetry(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in logs or self._counts is None:
             return  # of an evaluation, or the summary at the end
-        comm = self._trainer.zero_engine.comm
+        comm = self._trainer._engine.comm
         own = [*self._counts.tolist(), self._seconds, *memory_in_use(args.device)]
         ranks = comm.all_gather_vector(torch.tensor(own, dtype=torch.float64, device=comm.device))
         (num_tokens, num_rows), slowest = ranks[:, :2].sum(0).tolist(), float(ranks[:, 2].max())

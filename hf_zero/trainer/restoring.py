@@ -159,7 +159,7 @@ class CompareLoss(TrainerCallback):
         before, self._before = self._before, None
         if before is None:
             return
-        after = self._trainer.accelerator.last_step.mean_loss(self._trainer.zero_engine)
+        after = self._trainer.accelerator.last_step.mean_loss(self._trainer._engine)
         if state.is_world_process_zero and (after is None or after > 1.5 * before + 0.1):
             logger.warning(
                 "step %d: the first loss after resuming is %s, the last before was %s; check that data, model and "

@@ -93,7 +93,7 @@ class StopOnSignal(TrainerCallback):
 
     def agreed(self) -> int:
         """The signal that a rank was sent, the same on all ranks; 0 for none. Collective."""
-        comm = self._trainer.zero_engine.comm
+        comm = self._trainer._engine.comm
         if comm.device.type != "cpu":
             comm = comm.side_group("signals")  # a vote on the device would make the host wait for the step
         own = torch.tensor([self._received], dtype=torch.int32, device=comm.device)

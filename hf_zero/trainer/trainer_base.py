@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from hf_zero.accelerator import ZeroAccelerator
-from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.engine import ZeroEngine, require_engine
 from hf_zero.optim import ShardedOptimizer, sharded_of
 from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
@@ -23,16 +23,9 @@ class ZeroTrainerBase(_Trainer):
     leaves_model: bool = False
 
     @property
-    def zero_engine(self) -> ZeroEngine | None:
-        """The engine that holds the model, or `None` before it is first prepared."""
-        return engine_of(self.model)
-
-    @property
     def _engine(self) -> ZeroEngine:
         """The engine that holds the model, which must have been prepared before."""
-        engine = self.zero_engine
-        assert engine is not None, "the model is not sharded yet"
-        return engine
+        return require_engine(self.model)
 
     @property
     def _zero_optimizer(self) -> ShardedOptimizer | None:

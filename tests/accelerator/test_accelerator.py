@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import hf_zero
 from hf_zero import ZeroAccelerator
 from hf_zero.config import ZeroConfig
+from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from tests import models
 from tests.accelerator import example
@@ -32,7 +33,7 @@ def _losses(stages):
         losses, accuracies, model = example.train(example.with_zero(stage))
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=1e-6, atol=1e-6)
         assert accuracies == wanted_accuracies
-        assert hf_zero.engine_of(model).stage == stage
+        assert engine_of(model).stage == stage
 
 
 @pytest.mark.quick
@@ -94,7 +95,7 @@ def _prepares_in_any_order():
     accelerator, model = example.with_zero(), example.bert()
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    assert hf_zero.engine_of(model) is optimizer.optimizer.engine
+    assert engine_of(model) is optimizer.optimizer.engine
 
 
 def test_the_order_within_a_call_does_not_count_and_what_is_prepared_stays():
@@ -204,11 +205,11 @@ def _computes_in_halves():
     assert next(model.parameters()).dtype is torch.bfloat16 and output.logits.dtype is torch.float32
     accelerator.backward(output.loss)
     optimizer.step()
-    assert all(shard.tensor.dtype is torch.float32 for shard in hf_zero.engine_of(model).named_shards())
+    assert all(shard.tensor.dtype is torch.float32 for shard in engine_of(model).named_shards())
 
     accelerator, model, _ = _prepared(mixed_precision="bf16", zero_autocast=True, zero_reduce_dtype=torch.bfloat16)
     assert next(model.parameters()).dtype is torch.float32
-    assert hf_zero.engine_of(model).config.reduce_dtype is torch.bfloat16
+    assert engine_of(model).config.reduce_dtype is torch.bfloat16
     assert accelerator.get_state_dict(nn.Linear(2, 2)).keys() == {"weight", "bias"}
 
 
@@ -267,7 +268,7 @@ def _saves_whole(folder, stage):
     else:
         unwrapped.save_pretrained(f"{folder}/alone{dist.get_rank()}")
     before = type(model).save_pretrained
-    assert hf_zero.engine_of(model).unshard().save_pretrained.__func__ is before
+    assert engine_of(model).unshard().save_pretrained.__func__ is before
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -320,7 +321,7 @@ def _saves_unprepared(folder):
     accelerator, _, _ = _prepared()
     plain = nn.Linear(2, 2)
     accelerator.save_model(plain, folder)
-    assert hf_zero.engine_of(plain) is None
+    assert engine_of(plain) is None
 
 
 def test_a_model_that_was_never_prepared_is_saved_and_stays_whole(tmp_path):
@@ -330,9 +331,9 @@ def test_a_model_that_was_never_prepared_is_saved_and_stays_whole(tmp_path):
 
 def _evaluates_at_another_stage():
     judge = example.bert()
-    engine = hf_zero.shard(judge, stage=2)
+    engine = engine_of(hf_zero.shard(judge, stage=2))
     accelerator = example.with_zero(3)
-    assert accelerator.prepare_model(judge, evaluation_mode=True) is judge and hf_zero.engine_of(judge) is engine
+    assert accelerator.prepare_model(judge, evaluation_mode=True) is judge and engine_of(judge) is engine
     with pytest.raises(ConfigError, match="sharded already, at stage 2 and not 3"):
         accelerator.prepare_model(judge)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import hf_zero
 from hf_zero.accelerator import ZeroAccelerator
 from hf_zero.config import ZeroConfig
+from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError
 from tests import models, training
 from tests.distributed import run_ranks
@@ -49,7 +49,7 @@ def _together(stage):
             norms[name].append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
             optimizers[name].step()
             optimizers[name].zero_grad()
-    assert not list(hf_zero.engine_of(judge).gradients())
+    assert not list(engine_of(judge).gradients())
     return {name: (torch.stack(norms[name]), weights_of(built[name])) for name in NAMES}
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests import models
 from tests.activation.subjects import checkpointed
 from tests.training import Record, adamw, loss_of
@@ -64,7 +65,7 @@ class Parallel:
         self.model = loaded(folder, tp_size)
         if use_reentrant is not None:
             checkpointed(self.model, use_reentrant)
-        self.engine = hf_zero.shard(self.model, stage=stage, **settings)
+        self.engine = engine_of(hf_zero.shard(self.model, stage=stage, **settings))
         self.optimizer = hf_zero.ShardedOptimizer(self.engine, adamw(self.model))
 
     def train(self, num_steps: int = 3, num_micro: int = 1, max_norm: float = 0.1, norm_type: float = 2.0) -> Record:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.activation.division import Division
 from hf_zero.comm import Counters, connect
+from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
 from tests.activation.parallel import Parallel, batch_of, saved
@@ -127,7 +128,7 @@ def test_dividing_without_tensor_parallel_ranks_is_refused():
     model = checkpointed(models.build("llama"))
     with pytest.raises(ConfigError, match="partition_activations: .* use offload_activations, or load the model with"):
         hf_zero.shard(model, partition_activations=True)
-    assert hf_zero.engine_of(model) is None, "it is refused before anything is sharded"
+    assert engine_of(model) is None, "it is refused before anything is sharded"
 
 
 def _cuts_anything(dtype: torch.dtype) -> None:

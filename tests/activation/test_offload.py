@@ -9,6 +9,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.activation import checkpointing_of
+from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError, UnsupportedError
 from tests import models
 from tests.activation.subjects import (
@@ -178,7 +179,7 @@ def _frozen_with_adapters(use_reentrant: bool) -> None:
         model = models.build("llama")
         model = checkpointed(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])), use_reentrant)
         model.enable_input_require_grads()
-        engine = hf_zero.shard(model, stage=3, offload_activations=away)
+        engine = engine_of(hf_zero.shard(model, stage=3, offload_activations=away))
         for _ in range(2):
             loss = loss_of(model(**rank_batch("llama", 0)))
             if away:
@@ -197,7 +198,7 @@ def test_offload_with_a_frozen_backbone_and_adapters(use_reentrant):
 def _enabled_afterwards() -> None:
     """Trainer turns checkpointing on when the model is sharded already."""
     model = models.build("llama")
-    engine = hf_zero.shard(model, offload_activations=True)
+    engine = engine_of(hf_zero.shard(model, offload_activations=True))
     with pytest.raises(LifecycleError, match="none is checkpointed; call model.gradient_checkpointing_enable()"):
         model(**rank_batch("llama", 0))
     model.eval()(**rank_batch("llama", 0))
@@ -216,7 +217,7 @@ def test_a_model_that_is_not_checkpointed_is_refused_when_it_is_trained():
 def test_a_model_that_cannot_be_checkpointed_is_refused():
     with pytest.raises(UnsupportedError, match="no module has a 'gradient_checkpointing' switch"):
         hf_zero.shard(model := models.build("mlp"), offload_activations=True)
-    assert hf_zero.engine_of(model) is None
+    assert engine_of(model) is None
     hf_zero.shard(models.build("mlp").requires_grad_(False), offload_activations=True)  # a teacher has none to offload
 
 
@@ -270,7 +271,7 @@ def _calls_blocks_through_the_function() -> None:
     for away in (False, True):
         torch.manual_seed(0)
         model = Tower()
-        engine = hf_zero.shard(model, stage=3, offload_activations=away)
+        engine = engine_of(hf_zero.shard(model, stage=3, offload_activations=away))
         for step in range(2):
             torch.manual_seed(step + dist.get_rank())
             loss = model(torch.randn(5, 7))

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests.activation.parallel import Parallel, assert_same_on_all_ranks, loaded, saved, train_whole
 from tests.distributed import run_ranks
@@ -70,7 +71,7 @@ def _keeps_what_a_parameter_is(folder: str) -> None:
     model = loaded(folder, 2)
     before = {name: (id(p), p.shape, p.dtype, type(p), p.placements) for name, p in _divided(model)}
     subject = Parallel.__new__(Parallel)
-    subject.model, subject.engine = model, hf_zero.shard(model, stage=3, compute_dtype=torch.bfloat16)
+    subject.model, subject.engine = model, engine_of(hf_zero.shard(model, stage=3, compute_dtype=torch.bfloat16))
     halves = {name: (id(p), p.shape, torch.float32, type(p), p.placements) for name, p in _divided(model)}
     assert halves == before
     away = dict(_divided(model))["model.layers.0.self_attn.q_proj.weight"]

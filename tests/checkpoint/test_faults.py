@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_zero.engine import engine_of
 from tests.distributed import free_port
 from tests.tiers import more
 
@@ -35,7 +36,7 @@ def train(rank: int, port: int, folder: str, num_steps: int) -> None:
         world_size=NUM_RANKS,
         timeout=timedelta(seconds=LIMIT_SECONDS),
     )
-    engine = hf_zero.shard(models.tied_llama(), stage=3)
+    engine = engine_of(hf_zero.shard(models.tied_llama(), stage=3))
     optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-2)
     newest = steps_in(folder)[-1:]
     for step in newest:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign
+from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import foreign_runs
 from tests.checkpoint.fakes import run_ranks
@@ -23,7 +24,7 @@ def start(stage, make=adamw, **settings):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    engine = hf_zero.shard(model, stage=stage, **settings)
+    engine = engine_of(hf_zero.shard(model, stage=stage, **settings))
     return engine, hf_zero.ShardedOptimizer(engine, make(model))
 
 

@@ -20,6 +20,7 @@ from transformers import (
 import hf_zero
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.safetensors_file import SafetensorsFile
+from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import run_ranks
@@ -62,7 +63,7 @@ def check(comm, folder, auto_class, kwargs, settings):
 
 
 def compare_sharded(direct, whole, settings):
-    engine = hf_zero.shard(direct, **settings)
+    engine = engine_of(hf_zero.shard(direct, **settings))
     for shard in engine.named_shards(resident=True):
         wanted = whole.get_parameter(shard.name).detach().reshape(-1)[shard.start :][: shard.tensor.numel()]
         assert torch.equal(shard.tensor, wanted.to(shard.tensor.dtype)), shard.name
@@ -272,7 +273,7 @@ def test_other_models_load_as_ever_meanwhile_and_afterwards(saved):
 def train_both_ways(comm, folder):
     losses = []
     for load in (AutoModelForCausalLM.from_pretrained, lambda path: load_pretrained(AutoModelForCausalLM, path)):
-        engine = hf_zero.shard(load(folder))
+        engine = engine_of(hf_zero.shard(load(folder)))
         optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-2)
         for step in range(3):
             tokens = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(step))
@@ -379,7 +380,7 @@ def load_and_measure(comm, folder, model_nbytes, dtype, shared_memory):
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident now
     before = resident("VmRSS")
     model = load_pretrained(AutoModelForCausalLM, folder / "large", dtype=dtype)
-    engine = hf_zero.shard(model, stage=3, shared_memory=shared_memory)
+    engine = engine_of(hf_zero.shard(model, stage=3, shared_memory=shared_memory))
     grown = resident("VmHWM") - before
     held = sum(shard.tensor.nbytes for shard in engine.named_shards())
     assert held <= model_nbytes / 4 * 1.01

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero
 from hf_zero.checkpoint import load_state, load_weights, save_pretrained, save_state
+from hf_zero.engine import engine_of
 from tests.checkpoint import models
 from tests.checkpoint.fakes import run_ranks
 
@@ -17,7 +18,7 @@ NUM_STEPS = 3
 
 
 def start(build, stage, compute_dtype=None):
-    engine = hf_zero.shard(build(), stage=stage, compute_dtype=compute_dtype)
+    engine = engine_of(hf_zero.shard(build(), stage=stage, compute_dtype=compute_dtype))
     return engine, hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-2)
 
 

@@ -15,7 +15,7 @@ from hf_zero.comm.bucket import Bucket
 from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.native import NativeComm
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import away, build, opaque, partition
+from hf_zero.engine import away, build, engine_of, opaque, partition
 from hf_zero.errors import ConfigError
 from tests.tiers import more
 
@@ -114,7 +114,7 @@ def _train(name: str, stage: int) -> tuple[int, int, int]:
     )
     model = LlamaForCausalLM(config).train()
     num_params = sum(p.numel() for p in model.parameters())
-    engine = hf_zero.shard(model, stage=stage, compute_dtype=torch.bfloat16, bucket_nbytes=BUCKET_NBYTES)
+    engine = engine_of(hf_zero.shard(model, stage=stage, compute_dtype=torch.bfloat16, bucket_nbytes=BUCKET_NBYTES))
     assert isinstance(engine.comm, NativeComm)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     with _counting(engine.comm) as made:

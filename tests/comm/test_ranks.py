@@ -28,6 +28,7 @@ from hf_zero.comm.ranks import (
     timeout_of,
     transport_errors,
 )
+from hf_zero.engine import engine_of
 from hf_zero.errors import CommError
 from hf_zero.trainer import ZeroTrainingArguments, restoring
 from tests import models
@@ -199,7 +200,7 @@ def _lose_one_in_training(folder: Path) -> None:
     def log_or_die(*values, **named):
         if trainer.state.global_step == 2:
             _note_place(folder)
-            trainer.zero_engine.comm.barrier()
+            engine_of(trainer.model).comm.barrier()
             if rank == VICTIM:
                 os.kill(os.getpid(), signal.SIGKILL)
         return log(*values, **named)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero.engine import engine_of
 
 
 ALL_STAGES = (0, 1, 2, 3)
@@ -65,7 +66,7 @@ def train_sharded(build, act, stage: int, num_steps: int = 2, make_optimizer=sgd
     """The same through hf_zero; also checks that at stage 3 nothing is readable between steps."""
     rank = dist.get_rank()
     model = build_seeded(build)
-    engine = hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings})
+    engine = engine_of(hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings}))
     inner = make_optimizer([p for p in model.parameters() if p.requires_grad])
     optimizer = hf_zero.ShardedOptimizer(engine, inner)
     losses = []

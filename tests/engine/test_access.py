@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, assert_exact_or_refused, assert_stages_match, build_seeded
@@ -285,7 +286,7 @@ def _two_models():
     for stage in ALL_STAGES:
         policy, frozen = build_seeded(Tower), build_seeded(Tower, seed=8).requires_grad_(False)
         plain_policy, plain_frozen = build_seeded(Tower), build_seeded(Tower, seed=8)
-        engine = hf_zero.shard(policy, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(policy, stage=stage, **SETTINGS))
         hf_zero.shard(frozen, stage=stage, **SETTINGS)
         x = inputs(dist.get_rank(), 0)
         loss_of(policy(x) - frozen(x)).backward()

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import (
@@ -120,7 +121,7 @@ def _autograd_grad_is_not_collected():
     """Gradients taken by `torch.autograd.grad` alone are the caller's: a step after them changes nothing."""
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
         before = weights_of(model)
         torch.autograd.grad(loss_of(model(inputs(dist.get_rank(), 0))), list(model.parameters()))
@@ -155,7 +156,7 @@ def _double_backward_of_inputs():
     """The penalty of a critic differentiates the gradient of its inputs: exact, or refused at once."""
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
         x = inputs(dist.get_rank(), 0).requires_grad_()
         if stage >= 2:
@@ -197,7 +198,7 @@ def _next_step_is_clean(model, optimizer):
 def _full_grad_is_the_average():
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         assert engine.full_grad("head.bias") is None
         one_backward(model, dist.get_rank(), 0)
         reference = build_seeded(Tower)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_zero
-from hf_zero.engine import away
+from hf_zero.engine import away, engine_of
 from hf_zero.engine.placeholder import Placeholders, is_untouched
 from hf_zero.errors import LifecycleError, NonFiniteError
 from tests.distributed import run_ranks
@@ -250,7 +250,7 @@ def test_a_backward_through_parameters_that_are_away_names_one():
 def _penalty_beside():
     """Nobody of ours runs between the end of the forward and the beginning of the penalty's backward."""
     model = build_seeded(Tower)
-    engine = hf_zero.shard(model, stage=3, **SETTINGS)
+    engine = engine_of(hf_zero.shard(model, stage=3, **SETTINGS))
     optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
     one_backward(model, dist.get_rank(), 0)  # the first is looked at more closely
     optimizer.step()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import UnsupportedError
 from tests.distributed import run_ranks
 from tests.engine.models import Tower, inputs, loss_of
@@ -35,7 +36,7 @@ def _compiled(cls, use_reentrant, num_graphs):
     steps = 4  # after the first, blocks may get other slots
 
     def act(model, rank, step):
-        engine = hf_zero.engine_of(model)
+        engine = engine_of(model)
         if engine is not None:
             counters.clear() if step == 0 else None
             hf_zero.compile_blocks(engine, backend="aot_eager", fullgraph=True)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.engine import direct
+from hf_zero.engine import ZeroEngine, direct, engine_of
 
 
 pytestmark = [pytest.mark.direct, pytest.mark.quick]
@@ -40,7 +40,7 @@ class Net(nn.Module):
 IDS = torch.tensor([[1, 3, 3, 7, 1], [2, 2, 9, 3, 10]])
 
 
-def gradients(model: nn.Module, engine: hf_zero.ZeroEngine | None = None, times: int = 1) -> dict[str, torch.Tensor]:
+def gradients(model: nn.Module, engine: ZeroEngine | None = None, times: int = 1) -> dict[str, torch.Tensor]:
     for _ in range(times):
         model(IDS).backward()
     if engine is None:
@@ -76,7 +76,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
 def test_gradients_are_bit_equal_to_those_of_the_stock_modules(monkeypatch, use_reentrant):
     plain, model = Net(), Net()
     plain.use_reentrant = model.use_reentrant = use_reentrant
-    engine = hf_zero.shard(model, stage=2)
+    engine = engine_of(hf_zero.shard(model, stage=2))
     names = written_directly(monkeypatch)
     assert_same(gradients(model, engine), gradients(plain))
     assert names == ["head.weight", "down.weight", "up.weight", "embed.weight"]
@@ -84,14 +84,14 @@ def test_gradients_are_bit_equal_to_those_of_the_stock_modules(monkeypatch, use_
 
 def test_gradients_of_a_tied_weight_and_of_several_backwards_are_added_up():
     plain, model = Net(tied=True), Net(tied=True)
-    engine = hf_zero.shard(model, stage=1)
+    engine = engine_of(hf_zero.shard(model, stage=1))
     # sums of the same terms in another order
     assert_same(gradients(model, engine, times=3), gradients(plain, times=3), exact=False)
 
 
 def test_what_a_linear_or_an_embedding_returns_may_be_written_to():
     plain, model = Net(), Net()
-    engine = hf_zero.shard(model, stage=1)
+    engine = engine_of(hf_zero.shard(model, stage=1))
     for net in (plain, model):
         for module in (net.embed, net.up, net.head):
             module.register_forward_hook(lambda _module, _args, output: output.mul_(2))
@@ -100,7 +100,7 @@ def test_what_a_linear_or_an_embedding_returns_may_be_written_to():
 
 def test_a_hook_on_the_weight_sees_its_gradient_and_may_change_it(monkeypatch):
     plain, model = Net(), Net()
-    engine = hf_zero.shard(model, stage=1)
+    engine = engine_of(hf_zero.shard(model, stage=1))
     names = written_directly(monkeypatch)
     for net in (plain, model):
         net.up.weight.register_hook(lambda grad: 2 * grad)
@@ -110,7 +110,7 @@ def test_a_hook_on_the_weight_sees_its_gradient_and_may_change_it(monkeypatch):
 
 def test_autocast_gives_what_it_gives_the_stock_modules():
     plain, model = Net(), Net()
-    engine = hf_zero.shard(model, stage=1)
+    engine = engine_of(hf_zero.shard(model, stage=1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, wanted = gradients(model, engine), gradients(plain)
     assert_same(found, wanted)
@@ -118,7 +118,7 @@ def test_autocast_gives_what_it_gives_the_stock_modules():
 
 def test_autograd_grad_returns_the_gradient_and_leaves_the_buffers_alone():
     plain, model = Net(), Net()
-    engine = hf_zero.shard(model, stage=1)
+    engine = engine_of(hf_zero.shard(model, stage=1))
     weights = [model.up.weight, model.embed.weight]
     wanted = torch.autograd.grad(plain(IDS), [plain.up.weight, plain.embed.weight])
     for found, grad in zip(torch.autograd.grad(model(IDS), weights), wanted):
@@ -137,7 +137,7 @@ def test_modules_that_are_not_stock_are_left_alone(monkeypatch):
         return nn.Sequential(Doubled(4, 4), nn.Linear(4, 2))
 
     plain, model = build(), build()
-    engine = hf_zero.shard(model, stage=1)
+    engine = engine_of(hf_zero.shard(model, stage=1))
     names = written_directly(monkeypatch)
     x = torch.randn(3, 4)
     plain(x).sum().backward()
@@ -155,7 +155,7 @@ def test_gpt2s_transposed_linear_is_served_too(monkeypatch, dtype):
         return nn.Sequential(Conv1D(6, 4), nn.Tanh(), Conv1D(2, 6)).to(dtype)
 
     plain, model = build(), build()
-    engine = hf_zero.shard(model, stage=1)
+    engine = engine_of(hf_zero.shard(model, stage=1))
     names = written_directly(monkeypatch)
     x = torch.randn(2, 3, 4, dtype=dtype)
     plain(x).sum().backward()
@@ -168,7 +168,7 @@ def test_gpt2s_transposed_linear_is_served_too(monkeypatch, dtype):
 def test_small_weights_go_the_ordinary_way(monkeypatch):
     plain, model = Net(), Net()
     monkeypatch.setattr(direct, "MIN_NUMEL", model.up.weight.numel() + 1)
-    engine = hf_zero.shard(model, stage=1)
+    engine = engine_of(hf_zero.shard(model, stage=1))
     names = written_directly(monkeypatch)
     assert_same(gradients(model, engine), gradients(plain))
     assert names == []

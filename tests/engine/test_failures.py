@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.engine.unit import Phase
 from hf_zero.errors import LifecycleError
 from tests.distributed import run_ranks
@@ -147,7 +148,7 @@ def _recovers(use_checkpoint):
     for stage in ALL_STAGES:
         for fail in FAILURES:
             model = build_seeded(build)
-            engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+            engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
             optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
             rank = dist.get_rank()
             one_backward(model, rank, 0)
@@ -254,7 +255,7 @@ def test_a_model_may_be_called_in_an_exception_handler():
 def _late_gradient(stage):
     """As when something keeps a gradient back that the engine had no reason to wait for."""
     model = build_seeded(Tower)
-    engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+    engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
     unit = engine.blocks[2]
 
     def come_late(grad):

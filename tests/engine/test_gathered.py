@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import (
@@ -34,7 +35,7 @@ def _what_can_be_gathered():
     wanted = {name: p.detach().clone() for name, p in build_seeded(Tower).named_parameters()}
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         weight = model.layers[1].up.weight
         for what in (model, weight, [weight], model.layers, model.layers[1], model.parameters(), iter([weight])):
             with hf_zero.gathered(what):
@@ -55,7 +56,7 @@ def _writeback():
     """Rank 0's values become everyone's, whatever the others wrote, and training goes on from them."""
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         before = weights_of(model)
         written, assigned = chosen = [model.layers[1].up.weight, model.head.bias]
         with hf_zero.gathered(chosen, writeback=True):
@@ -80,7 +81,7 @@ def _writeback_then_train():
                 p.mul_(0.5)
 
     def act(model, rank, step):
-        if step == 1 and (rank == 0 or hf_zero.engine_of(model) is not None):
+        if step == 1 and (rank == 0 or engine_of(model) is not None):
             rewrite(model)
         return one_backward(model, rank, step)
 
@@ -116,7 +117,7 @@ def _masters():
     """What is written in bf16 reaches the fp32 masters; what is not keeps their 16 lower bits."""
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, compute_dtype=torch.bfloat16, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, compute_dtype=torch.bfloat16, **SETTINGS))
         before = masters_of(engine)
         assert all(tensor.dtype is torch.float32 for tensor in before.values())
         with hf_zero.gathered(model.layers[1].up.weight, writeback=True):
@@ -138,7 +139,7 @@ def _nested():
     wanted = {name: p.detach().clone() for name, p in build_seeded(Tower).named_parameters()}
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         first, second = model.layers[0].up.weight, model.layers[1].up.weight
         with hf_zero.gathered(first):
             with hf_zero.gathered([first, second], writeback=True):
@@ -259,7 +260,7 @@ def test_training_around_and_inside_the_context(act):
 def _raises_inside():
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         wanted = weights_of(model)
         with pytest.raises(ZeroDivisionError), hf_zero.gathered(model):
             raise ZeroDivisionError
@@ -292,7 +293,7 @@ def _refused_step_changes_nothing():
     _, wanted = train_reference(Tower, one_backward, num_steps=1)
     for stage in (1, 2, 3):
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
         with hf_zero.gathered(model):
             one_backward(model, dist.get_rank(), 0)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from tests.distributed import run_ranks
 from tests.engine.models import token_ids
@@ -62,7 +63,7 @@ def _tokens(model, rank: int, seed: int = 0, **options) -> list[list[int]]:
 def _sharded_and_plain(build, stage, **settings):
     plain = build_seeded(build).eval()
     model = build_seeded(build).eval()
-    return model, plain, hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings})
+    return model, plain, engine_of(hf_zero.shard(model, stage=stage, **{**SETTINGS, **settings}))
 
 
 def _generates(build, options, stage):

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import hf_zero
 from hf_zero.checkpoint import save_pretrained
+from hf_zero.engine import engine_of
 from hf_zero.engine.opaque import can_be_moved
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import CheckpointError, UnsupportedError
@@ -90,7 +91,7 @@ def test_coded_weights_train_what_is_beside_them_as_in_ddp(stage, shared_memory,
 
 
 def _computes_in_bf16():
-    engine = hf_zero.shard(Coded(torch.bfloat16), stage=3, compute_dtype=torch.bfloat16)
+    engine = engine_of(hf_zero.shard(Coded(torch.bfloat16), stage=3, compute_dtype=torch.bfloat16))
     wanted = [block.weight.detach().clone() for block in Coded(torch.bfloat16).blocks]
     with hf_zero.gathered(engine.model):
         assert engine.model.head.weight.dtype is torch.bfloat16
@@ -108,7 +109,7 @@ def _shown_and_given_back(stage, dtype):
     plain, batch = Coded(dtype), models.batch("mlp", seed=0)
     wanted = plain(**batch)
     model = Coded(dtype)
-    engine = hf_zero.shard(model, stage=stage, shared_memory=False)
+    engine = engine_of(hf_zero.shard(model, stage=stage, shared_memory=False))
     with torch.no_grad():
         assert torch.equal(model(**batch), wanted)
         with engine.computing_in(torch.float64):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import HfZeroError, LifecycleError
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Tower, inputs, loss_of
@@ -251,17 +252,17 @@ def test_deepcopy_of_a_sharded_block_is_refused():
 def _shard_twice():
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         wanted = weights_of(model)
-        assert hf_zero.shard(model, stage=stage, **SETTINGS) is engine
-        assert hf_zero.engine_of(model) is engine
+        assert engine_of(hf_zero.shard(model, stage=stage, **SETTINGS)) is engine
+        assert engine_of(model) is engine
         with pytest.raises(LifecycleError, match="sharded already"):
             hf_zero.shard(model, stage=(stage + 1) % 4, **SETTINGS)
         with pytest.raises(LifecycleError, match="sharded already"):
             hf_zero.shard(model, stage=stage, compute_dtype=torch.bfloat16, **SETTINGS)
         found = weights_of(model)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert hf_zero.engine_of(Tower()) is None
+    assert engine_of(Tower()) is None
 
 
 def test_sharding_twice_changes_nothing_and_other_settings_are_refused():

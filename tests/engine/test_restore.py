@@ -1,4 +1,4 @@
-"""`engine.unshard()`: what was sharded is a plain model again."""
+"""`ShardedModel.unshard()`: what was sharded is a plain model again."""
 
 import copy
 import gc
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
@@ -45,7 +46,7 @@ def _plain_again(stage: int, name: str, dtype) -> None:
     # nothing of ours is left on it
     assert _attributes(model) == untouched, _attributes(model) ^ untouched
     assert {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)} == identities
-    assert hf_zero.engine_of(model) is None
+    assert engine_of(model) is None
     for key, p in model.named_parameters():
         assert p.dtype is torch.float32 and p.untyped_storage().nbytes() == p.numel() * 4, key
         for start, values in masters.get(key, ()):
@@ -65,7 +66,7 @@ def _plain_again(stage: int, name: str, dtype) -> None:
 
 
 @pytest.mark.quick(cases=1)
-@pytest.mark.support("`engine.unshard()`, then used, copied and sharded again", area="Models in one process")
+@pytest.mark.support("`unshard()`, then used, copied and sharded again", area="Models in one process")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name, dtype", [("mixtral", None), ("llama-tied", torch.bfloat16)])
 @pytest.mark.full("more cases", after=3)
@@ -78,7 +79,7 @@ def _compiled(stage: int) -> None:
     batch = models.batch("llama", seed=dist.get_rank())
     wanted = loss_of(model(**batch))
     attributes = _attributes(model)
-    engine = hf_zero.shard(model, stage=stage)
+    engine = engine_of(hf_zero.shard(model, stage=stage))
     hf_zero.compile_blocks(engine, backend="eager")
     with pytest.raises(LifecycleError, match="compiled already with .*'eager'"):
         hf_zero.compile_blocks(engine, backend="aot_eager")

@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import assert_stages_match
@@ -107,7 +108,7 @@ def _zero_grad_between():
     _, wanted = train_reference(five_blocks, act, num_steps=2)
     for stage in (1, 2, 3):
         model = build_seeded(five_blocks)
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
         for step in range(2):
             model.order = ORDERS["another on each"](engine.comm.rank, step)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, assert_stages_match, build_seeded, sgd, weights_of
@@ -199,7 +200,7 @@ def _mixed_dtypes():
         model = build_seeded(build)
         reference = build_seeded(build)
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         optimizer = hf_zero.ShardedOptimizer(engine, sgd([p for p in model.parameters() if p.requires_grad]))
         assert {name: p.dtype for name, p in model.named_parameters()} == dtypes
         one_backward(model, dist.get_rank(), 0)
@@ -228,7 +229,7 @@ def _double_precision():
     """The sum over the ranks keeps fp64's digits: 1e-12 is out of reach for what passed through fp32."""
     for stage in ALL_STAGES:
         model, reference = build_seeded(Tower).double(), build_seeded(Tower).double()
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         loss_of(model(inputs(dist.get_rank(), 0).double())).backward()
         for rank in range(2):
             loss_of(reference(inputs(rank, 0).double())).backward()
@@ -318,7 +319,7 @@ def test_ranks_that_start_differently_take_rank_0s_values():
 def _no_parameters():
     for stage in ALL_STAGES:
         model = nn.Sequential(nn.Tanh(), nn.Softmax(dim=-1))
-        engine = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         x = inputs(0, 0).requires_grad_()
         model(x).square().sum().backward()
         assert x.grad is not None and engine.param_infos() == []

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.bits import bits_of
 from tests.distributed import run_ranks
@@ -33,7 +34,7 @@ WRITES = {
 
 def trained(stage, dtype, num_steps=1, lr=None):
     model = build_seeded(Tower)
-    engine = hf_zero.shard(model, stage=stage, compute_dtype=dtype, **SETTINGS)
+    engine = engine_of(hf_zero.shard(model, stage=stage, compute_dtype=dtype, **SETTINGS))
     optimizer = hf_zero.ShardedOptimizer(engine, sgd(model.parameters()))
     for step in range(num_steps):
         take_step(model, optimizer, step)

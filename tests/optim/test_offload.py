@@ -11,6 +11,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.comm import Bus, Counters
+from hf_zero.engine import engine_of
 from hf_zero.engine.host_transfer import NUM_PIECES, HostTransfer
 from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
@@ -202,7 +203,7 @@ def _is_consistent(engine) -> bool:
 
 def _leaves_steps_half_done(stage: int, offload: str) -> None:
     model = Breakable()
-    engine = hf_zero.shard(model, stage=stage, offload=offload, compute_dtype=torch.bfloat16)
+    engine = engine_of(hf_zero.shard(model, stage=stage, offload=offload, compute_dtype=torch.bfloat16))
     optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.5)
     x = torch.randn(4, 64, dtype=torch.bfloat16)
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.engine import ZeroEngine, engine_of
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
@@ -110,7 +111,7 @@ def _built_here_or_there() -> None:
     for way in ("class", "groups", "before", "after"):
         model = models.build("mlp")
         before = torch.optim.AdamW(model.parameters(), **settings)
-        engine = hf_zero.shard(model, stage=3)
+        engine = engine_of(hf_zero.shard(model, stage=3))
         if way == "class":
             optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, **settings)
         elif way == "groups":
@@ -170,8 +171,8 @@ def test_an_optimizer_of_some_parameters_leaves_the_others_alone(num_ranks):
 # What is refused
 
 
-def _engine() -> hf_zero.ZeroEngine:
-    return hf_zero.shard(models.build("mlp"), stage=3)
+def _engine() -> ZeroEngine:
+    return engine_of(hf_zero.shard(models.build("mlp"), stage=3))
 
 
 def _refuses(make, *words: str, error=UnsupportedError) -> None:
@@ -363,7 +364,7 @@ def test_what_follows_clipping_finds_the_gradients_clipped(then, stage, fused):
 def test_a_fused_optimizer_scales_on_its_way():
     """No pass over the gradients: they are as they were reduced when the update begins."""
     model = models.build("mlp")
-    engine = hf_zero.shard(model, stage=1)
+    engine = engine_of(hf_zero.shard(model, stage=1))
     optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-3, fused=True)
     loss_of(model(**models.batch("mlp", seed=0))).backward()
     engine.finish_gradients()

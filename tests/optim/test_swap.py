@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, StorageError
 from hf_zero.storage import Disk, disk
 from tests import models
@@ -225,7 +226,7 @@ def freeze_and_train(folder: str) -> None:
         records = []
         for away in ({"offload": "params", "offload_dir": folder}, {}):
             model = build()
-            engine = hf_zero.shard(model, stage=3, compute_dtype=torch.bfloat16, **away)
+            engine = engine_of(hf_zero.shard(model, stage=3, compute_dtype=torch.bfloat16, **away))
             optimizer = hf_zero.ShardedOptimizer(engine, make(model))
             losses = []
             for step in range(3):

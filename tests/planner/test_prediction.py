@@ -14,7 +14,7 @@ import torch
 
 import hf_zero
 from benchmarks.memory import TensorMeter
-from hf_zero.engine import has_sources
+from hf_zero.engine import engine_of, has_sources
 from hf_zero.planner import measure, predict
 from tests.distributed import run_ranks
 from tests.planner import subjects
@@ -40,7 +40,7 @@ def _train(name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str
             model.activation_checkpointing_enable() if hasattr(
                 model, "activation_checkpointing_enable"
             ) else model.gradient_checkpointing_enable()
-        engine = hf_zero.shard(model, bucket_nbytes=BUCKET_NBYTES, shared_memory=False, **settings)
+        engine = engine_of(hf_zero.shard(model, bucket_nbytes=BUCKET_NBYTES, shared_memory=False, **settings))
         optimizer = hf_zero.ShardedOptimizer(engine, AdamW(model.parameters()))
         for step in range(3):
             _collect()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests import models
 from tests.trainer.harness import (
     PLAIN,
@@ -81,7 +82,7 @@ def assert_memory(trainer, stage: int, all_used: bool = True) -> None:
     """Gradients and optimizer state are those of what is trained, and of nothing else: this rank's part of Adam's two
     fp32 moments, and a gradient that is whole at stage 1 and given back after the step beyond. Padding is extra: each
     buffer ends at a multiple of 32 elements, and each parameter at one of 16."""
-    engine, report = trainer.zero_engine, trainer.memory_report()
+    engine, report = engine_of(trainer.model), trainer.memory_report()
     flats = [flat for unit in engine.units for flat in unit.flats if flat.trainable]
     numel = sum(p.numel() for flat in flats for p in flat.params)
     padding = sum(16 * len(flat.params) + 32 for flat in flats)

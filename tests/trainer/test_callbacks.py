@@ -5,6 +5,7 @@ import torch
 from transformers import TrainerCallback
 
 import hf_zero
+from hf_zero.engine import engine_of
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import PLAIN, Rows, make
@@ -120,7 +121,7 @@ class GradientReader(TrainerCallback):
 def _reads_gradients(folder):
     norms = {}
     for kind in (1, 3, PLAIN):
-        reader = GradientReader(hf_zero.engine_of)
+        reader = GradientReader(engine_of)
         trainer = make(kind, folder, models.build("bert"), Rows("bert"), parts={"callbacks": [reader]})
         trainer.train()
         norms[kind] = torch.tensor(reader.norms)

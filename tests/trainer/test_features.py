@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from transformers.modeling_outputs import CausalLMOutput
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError
 from tests import models
 from tests.distributed import run_ranks
@@ -167,12 +168,12 @@ class Average(TrainerCallback):
         self.averages: dict[tuple[str, int], Tensor] = {}
 
     def on_step_end(self, args, state, control, model, **kwargs):
-        for shard in hf_zero.engine_of(model).named_shards():
+        for shard in engine_of(model).named_shards():
             average = self.averages.setdefault((shard.name, shard.start), shard.tensor.clone())
             average.lerp_(shard.tensor, 1 - self.decay)
 
     def swap(self, model: nn.Module) -> None:
-        engine = hf_zero.engine_of(model)
+        engine = engine_of(model)
         engine.begin_update()
         for shard in engine.named_shards():
             average = self.averages[shard.name, shard.start]

@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError
 from tests import models
 from tests.distributed import run_ranks
@@ -49,7 +50,7 @@ def _finds_a_batch_size(folder, stage) -> None:
     )
     trainer.train()
     assert tried == [8, 7, 6, 5, 5, 5]
-    assert trainer.state.global_step == 3 and trainer.zero_engine is not None
+    assert trainer.state.global_step == 3 and engine_of(trainer.model) is not None
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -270,7 +271,7 @@ def _prepared(stage) -> None:
         reset_accelerate()
         torch.manual_seed(0)
         model = models.build("llama")
-        engine = hf_zero.shard(model, stage=stage)
+        engine = engine_of(hf_zero.shard(model, stage=stage))
         optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         backward = torch.Tensor.backward

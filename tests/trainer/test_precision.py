@@ -13,6 +13,7 @@ from accelerate.utils import AutocastKwargs
 from transformers import Trainer
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.planner import tensor_classes
 from tests import models
 from tests.distributed import run_ranks
@@ -149,7 +150,7 @@ def _loaded_in_bf16(folder):
     seed_everything()
     trainer = make(3, folder, models.build("llama").to(torch.bfloat16), Rows("llama"), bf16=True, learning_rate=1e-6)
     trainer.train()
-    fine = [shard.tensor for shard in trainer.zero_engine.named_shards() if "mlp" in shard.name]
+    fine = [shard.tensor for shard in engine_of(trainer.model).named_shards() if "mlp" in shard.name]
     assert all(values.dtype is torch.float32 for values in fine)
     assert any((values != values.bfloat16().float()).any() for values in fine)
     trainer.save_model()
@@ -189,7 +190,7 @@ def _frozen_half(folder):
     classes = {}
     trainer = make(3, folder, _mostly_frozen(), Rows("vit"), **settings)
     trainer.train()
-    for each in tensor_classes(trainer.zero_engine, trainer._zero_optimizer):
+    for each in tensor_classes(engine_of(trainer.model), trainer._zero_optimizer):
         classes.setdefault(each.name, set()).add(each.dtype)
     assert classes["frozen parameters"] == {torch.bfloat16}
     assert classes["parameters"] == classes["optimizer state"] == {torch.float32}
@@ -235,7 +236,7 @@ def _tells(folder, stage, settings):
         trainer.train()
     lines = [line for line in said.getvalue().splitlines() if line.startswith(("hf_zero: stage", "  "))]
     assert bool(lines) == (dist.get_rank() == 0)
-    told = {each.name: each for each in tensor_classes(trainer.zero_engine, trainer._zero_optimizer)}
+    told = {each.name: each for each in tensor_classes(engine_of(trainer.model), trainer._zero_optimizer)}
     report = trainer.memory_report()
     assert told["optimizer state"].nbytes == 8 * sum(run.param.numel() for run in trainer._zero_optimizer.slices)
     masters = told["masters"].nbytes if "masters" in told else 0
@@ -244,9 +245,8 @@ def _tells(folder, stage, settings):
     assert masters + told["optimizer state"].nbytes + counts == report.optimizer_nbytes
     assert told["parameters"].nbytes == report.parameter_nbytes
     kept = sum(told[name].nbytes for name in ("buffers to gather in", "buffers to exchange through") if name in told)
-    if (
-        trainer.zero_engine.comm.shared_memory is None
-    ):  # where they do, what gradients are collected in is kept as well
+    # where they share memory, what gradients are collected in is kept as well
+    if engine_of(trainer.model).comm.shared_memory is None:
         assert kept == report.buffer_nbytes
     return [" ".join(line.split()) for line in lines]
 

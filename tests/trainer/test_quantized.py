@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import UnsupportedError
 from tests import models
@@ -100,7 +101,7 @@ def _trains_as_under_trainer(folder, kind, stage):
     assert len(adapter) == 6 * models.LAYERS
     assert all(torch.equal(p, run.weights[name]) for name, p in adapter.items())
 
-    held = sum(s.tensor.nbytes for s in trainer.zero_engine.named_shards(resident=True) if s.name in found)
+    held = sum(s.tensor.nbytes for s in engine_of(trainer.model).named_shards(resident=True) if s.name in found)
     whole = sum(weight.numel() for weight in quantized.values())
     report = trainer.memory_report()
     trained = sum(p.numel() for p in adapter.values()) * 4

@@ -15,6 +15,7 @@ from transformers import BertForSequenceClassification
 
 from hf_zero.checkpoint import check_checkpoint, plan_state, staging
 from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, CommError, ConfigError, HubError
 from hf_zero.trainer import disk_space
 from hf_zero.trainer.signals import Stopped
@@ -111,7 +112,7 @@ def _sizes(folder, stage):
             lambda *args: (check(*args), seen.append(disk_space.state_nbytes(trainer)))[0],
         )
         trainer.train()
-    state = plan_state(trainer.zero_engine, trainer._zero_optimizer)
+    state = plan_state(engine_of(trainer.model), trainer._zero_optimizer)
     # padding of shards is counted, headers are not
     assert seen[0] == pytest.approx(state.part.files.nbytes, rel=0.15)
 

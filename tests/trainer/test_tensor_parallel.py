@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError
 from tests import models
 from tests.activation.parallel import loaded, saved, whole
@@ -22,7 +23,7 @@ def _divided(folder: str, pretrained: str, stage: int, flags: dict):
     seed_everything()
     trainer = make(stage, folder, loaded(pretrained, 2), Rows("llama"), **SETTINGS, **flags)
     trainer.train()
-    assert trainer.zero_engine.comm.num_ranks == dist.get_world_size() // 2
+    assert engine_of(trainer.model).comm.num_ranks == dist.get_world_size() // 2
     with hf_zero.gathered(trainer.model):
         weights = {name: whole(p).float().cpu() for name, p in trainer.model.named_parameters()}
     run = record(trainer)

@@ -8,6 +8,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 import hf_zero
+from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
@@ -290,7 +291,7 @@ def _masters_learn_slowly(folder):
     trainer = make(3, folder, models.build("bert"), Rows("bert"), **settings)
     before = {shard.name: shard.tensor.clone() for shard in trainer.accelerator.shard(trainer.model).named_shards()}
     trainer.train()
-    for shard in trainer.zero_engine.named_shards():
+    for shard in engine_of(trainer.model).named_shards():
         assert shard.tensor.dtype is torch.float32
         if shard.name == "bert.encoder.layer.0.attention.output.LayerNorm.weight":
             assert (shard.tensor != before[shard.name]).any(), "weights near 1 move by 1e-6 a step"
@@ -311,7 +312,7 @@ def _reports(folder):
     assert report.ddp_parameter_nbytes == 4 * numel
     assert report.ddp_optimizer_nbytes == 8 * numel
     # Half of everything, with padding: 16 elements at most after each parameter and at the end of each shard.
-    padding = 4 * 2 * 16 * (len(list(trainer.model.parameters())) + len(trainer.zero_engine.units))
+    padding = 4 * 2 * 16 * (len(list(trainer.model.parameters())) + len(engine_of(trainer.model).units))
     assert 4 * numel / 2 <= report.parameter_nbytes <= 4 * numel / 2 + padding
     assert report.gradient_nbytes == 0  # given back after the step
     assert 8 * numel / 2 <= report.optimizer_nbytes <= 8 * numel / 2 + 2 * padding

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from hf_zero.engine import engine_of
 from tests.distributed import free_port
 
 
@@ -126,7 +127,8 @@ def _train(rank: int, folder: Path, fault: Fault | None, in_background: bool) ->
     weights = weights_of(trainer.model)
     if rank == 0:
         torch.save(weights, folder / "weights.pt")
-    trainer.zero_engine.comm.barrier()  # torch's own says of a rank that has ended only that a connection has closed
+    # torch's own says of a rank that has ended only that a connection has closed
+    engine_of(trainer.model).comm.barrier()
     time.sleep(0.05)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import hf_zero
+from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.engine.reference import assert_away
 from tests.trainer.harness import assert_close, assert_equal, assert_learned, record, seed_everything, weights_of
@@ -33,9 +33,9 @@ def _are_sharded(folder, stage):
     others = [trainer.ref_model, trainer.reward_funcs[0]]
     before = [weights_of(model) for model in others]
     trainer.train()
-    assert hf_zero.engine_of(trainer.model).stage == stage
+    assert engine_of(trainer.model).stage == stage
     for model, start in zip(others, before):
-        engine = hf_zero.engine_of(model)
+        engine = engine_of(model)
         assert engine.stage == stage and not list(engine.gradients())
         flats = [flat for unit in engine.units for flat in unit.flats]
         assert not any(flat.has_master for flat in flats)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import hf_zero
+from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.trainer.harness import assert_close, assert_learned, seed_everything
 from tests.trl.harness import KINDS, PLAIN, data, make, policy, save_models, train
@@ -176,7 +176,7 @@ def _generates_gathered(folder, name):
     sent, generate = [], trainer.model.generate
 
     def recorded(**inputs):
-        counters = hf_zero.engine_of(trainer.model).comm.counters
+        counters = engine_of(trainer.model).comm.counters
         before = counters.total_sent_nbytes
         out = generate(**inputs)
         sent.append(counters.total_sent_nbytes - before)

@@ -18,6 +18,7 @@ from hf_zero.checkpoint.interfaces import Engine, Optimizer
 from hf_zero.checkpoint.load import ignored_pattern, load_weights
 from hf_zero.checkpoint.tensor_names import saved_tensors, shortened
 from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError, HfZeroError
 
 
@@ -30,22 +31,23 @@ _FAMILIES = ("betas", "momentum", "alpha", "etas", "rho", "lr_decay")
 _SWITCHES = ("decoupled_weight_decay", "amsgrad", "nesterov", "centered", "maximize")
 
 
-def load_foreign(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
+def load_foreign(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> None:
     """Takes over a run of DeepSpeed, FSDP, torch's distributed checkpoints or plain Trainer. Collective.
 
     Args:
-        engine ([`Engine`]): the sharded model.
+        model (`nn.Module` or [`ShardedModel`]): the sharded model.
         optimizer ([`Optimizer`]): of the same kind, over the same trainable parameters, not stepped yet.
         folder (`str` or `os.PathLike`): the checkpoint, seen by all ranks.
 
     Raises:
         `CheckpointError`: as `load_foreign_weights` and `load_foreign_state`.
     """
+    engine = require_engine(model)
     load_foreign_weights(engine, folder)
     load_foreign_state(engine, optimizer, folder)
 
 
-def load_foreign_weights(engine: Engine, folder: str | os.PathLike) -> None:
+def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     """Loads a foreign checkpoint's weights into the masters. Collective; fails on all ranks or on none.
 
     fp32 values are taken where the checkpoint has them. Names, shapes and the completeness of files are checked before

@@ -1,0 +1,120 @@
+"""What a user holds of a sharded model, and the one way from a model to its engine."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.flat import NamedShard
+from hf_zero.engine.patch import Uncopyable
+from hf_zero.errors import LifecycleError
+
+
+ENGINE_ATTRIBUTE = "_hf_zero_engine"
+
+
+class ShardedModel(Uncopyable):
+    """A handle of a model whose parameters, gradients or optimizer state are sharded over the data-parallel ranks.
+
+    `hf_zero.shard` returns it. Of a model that something else has sharded, such as `ZeroTrainer` or `ZeroAccelerator`,
+    `hf_zero.ShardedModel(model)` is the same. The functions of `hf_zero` that take a sharded model take this or the
+    model itself. Parameters are made whole by `hf_zero.gathered`.
+
+    Args:
+        model (`nn.Module`): a sharded model.
+
+    Attributes:
+        model (`nn.Module`): the model, which is called and trained as before.
+
+    Raises:
+        `LifecycleError`: when the model is not sharded.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._engine = require_engine(model)
+        self.model: nn.Module = self._engine.model
+
+    def refuse_misuse(self) -> None:
+        """Looks whether parameters were used or written to while their data was away. Before a backward it still finds
+        what a loss has taken of them: that backward would begin with it, and then let go of it.
+
+        Raises:
+            `LifecycleError`: with a parameter's name.
+        """
+        self._engine.refuse_misuse()
+
+    def full_grad(self, name: str) -> Tensor | None:
+        """The whole averaged gradient of one parameter, on every rank; all ranks call it, after backward.
+
+        Args:
+            name (`str`): a name of `model.named_parameters()`.
+
+        Returns:
+            `Tensor`, in the parameter's shape, or `None` when it has had no gradient since the last step.
+
+        Raises:
+            `KeyError`: when no trainable parameter has this name.
+        """
+        return self._engine.full_grad(name)
+
+    def named_shards(self) -> Iterator[NamedShard]:
+        """The parameters' values as the optimizer has them: the ranges that this rank owns, which over all ranks tile
+        every parameter exactly once. Each has `name`, `shape`, `start` and `tensor`."""
+        return self._engine.named_shards()
+
+    def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Shows the floating-point parameters and buffers in another dtype, for evaluation: masters, and what the
+        optimizer holds, stay as they are. All ranks enter it together; there are no gradients inside.
+
+        Where the parameters rest whole (stages 0 to 2), the context holds a second copy of them in `dtype`; at stage 3
+        one of the root and of the block under way.
+
+        Args:
+            dtype (`torch.dtype`): such as `torch.bfloat16`.
+
+        Raises:
+            `LifecycleError`: inside another one.
+        """
+        return self._engine.computing_in(dtype)
+
+    def unshard(self) -> nn.Module:
+        """Gives the model back as it was before `hf_zero.shard`: a plain module, whole on every rank, with the present
+        values in the dtypes that it came with. All ranks call it.
+
+        What had no master and was cast by `compute_dtype`, as frozen parameters are, comes back rounded. Gradients
+        since the last step are dropped. Optimizers on this model can step no more.
+
+        Returns:
+            `nn.Module`: the model, which can be copied, pickled, or sharded again.
+
+        Raises:
+            `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, or when someone wrote to a parameter whose
+                data is away.
+        """
+        return self._engine.unshard()
+
+
+# What stands for a sharded model: itself, its handle, and within the package its engine.
+Sharded: TypeAlias = nn.Module | ShardedModel | ZeroEngine
+
+
+def engine_of(model: Sharded) -> ZeroEngine | None:
+    """The engine that holds a model's parameters, or `None` for a plain model. An engine is returned as it is."""
+    if isinstance(model, nn.Module):
+        return model.__dict__.get(ENGINE_ATTRIBUTE)
+    return model._engine if isinstance(model, ShardedModel) else model
+
+
+def require_engine(model: Sharded) -> ZeroEngine:
+    """The engine of a model that must be sharded.
+
+    Raises:
+        `LifecycleError`: when it is not.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        raise LifecycleError(f"{type(model).__name__}: is not sharded; call hf_zero.shard(model, stage=...) before")
+    return engine
