@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from accelerate import Accelerator
 
+from hf_zero.accelerator.launched import OTHER_SETTINGS
+from hf_zero.accelerator.settings import ZeroAcceleratorSettings
 from hf_zero.config import ZeroConfig, ZeroSettings
 
 
@@ -28,6 +32,7 @@ reveal_type(hf_zero.ShardedOptimizer(sharded, torch.optim.AdamW, lr=1.0))
 reveal_type(hf_zero.ZeroTrainer)
 reveal_type(hf_zero.ZeroTrainingArguments(output_dir="out", zero_stage=3))
 reveal_type(hf_zero.trl.ZeroSFTTrainer)
+reveal_type(hf_zero.ZeroAccelerator(zero_stage=3, zero_offload="optimizer", mixed_precision="bf16"))
 with hf_zero.gathered(model, writeback=True) as nothing:
     pass
 reveal_type(hf_zero.gathered(model))
@@ -46,6 +51,9 @@ hf_zero.shart(model)
 hf_zero.shard(model).units
 hf_zero.errors.ConfigErrors
 hf_zero.trl.ZeroSFTTrainers
+hf_zero.ZeroAccelerator(zero_stag=3)
+hf_zero.ZeroAccelerator(zero_offload=3)
+hf_zero.ZeroAccelerator(fsdp_plugin=None)
 """
 
 
@@ -80,9 +88,10 @@ def test_type_checkers_know_the_public_names(folder):
     assert re.fullmatch(r"def \(.*\) -> hf_zero\.trainer\.trainer\.ZeroTrainer", types[2])
     assert types[3] == "hf_zero.trainer.arguments.ZeroTrainingArguments"
     assert re.fullmatch(r"def \(.*\) -> hf_zero\.trl\.\w+\.ZeroSFTTrainer", types[4])
-    assert re.match(r"contextlib\._GeneratorContextManager\[None", types[5])
-    assert types[6].endswith("Tensor | None") or types[6] == "Any | None"
-    assert re.match(r"contextlib\.AbstractContextManager\[None", types[7])
+    assert types[5] == "hf_zero.accelerator.accelerator.ZeroAccelerator"
+    assert re.match(r"contextlib\._GeneratorContextManager\[None", types[6])
+    assert types[7].endswith("Tensor | None") or types[7] == "Any | None"
+    assert re.match(r"contextlib\.AbstractContextManager\[None", types[8])
 
 
 @needs_mypy
@@ -96,6 +105,9 @@ def test_a_setting_that_does_not_exist_is_an_error_before_anything_runs(folder):
         'error: "ShardedModel" has no attribute "units"',
         'error: Module has no attribute "ConfigErrors"; maybe "ConfigError"?',
         'error: Module has no attribute "ZeroSFTTrainers"',
+        'error: Unexpected keyword argument "zero_stag" for "ZeroAccelerator"; did you mean "zero_stage"?',
+        'error: Argument "zero_offload" to "ZeroAccelerator" has incompatible type "int"; expected "str"',
+        'error: Unexpected keyword argument "fsdp_plugin" for "ZeroAccelerator"',
     ]
 
 
@@ -104,3 +116,11 @@ def test_the_typed_settings_are_the_fields_of_the_config():
     hints = get_type_hints(ZeroConfig)
     by_name = {"stage", "compute_dtype"}  # `shard` names these two itself
     assert get_type_hints(ZeroSettings) == {name: hints[name] for name in fields - by_name}
+
+
+def test_the_typed_settings_of_the_accelerator_are_those_of_accelerate_and_of_the_config():
+    fields = {field.name for field in dataclasses.fields(ZeroConfig)} - {"stage"}  # named in the signature
+    theirs = set(inspect.signature(Accelerator).parameters) - set(OTHER_SETTINGS)
+    hints, own = get_type_hints(ZeroAcceleratorSettings), get_type_hints(ZeroConfig)
+    assert hints.keys() == theirs | {f"zero_{name}" for name in fields}
+    assert {name: hints[f"zero_{name}"] for name in fields} == {name: own[name] for name in fields}

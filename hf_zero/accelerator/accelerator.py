@@ -1,9 +1,10 @@
 """An `Accelerator` that shards a model where the stock one would wrap it in DDP."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from hf_zero.accelerator import states
 from hf_zero.accelerator.last_step import LastStep
 from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
+from hf_zero.accelerator.settings import ZeroAcceleratorSettings
 from hf_zero.activation import shard_with
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
@@ -48,7 +50,7 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
 
 class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
-    """What accelerate wraps an optimizer in; schedules stand still where a step was left out, whoever did that."""
+    """accelerate's wrapper of an optimizer. Schedules stand still when a step is left out, whoever left it out."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -68,8 +70,8 @@ class ZeroAccelerator(Accelerator):
         zero_autocast (`bool`): with `mixed_precision`, keeps the parameters in the dtype that they were loaded in and
             casts them at each use, as under DDP. By default parameters compute as half-precision copies of fp32
             masters.
-        settings: what `Accelerator` takes, by name; and the other fields of `ZeroConfig`, each with `zero_` before
-            its name, such as `zero_offload="optimizer"`.
+        settings: what `Accelerator` takes, and the other fields of `ZeroConfig`, each with `zero_` before its name,
+            such as `zero_offload="optimizer"`. See `ZeroAcceleratorSettings`.
 
     Raises:
         `ConfigError`: for a setting that cannot work.
@@ -83,16 +85,17 @@ class ZeroAccelerator(Accelerator):
     clips: bool = True  # whether gradients may be clipped between the last backward and the step
     patches_saving: bool = True  # whether a model's `save_pretrained` knows that the model is sharded
 
-    def __init__(self, *, zero_stage: int = 3, zero_autocast: bool = False, **settings):
+    def __init__(
+        self, *, zero_stage: int = 3, zero_autocast: bool = False, **settings: Unpack[ZeroAcceleratorSettings]
+    ):
         end_with_launcher()
-        own = {name: settings.pop(name) for name in list(settings) if name.startswith("zero_")}
-        own = {choose("ZeroAccelerator", name, _SETTINGS): value for name, value in own.items()}
+        own, rest = _divided(settings)
         config = ZeroConfig(stage=zero_stage, **own)
-        refuse_other_engines(settings, prefix="")
+        refuse_other_engines(rest, prefix="")
         launched = launched_ranks()
         if launched > 1 and not torch.accelerator.is_available():
-            settings["cpu"] = True
-        super().__init__(**settings)
+            rest["cpu"] = True
+        super().__init__(**rest)
         refuse_other_world(launched, self.num_processes)
         if "compute_dtype" not in own and not zero_autocast:
             config = replace(config, compute_dtype=choose("mixed_precision", self.mixed_precision, _HALVES))
@@ -146,7 +149,7 @@ class ZeroAccelerator(Accelerator):
     # Preparing
 
     def shard(self, model: nn.Module) -> ZeroEngine:
-        """The engine of a model, which is sharded now unless it is already.
+        """Returns the engine of a model, and shards the model first if it is not sharded yet.
 
         Raises:
             `ConfigError`: it is sharded already, at another stage.
@@ -163,7 +166,7 @@ class ZeroAccelerator(Accelerator):
         return engine
 
     def prepare(self, *args, device_placement=None, **kwargs):
-        """As in accelerate; models are prepared before all others, wherever they stand among the arguments."""
+        """Prepares as accelerate does, but models before all others, wherever they stand among the arguments."""
         for model in args:
             if isinstance(model, nn.Module):
                 self.prepare_model(model)
@@ -172,8 +175,8 @@ class ZeroAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement=None, evaluation_mode: bool = False, **kwargs
     ) -> nn.Module:
-        """Shards the model, and compiles its blocks if asked to; autocast applies as usual, DDP does not. One that is
-        only evaluated (a reference, a teacher, a reward) is frozen: no gradients, no masters of higher precision."""
+        """Shards the model, and compiles its blocks if asked to. Autocast applies as usual, DDP does not. A model that
+        is only evaluated (a reference, a teacher, a reward) is frozen, so it has no gradients and no masters."""
         is_new, is_trained = engine_of(model) is None, not evaluation_mode or self.trains(model)
         if is_new and not is_trained:
             model.requires_grad_(False)
@@ -213,8 +216,8 @@ class ZeroAccelerator(Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler, **kwargs) -> AcceleratedScheduler:
-        """As in accelerate; a schedule that was made on the plain optimizer stands still where its steps are left out,
-        and not where another optimizer's are."""
+        """Prepares as accelerate does. A schedule that was made on the plain optimizer stands still where steps of
+        that optimizer are left out, and not where another optimizer's are."""
         prepared = super().prepare_scheduler(scheduler, **kwargs)
         given = getattr(scheduler, "optimizer", None)
         for optimizer in self._optimizers:
@@ -226,8 +229,8 @@ class ZeroAccelerator(Accelerator):
     # Training
 
     def backward(self, loss, **kwargs) -> None:
-        """As ever; the loss is noted. The step's last backward updates what is offloaded as it goes, where nothing
-        stands between it and the step.
+        """Runs backward as accelerate does, and notes the loss. Where nothing comes between the last backward and the
+        step, that backward already updates what is offloaded.
 
         Raises:
             `LifecycleError`: when the loss was made of parameters whose data was away, such as a penalty on all.
@@ -263,7 +266,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        """Refused with several ranks: it is for models in DDP.
+        """Refuses several ranks, since it is for models in DDP.
 
         Raises:
             `UnsupportedError`: saying how every rank gets equally many batches.
@@ -278,15 +281,15 @@ class ZeroAccelerator(Accelerator):
     # Saving
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The whole state dict, gathered unit by unit: on rank 0's CPU, empty on other ranks. All ranks call it."""
+        """Returns the whole state dict on rank 0's CPU, and an empty one on other ranks. All ranks call it."""
         engine = engine_of(self.unwrap_model(model))
         if engine is None:
             return super().get_state_dict(model, unwrap)
         return states.whole_state_dict(engine)
 
     def save_model(self, model, save_directory, max_shard_size="10GB", safe_serialization: bool = True) -> None:
-        """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights. A model that was
-        never prepared is saved as in accelerate."""
+        """Writes a folder that `from_pretrained` loads; each rank writes its own byte ranges of the weights. A model
+        that was never prepared is saved as in accelerate."""
         engine = engine_of(self.unwrap_model(model))
         if engine is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -311,10 +314,10 @@ class ZeroAccelerator(Accelerator):
             `CheckpointError`: on all ranks. Nothing is left, and nothing lost.
         """
         states.refuse_pickles(safe_serialization)
-        return states.save_state(self, super().save_state, output_dir, **save_model_func_kwargs)
+        return states.save_state(self, self.last_step, super().save_state, output_dir, **save_model_func_kwargs)
 
     def load_state(self, input_dir: str | None = None, **load_model_func_kwargs) -> None:
-        """Reads what `save_state` wrote, at any stage and with any number of ranks: each its own ranges.
+        """Reads what `save_state` wrote, at any stage and with any number of ranks; each rank reads its own ranges.
 
         Args:
             input_dir (`str`, *optional*): the checkpoint; without it, the newest of `ProjectConfiguration`.
@@ -328,7 +331,7 @@ class ZeroAccelerator(Accelerator):
     # Whose parameters they are
 
     def _engine_of(self, params: Iterable[Tensor], subject: str) -> ZeroEngine:
-        """The engine, among those of all prepared models, that holds these parameters."""
+        """Returns the engine, among those of all prepared models, that holds these parameters."""
         held = {unit_of(param) for param in params}
         engines = [engine_of(model) for model in self._models]
         found = next((engine for engine in engines if engine and held & set(engine.units)), None)
@@ -340,7 +343,7 @@ class ZeroAccelerator(Accelerator):
         return found
 
     def _optimizer_of(self, params: Tensor | Iterable[Tensor], subject: str) -> ShardedOptimizer:
-        """The optimizer of the model that has these trainable parameters, and no others."""
+        """Returns the optimizer of the model whose trainable parameters are these, and no others."""
         params = [params] if isinstance(params, Tensor) else list(params)
         engine = self._engine_of(params, subject)
         given = {id(param) for param in params if param.requires_grad}
@@ -361,13 +364,25 @@ class ZeroAccelerator(Accelerator):
 check_overrides(ZeroAccelerator, Accelerator, OVERRIDES)
 
 
+def _divided(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divides settings into those of `ZeroConfig`, by the names of its fields, and those of `Accelerator`."""
+    own, rest = {}, {}
+    for name, value in settings.items():
+        if name.startswith("zero_"):
+            own[choose("ZeroAccelerator", name, _SETTINGS)] = value
+        else:
+            rest[name] = value
+    return own, rest
+
+
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters in an optimizer's groups."""
+    """Returns all parameters in an optimizer's groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def compile_options(plugin: TorchDynamoPlugin) -> dict:
-    """What was chosen for `torch.compile`. The plugin's own `to_kwargs` leaves out what the environment says too."""
+    """Returns what was chosen for `torch.compile`. The plugin's own `to_kwargs` leaves out what the environment says
+    too."""
     chosen = {key: value for key, value in plugin.to_dict().items() if value not in (None, "default")}
     chosen.pop("use_regional_compilation")
     return chosen

@@ -1,4 +1,4 @@
-"""What the last optimizer step was like, for the record that a checkpoint keeps."""
+"""The loss and the gradient norm of the last optimizer step, which a checkpoint records."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class LastStep:
     """The loss and the gradient norm of the last optimizer step.
 
     Args:
-        loss (`Tensor`, *optional*): 0-d, of this rank: the sum of what its micro-batches were differentiated for.
+        loss (`Tensor`, *optional*): 0-d, of this rank: the sum over the micro-batches of the step.
         grad_norm (`Tensor`, *optional*): 0-d, before clipping, of all ranks; Trainer measures it also
             where it does not clip.
     """
@@ -24,17 +24,17 @@ class LastStep:
     _is_over: bool = True
 
     def add(self, loss: Tensor, *, ends: bool) -> None:
-        """Takes the loss of one micro-batch; `ends` with the step's last."""
+        """Adds the loss of one micro-batch; `ends` says that it is the step's last."""
         self.loss = loss if self._is_over else self.loss + loss
         self._is_over = ends
 
     def mean_loss(self, engine: ZeroEngine) -> float | None:
-        """The loss's mean over the ranks; what is not finite becomes `None`, which JSON knows. Collective."""
+        """Returns the loss's mean over the ranks, or `None` if it is not finite, which JSON knows. Collective."""
         own = torch.full((1,), math.nan) if self.loss is None else self.loss.detach().float().reshape(1)
         return _as_json(engine.comm.all_gather_vector(own.to(engine.comm.device)).mean())
 
     def facts(self, engine: ZeroEngine) -> dict[str, float | None]:
-        """Both as numbers that JSON knows, for a manifest. Collective."""
+        """Returns both as numbers that JSON knows, for a manifest. Collective."""
         return {"loss": self.mean_loss(engine), "grad_norm": _as_json(self.grad_norm)}
 
 

@@ -1,4 +1,4 @@
-"""What a process finds in its environment when a launcher has started it, and what it must not find there."""
+"""Checks of the environment in which a launcher has started this process."""
 
 import os
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def refuse_other_engines(
 
 
 def launched_ranks() -> int:
-    """How many processes the launcher has started.
+    """Returns how many processes the launcher has started.
 
     Raises:
         `ConfigError`: when the environment that it should have set is not complete.
@@ -73,7 +73,7 @@ def launched_ranks() -> int:
 
 
 def refuse_other_world(launched: int, seen: int) -> None:
-    """Refuses to train where the process group is not the launcher's.
+    """Refuses a process group whose size is not that of the launcher.
 
     Args:
         launched (`int`): processes that the launcher has started.

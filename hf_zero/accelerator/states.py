@@ -1,4 +1,5 @@
-"""What `ZeroAccelerator` saves and loads: models and optimizers by all ranks in ranges, the rest as in accelerate."""
+"""Saving and loading of `ZeroAccelerator`: all ranks write and read models and optimizers in ranges, and accelerate
+does the rest."""
 
 import inspect
 import logging
@@ -7,11 +8,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelerate import Accelerator
 from accelerate.utils import RNG_STATE_NAME
 from torch import Tensor
 
+from hf_zero.accelerator.last_step import LastStep
 from hf_zero.checkpoint import (
     Checkpoint,
     check_checkpoint,
@@ -35,9 +38,6 @@ from hf_zero.errors import CheckpointError, ConfigError, LifecycleError
 from hf_zero.optim import ShardedOptimizer, sharded_of
 
 
-if TYPE_CHECKING:
-    from hf_zero.accelerator.accelerator import ZeroAccelerator
-
 logger = logging.getLogger(__name__)
 
 # Keywords of `save_pretrained` that our own way of writing knows, or need not know.
@@ -45,16 +45,18 @@ _KNOWN = {"save_directory", "is_main_process", "save_function", "safe_serializat
 
 
 def save_state(
-    accelerator: "ZeroAccelerator",
+    accelerator: Accelerator,
+    last_step: LastStep,
     save_rest: Callable[[str], object],
     output_dir: str | os.PathLike | None,
     *,
     max_shard_size: int | str = "50GB",
 ) -> str:
-    """See `ZeroAccelerator.save_state`.
+    """Writes a checkpoint, as `ZeroAccelerator.save_state` says.
 
     Args:
-        accelerator (`ZeroAccelerator`): what it has prepared is saved.
+        accelerator (`Accelerator`): what it has prepared is saved.
+        last_step (`LastStep`): what the last optimizer step was like, for the record.
         save_rest (`Callable`): saves what accelerate keeps beside models and optimizers, into a folder.
         output_dir (`str` or `os.PathLike`, *optional*): the checkpoint.
         max_shard_size (`int` or `str`): bytes of tensors in one file.
@@ -62,10 +64,10 @@ def save_state(
     settings = accelerator.project_configuration
     (engine, optimizer), *others = _prepared(accelerator, "save_state")
     folder = run_on_all_ranks(engine.comm, "save_state", lambda: _new_folder(accelerator, output_dir))
-    checkpoint = _begin(accelerator, engine, optimizer, folder, max_shard_size)
+    checkpoint = _begin(last_step, engine, optimizer, folder, max_shard_size)
     try:
         for index, (other, its_optimizer) in enumerate(others, 1):
-            inner = _begin(accelerator, other, its_optimizer, checkpoint.path / f"model_{index}", max_shard_size)
+            inner = _begin(last_step, other, its_optimizer, checkpoint.path / f"model_{index}", max_shard_size)
             _finish(inner, other)
         with _without_models(accelerator):
             run_on_all_ranks(engine.comm, f"saving to {folder}", lambda: save_rest(str(checkpoint.path)))
@@ -80,12 +82,12 @@ def save_state(
 
 
 def load_state(
-    accelerator: "ZeroAccelerator", load_rest: Callable[[str], object], input_dir: str | os.PathLike | None
+    accelerator: Accelerator, load_rest: Callable[[str], object], input_dir: str | os.PathLike | None
 ) -> None:
-    """See `ZeroAccelerator.load_state`.
+    """Reads a checkpoint, as `ZeroAccelerator.load_state` says.
 
     Args:
-        accelerator (`ZeroAccelerator`): what it has prepared is loaded.
+        accelerator (`Accelerator`): what it has prepared is loaded.
         load_rest (`Callable`): loads what accelerate keeps beside models and optimizers, from a folder.
         input_dir (`str` or `os.PathLike`, *optional*): the checkpoint.
     """
@@ -127,17 +129,18 @@ def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size:
 
 
 def save_pretrained(engine: ZeroEngine, own: Callable[..., object], *args, **kwargs) -> None:
-    """A prepared model's `save_pretrained`. Where the parameters are whole, it is the model's own. Elsewhere, whoever
-    gives `is_main_process` calls it on all ranks, as accelerate's examples do: whole weights are written.
+    """Replaces the `save_pretrained` of a prepared model. Where the parameters are whole, the model's own is called.
+    Else whoever gives `is_main_process` calls it on all ranks, as accelerate's examples do, and whole weights are
+    written.
 
     Args:
         engine (`ZeroEngine`): of the model.
         own (`Callable`): the model's method.
-        args: as for the model's method, in the order that it has them in.
-        kwargs: likewise. Of a `state_dict` only that of the main process is written.
+        args: as for the model's method, in its order.
+        kwargs: as for the model's method. Of a `state_dict` only that of the main process is written.
 
     Raises:
-        `LifecycleError`: on one rank alone, where the parameters are away.
+        `LifecycleError`: it is called on one rank alone, where the parameters are away.
     """
     call = inspect.signature(own).bind(*args, **kwargs)
     given = _by_name(call)
@@ -162,7 +165,7 @@ def save_pretrained(engine: ZeroEngine, own: Callable[..., object], *args, **kwa
 
 
 def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
-    """What a method was given, by name."""
+    """Returns what a method was given, by name."""
     further = [p.name for p in call.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     named = dict(call.arguments)
     for name in further:
@@ -171,7 +174,7 @@ def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
-    """The whole state dict, gathered unit by unit: on rank 0's CPU, empty on other ranks. Collective.
+    """Gathers the whole state dict, unit by unit, on rank 0's CPU; other ranks get an empty one. Collective.
 
     Args:
         engine (`ZeroEngine`): of the model.
@@ -196,8 +199,8 @@ def refuse_pickles(safe_serialization: bool) -> None:
         raise ConfigError("safe_serialization: only safetensors files are written; leave it out")
 
 
-def _prepared(accelerator: "ZeroAccelerator", what: str) -> list[tuple[ZeroEngine, ShardedOptimizer | None]]:
-    """The prepared models, each with its optimizer."""
+def _prepared(accelerator: Accelerator, what: str) -> list[tuple[ZeroEngine, ShardedOptimizer | None]]:
+    """Returns the prepared models, each with its optimizer."""
     engines = [engine_of(model) for model in accelerator._models]
     if not engines:
         raise ConfigError(f"{what}: no model is prepared; prepare model and optimizer before")
@@ -206,7 +209,7 @@ def _prepared(accelerator: "ZeroAccelerator", what: str) -> list[tuple[ZeroEngin
 
 
 def _begin(
-    accelerator: "ZeroAccelerator",
+    last_step: LastStep,
     engine: ZeroEngine,
     optimizer: ShardedOptimizer | None,
     folder: str | os.PathLike,
@@ -214,8 +217,7 @@ def _begin(
 ) -> Checkpoint:
     state = None
     if optimizer is not None:
-        facts = accelerator.last_step.facts(engine)
-        state = plan_state(engine, optimizer, step=optimizer.num_steps, **facts)
+        state = plan_state(engine, optimizer, step=optimizer.num_steps, **last_step.facts(engine))
     is_adapter = is_adapter_model(engine.model)
     weights = plan_prompts(engine) if is_adapter else plan_weights(engine, max_shard_size=max_shard_size)
     return Checkpoint.begin(engine, folder, weights=weights, state=state)
@@ -232,8 +234,8 @@ def _finish(checkpoint: Checkpoint, engine: ZeroEngine) -> None:
 
 
 @contextmanager
-def _without_models(accelerator: "ZeroAccelerator") -> Iterator[None]:
-    """What accelerate does meanwhile it does with all but models and optimizers, in the folder that it is given."""
+def _without_models(accelerator: Accelerator) -> Iterator[None]:
+    """Hides models and optimizers from accelerate, and lets it take the folder that it is given."""
     settings = accelerator.project_configuration
     before = accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming
     accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming = [], [], False
@@ -243,7 +245,7 @@ def _without_models(accelerator: "ZeroAccelerator") -> Iterator[None]:
         accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming = before
 
 
-def _new_folder(accelerator: "ZeroAccelerator", given: str | os.PathLike | None) -> Path:
+def _new_folder(accelerator: Accelerator, given: str | os.PathLike | None) -> Path:
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         if given is None:
             raise ConfigError(
@@ -258,7 +260,7 @@ def _new_folder(accelerator: "ZeroAccelerator", given: str | os.PathLike | None)
     return folder
 
 
-def _existing(accelerator: "ZeroAccelerator", given: str | os.PathLike | None) -> Path:
+def _existing(accelerator: Accelerator, given: str | os.PathLike | None) -> Path:
     if given is not None:
         folder = Path(os.path.expanduser(given))
         restore_replaced(folder.absolute().parent)
@@ -275,6 +277,6 @@ def _existing(accelerator: "ZeroAccelerator", given: str | os.PathLike | None) -
 
 
 def _named(folder: Path) -> list[Path]:
-    """The checkpoints that were named by their numbers, the oldest first."""
+    """Returns the checkpoints that were named by their numbers, the oldest first."""
     found = [(re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("checkpoint_*")]
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]

@@ -1,4 +1,4 @@
-"""The flags: those of a TRL config and those of ZeRO."""
+"""The training arguments: those of a TRL config and those of ZeRO."""
 
 from dataclasses import dataclass
 

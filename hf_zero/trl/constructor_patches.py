@@ -1,4 +1,4 @@
-"""Replacements for what TRL's constructors do with weights, when these are still in files."""
+"""Replacements for functions by which TRL's constructors look at weights, for weights that are still in files."""
 
 import hashlib
 import sys
@@ -14,18 +14,18 @@ from hf_zero.engine.source import source_of
 
 
 def _adapt(original, model: nn.Module, *args, **kwargs):
-    """`get_peft_model`, which puts adapters where the weights seem to be."""
+    """Replaces `get_peft_model`, which puts adapters on the device where the weights seem to be."""
     with placeholders(model):
         return original(model, *args, **kwargs)
 
 
 def _clone_template(original, model: nn.Module, *args, **kwargs):
-    """`clone_chat_template`, which adds rows to the embeddings that are made from the others."""
+    """Replaces `clone_chat_template`, which adds rows to the embeddings and computes them from the others."""
     return original(materialize(model), *args, **kwargs)
 
 
 def _hash(original, model: nn.Module) -> str:
-    """`hash_module`, one tensor at a time."""
+    """Replaces `hash_module`; it reads one tensor at a time."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         values, source = tensor.detach(), source_of(tensor)
@@ -42,7 +42,7 @@ _REPLACEMENTS = {"get_peft_model": _adapt, "clone_chat_template": _clone_templat
 
 @contextmanager
 def fit_for_lazy_loading(trainer_class: type) -> Iterator[None]:
-    """While it is entered, functions by which a trainer's constructor works on weights do so without reading them all.
+    """While it is entered, a trainer's constructor can work on weights without reading them all.
 
     Args:
         trainer_class (`type`): derived from one of TRL's, in whose module the functions stand.

@@ -1,4 +1,4 @@
-"""What TRL's trainers do beyond `Trainer`: they load and adapt models, keep reference models, and generate."""
+"""The mixin for TRL's trainers, which beyond `Trainer` load and adapt models, keep reference models, and generate."""
 
 import os
 from typing import Any
@@ -53,7 +53,8 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         return self.config_class(f"{os.path.basename(name)}-{kind}", use_cpu=use_cpu)
 
     def _model_of(self, name: str | os.PathLike, args: ZeroArgumentsMixin) -> str:
-        """The name, which is checked. TRL loads it: each of its trainers has a class and a dtype of its own for it."""
+        """Checks the name and returns it. TRL loads the model: each of its trainers has its own class and dtype for
+        it."""
         settings = getattr(args, "model_init_kwargs", None) or {}
         args.model_init_kwargs = {**settings, "device_map": None}  # TRL would say "auto" where there is one GPU
         return str(resolve(name, **settings))
@@ -64,13 +65,13 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         super().add_callback(callback)
 
     def _precompute_ref_logps(self, *args, **kwargs) -> Any:
-        """As in TRL, by forwards of the sharded model."""
+        """Computes them as TRL does, by forwards of the sharded model."""
         self.accelerator.shard(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)
 
     # TRL's own signature is another than Trainer's.
     def create_model_card(self, model_name=None, dataset_name=None, tags=None, **facts) -> None:  # type: ignore[override]
-        """As `ZeroTrainer`'s, with TRL's name for the data set and its tags."""
+        """Writes the card of `ZeroTrainer`, with TRL's name for the data set and its tags."""
         tags = [tags] if isinstance(tags, str) else list(tags or ())
         facts.setdefault("dataset", dataset_name)
         super().create_model_card(model_name=model_name, tags=[*tags, *self._tag_names], **facts)
