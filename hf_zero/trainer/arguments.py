@@ -1,8 +1,11 @@
-"""The flags: `TrainingArguments` and a few of our own, refused early where they cannot work."""
+"""The training arguments: those of `TrainingArguments` and of ZeRO. What cannot work is refused early."""
 
+import inspect
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import re
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,20 @@ if TYPE_CHECKING:  # type checkers see what the mixin stands before
 else:
     _Arguments = object
 
+Class = TypeVar("Class")
 
+
+def helped(cls: type[Class]) -> type[Class]:
+    """Gives the fields of a dataclass the help that command lines show: what its docstring says of them in `Args`."""
+    texts = re.findall(r"^    (\w+) \(.*?\): (.*(?:\n        .*)*)", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
+    by_name = {name: " ".join(text.replace("`", "").split()) for name, text in texts}
+    for each in fields(cls):  # type: ignore[arg-type]
+        if text := by_name.get(each.name):
+            each.metadata = MappingProxyType({"help": text[0].upper() + text[1:]})
+    return cls
+
+
+@helped
 @dataclass
 class ZeroArgumentsMixin(_Arguments):
     """The settings of ZeRO, to be mixed into any subclass of `TrainingArguments`, before it in the list of bases.
@@ -30,130 +46,55 @@ class ZeroArgumentsMixin(_Arguments):
     Args:
         zero_stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
             3 also the parameters.
-        zero_reduce_dtype (`str`): "fp32" or "bf16", in which gradients are summed over the ranks.
-        zero_bucket_mb (`str`): size in MiB of each buffer through which ranks that send messages exchange values, or
-            "auto", by bandwidth.
-        zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3.
-        zero_keep_gathered (`str`): how many further blocks stay gathered from forward to backward, or "auto".
+        zero_reduce_dtype (`str`): the dtype in which gradients are summed over the ranks: fp32 or bf16.
+        zero_bucket_mb (`str`): size in MiB of each buffer through which ranks that send messages exchange values, in
+            pieces; auto: so large that the latency of a piece counts for little, measured or known.
+        zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3; 0 saves one block's memory.
+        zero_keep_gathered (`str`): how many further blocks stay gathered from forward to backward at stage 3, at the
+            cost of one block's memory each; auto: as many as fit half of the memory that is free beside gradients and
+            state.
         zero_shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
-        zero_offload (`str`): what rests in the host's memory instead of the device's: "none"; "optimizer": masters,
-            optimizer state and gradients, updated by the CPU; "params": at stage 3 the parameters too.
-        zero_offload_fraction (`float`): of how much of the model that holds, in whole blocks.
-        zero_offload_dir (`str`, *optional*): a folder, best on an NVMe disk, in whose files what is offloaded rests.
+        zero_offload (`str`): what rests in the host's memory instead of the device's: none; optimizer: masters,
+            optimizer state and gradients, updated by the CPU; params: at stage 3 the parameters too.
+        zero_offload_fraction (`float`): of how much of the model `--zero_offload` holds, in whole blocks.
+        zero_offload_dir (`str`, *optional*): a folder, best on an NVMe disk, in whose files what `--zero_offload`
+            names rests.
         zero_delayed_update (`int`): from this optimizer step on, the CPU's update runs beside the next step's forward
             and backward, and counts one step later; 0: never.
-        zero_autocast (`bool`): with `bf16` or `fp16`, keeps the parameters in the dtype that they were loaded in and
-            casts them at each use, as `Trainer` does under DDP; autograd keeps the casts, a whole model in half
-            precision. By default parameters compute as half-precision copies of fp32 masters.
-        zero_offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory.
-        zero_partition_activations (`bool`): inputs of checkpointed blocks are divided over tensor-parallel ranks.
-        zero_resume_strict (`bool`): `resume_from_checkpoint=True` refuses a newest checkpoint that is damaged, instead
-            of going on from the next older one that is whole.
-        zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone.
-        zero_nonfinite (`str`): what is done about gradients with an infinity or a NaN: "stop" ends the run before a
-            step is taken on them, "skip" leaves the step out on all ranks, "ignore" takes it.
+        zero_autocast (`bool`): with `--bf16` or `--fp16`, keeps the parameters in the dtype that they were loaded in
+            and casts them at each use, as `Trainer` does, instead of computing with half-precision copies of fp32
+            masters; autograd keeps the casts, a whole model in half precision.
+        zero_offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory from forward to
+            backward.
+        zero_partition_activations (`bool`): inputs of checkpointed blocks are divided over the ranks of the model's
+            tensor parallelism.
+        zero_resume_strict (`bool`): resuming from the newest checkpoint refuses it when it is damaged, instead of
+            saying so and going on from the next older one that is whole.
+        zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone,
+            whose memory is kept for the next.
+        zero_nonfinite (`str`): what is done about gradients with an infinity or a NaN: stop ends the run before a step
+            is taken on them, skip leaves the step out on all ranks, ignore takes it.
         zero_save_fallback (`str`, *optional*): a folder, best on another disk, for checkpoints and the trained model
             when their own has no room; without it the run waits for room.
     """
 
-    zero_stage: int = field(
-        default=3,
-        metadata={
-            "help": "What is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients, "
-            "3 also the parameters."
-        },
-    )
-    zero_reduce_dtype: str = field(
-        default="fp32", metadata={"help": "The dtype in which gradients are summed over the ranks: fp32 or bf16."}
-    )
-    zero_bucket_mb: str = field(
-        default="auto",
-        metadata={
-            "help": "Size in MiB of each buffer through which ranks that send messages exchange values, in pieces; "
-            "auto: so large that the latency of a piece counts for little, measured or known."
-        },
-    )
-    zero_prefetch_units: int = field(
-        default=1,
-        metadata={"help": "How many blocks are gathered ahead of use at stage 3; 0 saves one block's memory."},
-    )
-    zero_keep_gathered: str = field(
-        default="0",
-        metadata={
-            "help": "How many further blocks stay gathered from forward to backward at stage 3, at the cost of one "
-            "block's memory each; auto: as many as fit half of the memory that is free beside gradients and state."
-        },
-    )
-    zero_shared_memory: bool = field(
-        default=True,
-        metadata={"help": "Lets CPU ranks that are all on one host share memory instead of sending messages."},
-    )
-    zero_offload: str = field(
-        default="none",
-        metadata={
-            "help": "What rests in the host's memory instead of the device's: none; optimizer: masters, optimizer "
-            "state and gradients, updated by the CPU; params: at stage 3 the parameters too."
-        },
-    )
-    zero_offload_fraction: float = field(
-        default=1.0, metadata={"help": "Of how much of the model --zero_offload holds, in whole blocks."}
-    )
-    zero_offload_dir: str | None = field(
-        default=None,
-        metadata={"help": "A folder, best on an NVMe disk, in whose files what --zero_offload names rests."},
-    )
-    zero_delayed_update: int = field(
-        default=0,
-        metadata={
-            "help": "From this optimizer step on, the CPU's update runs beside the next step's forward and backward, "
-            "and counts one step later; 0: never."
-        },
-    )
-    zero_autocast: bool = field(
-        default=False,
-        metadata={
-            "help": "With --bf16 or --fp16, keeps the parameters in the dtype that they were loaded in and casts them "
-            "at each use, as Trainer does, instead of computing with half-precision copies of fp32 masters."
-        },
-    )
-    zero_offload_activations: bool = field(
-        default=False,
-        metadata={"help": "Inputs of checkpointed blocks rest in the host's memory from forward to backward."},
-    )
-    zero_partition_activations: bool = field(
-        default=False,
-        metadata={
-            "help": "Inputs of checkpointed blocks are divided over the ranks of the model's tensor parallelism."
-        },
-    )
-    zero_resume_strict: bool = field(
-        default=False,
-        metadata={
-            "help": "Resuming from the newest checkpoint refuses it when it is damaged, instead of saying so and "
-            "going on from the next older one that is whole."
-        },
-    )
-    zero_async_save: bool = field(
-        default=False,
-        metadata={
-            "help": "Saves checkpoints in the background: training waits for a copy of the shards alone, whose memory "
-            "is kept for the next."
-        },
-    )
-    zero_nonfinite: str = field(
-        default="stop",
-        metadata={
-            "help": "What is done about gradients with an infinity or a NaN: stop ends the run before a step is taken "
-            "on them, skip leaves the step out on all ranks, ignore takes it."
-        },
-    )
-    zero_save_fallback: str | None = field(
-        default=None,
-        metadata={
-            "help": "A folder, best on another disk, for checkpoints and the trained model when their own has no "
-            "room; without it the run waits for room."
-        },
-    )
+    zero_stage: int = 3
+    zero_reduce_dtype: str = "fp32"
+    zero_bucket_mb: str = "auto"
+    zero_prefetch_units: int = 1
+    zero_keep_gathered: str = "0"
+    zero_shared_memory: bool = True
+    zero_offload: str = "none"
+    zero_offload_fraction: float = 1.0
+    zero_offload_dir: str | None = None
+    zero_delayed_update: int = 0
+    zero_autocast: bool = False
+    zero_offload_activations: bool = False
+    zero_partition_activations: bool = False
+    zero_resume_strict: bool = False
+    zero_async_save: bool = False
+    zero_nonfinite: str = "stop"
+    zero_save_fallback: str | None = None
 
     def __post_init__(self):
         end_with_launcher()
@@ -185,11 +126,11 @@ class ZeroArgumentsMixin(_Arguments):
 
     @property
     def place_model_on_device(self) -> bool:
-        """Never whole: the engine moves the shards."""
+        """Always false: the engine moves the shards, and nobody the whole model."""
         return False
 
     def zero_config(self) -> ZeroConfig:
-        """The engine's settings.
+        """Returns the engine's settings.
 
         Raises:
             `ConfigError`: for a value that is not valid, naming the nearest that is.
@@ -227,7 +168,7 @@ class ZeroArgumentsMixin(_Arguments):
         )
 
     def _take_launchers_precision(self) -> None:
-        """`accelerate launch --mixed_precision` speaks through the environment; without a flag, its word counts."""
+        """Takes the precision of `accelerate launch --mixed_precision`, unless a flag gives one."""
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
         if precision not in ("no", "bf16", "fp16"):
             raise ConfigError(f"ACCELERATE_MIXED_PRECISION: {precision} is not supported; use bf16, fp16 or no")
@@ -235,7 +176,7 @@ class ZeroArgumentsMixin(_Arguments):
             setattr(self, precision, True)
 
     def _refuse_unsupported(self) -> None:
-        """What takes more than the settings to know."""
+        """Refuses settings that do not go with how the process was launched."""
         if self.auto_find_batch_size and launched_ranks() > 1:
             raise ConfigError(
                 "auto_find_batch_size: where one rank runs out of memory, the others wait for it within the step; "

@@ -1,5 +1,7 @@
 """What cannot work is refused before anything is loaded, with the nearest thing that does."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import HfArgumentParser, TrainingArguments
@@ -122,6 +124,15 @@ def test_flags_are_parsed_from_a_command_line(tmp_path):
     assert config.prefetch_units == 1
     assert (config.keep_gathered, config.shared_memory) == ("auto", False)
     assert "zero_stage" in parser.format_help()
+
+
+def test_the_help_of_every_setting_is_what_the_docstring_says():
+    settings = [each for each in dataclasses.fields(ZeroTrainingArguments) if each.name.startswith("zero_")]
+    helps = {each.name: each.metadata["help"] for each in settings}
+    assert len(helps) == 17 and all(text[0].isupper() and "`" not in text for text in helps.values())
+    assert helps["zero_offload_fraction"] == "Of how much of the model --zero_offload holds, in whole blocks."
+    assert helps["zero_save_fallback"].endswith("no room; without it the run waits for room.")
+    assert helps["zero_resume_strict"] in " ".join(HfArgumentParser(ZeroTrainingArguments).format_help().split())
 
 
 def test_a_stage_may_be_given_as_text(tmp_path):
