@@ -1,4 +1,4 @@
-"""Where the engine meets `transformers.Trainer`."""
+"""ZeRO inside `transformers.Trainer`: the trainers and their arguments."""
 
 from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 from hf_zero.trainer.trainer import ZeroSeq2SeqTrainer, ZeroTrainer, ZeroTrainerMixin

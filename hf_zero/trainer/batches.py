@@ -54,13 +54,13 @@ class Epochs:
         return self.per_batch * self.accumulation
 
     def batches(self, first: int = 0) -> int:
-        """Batches of an epoch that goes on at sample `first`. Whole steps before it are skipped, and count; the
-        samples of the next step that were taken already are left out."""
+        """Returns how many batches an epoch has that goes on at sample `first`. Whole steps before it are skipped, and
+        count; the samples of the next step that were taken already are left out."""
         num_samples = self.num_samples - first % self.per_step
         return num_samples // self.per_batch if self.drop_last else math.ceil(num_samples / self.per_batch)
 
     def steps(self, first: int = 0) -> int:
-        """Optimizer steps of an epoch that goes on at sample `first`, those before it included."""
+        """Returns how many optimizer steps an epoch has that goes on at sample `first`, those before it included."""
         return math.ceil(self.batches(first) / self.accumulation)
 
 
@@ -79,15 +79,16 @@ class Position:
     step: int
 
     def left(self, data: Epochs) -> int:
-        """Optimizer steps from here to the end of the epoch."""
+        """Returns how many optimizer steps are left until the end of the epoch."""
         return data.steps(self.sample) - self.sample // data.per_step
 
     def within(self, data: Epochs) -> "Position":
-        """The same place, or the beginning of the next epoch where batches of this size have nothing left of this."""
+        """Returns the same place, or the beginning of the next epoch where too few samples of this one are left for a
+        batch."""
         return self if self.left(data) > 0 else Position(self.epoch + 1, 0, self.step)
 
     def after(self, step: int, data: Epochs) -> "Position":
-        """Where the run is at a later step, counted from the run's beginning."""
+        """Returns where the run is at a later step, counted from the run's beginning."""
         start = self.within(data)
         taken, left = step - start.step, start.left(data)
         if taken < left:
@@ -96,18 +97,18 @@ class Position:
         return Position(start.epoch + 1 + epochs, steps * data.per_step, step)
 
     def steps_until(self, num_epochs: float, data: Epochs) -> int:
-        """How many optimizer steps are left until so many epochs are done."""
+        """Returns how many optimizer steps are left until so many epochs are done."""
         start = self.within(data)
         return max(0, start.left(data) + math.ceil((num_epochs - start.epoch - 1) * data.steps()))
 
     def epochs_until(self, num_steps: int, data: Epochs) -> int:
-        """In how many epochs, from the first on, the next `num_steps` optimizer steps end."""
+        """Returns in how many epochs, from the first on, the next `num_steps` optimizer steps end."""
         start = self.within(data)
         return start.epoch + 1 + max(0, math.ceil((num_steps - start.left(data)) / data.steps()))
 
 
 class Remaining(Sampler):
-    """Another sampler's order, but in one epoch without a few samples that have been trained on already.
+    """The order of another sampler, but without a few samples of one epoch that have been trained on already.
 
     Batches can be skipped whole. What a run with other batches had taken from the next one is left out here.
 
@@ -139,8 +140,8 @@ class Remaining(Sampler):
 
 
 def epochs_of(dataloader, accumulation: int) -> Epochs | None:
-    """How a prepared data loader takes its samples; `None` where that is not known, where ranks do not take turns
-    batch by batch, or where the order may depend on the size of the batches."""
+    """Returns how a prepared data loader takes its samples, or `None` where that is not known: ranks may not take
+    turns batch by batch, or the order may depend on the size of the batches."""
     if not isinstance(dataloader, DataLoaderShard):
         return None
     sampler, shard = dataloader.get_sampler(), dataloader.batch_sampler
@@ -173,7 +174,8 @@ def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> 
 
 @contextmanager
 def evened(trainer: Trainer, dataloader) -> Iterator:
-    """The loader for an evaluation of `trainer`: its own, or one that goes on on every rank as long as any has data.
+    """Gives the loader for an evaluation of `trainer`: its own, or one that goes on on every rank as long as any rank
+    has data.
 
     Args:
         trainer (`Trainer`): which is set up to count what counts, for as long as the context lasts.
@@ -194,13 +196,14 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
 
 
 def is_even(dataloader) -> bool:
-    """Whether all ranks are known to get equally many rows with every batch. All ranks call it and agree."""
+    """Tells whether all ranks are known to get equally many rows with every batch. All ranks call it and agree."""
     found = _supplies(dataloader)
     return len(found) == 1 or all(other == (True, found[0][1]) for other in found)
 
 
 def _supplies(dataloader) -> list[tuple[bool, int | None]]:
-    """Of each rank: whether its loader is of a kind that is even, and how many batches it has, where that is known."""
+    """Returns of each rank whether its loader is of a kind that is even, and its number of batches where that is
+    known."""
     sampler = getattr(dataloader, "batch_sampler", None)
     is_known = (
         isinstance(dataloader, DataLoaderDispatcher)
@@ -215,8 +218,8 @@ def _supplies(dataloader) -> list[tuple[bool, int | None]]:
 
 
 class Supply:
-    """The batches of a training. Where ranks are not known to get equally many they compare before each step, so that
-    none waits for one that has none left.
+    """The batches of a training. Where ranks may have unlike numbers of them, they compare before each step, so that
+    no rank waits for one that has none left.
 
     Args:
         dataloader: this rank's. All ranks make theirs at once.
@@ -234,14 +237,14 @@ class Supply:
                 _refuse("before the first step", [1 if length is None else length for length in lengths])
 
     def longest(self, counts: Sequence[int]) -> Sequence[int]:
-        """What a rank has counted with its own loader, epochs and steps: the largest of any rank. So none ends before
-        it is seen to lack a batch, and all have one schedule."""
+        """Returns the largest of what ranks have counted with their own loaders. So no rank ends before it is seen to
+        lack a batch, and all ranks have one schedule."""
         if self._is_even:
             return counts
         return tuple(map(max, zip(*gather_object([tuple(counts)]), strict=True)))
 
     def next(self, batches: Iterator, count: int, comm: Comm, step: int) -> Iterator:
-        """The batches of one step, which all ranks have.
+        """Returns the batches of one step, which all ranks have.
 
         Args:
             batches (`Iterator`): of the epoch.
@@ -309,7 +312,7 @@ class EvenLoader:
             state._remove_dataloader(self)
 
     def _next(self, batches: Iterator) -> tuple:
-        """This rank's next batch, or another rank's, and how many rows of each rank's count."""
+        """Returns this rank's next batch, or another rank's, and how many rows of each rank's count."""
         batch = next(batches, None)
         counts = gather_object([0 if batch is None else find_batch_size(batch) or 1])
         if any(counts) and not all(counts):
@@ -319,7 +322,8 @@ class EvenLoader:
         return batch, counts
 
     def gather(self, tensors):
-        """The rows of all ranks that count, in rank order: instead of `Accelerator.gather_for_metrics`."""
+        """Gathers the rows that count, of all ranks and in rank order. It stands in for
+        `Accelerator.gather_for_metrics`."""
         return recursively_apply(self._gather, tensors)
 
     def _gather(self, tensor: Tensor) -> Tensor:
@@ -336,12 +340,12 @@ class EvenLoader:
 class BatchesMixin(ZeroTrainerBase):
     """The part of `ZeroTrainerMixin` that follows where the run is in its data."""
 
-    _start: Position  # where this run's data begins
-    _data: Epochs | None  # None where batches are not known to follow an order, and before training
+    _start = Position(0, 0, 0)  # where this run's data begins
+    _data: Epochs | None = None  # None where batches are not known to follow an order, and before training
     _supply: Supply
 
     def set_initial_training_values(self, args, dataloader, **kwargs):
-        """As in Trainer; a run that is resumed counts from where it is, whatever its batches were before."""
+        """Counts as Trainer does. A run that is resumed counts from where it is, whatever its batches were before."""
         self._supply = Supply(dataloader)
         values = super().set_initial_training_values(args, dataloader, **kwargs)
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
@@ -366,7 +370,7 @@ class BatchesMixin(ZeroTrainerBase):
         return epochs, batches
 
     def _run_epoch(self, *, epoch, steps_in_epoch, num_update_steps_per_epoch, **kwargs):
-        """As in Trainer; an epoch that is gone on with may be shorter, in batches of the present size."""
+        """Runs an epoch as Trainer does. One that was begun before may be shorter, in batches of the present size."""
         if epoch == kwargs["epochs_trained"]:  # the first one
             check_room(self)
         if self._goes_on() and epoch == self._start.epoch:
@@ -380,7 +384,7 @@ class BatchesMixin(ZeroTrainerBase):
         )
 
     def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
-        """As in Trainer; where a rank has fewer batches than others all of them say so, and none waits."""
+        """Takes batches as Trainer does. Where a rank has fewer than others, all ranks say so, and none waits."""
         batches = self._supply.next(epoch_iterator, num_batches, self._engine.comm, self.state.global_step)
         return super().get_batch_samples(batches, num_batches, device, **kwargs)
 
@@ -388,7 +392,7 @@ class BatchesMixin(ZeroTrainerBase):
         return self._start.step > 0 and self._data is not None and not self.args.ignore_data_skip
 
     def _position(self) -> Position | None:
-        """Where the run is now; `None` where that is not known."""
+        """Returns where the run is now, or `None` where that is not known."""
         return None if self._data is None else self._start.after(self.state.global_step, self._data)
 
 

@@ -1,4 +1,4 @@
-"""The model card: what a reader of a repository wants to know about the run that made it."""
+"""The model card: what a reader of a repository wants to know about the run that made the model."""
 
 import html
 import json
@@ -37,7 +37,7 @@ NO_METRICS = re.compile(r"eval_(runtime|.*_per_second|model_preparation_time)$")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known about a run. What is `None` or empty does not appear in the card.
+    """The facts of a run. What is `None` or empty does not appear in the card.
 
     Args:
         model_name (`str`): the title.
@@ -81,7 +81,7 @@ class RunFacts:
 
 
 def card_text(facts: RunFacts) -> str:
-    """Writes the card: YAML head and Markdown. Depends on nothing but its argument.
+    """Writes the card as YAML head and Markdown. It depends on nothing but its argument.
 
     Args:
         facts ([`RunFacts`]): of the run.
@@ -134,7 +134,7 @@ def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any
 
 
 def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
-    """Collects what a folder tells by its JSON files: configs, the manifest of its state, the trainer's state.
+    """Collects what the JSON files of a folder tell: configs, the manifest of its state, the trainer's state.
 
     Args:
         folder (`Path`): a model or an adapter; its newest checkpoint is asked too.
@@ -196,7 +196,7 @@ def _training_rows(facts: RunFacts) -> dict[str, Any]:
 
 
 def _memory_section(facts: RunFacts) -> str:
-    """MiB by tensor class and rank, beside what plain data parallelism would hold."""
+    """Writes MiB by tensor class and rank, beside what plain data parallelism would hold."""
     if not facts.memory:
         return ""
     ranks = [f"rank {rank}" for rank in range(len(facts.memory))]
@@ -223,7 +223,7 @@ def _row(*cells: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value on one line of Markdown that shows it as it is: no HTML, link or image in it comes to life."""
+    """Writes a value on one line of Markdown that shows it as it is: it makes no HTML, link or image."""
     return html.escape(" ".join(str(value).split()), quote=False).replace("[", "\\[").replace("`", "\\`")
 
 
@@ -232,7 +232,7 @@ def _as_code(text: str) -> str:
 
 
 def fenced(text: str, language: str = "") -> str:
-    """A block of code that ends where the text does, whatever is in it."""
+    """Writes a block of code that ends where the text does, whatever is in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
@@ -243,7 +243,7 @@ def _base_of(trainer: Trainer, summary: TrainingSummary) -> tuple[str | None, bo
 
 
 def _base(name: str) -> tuple[str, bool]:
-    """What a reader calls a model that was loaded by this name, and whether that is a hub id."""
+    """Returns what a reader calls a model that was loaded by this name, and whether that is a hub id."""
     in_cache = re.search(r"models--([^/]+)--([^/]+)/snapshots/", name)
     if in_cache:
         return f"{in_cache[1]}/{in_cache[2]}", True
@@ -275,7 +275,7 @@ def _precision_of(manifest: Manifest) -> str:
 
 
 def _metrics(history: list[dict]) -> dict[str, float]:
-    """The numbers of the last evaluation, and the mean training loss."""
+    """Returns the numbers of the last evaluation, and the mean training loss."""
     evaluation: dict = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
     metrics = {name: value for name, value in evaluation.items() if name.startswith("eval_")}
     metrics = {name: value for name, value in metrics.items() if not NO_METRICS.match(name)}

@@ -1,4 +1,4 @@
-"""What training arguments cannot be, in one table: gone through before anything is loaded, by scripts and recipes."""
+"""Checks of training arguments, in one table. Scripts and recipes go through it before anything is loaded."""
 
 import json
 import math
@@ -88,8 +88,8 @@ def check_arguments(settings: Settings) -> None:
 
 
 def check_schedule(settings: Settings) -> None:
-    """Makes the schedule of one parameter: transformers knows which numbers each kind takes. For callers who know that
-    Trainer is going to make it.
+    """Makes the schedule of one parameter, since transformers knows which numbers each kind takes. It is for callers
+    who know that Trainer is going to make it.
 
     Args:
         settings (`Mapping[str, Any]`): as for `check_arguments`, which has gone through them.
@@ -171,7 +171,7 @@ def _autocast(settings: Settings) -> str | None:
 
 
 def _kinds(settings: Settings) -> str | None:
-    """What scripts read from files of their own: YAML takes 1e-4 for a text."""
+    """Refuses texts in place of numbers, as scripts read them from files of their own: YAML takes 1e-4 for a text."""
     for each in fields(Seq2SeqTrainingArguments):
         value = settings.get(each.name)
         if each.type in NUMBERS and isinstance(value, str):
@@ -220,7 +220,7 @@ def _intervals(settings: Settings) -> str | None:
 
 
 def _best(settings: Settings) -> str | None:
-    """What is best is known where it is evaluated, and can be loaded where it is saved."""
+    """Refuses to look for the best checkpoint where none can be known as the best, or saved."""
     saves, evaluates = _value(settings["save_strategy"]), _value(settings["eval_strategy"])
     loads = "load_best_model_at_end" if settings["load_best_model_at_end"] else None
     asks = "save_strategy best" if saves == "best" else loads
@@ -346,7 +346,7 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
 
 
 def _value(choice: Any) -> str:
-    """Of an enum, or of the text that stands for it."""
+    """Returns the value of an enum, or the text that stands for it."""
     return str(getattr(choice, "value", choice))
 
 
@@ -359,7 +359,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written into a folder; `None` where a file without a name could be."""
+    """Returns why nothing can be written into a folder, or `None` where a file without a name could be."""
     if not os.access(folder, os.W_OK | os.X_OK):
         return "no permission"
     try:

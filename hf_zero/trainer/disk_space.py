@@ -76,8 +76,8 @@ def check_room(trainer: ZeroTrainerBase) -> None:
 
 
 def state_nbytes(trainer: ZeroTrainerBase) -> int:
-    """Bytes in a checkpoint of what the optimizer will hold from the first step on, and of masters. All ranks call it;
-    the state of optimizers that are not elementwise is not known before the first step."""
+    """Returns the bytes that a checkpoint takes for masters and for what the optimizer will hold from the first step
+    on. All ranks call it. The state of optimizers that are not elementwise is not known before the first step."""
     engine, optimizer = trainer._engine, trainer._prepared_optimizer
     own = sum(numel * dtype.itemsize for dtype, numel, _ in optimizer.expected_state())
     held = collect_from_all_ranks(
@@ -209,7 +209,7 @@ def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
 
 
 def fallback_of(fallback: str, folder: str, inside: str = "") -> str:
-    """A folder that holds nothing yet, in the one for such cases.
+    """Returns a folder that holds nothing yet, in the one for such cases.
 
     Args:
         fallback (`str`): the one for such cases.
@@ -222,7 +222,7 @@ def fallback_of(fallback: str, folder: str, inside: str = "") -> str:
 
 
 def _num_checkpoints(args, state) -> int:
-    """How many checkpoints there will be at one time, as far as that is known."""
+    """Returns how many checkpoints there will be at one time, as far as that is known."""
     done, num_steps = state.global_step, state.max_steps
     if num_steps <= done or args.save_strategy == SaveStrategy.NO:
         return 0
@@ -263,21 +263,22 @@ def _is_empty(path: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first, by their steps: dates change when folders are copied."""
+    """Returns the checkpoints of a run, the newest first, by their steps: dates change when folders are copied."""
     found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=age_of, reverse=True)
 
 
 def age_of(checkpoint: Path) -> tuple[int, str]:
-    """A key that sorts checkpoints, the oldest first: the optimizer steps that a name tells, then the name.
-    `checkpoint-5` and `checkpoint-05` tell the same, and all ranks are to have them in the same order."""
+    """Returns a key that sorts checkpoints, the oldest first: the optimizer steps that a name tells, then the name.
+    All ranks are to have `checkpoint-5` and `checkpoint-05` in the same order."""
     found = _NAME.fullmatch(checkpoint.name)
     assert found is not None, f"{checkpoint} is no checkpoint's name"
     return int(found[1]), checkpoint.name
 
 
 def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> Callable[[], None]:
-    """Deletes the checkpoints with the fewest steps beyond `limit`; to be called when `newest` is complete.
+    """Returns an act that deletes the checkpoints with the fewest steps beyond `limit`. It is called when `newest` is
+    complete.
 
     Whatever the limit, these stay: `newest`, `best`, and the newest that is known to be finite, so that a run whose
     loss has become NaN does not push out the last checkpoint that is of use.
@@ -294,7 +295,7 @@ def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> 
 
 def keep_best(run_dir: str, best: str) -> None:
     """Deletes all checkpoints but the best at the end of a run, as Trainer does with a limit of one. Where the best is
-    not known to be finite, the newest that is stays too."""
+    not known to be finite, the newest that is finite stays too."""
     found, kept = _own(Path(run_dir)), [Path(best)]
     if not is_known_finite(kept[0]):
         kept += _newest_finite(found)
@@ -302,7 +303,7 @@ def keep_best(run_dir: str, best: str) -> None:
 
 
 def is_known_finite(checkpoint: Path) -> bool:
-    """Whether loss and gradient norm of a checkpoint's last step were numbers, by its manifest."""
+    """Tells, by its manifest, whether loss and gradient norm of a checkpoint's last step were numbers."""
     try:
         manifest = Manifest.read(checkpoint)
     except CheckpointError:
@@ -317,7 +318,7 @@ def _rotate(folder: Path, limit: int, newest: Path, best: Path | None) -> None:
 
 
 def _own(folder: Path) -> list[Path]:
-    """Without links, which are the user's: to a checkpoint on another disk, say."""
+    """Returns the checkpoints that are no links. Links are the user's: to a checkpoint on another disk, say."""
     return [path for path in checkpoints_in(folder) if not path.is_symlink()]
 
 

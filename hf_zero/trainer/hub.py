@@ -1,4 +1,5 @@
-"""Pushing to a hub from many ranks: one of them talks to it, and all learn how it went."""
+"""Pushing to a hub from many ranks: one of them talks to it, and all learn how it went. No token is written to
+disk."""
 
 import copy
 import glob
@@ -77,7 +78,7 @@ def hub_errors(subject: str) -> Iterator[None]:
 
 
 def hub_reason(error: BaseException) -> str | None:
-    """What a failure means in one line; `None` when it is none of the hub or the way to it."""
+    """Returns what a failure means in one line, or `None` when the hub and the way to it have no part in it."""
     for cause in causes(error):
         if isinstance(cause, OfflineModeIsEnabled):
             return "HF_HUB_OFFLINE is set; unset it"
@@ -98,7 +99,7 @@ def hub_reason(error: BaseException) -> str | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying again may help: the connection failed, or the server had no time."""
+    """Tells whether trying again may help: the connection failed, or the server had no time."""
     for cause in causes(error):
         if isinstance(cause, HfHubHTTPError):
             return cause.response.status_code in TRANSIENT_STATUS
@@ -119,7 +120,8 @@ class PushMixin(ZeroTrainerBase):
     _is_pushing = False
 
     def init_hf_repo(self, token: str | None = None, **kwargs: Any) -> None:
-        """Creates the repository from rank 0. All ranks get to know its name: they ask for it before each push."""
+        """Creates the repository from rank 0. All ranks get to know its name, since they ask for it before each
+        push."""
 
         def create() -> None:
             with hub_errors(f"creating {self.args.hub_model_id or os.path.basename(self.args.output_dir)}"):
@@ -137,7 +139,7 @@ class PushMixin(ZeroTrainerBase):
         revision: str | None = None,
         **kwargs: Any,
     ):
-        """As `Trainer.push_to_hub`; the model is saved by all ranks, and uploaded by rank 0."""
+        """Pushes as `Trainer.push_to_hub` does. All ranks save the model, and rank 0 uploads it."""
         subject = f"pushing to {self.hub_model_id or self.args.hub_model_id or self.args.output_dir}"
         self._refuse_elsewhere(subject)
         self.memory_of_ranks = tuple(collect_from_all_ranks(self._ranks(), subject, self.memory_report))
@@ -151,7 +153,8 @@ class PushMixin(ZeroTrainerBase):
             self._is_pushing = False
 
     def note_elsewhere(self, wanted: str, folder: str) -> None:
-        """The model had to be saved elsewhere than wanted. It is not uploaded: reports and cards are not with it."""
+        """Notes that the model had to be saved elsewhere than wanted. It is not uploaded: reports and cards are not
+        with it."""
         self.saved_elsewhere = folder
         if self.is_world_process_zero():
             logger.warning("%s: no room, so the model is in %s", wanted, folder)
@@ -179,7 +182,7 @@ class PushMixin(ZeroTrainerBase):
         Path(self.args.output_dir, "README.md").write_text(card_text(facts), encoding="utf-8")
 
     def _push_from_checkpoint(self, checkpoint_folder: str, **kwargs: Any) -> None:
-        """Copies the weights and starts the upload on rank 0; the upload goes on in the background."""
+        """Copies the weights and starts the upload on rank 0. The upload goes on in the background."""
         subject = f"pushing {checkpoint_folder}"
 
         def push() -> None:
@@ -193,7 +196,7 @@ class PushMixin(ZeroTrainerBase):
         run_on_all_ranks(self._ranks(), subject, push)
 
     def _finish_current_push(self, **kwargs: Any) -> None:
-        """Waits for uploads in the background. Trainer would not notice that one failed; a warning says so."""
+        """Waits for uploads in the background, and warns of those that failed, which Trainer would not notice."""
         super()._finish_current_push(**kwargs)
         push = getattr(self, "push_in_progress", None)  # rank 0 has it, once there is a repository
         for job in push.jobs if push is not None else ():
@@ -220,8 +223,8 @@ check_overrides(PushMixin, Trainer, OVERRIDES)
 
 @contextmanager
 def uploading(token: str | None = None) -> Iterator[None]:
-    """While it is entered, what Trainer uploads leaves out what is nobody else's business: the training arguments, and
-    what lies elsewhere and is only linked to.
+    """While it is entered, uploads of Trainer leave out what is private: the training arguments, and files outside the
+    folder to which a link in it leads.
 
     Args:
         token (`str`, *optional*): for uploads that are given none.
@@ -245,14 +248,14 @@ def uploading(token: str | None = None) -> Iterator[None]:
 
 
 def links_out_of(folder: Path) -> list[Path]:
-    """The files of a folder that lie elsewhere: an upload would read whatever they lead to."""
+    """Returns the files of a folder that are links to files outside it: an upload would read whatever they lead to."""
     whole = folder.resolve()
     found = (path for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in found if not path.resolve().is_relative_to(whole))
 
 
 def _transport():
-    """The HTTP library of the installed client: it has changed twice."""
+    """Returns the HTTP library of the installed client, which has changed twice."""
     return importlib.import_module(type(get_session()).__module__.split(".")[0])
 
 
@@ -265,7 +268,7 @@ def _first_line(error: object) -> str:
 
 
 def without_tokens(args: TrainingArguments) -> TrainingArguments:
-    """A copy of training arguments that can be saved for others to see."""
+    """Returns a copy of training arguments that can be saved for others to see."""
     args = copy.copy(args)
     for name, value in vars(args).items():
         if isinstance(value, str) and name in TOKEN_FIELDS:
@@ -276,8 +279,8 @@ def without_tokens(args: TrainingArguments) -> TrainingArguments:
 
 
 def token_warning(folder: str | os.PathLike) -> str | None:
-    """What to tell the owner of a folder whose training arguments hold a token, as other programs and earlier versions
-    save them; `None` where they do not. Nothing in the file is executed."""
+    """Returns what to tell the owner of a folder whose training arguments hold a token, or `None` where they do not.
+    Other programs and earlier versions save them so. Nothing in the file is executed."""
     path = Path(folder) / TRAINING_ARGS_NAME
     if not _holds_token(path):
         return None
@@ -306,7 +309,7 @@ def _holds_token(path: Path) -> bool:
 
 
 def _follows_secret(pickled: bytes) -> bool:
-    """Whether a text follows the name of a token, as a value follows its key."""
+    """Tells whether a text follows the name of a token, as a value follows its key."""
     before: Any = None
     for operation, argument, _ in pickletools.genops(pickled):
         if "PUT" in operation.name or operation.name == "MEMOIZE":

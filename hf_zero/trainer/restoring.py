@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a trainer: weights, optimizer and schedule; says what is not as it was in the run before."""
+"""Loading of a checkpoint into a trainer: weights, optimizer and schedule. What is not as it was before is said."""
 
 import logging
 import math
@@ -37,7 +37,7 @@ OVERRIDES = ("_load_optimizer_and_scheduler", "_load_from_checkpoint", "_load_be
 def changes(
     scheduler: LRScheduler, saved: dict, *, given: list[float], num_steps: int, num_steps_before: int | None
 ) -> Iterator[str]:
-    """What will be unlike the run that saved, a sentence each.
+    """Yields a sentence for each thing that will be unlike the run that saved.
 
     Args:
         scheduler (`LRScheduler`): as it goes on: this run's, with the state that was saved.
@@ -71,7 +71,7 @@ def changes(
 
 def take_new_rates(scheduler: LRScheduler) -> None:
     """Lets the next step have the rates of the schedule as it is now. The optimizer's are those of the run that saved,
-    and Trainer sets others behind its first step only."""
+    and Trainer sets others only after its first step."""
     for index, (group, rate) in enumerate(zip(scheduler.optimizer.param_groups, _rates(scheduler))):
         if _is_unlike(float(group["lr"]), rate):
             if isinstance(group["lr"], Tensor):
@@ -82,7 +82,8 @@ def take_new_rates(scheduler: LRScheduler) -> None:
 
 
 def _rates(scheduler: LRScheduler) -> list[float]:
-    """By group, what a schedule that is a function of the step gives for the next one; of others nothing is known."""
+    """Returns by group the rate of the next step, for a schedule that is a function of the step; of others nothing is
+    known."""
     if type(scheduler) is not LambdaLR:
         return []
     return [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
@@ -93,8 +94,8 @@ def _is_unlike(rate: float, other: float) -> bool:
 
 
 class ShardedAdafactorSchedule(AdafactorSchedule):
-    """Shows the rates of the parameters that this rank updates. The stock one looks at gradients, which are consumed
-    in the step."""
+    """Adafactor's schedule, which shows the rates of the parameters that this rank updates. The stock one looks at
+    gradients, which are consumed in the step."""
 
     def get_lr(self) -> list[float]:
         optimizer = self.optimizer
@@ -113,7 +114,7 @@ def show_rates(scheduler: LRScheduler | None) -> None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run that is resumed knows of the run before.
+    """What a resumed run knows of the run before.
 
     Args:
         position (`Position`): where it was in its data.
@@ -140,7 +141,7 @@ def resumed_from(folder: str | os.PathLike | None) -> Resumed:
 
 
 class CompareLoss(TrainerCallback):
-    """Says so when the first loss after resuming is far from the last one before: then the data, the model or the
+    """Warns when the first loss after resuming is far from the last one before: then the data, the model or the
     settings are not what they were.
 
     Args:
@@ -171,12 +172,13 @@ class CompareLoss(TrainerCallback):
 
 
 class RestoringMixin(ZeroTrainerBase):
-    """The part of `ZeroTrainerMixin` that loads a checkpoint: every rank reads its own ranges."""
+    """The part of `ZeroTrainerMixin` that loads a checkpoint. Every rank reads its own ranges."""
 
-    resumed: Resumed
+    resumed = Resumed()
 
     def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> str | os.PathLike | bool | None:
-        """Looks through what a run is to go on from, and returns it as Trainer takes it; notes where that run was."""
+        """Looks through the checkpoint that a run is to go on from, notes where that run was, and returns what Trainer
+        takes."""
         if isinstance(given, (str, os.PathLike)):
             restore_replaced(Path(given).parent)
         if given is True:
@@ -194,7 +196,7 @@ class RestoringMixin(ZeroTrainerBase):
                 logger.warning("%s", warning)
 
     def _has_config(self) -> bool:
-        """Whether a checkpoint of the model has a config in its folder."""
+        """Tells whether a checkpoint of the model has a config in its folder."""
         return not is_adapter_model(self.model) and hasattr(getattr(self.model, "config", None), "save_pretrained")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -205,7 +207,7 @@ class RestoringMixin(ZeroTrainerBase):
         self._load_weights(self.state.best_model_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
-        """Reads each rank's ranges from the folder; nobody holds the whole model."""
+        """Reads each rank's ranges from the folder. No rank holds the whole model."""
         engine = self.accelerator.shard(self.model)
         foreign = detect(folder)
         if foreign is not None and foreign.read_weights is not None:

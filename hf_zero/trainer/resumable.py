@@ -38,7 +38,7 @@ _RNG_STATES = re.compile(r"rng_state(_\d+)?\.pth")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which checkpoint to go on from.
+    """The checkpoint to go on from.
 
     Args:
         folder (`str`, *optional*): the newest that is whole; `None` where none is.
@@ -50,7 +50,7 @@ class Choice:
 
 
 def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False, needs_config: bool = False) -> Choice:
-    """The newest checkpoint that is as it was saved, on every rank. All ranks call it, and get the same.
+    """Returns the newest checkpoint that is as it was saved, on every rank. All ranks call it, and get the same.
 
     What is small is read by every rank, the tensors are divided over the ranks that see the same files. What is
     skipped is said, and why.
@@ -88,7 +88,7 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False, needs
 
 
 def fault_of(folder: Path, *, needs_config: bool, reads_tensors: bool) -> CheckpointError | None:
-    """What keeps a checkpoint from being resumed from. All ranks call it, and get the same.
+    """Returns what keeps a checkpoint from being resumed from. All ranks call it, and get the same.
 
     Args:
         folder (`Path`): the checkpoint.
@@ -120,7 +120,8 @@ def _check_own_tensors(folder: Path, index: int, count: int) -> None:
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:
-    """Ranks for which it is equal see the same files: copies on several disks differ in time, by nanoseconds."""
+    """Returns what is equal for ranks that see the same files: copies on several disks differ in time, by
+    nanoseconds."""
     for path in (folder / TABLE_NAME, manifest_path(folder), folder / TRAINER_STATE_NAME):
         if path.is_file():
             found = path.stat()
@@ -129,7 +130,7 @@ def _identity(folder: Path) -> tuple[int, ...] | None:
 
 
 def chosen(args: ZeroArgumentsMixin, *, needs_config: bool) -> str:
-    """The checkpoint that `resume_from_checkpoint=True` means. All ranks call it, and get the same.
+    """Returns the checkpoint that `resume_from_checkpoint=True` means. All ranks call it, and get the same.
 
     Raises:
         `CheckpointError`: there is none, or the newest is damaged and `zero_resume_strict` is set.
@@ -168,7 +169,8 @@ def _warn_of_changed(folder: Path) -> None:
 
 
 def check_resumable(folder: str | Path, *, needs_config: bool = False) -> None:
-    """Checks that a folder can be resumed from: what that reads, but for the values of tensors, is as it was saved.
+    """Checks that a folder can be resumed from: the files that are read are as they were saved, but for the values of
+    tensors, which are compared later.
 
     Args:
         folder (`str` or `Path`): the checkpoint.
@@ -196,8 +198,8 @@ def _fault(check: Callable[[], None]) -> CheckpointError | None:
 
 
 def check_belonging(folder: Path) -> None:
-    """Compares the steps that the trainer's state, the manifest, the place in the data and the schedule speak of, and
-    looks for the states of the generators.
+    """Checks that the trainer's state, the manifest, the place in the data and the schedule are of one step, and that
+    the states of the generators are there.
 
     Args:
         folder (`Path`): a checkpoint of `ZeroTrainer`, or of another program.
@@ -228,7 +230,7 @@ def check_belonging(folder: Path) -> None:
 
 
 def read_step(folder: Path) -> int:
-    """The optimizer steps that a run had taken, by the trainer's own state."""
+    """Returns the optimizer steps that a run had taken, by the trainer's own state."""
     path = folder / TRAINER_STATE_NAME
     try:
         step = read_json(path).get("global_step")
@@ -240,7 +242,7 @@ def read_step(folder: Path) -> int:
 
 
 def position_of(folder: str | os.PathLike, manifest: Manifest) -> Position | None:
-    """Where a run was in its data.
+    """Returns where a run was in its data.
 
     Raises:
         `CheckpointError`: the manifest says something else there.
@@ -255,7 +257,7 @@ def position_of(folder: str | os.PathLike, manifest: Manifest) -> Position | Non
 
 
 def schedule_position(scheduler: Any) -> int | None:
-    """How often a schedule was moved on, by the state that it saves; `None` where that does not tell."""
+    """Returns how often a schedule was moved on, by the state that it saves, or `None` where that does not tell."""
     return None if scheduler is None else _position_in(scheduler.state_dict())
 
 
@@ -282,7 +284,7 @@ def _check_schedule(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_generators(folder: Path, manifest: Manifest) -> None:
-    """Trainer goes on without them and says nothing."""
+    """Checks that the states of the generators are there. Trainer would go on without them and say nothing."""
     if manifest.num_ranks == 1 and (folder / "rng_state.pth").is_file():
         names = ["rng_state.pth"]
     else:

@@ -1,4 +1,5 @@
-"""A trainer's checkpoints: what Trainer writes is led into a temporary folder, and all of it appears at once."""
+"""Saving of a trainer's checkpoints: what Trainer writes goes into a temporary folder, and all of it appears at
+once."""
 
 import io
 import logging
@@ -60,12 +61,12 @@ class Saver:
 
     @property
     def run_dir(self) -> str | None:
-        """Where Trainer is to write checkpoints while one is being saved."""
+        """The folder into which Trainer is to write checkpoints while one is being saved."""
         return str(self._current.path.parent) if self._current is not None else None
 
     @property
     def folder(self) -> Path | None:
-        """The name that the checkpoint will have that is being saved."""
+        """The name that the checkpoint under way will have."""
         return self._current.folder if self._current is not None else None
 
     @property
@@ -74,7 +75,7 @@ class Saver:
 
     @contextmanager
     def in_foreground(self) -> Iterator[None]:
-        """What is saved meanwhile is complete when `finish` returns, or raises there."""
+        """While it is entered, a checkpoint is complete when `finish` returns, or an error is raised there."""
         snapshots, self._snapshots = self._snapshots, None
         try:
             yield
@@ -103,7 +104,7 @@ class Saver:
         return self._current
 
     def push_later(self, push: Callable[[], None]) -> None:
-        """Uploads wait until the checkpoint is complete."""
+        """Puts off an upload until the checkpoint is complete."""
         self._push = push
 
     def finish(self, after: Callable[[], None]) -> None:
@@ -124,7 +125,7 @@ class Saver:
             current.discard()
 
     def wait(self) -> Path | None:
-        """Returns when what was saved is complete, and uploads it where that was asked for.
+        """Waits until what was saved is complete, and uploads it where that was asked for.
 
         Returns:
             `Path` or `None`: the newest checkpoint.
@@ -143,13 +144,13 @@ class Saver:
 
 
 class SavingMixin(PushMixin, BatchesMixin):
-    """The part of `ZeroTrainerMixin` that saves: every rank writes its own ranges, so all ranks call each method."""
+    """The part of `ZeroTrainerMixin` that saves. Every rank writes its own ranges, so all ranks call each method."""
 
     stop_on_signal: StopOnSignal
     _saver: Saver
 
     def wait_for_checkpoint(self) -> Path | None:
-        """Returns when what is written in the background is complete: the newest checkpoint, if there is one.
+        """Waits until what is written in the background is complete. Returns the newest checkpoint, if there is one.
 
         Raises:
             `CheckpointError`: it could not be saved; on all ranks.
@@ -157,7 +158,7 @@ class SavingMixin(PushMixin, BatchesMixin):
         return self._saver.wait()
 
     def _complete_checkpoint(self, trial) -> None:
-        """At the end of the training: a checkpoint of now that a thread could not save is saved once more."""
+        """Saves the last checkpoint once more, at the end of the training, if a thread could not save it."""
         if self._is_background_done():
             return
         last = self._saver.last
@@ -170,7 +171,7 @@ class SavingMixin(PushMixin, BatchesMixin):
             self.state.best_model_checkpoint = None
 
     def _is_background_done(self) -> bool:
-        """Waits as `wait_for_checkpoint`; what could not be saved is said. The same on all ranks."""
+        """Waits as `wait_for_checkpoint` does, and says what could not be saved. All ranks get the same."""
         try:
             self.wait_for_checkpoint()
         except CommError:
@@ -227,7 +228,8 @@ class SavingMixin(PushMixin, BatchesMixin):
         self._saver.finish(rotation(run_dir, limit, self.state.best_model_checkpoint, newest=folder))
 
     def _note_best(self, run_dir: str) -> None:
-        """The best checkpoint goes by its name here, not by that of the temporary folder or a former place."""
+        """Gives the best checkpoint the name that it has here, not that of the temporary folder or of a former
+        place."""
         if not self.state.best_global_step:
             return
         path = os.path.join(run_dir, _checkpoint_name(self.state.best_global_step))
@@ -253,7 +255,7 @@ class SavingMixin(PushMixin, BatchesMixin):
         return self._saver.run_dir or super()._get_output_dir(trial, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder that `from_pretrained` loads: each rank its own byte ranges of the weights."""
+        """Writes a folder that `from_pretrained` loads. Each rank writes its own byte ranges of the weights."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         engine = self.accelerator.shard(self.model)
         if self._zero_optimizer is not None:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1, and SIGINT where that is asked for: the ranks agree at the end of a step, save, and leave."""
+"""Signals that end a training. The ranks agree on them at the end of a step, save, and leave."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ NOT_HANDLED = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Stopped(SystemExit):
-    """Training ended because of a signal, with everything saved. The exit code is 128 + the signal's number, as a
-    shell gives it."""
+    """The end of a training by a signal, with everything saved. The exit code is 128 + the signal's number, as a shell
+    gives it."""
 
     def __init__(self, number: int, folder: str):
         super().__init__(128 + number)
@@ -31,7 +31,7 @@ class Stopped(SystemExit):
 
 
 def is_another(number: int, since: float | None, now: float) -> bool:
-    """Whether a signal that first came at `since` (`None` for never) has been sent a second time.
+    """Tells whether a signal that first came at `since` (`None` for never) has been sent a second time.
 
     Args:
         number (`int`): the signal.
@@ -92,7 +92,7 @@ class StopOnSignal(TrainerCallback):
             os.write(2, b"\nCtrl-C: the step under way is finished and saved; once more stops at once\n")
 
     def agreed(self) -> int:
-        """The signal that a rank was sent, the same on all ranks; 0 for none. Collective."""
+        """Returns the signal that a rank was sent, the same on all ranks; 0 for none. Collective."""
         comm = self._trainer._engine.comm
         if comm.device.type != "cpu":
             comm = comm.side_group("signals")  # a vote on the device would make the host wait for the step

@@ -1,4 +1,5 @@
-"""Models that transformers has divided over tensor-parallel ranks: in a trainer, ranks of a group see one batch."""
+"""Models that transformers has divided over tensor-parallel ranks. In a trainer, the ranks of one group see one
+batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from hf_zero.errors import ConfigError
 
 
 def refuse_divided(name: str, model: nn.Module, args) -> None:
-    """Refuses what does not go with a model that tensor-parallel ranks divide, before anything is done with it.
+    """Refuses settings that do not go with a model that tensor-parallel ranks divide, before anything is done with it.
 
     Args:
         name (`str`): of the trainer's argument.
@@ -46,7 +47,7 @@ def refuse_divided(name: str, model: nn.Module, args) -> None:
 
 @contextmanager
 def apart(model: nn.Module | None) -> Iterator[None]:
-    """Keeps from accelerate that a model is divided already: it would look for FSDP along the other axis.
+    """Hides from accelerate that a model is divided already: it would look for FSDP along the other axis.
 
     Args:
         model (`nn.Module`, *optional*): any.

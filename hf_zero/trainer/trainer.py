@@ -24,9 +24,9 @@ from hf_zero.errors import ConfigError
 from hf_zero.optim import granularity_of, inner_optimizers, refuse_unknown
 from hf_zero.planner import render_classes, tensor_classes
 from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
-from hf_zero.trainer.batches import Position, evened
+from hf_zero.trainer.batches import evened
 from hf_zero.trainer.checks import check_schedule
-from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, Resumed, show_rates
+from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_divided
@@ -114,11 +114,11 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
             )
 
     def _default_arguments(self, model) -> ZeroArgumentsMixin:
-        """As Trainer's, where none are given."""
+        """Makes arguments where none are given, as Trainer does."""
         return self.arguments_class(output_dir="tmp_trainer")
 
     def _model_of(self, name: str | os.PathLike, args: ZeroArgumentsMixin) -> nn.Module:
-        """The model of this name or folder, its weights still in files."""
+        """Makes the model of this name or folder. Its weights stay in files."""
         settings = getattr(args, "model_init_kwargs", None) or {}
         return load_pretrained(pretrained_class(name, **settings), name, **settings)
 
@@ -134,15 +134,14 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
         )
         self.accelerator.clips = bool(self.args.max_grad_norm)
         self._saver = Saver(in_background=self.args.zero_async_save)
-        self.resumed = Resumed()
-        self._start, self._data = Position(0, 0, 0), None
 
     def _move_model_to_device(self, model, device) -> None:
-        """The engine moves what each rank keeps."""
+        """Does nothing: the engine moves what each rank keeps."""
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, **kwargs):
-        """As `Trainer.train`. `True` resumes from the newest checkpoint that is as it was saved. SIGTERM and SIGUSR1
-        end the training after the step under way, with a checkpoint and the exit code 128 + the signal's number."""
+        """Trains as `Trainer.train` does. `True` resumes from the newest checkpoint that is as it was saved. SIGTERM
+        and SIGUSR1 end the training after the step under way, with a checkpoint and the exit code 128 + the signal's
+        number."""
         own = (self.stop_on_signal, CompareLoss(self), TellMemory(self))
         for callback in own:  # only now: people list a trainer's callbacks
             self.add_callback(callback)
@@ -159,8 +158,8 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs
     ):
-        """As in Trainer; a rank whose data ends before another's goes on with batches that do not count. For
-        `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and trains on as it was."""
+        """Evaluates as Trainer does. A rank whose data ends before another's goes on with batches that do not count.
+        For `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and trains on as it was."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine, shown = self.accelerator.shard(self.model), nullcontext()
         engine.finish_updates()  # what is measured is what a checkpoint of now would hold
@@ -178,8 +177,8 @@ check_overrides(ZeroTrainerMixin, Trainer, OVERRIDES)
 
 
 def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A trainer's arguments by name, in the order of the first class that names its model: `DPOTrainer` takes a
-    reference model before the arguments, `Trainer` does not."""
+    """Returns a trainer's arguments by name, in the order of the first class that names its model: `DPOTrainer` takes
+    a reference model before the arguments, `Trainer` does not."""
     own = cls.__mro__.index(ZeroTrainerMixin) + 1
     signatures = [list(inspect.signature(base.__init__).parameters)[1:] for base in cls.__mro__[own:]]
     names = next(names for names in signatures if "model" in names)
@@ -189,7 +188,7 @@ def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(trainer: Trainer, error: ValueError) -> ConfigError | None:
-    """What a trainer refuses, in one line; `None` where it is not known what that is."""
+    """Returns what a trainer refuses in one line, or `None` where it is not known what that is."""
     strategy = getattr(getattr(trainer, "args", None), "eval_strategy", "no")
     if "eval_dataset" in str(error) and strategy != "no" and getattr(trainer, "eval_dataset", None) is None:
         return ConfigError(
@@ -200,7 +199,7 @@ def _named(trainer: Trainer, error: ValueError) -> ConfigError | None:
 
 
 def _check_schedule(cls: type, given: dict[str, Any]) -> None:
-    """Tries the schedule where Trainer is going to make it: not where one is given, or a subclass makes its own."""
+    """Tries the schedule, unless one is given or a subclass makes its own."""
     optimizer, schedule = given.get("optimizers") or (None, None)
     makers = ("create_scheduler", "create_optimizer_and_scheduler")
     if schedule is not None or any(getattr(cls, name) is not getattr(Trainer, name) for name in makers):

@@ -16,7 +16,7 @@ else:
 
 
 class ZeroTrainerBase(_Trainer):
-    """The part of `ZeroTrainerMixin` that the other parts build on."""
+    """The part of `ZeroTrainerMixin` on which the other parts build."""
 
     args: ZeroArgumentsMixin
     accelerator: ZeroAccelerator
