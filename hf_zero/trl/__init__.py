@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
-    from hf_zero.trl.arguments import ZeroTrlArgumentsMixin as ZeroTrlArgumentsMixin
+    from hf_zero.trl.mixin import ZeroTrlArgumentsMixin as ZeroTrlArgumentsMixin
     from hf_zero.trl.mixin import ZeroTrlTrainerMixin as ZeroTrlTrainerMixin
     from hf_zero.trl.trainers import ZeroDistillationConfig as ZeroDistillationConfig
     from hf_zero.trl.trainers import ZeroDistillationTrainer as ZeroDistillationTrainer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
 
 _KINDS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
 _MODULES = {f"Zero{kind}{part}": "trainers" for kind in _KINDS for part in ("Config", "Trainer")}
-_MODULES |= {"ZeroTrlArgumentsMixin": "arguments", "ZeroTrlTrainerMixin": "mixin"}
+_MODULES |= {"ZeroTrlArgumentsMixin": "mixin", "ZeroTrlTrainerMixin": "mixin"}
 
 __all__ = list(_MODULES)
 

@@ -1,20 +1,45 @@
-"""The mixin for TRL's trainers, which beyond `Trainer` load and adapt models, keep reference models, and generate."""
+"""The mixins for TRL's configs and trainers, which also load and adapt models, keep reference models, and generate."""
 
 import os
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch import nn
 from trl import SyncRefModelCallback
 from trl.trainer.utils import get_config_model_id
 
 from hf_zero.checkpoint.lazy_loading import lazy_loading
 from hf_zero.checkpoint.pretrained import refuse_placing, resolve
 from hf_zero.engine import gathered
+from hf_zero.engine.access import unit_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
-from hf_zero.trl.arguments import ZeroTrlArgumentsMixin
 from hf_zero.trl.constructor_patches import fit_for_lazy_loading
-from hf_zero.trl.reference import sync_reference
+
+
+@dataclass
+class ZeroTrlArgumentsMixin(ZeroArgumentsMixin):
+    """Adds the settings of `hf_zero.ZeroArgumentsMixin` to a configuration of TRL, before it among the bases."""
+
+    def _take_launchers_precision(self) -> None:
+        super()._take_launchers_precision()
+        if self.bf16 is None:
+            self.bf16: bool = not self.fp16  # TRL's default, which it sets after what depends on it was checked
+
+    def _refuse_unsupported(self) -> None:
+        super()._refuse_unsupported()
+        if getattr(self, "use_vllm", False):
+            raise ConfigError(
+                "use_vllm: vLLM would have to be sent the sharded weights, which hf_zero does not do; leave it out: "
+                "transformers then generates, with the weights gathered"
+            )
+        for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
+            if getattr(self, name, False):
+                raise ConfigError(
+                    f"{name}: generates in a thread of its own, of which the engine knows nothing; leave it out"
+                )
 
 
 class ZeroTrlTrainerMixin(ZeroTrainerMixin):
@@ -79,3 +104,22 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
 
 def _is_of_trl(cls: type) -> bool:
     return cls.__module__.startswith("trl.")
+
+
+@torch.no_grad()
+def sync_reference(model: nn.Module, reference: nn.Module, alpha: float) -> None:
+    """Moves a reference model by `alpha` of the way to the policy (TR-DPO, arXiv 2404.09656). All ranks call it.
+
+    Both are sharded; one unit at a time is gathered.
+
+    Args:
+        model (`nn.Module`): the policy.
+        reference (`nn.Module`): of the same architecture.
+        alpha (`float`): 1 copies the policy.
+    """
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    for _, group in groupby(pairs, key=lambda pair: unit_of(pair[0])):
+        sources, targets = zip(*group)
+        with gathered(sources), gathered(targets, writeback=True):
+            for source, target in zip(sources, targets):
+                target.mul_(1.0 - alpha).add_(source, alpha=alpha)

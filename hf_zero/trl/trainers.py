@@ -20,8 +20,7 @@ from trl import (
 )
 
 from hf_zero.engine import gathered
-from hf_zero.trl.arguments import ZeroTrlArgumentsMixin
-from hf_zero.trl.mixin import ZeroTrlTrainerMixin
+from hf_zero.trl.mixin import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
 
 @dataclass

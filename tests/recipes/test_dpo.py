@@ -271,7 +271,7 @@ def test_without_trl_one_line_says_what_to_install(monkeypatch, capsys):
     from hf_zero.recipes.cli import main
 
     monkeypatch.setitem(sys.modules, "trl", None)
-    for name in ("hf_zero.trl.trainers", "hf_zero.trl.mixin", "hf_zero.trl.arguments", "hf_zero.recipes.dpo"):
+    for name in ("hf_zero.trl.trainers", "hf_zero.trl.mixin", "hf_zero.recipes.dpo"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("ZeroDPOConfig", "ZeroDPOTrainer"):
         monkeypatch.delitem(vars(hf_zero.trl), name, raising=False)
