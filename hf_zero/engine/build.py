@@ -3,6 +3,7 @@
 import os
 import re
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,10 +11,9 @@ from torch import nn
 
 from hf_zero.comm import Bus, Comm, connect
 from hf_zero.comm.world import ranks_alike, refuse_dividing
-from hf_zero.config import StagePlan, ZeroConfig
+from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
 from hf_zero.engine import hooks
 from hf_zero.engine.access import RanksInStep, remember, unit_of
-from hf_zero.engine.disk_prefetcher import DiskPrefetcher, rest_on_disk
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
@@ -31,7 +31,10 @@ from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.sharding.arena import Arena, Arenas, trim
 from hf_zero.sharding.layout import Layout
 from hf_zero.sharding.slots import Slot, parts_nbytes
-from hf_zero.storage import Disk
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import DiskOffload
 
 
 def shard_with(
@@ -100,7 +103,7 @@ def build(
     flats = [[lay_out(group, plan) for group in groups_of] for groups_of, plan in zip(groups, plans)]
     for flat in (flat for flats_of in flats for flat in flats_of):
         flat.allocate()
-    rest_on_disk([flat for flats_of in flats for flat in flats_of], config.offload_dir, bus)
+    disk = _rest_on_disk([flat for flats_of in flats for flat in flats_of], config.offload_dir, bus)
     arenas = Arenas.of(comm)
     slots = _make_slots(flats, config, comm, arenas.gathered)
     _read_sources([flat for flats_of in flats for flat in flats_of], comm)
@@ -113,12 +116,13 @@ def build(
         gradients = [Gradient(flat, config.reduce_dtype, arenas.reduced) for flat in flats_of if flat.trainable]
         units.append(Unit(spec.name, flats_of, gradients, index=index))
         units[-1].slot = slot
-    _make_disk_prefetchers(units, bus)
+    if disk is not None:
+        _make_disk_prefetchers(disk, units)
     remember(units)
     _place_gradients(units, comm, arenas.collected)
     _place_buffers(model, comm)
     engine = _assemble(model, config, comm, units, parts, specs, placeholders, bus)
-    engine.arenas = arenas
+    engine.disk, engine.arenas = disk, arenas
     trim(comm.device)
     engine.divided_over = divided_over
     engine.handles += patches
@@ -269,15 +273,37 @@ def _read_sources(flats: list[Flat], comm: Comm) -> None:
         forget_source(param)
 
 
-def _make_disk_prefetchers(units: list[Unit], bus: Bus) -> None:
+def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOffload | None":
+    """Takes room in files for the masters that rest there, and for the compute shards that do."""
+    masters = [flat for flat in flats if flat.master_at is MemoryTier.DISK]
+    if not masters:
+        return None
+    from hf_zero.storage import DiskOffload  # here alone: who offloads nothing to disk does not load it
+
+    compute_shards = [flat for flat in masters if flat.has_compute_shard and flat.plan.compute_at is MemoryTier.DISK]
+    parts = [(flat.held[1] - flat.held[0], flat.master_dtype) for flat in masters]
+    parts += [(flat.held[1] - flat.held[0], flat.dtype) for flat in compute_shards]
+    disk = DiskOffload(masters[0].comm, folder, bus, parts, casts=bool(compute_shards))
+    tensors = iter(disk.tensors)
+    for flat in masters:
+        flat.on_disk = next(tensors)
+    for flat in compute_shards:
+        flat.compute_shard_on_disk = next(tensors)
+    return disk
+
+
+def _make_disk_prefetchers(disk: "DiskOffload", units: list[Unit]) -> None:
     """Gives units whose values rest on disk their prefetchers: a block is read at once, the root, which may be much
     larger, in windows."""
-    sources = [flat.source_on_disk for unit in units for flat in unit.flats if flat.source_on_disk is not None]
-    if sources:
-        disk = Disk(sources[0].disk.file, partial(bus.empty, dtype=torch.uint8))
-        for unit in units:
-            if any(flat.source_on_disk is not None for flat in unit.flats):
-                unit.disk_prefetcher = DiskPrefetcher(disk, bus, unit.flats, in_windows=unit is units[0])
+    for unit in units:
+        flats = [flat for flat in unit.flats if flat.source_on_disk is not None]
+        if flats:
+            tensors = [flat.source_on_disk for flat in flats]
+            unit.disk_prefetcher = disk.prefetcher(tensors, partial(_own_ranges, flats), in_windows=unit is units[0])
+
+
+def _own_ranges(flats: list[Flat]) -> list[torch.Tensor]:
+    return [flat.full[slice(*flat.owned)] for flat in flats]
 
 
 def _place_gradients(units: list[Unit], comm: Comm, arena: Arena) -> None:

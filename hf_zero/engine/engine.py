@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ from hf_zero.engine.schedule import Schedule, Stack, Visit
 from hf_zero.engine.unit import Phase, Unit, reassign_slots
 from hf_zero.errors import CommError, LifecycleError, UnsupportedError
 from hf_zero.sharding.arena import Arenas
-from hf_zero.storage import Disk
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import DiskOffload
 
 
 logger = logging.getLogger(__name__)
@@ -98,6 +101,7 @@ class ZeroEngine(Uncopyable):
         self.compiled_with: dict | None = None  # options of `torch.compile`; None while blocks run eagerly
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
+        self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
         self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
         self._depth = 0  # how many forwards of hooked modules are under way, one in another
@@ -119,11 +123,6 @@ class ZeroEngine(Uncopyable):
         self.registered: list[tuple[dict, str, nn.Parameter, str]] = []
         self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
         self.grad_norm: Tensor | None = None  # of the gradients there are; None where nobody has measured it
-
-    @property
-    def disk(self) -> Disk | None:
-        """The disk on which masters rest between uses; `None` where they rest in memory."""
-        return next((f.on_disk.disk for unit in self.units for f in unit.flats if f.on_disk is not None), None)
 
     @property
     def stage(self) -> int:

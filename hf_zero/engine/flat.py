@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from hf_zero.engine.source import give_data, source_of
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.bits import bits_of
 from hf_zero.sharding.layout import Layout
-from hf_zero.storage import DiskTensor, windows
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import DiskTensor
 
 
 Range = tuple[int, int]  # [start, stop), counted in the buffer
@@ -73,8 +77,8 @@ class Flat:
 
     full: Tensor  # the compute copy, whole; contents are valid while the unit is gathered
     master: Tensor  # the values at rest, as far as this rank updates them; often the compute copy itself
-    on_disk: DiskTensor | None = None  # where the master rests, `master` being NaN (see `masters`); None: in memory
-    compute_shard_on_disk: DiskTensor | None = None  # where it rests, `compute_shard` being None
+    on_disk: "DiskTensor | None" = None  # where the master rests, `master` being NaN (see `masters`); None: in memory
+    compute_shard_on_disk: "DiskTensor | None" = None  # where it rests, `compute_shard` being None
     # the compute copy of this rank's range at rest; None where all-gathers take the master's own values
     compute_shard: Tensor | None = None
     refreshing: Pending | None = None  # the compute copy is being made to follow the master already
@@ -205,7 +209,7 @@ class Flat:
     def _new_master(self) -> Tensor:
         if self.on_disk is None:
             return self._new_shard(self.master_dtype, self.is_away)
-        return Placeholders(self.host_transfer.bus.host).of(torch.Size([self.on_disk.extent.numel]), self.master_dtype)
+        return Placeholders(self.host_transfer.bus.host).of(torch.Size([self.on_disk.numel]), self.master_dtype)
 
     def _new_shard(self, dtype: torch.dtype, away: bool) -> Tensor:
         """Memory, zero, in which this rank's range rests: on the host or on the device."""
@@ -234,7 +238,7 @@ class Flat:
         if self.on_disk is None:
             return [(start, stop)]
         first = self.held[0]
-        cuts = [(first + low, first + high) for low, high in windows(self.on_disk.extent.numel)]
+        cuts = [(first + low, first + high) for low, high in self.on_disk.windows]
         return [(max(low, start), min(high, stop)) for low, high in cuts if low < stop and start < high]
 
     def _at_rest(self, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
@@ -295,7 +299,7 @@ class Flat:
             whole[span.offset : span.stop].copy_(local_of(p).reshape(-1))
 
     @property
-    def source_on_disk(self) -> DiskTensor | None:
+    def source_on_disk(self) -> "DiskTensor | None":
         """The values that all-gathers take, where they rest on disk."""
         if not self.is_sharded or self.plan.compute_at is not MemoryTier.DISK:
             return None

@@ -20,6 +20,7 @@ def restore(engine: "ZeroEngine") -> None:
     for arena in engine.arenas:  # slots and gradients live on until their last user is done
         arena.close()
     engine.arenas = None
+    engine.disk = None
     for unit in engine.units:
         unit.wait_for_all_gather()
         for flat in unit.flats:

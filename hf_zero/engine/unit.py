@@ -3,18 +3,22 @@
 import logging
 from collections.abc import Callable
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
 from hf_zero.engine.away import refuse_uses, refuse_writes
-from hf_zero.engine.disk_prefetcher import DiskPrefetcher
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.slots import Slot
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import DiskPrefetcher
 
 
 logger = logging.getLogger(__name__)

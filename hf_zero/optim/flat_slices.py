@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,10 @@ from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError
 from hf_zero.optim.granularity import PARAMETER, ShardGranularity
 from hf_zero.sharding.layout import Layout
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import DiskTensor
 
 
 @dataclass(eq=False)
@@ -52,6 +57,17 @@ class FlatSlice:
     @property
     def names(self) -> list[str]:
         return [self.flat.infos[index].name for index in self.indices]
+
+    @property
+    def within(self) -> slice:
+        """Where it lies in what this rank holds of the master."""
+        first = self.flat.held[0]
+        return slice(self.start - first, self.stop - first)
+
+    @property
+    def on_disk(self) -> "DiskTensor | None":
+        """Where the master rests on disk."""
+        return self.flat.on_disk
 
     @property
     def is_held(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,10 @@ from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
 from hf_zero.optim.finite import is_finite
 from hf_zero.optim.flat_slices import FlatSlice
-from hf_zero.optim.swap import Swap
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import Swap
 
 
 Gradients = dict[Unit, list[tuple[FlatSlice, Tensor]]]
@@ -88,7 +92,7 @@ class HostUpdate:
         optimizers: Iterable[torch.optim.Optimizer],
         *,
         refreshes: bool,
-        swap: Swap | None,
+        swap: "Swap | None",
     ):
         self._bus = bus
         self._steps = [PartialStep(optimizer) for optimizer in optimizers]
@@ -122,11 +126,13 @@ class HostUpdate:
                     flat.begin_refresh()
         self.done.add(unit)
 
-    def _update_in_turn(self, swap: Swap, slices: list[FlatSlice], scale: Tensor | None) -> None:
+    def _update_in_turn(self, swap: "Swap", slices: list[FlatSlice], scale: Tensor | None) -> None:
         for turn in swap.walk(slices, writes=True):
             self._step(turn.slices, scale)
             if self.refreshes:
-                transfer = turn.flat.refreshing = turn.flat.send(turn.master, turn.covers)
+                flat = turn.slices[0].flat
+                first = flat.held[0]
+                transfer = flat.refreshing = flat.send(turn.master, (first + turn.start, first + turn.stop))
                 if isinstance(transfer, Transfer):
                     turn.uses.append(Pending(transfer.synchronize))
 
@@ -155,7 +161,7 @@ class HostSteps:
         swap (`Swap`, *optional*): see `HostUpdate`.
     """
 
-    def __init__(self, engine: ZeroEngine, swap: Swap | None):
+    def __init__(self, engine: ZeroEngine, swap: "Swap | None"):
         self._engine = engine
         self._swap = swap
         self._early: HostUpdate | None = None  # what the last backward has updated already

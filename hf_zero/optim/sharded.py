@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,11 @@ from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_d
 from hf_zero.optim.host import Gradients, HostSteps, PartialStep
 from hf_zero.optim.norm import global_norm
 from hf_zero.optim.records import StateRecords
-from hf_zero.optim.swap import Swap
 from hf_zero.sharding.arena import trim
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import Swap
 
 
 logger = logging.getLogger(__name__)
@@ -89,7 +93,7 @@ class ShardedOptimizer(StateRecords):
         self._refuse_late()
         engine.updates.add(self._host)
 
-    def _make_swap(self) -> Swap | None:
+    def _make_swap(self) -> "Swap | None":
         """Takes room, where masters rest on disk, for the state beside them, and brings both from there.
 
         Raises:
@@ -101,10 +105,8 @@ class ShardedOptimizer(StateRecords):
             return None
         self._refuse_in_files()
         state_dtypes = cache(self._state_dtypes)
-        return Swap(
-            disk,
-            self.engine.comm,
-            slices=[flat_slice for flat_slice in self.slices if flat_slice.flat.on_disk is not None],
+        return disk.swap(
+            slices=[flat_slice for flat_slice in self.slices if flat_slice.on_disk is not None],
             state=self.state,
             state_of=lambda flat_slice: state_dtypes(flat_slice.group, flat_slice.param.dtype),
         )
@@ -115,9 +117,9 @@ class ShardedOptimizer(StateRecords):
         Args:
             writes (`bool`): what is written to masters and state lasts.
         """
-        yield [flat_slice for flat_slice in self.slices if flat_slice.flat.on_disk is None]
+        yield [flat_slice for flat_slice in self.slices if flat_slice.on_disk is None]
         if self._swap is not None:
-            on_disk = [flat_slice for flat_slice in self.slices if flat_slice.flat.on_disk is not None]
+            on_disk = [flat_slice for flat_slice in self.slices if flat_slice.on_disk is not None]
             for turn in self._swap.walk(on_disk, writes=writes):
                 yield turn.slices
 

@@ -15,8 +15,6 @@ from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
 from hf_zero.planner.depth import MAX_WHOLE, PERIOD, alike_blocks, extended
 from hf_zero.planner.meta_optimizer import MakeOptimizer
 from hf_zero.planner.simulated_step import SimulatedStep, StepMemory
-from hf_zero.storage import NUM_BUFFERS
-from hf_zero.storage.disk import WINDOW_NUMEL
 
 
 # What `Trainer` uses unless told otherwise.
@@ -224,6 +222,8 @@ def _try_step(simulation: SimulatedStep, batch: dict[str, Tensor]) -> tuple[Step
 
 def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
     """Where what is offloaded rests in files: gradients never do, and all else goes through a few buffers."""
+    from hf_zero.storage.disk import NUM_BUFFERS, WINDOW_NUMEL
+
     found = [
         replace(each, tier=MemoryTier.DISK) if each.tier is MemoryTier.HOST and "gradients" not in each.name else each
         for each in classes

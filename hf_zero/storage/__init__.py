@@ -1,8 +1,19 @@
-"""Files in which tensors rest between uses."""
+"""Offload to disk: tensors that rest in files and come into memory in windows. Only who uses it imports this room."""
 
-from hf_zero.storage.disk import NUM_BUFFERS, Disk, DiskTensor, Extent, Record, windows
-from hf_zero.storage.speed import Speed
-from hf_zero.storage.swap_file import SwapFile, in_pages
+from hf_zero.storage.disk import Disk, DiskTensor, Extent, windows
+from hf_zero.storage.offload import DiskOffload, DiskPrefetcher, Swap
+from hf_zero.storage.swap_file import Speed, SwapFile, in_pages
 
 
-__all__ = ["NUM_BUFFERS", "Disk", "DiskTensor", "Extent", "Record", "Speed", "SwapFile", "in_pages", "windows"]
+__all__ = [
+    "Disk",
+    "DiskOffload",
+    "DiskPrefetcher",
+    "DiskTensor",
+    "Extent",
+    "Speed",
+    "Swap",
+    "SwapFile",
+    "in_pages",
+    "windows",
+]

@@ -1,17 +1,15 @@
 """Tensors that rest in a file, a few at a time in memory: one record is used while the next is read and the last one
 written (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2)."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm import Comm, Pending
-from hf_zero.storage.speed import Speed
 from hf_zero.storage.swap_file import PAGE_NBYTES, SwapFile, in_pages
 
 
@@ -63,7 +61,7 @@ def windows(numel: int) -> list[tuple[int, int]]:
 
 
 class Disk:
-    """A rank's swap file, and the few buffers in memory through which everything in it goes.
+    """Buffers in memory through which records of a swap file are read and written, one after the other.
 
     It is used by one thread at a time; others have one of their own, with the same file.
 
@@ -76,7 +74,6 @@ class Disk:
     def __init__(self, file: SwapFile, make: Callable[[int], Tensor], num_buffers: int = NUM_BUFFERS):
         self.file = file
         self._make = make
-        self.speed: Speed | None = None  # until `measure`
         self._buffer_nbytes = 0
         self._limit = num_buffers
         self._num_buffers = 0
@@ -87,25 +84,7 @@ class Disk:
         self._is_stale = False  # it was written since
         file.readers.add(self)
 
-    @classmethod
-    def open(cls, comm: Comm, folder: str | os.PathLike, make: Callable[[int], Tensor], **settings) -> "Disk":
-        """See `SwapFile.open`. Collective."""
-        return cls(SwapFile.open(comm, folder), make, **settings)
-
-    def measure(self, comm: Comm) -> None:
-        """Finds out how fast it is, while everything in it is still zero. Collective.
-
-        Raises:
-            `StorageError`: on all ranks, when the disk refuses one of them.
-        """
-        self.speed = Speed.measure(self.file, comm)
-
-    def log_speed(self, what: str) -> None:
-        """Logs what that means for an optimizer step, once everything has its room; see `Speed.log`."""
-        if self.speed is not None:
-            self.speed.log(self.file, what)
-
-    def extents(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list[Extent]:
+    def tensors(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list["DiskTensor"]:
         """Takes room for tensors, which are zero. Collective.
 
         Args:
@@ -116,41 +95,39 @@ class Disk:
             `StorageError`: on all ranks, when there is no room for what one needs.
         """
         sizes = [in_pages(numel * dtype.itemsize) for numel, dtype in parts]
-        offset, found = self.file.reserve(comm, sum(sizes)), []
-        for (numel, dtype), nbytes in zip(parts, sizes):
-            found.append(Extent(offset, numel, dtype))
-            offset += nbytes
-        return found
+        offsets = accumulate(sizes, initial=self.file.reserve(comm, sum(sizes)))
+        return [DiskTensor(self, Extent(offset, *part)) for offset, part in zip(offsets, parts)]
 
-    @contextmanager
-    def borrowed(self, record: Record, *, writes: bool) -> Iterator[list[Tensor]]:
-        """The tensors of a record in memory, as long as the context lasts.
-
-        Args:
-            record (`Record`): what.
-            writes (`bool`): they are written back.
-
-        Raises:
-            `StorageError`: the disk has refused a read or write.
-        """
-        tensors = self.load(record)
-        try:
-            yield tensors
-        finally:
-            self.release(record, writes=writes)
-
-    def walk(self, records: Sequence[Record], *, writes: bool) -> Iterator[list[Tensor]]:
-        """Yields the tensors of one record after the other; those of the last are gone when the next is asked for.
+    def walk(
+        self,
+        records: Sequence[Record],
+        *,
+        writes: bool,
+        uses: list[Pending] | None = None,
+        then: Record | None = None,
+    ) -> Iterator[list[Tensor]]:
+        """Yields the tensors of one record after the other. While they are used, the next record is read and the last
+        one written; they are gone when the next is asked for.
 
         Args:
             records (`Sequence[Record]`): in what order.
             writes (`bool`): they are written back.
+            uses (`list[Pending]`, *optional*): to which the caller adds what still reads the tensors when it goes on.
+            then (`Record`, *optional*): what is read while the last one is used, for a later walk.
+
+        Raises:
+            `StorageError`: the disk has refused a read or write.
         """
-        for position, record in enumerate(records):
-            with self.borrowed(record, writes=writes) as tensors:
-                if position + 1 < len(records):
-                    self.prefetch(records[position + 1])
+        uses = [] if uses is None else uses
+        for record, following in zip(records, [*records[1:], then]):
+            tensors = self.load(record)
+            try:
+                if following is not None:
+                    self.prefetch(following)
                 yield tensors
+            finally:
+                self.release(record, writes=writes, uses=uses)
+                uses.clear()
 
     def prefetch(self, record: Record) -> None:
         """Begins to read what is loaded next. It may be called at any time, or never."""
@@ -251,6 +228,16 @@ class DiskTensor:
     disk: Disk
     extent: Extent
 
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.extent.numel
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """The ranges in which it is loaded into memory."""
+        return windows(self.numel)
+
     def pieces(self, *, writes: bool, only: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yields its windows, each as the number of its first element and its values, in memory until the next.
 
@@ -258,8 +245,8 @@ class DiskTensor:
             writes (`bool`): the values are written back.
             only (`tuple[int, int]`, *optional*): leaves out windows in which no element of this range lies.
         """
-        low, high = only or (0, self.extent.numel)
-        cuts = [(start, stop) for start, stop in windows(self.extent.numel) if start < high and low < stop]
+        low, high = only or (0, self.numel)
+        cuts = [(start, stop) for start, stop in self.windows if start < high and low < stop]
         records = [(self.extent.window(*cut),) for cut in cuts]
         for (values,), (start, _) in zip(self.disk.walk(records, writes=writes), cuts):
             yield start, values

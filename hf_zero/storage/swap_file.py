@@ -5,26 +5,34 @@ numbers), and it is switched off in many containers.
 """
 
 import errno
+import logging
+import mmap
 import os
 import secrets
 import shutil
 import threading
+import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm import Comm, Counters, Pending
-from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.errors import StorageError, size_text
 
+
+logger = logging.getLogger(__name__)
 
 PAGE_NBYTES = 4096  # direct access wants offsets, lengths and addresses that are multiples of a disk's sector
 PIECE_NBYTES = 8 * 2**20
 NUM_THREADS = 4
+PROBE_NBYTES = 64 * 2**20
+SLOW_NBYTES_PER_S = 500e6  # what the slowest disks on a PCI or SATA bus do; others turn, or are behind a network
 
 READ, WRITE = "disk read", "disk write"
 _CALLS = {READ: lambda *where: os.preadv(*where), WRITE: lambda *where: os.pwritev(*where)}
@@ -239,3 +247,53 @@ def _close(threads: ThreadPoolExecutor, descriptors: list[int]) -> None:
     threads.shutdown(wait=False)  # it may be called on one of them; each piece under way holds the file
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of the slowest rank's disk, in bytes per second, while all ranks read or write at once."""
+
+    read: float
+    write: float
+
+    @classmethod
+    def measure(cls, file: SwapFile, comm: Comm) -> "Speed":
+        """Writes and reads the beginning of a file that has nothing in it yet: zeros. Collective.
+
+        Raises:
+            `StorageError`: on all ranks, when the disk refuses one of them.
+        """
+        nbytes = min(PROBE_NBYTES, file.nbytes)
+        memory = torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
+
+        def timed(move) -> float:
+            start = time.perf_counter()
+            move(0, memory).wait()
+            return time.perf_counter() - start
+
+        # steps write what was written before, which takes less time than the first write into reserved space
+        _, write, read = (
+            nbytes / max(*collect_from_all_ranks(comm, file.where, partial(timed, move), StorageError), 1e-9)
+            for move in (file.write, file.write, file.read)
+        )
+        return cls(read=read, write=write)
+
+    def log(self, file: SwapFile, what: str) -> None:
+        """Logs how long a step takes in which everything in the file is read and written once.
+
+        Args:
+            file (`SwapFile`): where all that is needed has been reserved.
+            what (`str`): what rests there.
+        """
+        seconds = file.nbytes / self.read + file.nbytes / self.write
+        way = "past the page cache" if file.is_direct else "through the page cache"
+        line = f"{file.where}: {file.nbytes / 1e9:.2f} GB of {what} rest there, moved {way}"
+        if seconds > 1:  # of little it is not known how fast much would be
+            line += (
+                f", read at {self.read / 1e6:.0f} MB/s and written at {self.write / 1e6:.0f} MB/s; an optimizer step "
+                f"takes at least {seconds:.1f} s"
+            )
+        if min(self.read, self.write) < SLOW_NBYTES_PER_S and seconds > 1:
+            logger.warning("%s; that is slow for an offload_dir: give one on a local NVMe disk", line)
+        else:
+            logger.info(line)

@@ -166,7 +166,7 @@ def count_bytes(folder: str) -> None:
         train(subject, "llama", num_steps=3)
     counted = subject.engine.comm.counters.sent_nbytes
     shards = [flat.layout.shard_numel for unit in subject.engine.units for flat in unit.flats]
-    exact, file_nbytes = 12 * sum(shards), subject.engine.disk.file.nbytes
+    exact, file_nbytes = 12 * sum(shards), subject.engine.disk.nbytes
     # each of a flat buffer's three tensors ends within a page
     assert exact <= file_nbytes <= exact + len(shards) * 3 * 4096
     assert counted["disk write"] == 3 * file_nbytes
@@ -189,7 +189,7 @@ def memory_of(folder: str, offload: str, num_layers: int) -> tuple[int, int]:
     host_transfer = flats[0].host_transfer
     others += host_transfer._going_up.nbytes + host_transfer._going_down.nbytes
     assert all(flat.compute_shard is None for flat in flats) or offload == "optimizer"
-    return engine.bus.host_nbytes - others, engine.disk.file.nbytes
+    return engine.bus.host_nbytes - others, engine.disk.nbytes
 
 
 def count_memory(folder: str) -> None:

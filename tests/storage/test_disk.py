@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_zero.comm import Comm, Pending
-from hf_zero.storage import Disk, DiskTensor, Extent, disk, windows
+from hf_zero.storage import Disk, DiskTensor, Extent, SwapFile, disk, windows
 
 
 class Memory:
@@ -49,10 +49,14 @@ def memory():
     return Memory()
 
 
+def extents_of(disk_: Disk, comm: Comm, parts: list) -> list[Extent]:
+    return [tensor.extent for tensor in disk_.tensors(comm, parts)]
+
+
 def make_records(disk_: Disk, comm: Comm, numels: list[int]) -> list:
     """For each size an fp32 and a bf16 tensor, in windows."""
     parts = [(numel, dtype) for numel in numels for dtype in (torch.float32, torch.bfloat16)]
-    extents = disk_.extents(comm, parts)
+    extents = extents_of(disk_, comm, parts)
     pairs = zip(extents[::2], extents[1::2])
     return [tuple(e.window(*w) for e in pair) for pair in pairs for w in windows(pair[0].numel)]
 
@@ -62,7 +66,7 @@ def test_tensors_of_any_size_keep_their_values_in_buffers_that_do_not_grow_with_
     tmp_path, monkeypatch, comm, memory
 ):
     monkeypatch.setattr(disk, "WINDOW_NUMEL", 4096)
-    shelf = Disk.open(comm, tmp_path, memory)
+    shelf = Disk(SwapFile.open(comm, tmp_path), memory)
     records = make_records(shelf, comm, [1, 1023, 4096, 4097, 20000, 3] * 5)
     assert len(records) == (1 + 1 + 1 + 2 + 5 + 1) * 5
     for factor in (1, 2):  # written, then changed
@@ -98,33 +102,33 @@ def test_the_next_record_is_read_and_the_last_written_while_one_is_used(memory):
 
 
 def test_what_was_read_ahead_is_read_again_when_it_may_have_been_written(tmp_path, comm, memory):
-    shelf = Disk.open(comm, tmp_path, memory)
-    one, two = shelf.extents(comm, [(1000, torch.float32), (1000, torch.float32)])
+    shelf = Disk(SwapFile.open(comm, tmp_path), memory)
+    one, two = extents_of(shelf, comm, [(1000, torch.float32), (1000, torch.float32)])
     shelf.prefetch((one,))
-    with shelf.borrowed((one, two), writes=True) as tensors:
+    for tensors in shelf.walk([(one, two)], writes=True):
         shelf.prefetch((one,))  # left out: it is in use
         for tensor in tensors:
             tensor.fill_(7)
-    with shelf.borrowed((one,), writes=False) as (tensor,):
+    for (tensor,) in shelf.walk([(one,)], writes=False):
         assert (tensor == 7).all()
 
 
 def test_what_one_reads_ahead_is_read_again_when_another_has_written_it(tmp_path, comm, memory):
     """As parameters are, which one thread gathers and another updates."""
-    writer = Disk.open(comm, tmp_path, memory)
+    writer = Disk(SwapFile.open(comm, tmp_path), memory)
     reader = Disk(writer.file, memory)
-    extent, other = writer.extents(comm, [(5000, torch.bfloat16), (5000, torch.bfloat16)])
+    extent, other = extents_of(writer, comm, [(5000, torch.bfloat16), (5000, torch.bfloat16)])
     for tensor, is_ahead in ((DiskTensor(writer, other), True), (DiskTensor(writer, extent), False)):
         reader.prefetch((extent,))
         tensor.write(0, torch.full((5000,), 3.0))
         assert reader._is_ahead((extent,)) is is_ahead
-        with reader.borrowed((extent,), writes=False) as (found,):
+        for (found,) in reader.walk([(extent,)], writes=False):
             assert (found == (0 if is_ahead else 3)).all()
 
 
 def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(tmp_path, comm, memory):
-    shelf = Disk.open(comm, tmp_path, memory)
-    record, *others = [(extent,) for extent in shelf.extents(comm, [(1024, torch.float32)] * 5)]
+    shelf = Disk(SwapFile.open(comm, tmp_path), memory)
+    record, *others = [(extent,) for extent in extents_of(shelf, comm, [(1024, torch.float32)] * 5)]
     seen = []
     lent = shelf.load(record)[0].fill_(5)
     shelf.release(record, writes=False, uses=[Pending(lambda: seen.append(lent.clone()))])
@@ -135,8 +139,8 @@ def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(tmp_path, comm
 
 @pytest.mark.quick
 def test_an_exception_in_the_middle_leaves_everything_usable(tmp_path, comm, memory):
-    shelf = Disk.open(comm, tmp_path, memory)
-    records = [(extent,) for extent in shelf.extents(comm, [(1024, torch.float32)] * 6)]
+    shelf = Disk(SwapFile.open(comm, tmp_path), memory)
+    records = [(extent,) for extent in extents_of(shelf, comm, [(1024, torch.float32)] * 6)]
     for _ in range(4):
         with pytest.raises(ValueError, match="in training"):
             for number, (tensor,) in enumerate(shelf.walk(records, writes=True)):

@@ -1,0 +1,233 @@
+"""What a sharded model and its optimizer keep on disk (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2)."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Bus, Comm, Pending
+from hf_zero.storage.disk import NUM_BUFFERS, Disk, DiskTensor, Record
+from hf_zero.storage.swap_file import Speed, SwapFile
+
+
+class DiskOffload:
+    """The tensors of one rank that rest on disk: masters, optimizer state, and at stage 3 compute shards. Collective.
+
+    Args:
+        comm (`Comm`): the ranks.
+        folder (`str`): in which each rank has a file.
+        bus (`Bus`): the way to the device.
+        parts (`Sequence[tuple[int, torch.dtype]]`): number of elements and dtype of each tensor that a model has.
+        casts (`bool`): some of them are written while the masters that they follow are in memory.
+
+    Attributes:
+        tensors (`list[DiskTensor]`): these, which are zero.
+
+    Raises:
+        `StorageError`: on all ranks, when one cannot write there, or has no room.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        folder: str | os.PathLike,
+        bus: Bus,
+        parts: Sequence[tuple[int, torch.dtype]],
+        *,
+        casts: bool = False,
+    ):
+        self._comm = comm
+        self._bus = bus
+        make = partial(bus.empty, dtype=torch.uint8)
+        self._file = SwapFile.open(comm, folder)
+        self._updated = Disk(self._file, make, NUM_BUFFERS + casts)  # by the optimizer, which has a thread
+        self._gathered = Disk(self._file, make)
+        self.tensors = self._updated.tensors(comm, parts)
+        self._speed = Speed.measure(self._file, comm)  # while all of it is zero
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's file."""
+        return self._file.nbytes
+
+    def prefetcher(self, tensors: list[DiskTensor], targets: Callable[[], list[Tensor]], **how) -> "DiskPrefetcher":
+        """Returns what brings some of the tensors to the device, see `DiskPrefetcher`."""
+        return DiskPrefetcher(self._gathered, self._bus, tensors, targets, **how)
+
+    def swap(self, slices: Sequence["Swapped"], state, state_of) -> "Swap":
+        """Returns what brings masters into memory, beside state for which it takes room, see `Swap`. Collective."""
+        swap = Swap(self._updated, self._comm, slices=slices, state=state, state_of=state_of)
+        if self._comm.rank == 0:
+            self._speed.log(self._file, "masters and optimizer state")
+        return swap
+
+
+class DiskPrefetcher:
+    """Reads tensors ahead of the all-gathers that need them, and sends them to the device.
+
+    Args:
+        disk (`Disk`): whose few buffers in memory all prefetchers share.
+        bus (`Bus`): the way to the device.
+        tensors (`list[DiskTensor]`): what is gathered together.
+        targets (`Callable`): gives the memory on the device of each of them.
+        in_windows (`bool`): a part after the other, where they may be too large to be in memory whole.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        bus: Bus,
+        tensors: list[DiskTensor],
+        targets: Callable[[], list[Tensor]],
+        *,
+        in_windows: bool,
+    ):
+        self._disk = disk
+        self._bus = bus
+        self._targets = targets
+        whole = [[(index, 0, tensor.numel) for index, tensor in enumerate(tensors)]]
+        parts = [[(index, *window)] for index, tensor in enumerate(tensors) for window in tensor.windows]
+        self._parts = parts if in_windows else whole  # what is in memory together: [start, stop) of a tensor
+        self._records = [tuple(tensors[i].extent.window(*window) for i, *window in part) for part in self._parts]
+
+    def prefetch(self) -> None:
+        """Begins to read what the next `load` takes."""
+        if self._records:
+            self._disk.prefetch(self._records[0])
+
+    def load(self) -> Pending:
+        """Begins to copy the values to the device, from where they are gathered."""
+        transfer, targets = Pending(), self._targets()
+        uses: list[Pending] = []
+        for tensors, parts in zip(self._disk.walk(self._records, writes=False, uses=uses), self._parts):
+            for (index, start, stop), values in zip(parts, tensors):
+                transfer = self._bus.up(targets[index][start:stop], values)
+                uses.append(Pending(transfer.synchronize))
+        return transfer
+
+
+class Swapped(Protocol):
+    """A range of a tensor on disk that an optimizer sees as a parameter."""
+
+    param: nn.Parameter
+
+    @property
+    def on_disk(self) -> DiskTensor:
+        """Where the values rest."""
+
+    @property
+    def within(self) -> slice:
+        """The range in that tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """The slices that lie in one window of a tensor, while their masters and state are in memory.
+
+    Args:
+        slices (`list[Swapped]`): those of the slices in question that lie in it.
+        start (`int`): first element of the window.
+        stop (`int`): one past the last.
+        master (`Tensor`): its masters.
+        uses (`list[Pending]`): what still reads `master` when the turn is over.
+    """
+
+    slices: list
+    start: int
+    stop: int
+    master: Tensor
+    uses: list[Pending] = field(default_factory=list)
+
+
+class Swap:
+    """Brings slices, with their state, into memory in turn. In between their tensors read as NaN.
+
+    Args:
+        disk (`Disk`): where the masters rest.
+        comm (`Comm`): the ranks.
+        slices (`Sequence[Swapped]`): all that are updated, each within one window of its tensor.
+        state (`dict`): the optimizer's, by slice's parameter. The numbers in it stay in memory.
+        state_of (`Callable`): gives the dtypes of the tensors of a slice's state, by key.
+
+    Raises:
+        `StorageError`: on all ranks, when the disk has no room.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        comm: Comm,
+        *,
+        slices: Sequence[Swapped],
+        state: dict[nn.Parameter, dict],
+        state_of: Callable[[Swapped], dict[str, torch.dtype]],
+    ):
+        self._disk = disk
+        self._state = state
+        keys: dict[DiskTensor, dict[str, torch.dtype]] = {}
+        for each in slices:
+            keys.setdefault(each.on_disk, {}).update(state_of(each))
+        places = [(master, key, dtype) for master, own in keys.items() for key, dtype in own.items()]
+        tensors = disk.tensors(comm, [(master.numel, dtype) for master, _, dtype in places])
+        self._tensors: dict[DiskTensor, dict[str, DiskTensor]] = {master: {} for master in keys}
+        for (master, key, _), tensor in zip(places, tensors):
+            self._tensors[master][key] = tensor
+        self._last: Record = ()
+        self._next: dict[Record, Record] = {}  # what came next when it was last used
+
+    def walk(self, slices: Sequence[Swapped], *, writes: bool) -> Iterator[Turn]:
+        """Yields slices in turn; the next ones are read, and the last ones written, while some are here.
+
+        Args:
+            slices (`Sequence[Swapped]`): which.
+            writes (`bool`): their masters and state are written back.
+        """
+        turns: dict[Record, tuple[DiskTensor, tuple[int, int], list[Swapped]]] = {}
+        for each in slices:
+            master = each.on_disk
+            window = next((a, b) for a, b in master.windows if a <= each.within.start < b)
+            tensors = [master, *self._tensors[master].values()]
+            record = tuple(tensor.extent.window(*window) for tensor in tensors)
+            turns.setdefault(record, (master, window, []))[2].append(each)
+        for record in turns:
+            self._next[self._last] = record
+            self._last = record
+        uses: list[Pending] = []
+        loaded = self._disk.walk(list(turns), writes=writes, uses=uses, then=self._next.get(self._last))
+        for (values, *tensors), (master, window, own) in zip(loaded, turns.values()):
+            turn, state = Turn(own, *window, values, uses), dict(zip(self._tensors[master], tensors))
+            try:
+                for each in own:
+                    self._show(each, turn, state)
+                yield turn
+            finally:
+                for each in own:
+                    self._hide(each, turn, state)
+
+    def _show(self, each: Swapped, turn: Turn, state: dict[str, Tensor]) -> None:
+        part = slice(each.within.start - turn.start, each.within.stop - turn.start)
+        each.param.data = turn.master[part]
+        own = self._state.get(each.param, {})
+        own.update({key: tensor[part] for key, tensor in state.items() if key in own})
+
+    def _hide(self, each: Swapped, turn: Turn, state: dict[str, Tensor]) -> None:
+        """Puts NaN in place of a slice's tensors. State that the optimizer has made anew meanwhile is taken over."""
+        part = slice(each.within.start - turn.start, each.within.stop - turn.start)
+        each.param.data = _nothing(each.param)
+        own = self._state.get(each.param, {})
+        for key, tensor in state.items():
+            if key in own:
+                place, value = tensor[part], own[key]
+                if value.data_ptr() != place.data_ptr():
+                    place.copy_(value)
+                own[key] = _nothing(value)
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    """Returns NaN, or 0 for dtypes that have none, in the shape of a tensor and without its memory."""
+    value = float("nan") if tensor.dtype.is_floating_point else 0
+    return torch.full((), value, dtype=tensor.dtype).expand(tensor.shape)

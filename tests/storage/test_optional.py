@@ -1,0 +1,28 @@
+"""The room of files is optional: a run that keeps nothing on disk does not load it."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+RUN = """
+import sys, torch, hf_zero
+settings = {"offload": "params", **({"offload_dir": sys.argv[1]} if len(sys.argv) > 1 else {})}
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+engine = hf_zero.shard(model, stage=3, **settings)
+optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+print(sorted(name for name in sys.modules if name.startswith("hf_zero.storage")))
+"""
+
+
+def loaded(*folder: str) -> str:
+    return subprocess.run([sys.executable, "-c", RUN, *folder], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.quick
+def test_who_keeps_nothing_on_disk_does_not_load_its_room(tmp_path):
+    assert loaded() == "[]\n"
+    assert "hf_zero.storage.disk" in loaded(str(tmp_path))  # so that the name above is the right one
