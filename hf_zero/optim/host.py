@@ -2,25 +2,37 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Bus, Comm, Pending, Transfer
+from hf_zero.comm import Comm, Pending, Transfer
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
-from hf_zero.optim.finite import is_finite
 from hf_zero.optim.flat_slices import FlatSlice
+from hf_zero.optim.gradients import is_finite
 
 
 if TYPE_CHECKING:
     from hf_zero.storage import Swap
 
 
-Gradients = dict[Unit, list[tuple[FlatSlice, Tensor]]]
+Gradients = dict[Unit, list[tuple[FlatSlice, Tensor]]]  # by unit its slices that have gradients, each with its own
+
+
+@contextmanager
+def lent(grads: Iterable[tuple[FlatSlice, Tensor]]) -> Iterator[list[nn.Parameter]]:
+    """Lends the parameters of some slices their gradients, as long as the context lasts."""
+    grads = list(grads)
+    for flat_slice, grad in grads:
+        flat_slice.param.grad = grad.to(flat_slice.param.dtype)
+    yield [flat_slice.param for flat_slice, _ in grads]
+    for flat_slice, _ in grads:
+        flat_slice.param.grad = None
 
 
 class PartialStep:
@@ -76,71 +88,62 @@ class PartialStep:
         self.optimizer._opt_called = True  # what schedulers look at, to warn of steps that were left out
 
 
+class When(Enum):
+    """The time at which an optimizer step updates the units that rest on the host."""
+
+    BACKWARD = "as soon as their gradients are there, beside the rest of the backward"
+    STEP = "within the step"
+    DELAYED = "beside the next forward and backward"
+
+
 class HostUpdate:
     """One optimizer step in parts. While one unit is updated, the compute copy of the one before is on its way up.
 
     Args:
-        bus (`Bus`): whose thread does it.
         optimizers (iterable of `torch.optim.Optimizer`): those that step, with their hyperparameters as they are now.
-        refreshes (`bool`): the compute copies follow at once.
+        when (`When`): delayed, the compute copies follow later; else at once.
         swap (`Swap`, *optional*): brings masters and state into memory, where they rest on disk.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        optimizers: Iterable[torch.optim.Optimizer],
-        *,
-        refreshes: bool,
-        swap: "Swap | None",
-    ):
-        self._bus = bus
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], when: When, swap: "Swap | None"):
         self._steps = [PartialStep(optimizer) for optimizer in optimizers]
-        self.refreshes = refreshes
+        self.when = when
         self._swap = swap
         self.done: set[Unit] = set()
         self.is_over = False  # nothing more is to be updated
         self.is_finite = True  # False once a unit came whose gradient is not; on all ranks alike
 
-    def post(self, unit: Unit, grads: list[tuple[FlatSlice, Tensor]], scale: Tensor | None) -> None:
-        """Has a unit updated in its turn; `Bus.wait_for_jobs` waits for it.
+    def update(self, unit: Unit, grads: list[tuple[FlatSlice, Tensor]], scale: Tensor | None = None) -> None:
+        """Updates a unit.
 
         Args:
             unit (`Unit`): whose slices they are.
             grads (`list[tuple[FlatSlice, Tensor]]`): this rank's slices that have gradients, each with its own.
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
         """
-        self._bus.later(lambda: self.update(unit, grads, scale), lane="update")
-
-    def update(self, unit: Unit, grads: list[tuple[FlatSlice, Tensor]], scale: Tensor | None = None) -> None:
-        """Updates a unit now, see `post`."""
-        for flat_slice, grad in grads:
-            flat_slice.param.grad = grad.to(flat_slice.param.dtype)
-        slices = [flat_slice for flat_slice, _ in grads]
         if self._swap is not None:
-            self._update_in_turn(self._swap, slices, scale)
+            self._update_in_turn(self._swap, dict(grads), scale)
         else:
-            self._step(slices, scale)
-            for flat in unit.flats if self.refreshes else ():
+            self._step(grads, scale)
+            for flat in unit.flats if self.when is not When.DELAYED else ():
                 if flat.trainable:
                     flat.begin_refresh()
         self.done.add(unit)
 
-    def _update_in_turn(self, swap: "Swap", slices: list[FlatSlice], scale: Tensor | None) -> None:
-        for turn in swap.walk(slices, writes=True):
-            self._step(turn.slices, scale)
-            if self.refreshes:
+    def _update_in_turn(self, swap: "Swap", grads: dict[FlatSlice, Tensor], scale: Tensor | None) -> None:
+        for turn in swap.walk(list(grads), writes=True):
+            self._step([(flat_slice, grads[flat_slice]) for flat_slice in turn.slices], scale)
+            if self.when is not When.DELAYED:
                 flat = turn.slices[0].flat
                 first = flat.held[0]
                 transfer = flat.refreshing = flat.send(turn.master, (first + turn.start, first + turn.stop))
                 if isinstance(transfer, Transfer):
                     turn.uses.append(Pending(transfer.synchronize))
 
-    def _step(self, slices: list[FlatSlice], scale: Tensor | None) -> None:
-        for optimizer in self._steps:
-            optimizer.step([flat_slice.param for flat_slice in slices], scale)
-        for flat_slice in slices:
-            flat_slice.param.grad = None
+    def _step(self, grads: Iterable[tuple[FlatSlice, Tensor]], scale: Tensor | None) -> None:
+        with lent(grads) as params:
+            for step in self._steps:
+                step.step(params, scale)
 
     @property
     def is_outdated(self) -> bool:
@@ -149,12 +152,12 @@ class HostUpdate:
 
     def finish(self) -> None:
         """Ends the step, of which all units are updated: the optimizers' groups count it."""
-        for optimizer in self._steps:
-            optimizer.finish()
+        for step in self._steps:
+            step.finish()
 
 
 class HostSteps:
-    """The steps of what rests on the host: within `step`, while a backward is still under way, or beside the next one.
+    """The steps of what rests on the host, each at its time (`When`).
 
     Args:
         engine (`ZeroEngine`): the sharded model.
@@ -164,64 +167,65 @@ class HostSteps:
     def __init__(self, engine: ZeroEngine, swap: "Swap | None"):
         self._engine = engine
         self._swap = swap
-        self._early: HostUpdate | None = None  # what the last backward has updated already
-        self._late: HostUpdate | None = None  # what is updated beside the next forward and backward
+        self._update: HostUpdate | None = None  # begun in a backward, or delayed; None between the two
 
     @property
     def is_spent(self) -> bool:
         """Whether the present gradients were applied while they came."""
-        return self._early is not None
+        return self._update is not None and self._update.when is When.BACKWARD
 
     @property
     def met_nonfinite(self) -> bool:
         """Whether the update in backward ended at gradients that are not finite."""
-        return self._early is not None and not self._early.is_finite
+        return self.is_spent and not self._update.is_finite
 
     def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None, *, is_late: bool) -> HostUpdate:
         """Has these units stepped, but for those that were updated in backward; `end` takes what it returns.
 
         Args:
             optimizers (`list[torch.optim.Optimizer]`): those that step.
-            grads (`Gradients`): by unit its slices, each with its gradient.
+            grads (`Gradients`): what they step on.
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
             is_late (`bool`): `end` does not wait for it, but the next `finish_update`.
         """
-        if self._early is not None and self._early.is_outdated:
+        if self.is_spent and self._update.is_outdated:
             raise LifecycleError(
                 "optimizer: hyperparameters were set between a backward that updated (in_backward) and the step; set "
                 "them before that backward or after the step"
             )
-        update, self._early = self._early or self._update(optimizers, refreshes=not is_late), None
+        update, self._update = self._update, None
+        update = update or HostUpdate(optimizers, When.DELAYED if is_late else When.STEP, self._swap)
         for unit, own in grads.items():
             if unit not in update.done:
-                update.post(unit, own, scale)
+                self._engine.bus.later(partial(update.update, unit, own, scale), lane="update")
         return update
 
     def end(self, update: HostUpdate) -> None:
         """Waits for what was begun, or leaves it to go on beside the next forward and backward."""
-        if update.refreshes:
-            self._engine.wait_for_host()
-            update.finish()
+        if update.when is When.DELAYED:
+            self._update = update
+            for gradient in self._engine.gradients():
+                gradient.hand_over()
             return
-        self._late = update
-        for gradient in self._engine.gradients():
-            gradient.hand_over()
+        self._engine.wait_for_host()
+        update.finish()
 
     def finish_update(self) -> None:
-        """Waits for an update that was made beside a forward and backward, and lets the compute copies follow."""
-        if self._early is not None:
+        """Waits for an update that is under way. The compute copies follow one that was delayed."""
+        update = self._update
+        if self.is_spent:
             self._engine.wait_for_host()
-        late, self._late = self._late, None
-        if late is not None:
+        elif update is not None:
+            self._update = None
             self._engine.wait_for_host()
-            late.finish()
+            update.finish()
             self._engine.mark_updated(only_trained=True)
             self._engine.bus.synchronize()  # the masters may be written to from now on
 
     def abandon(self) -> None:
         """Ends a step whose gradients are dropped: units that were updated while they came stay so."""
-        early, self._early = self._early, None
-        if early is not None:
+        if self.is_spent:
+            early, self._update = self._update, None
             early.is_over = True
             self._engine.wait_for_host()
             early.finish()
@@ -236,7 +240,7 @@ class HostSteps:
             gradients_of (`Callable`): gives some units' slices with their gradients.
         """
         self.abandon()
-        self._early = update = self._update(optimizers, refreshes=True)
+        self._update = update = HostUpdate(optimizers, When.BACKWARD, self._swap)
         comm = self._engine.comm.side_group("update")
         self._engine.on_reduced = partial(self._post, update, comm, gradients_of)
         try:
@@ -256,8 +260,9 @@ class HostSteps:
             gradient.is_spent = True
 
         def start():
+            is_taken = self._engine.config.nonfinite == "ignore" or is_finite(unit)
             own = [used for gradient in unit.gradients for used in gradient.used]
-            own += [not bus.has_failed, not update.is_over, self._takes(unit)]
+            own += [not bus.has_failed, not update.is_over, is_taken]
             # also when something has failed here
             rows = comm.all_gather_vector(torch.tensor(own, dtype=torch.uint8), what="an update in backward")
             is_used = rows[:, :-3].amax(dim=0).all()  # else `step` does it, which cuts slices where need be
@@ -269,10 +274,3 @@ class HostSteps:
 
         # behind what has come down of this unit
         bus.later(lambda: bus.later(start, lane="update", always=True), always=True)
-
-    def _takes(self, unit: Unit) -> bool:
-        """Whether this rank's part of a unit's gradients is one to update by."""
-        return self._engine.config.nonfinite == "ignore" or is_finite(unit)
-
-    def _update(self, optimizers: list, *, refreshes: bool) -> HostUpdate:
-        return HostUpdate(self._engine.bus, optimizers, refreshes=refreshes, swap=self._swap)

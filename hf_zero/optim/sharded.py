@@ -15,12 +15,11 @@ from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange
-from hf_zero.optim.finite import norm_of, trace
 from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_partitions, make_slices, named_groups
+from hf_zero.optim.gradients import measure_norm, trace
 from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
-from hf_zero.optim.host import Gradients, HostSteps, PartialStep
-from hf_zero.optim.norm import global_norm
-from hf_zero.optim.records import StateRecords
+from hf_zero.optim.host import Gradients, HostSteps, PartialStep, lent
+from hf_zero.optim.state import StateRecords
 from hf_zero.sharding.arena import trim
 
 
@@ -197,7 +196,7 @@ class ShardedOptimizer(StateRecords):
         """Whether the gradients are finite, or are to be taken as they are. All ranks agree."""
         self.step_was_skipped = False
         setting = self.engine.config.nonfinite
-        if setting == "ignore" or (not self._host.met_nonfinite and bool(norm_of(self.engine).isfinite())):
+        if setting == "ignore" or (not self._host.met_nonfinite and bool(self._norm().isfinite())):
             return True
         found = f"after {self.num_steps} optimizer steps: the gradient {trace(self.engine)} is not finite"
         if setting == "stop":
@@ -218,8 +217,13 @@ class ShardedOptimizer(StateRecords):
         self.engine.clear_gradients()
         return False
 
+    def _norm(self) -> Tensor:
+        """A norm of the gradients that was measured, or the one that is measured fastest. All ranks call it."""
+        norm = self.engine.grad_norm
+        return measure_norm(self.engine, float("inf")) if norm is None else norm
+
     def _step_here(self, inners: list[torch.optim.Optimizer], grads: Gradients, scale: Tensor | None) -> None:
-        with _lent(grads) as params:
+        with lent(pair for own in grads.values() for pair in own) as params:
             for inner in inners:
                 step = PartialStep(inner)
                 step.step(params, scale)
@@ -229,7 +233,7 @@ class ShardedOptimizer(StateRecords):
         """Steps once for each unit, whose parameters are then here."""
         exchange, step = self._exchanges[inner], PartialStep(inner)
         for unit in exchange.units:
-            with _lent({unit: grads.get(unit, [])}):
+            with lent(grads.get(unit, [])):
                 exchange.borrow(unit)
                 step.step([flat_slice.param for flat_slice in self.slices if flat_slice.unit is unit], scale)
                 exchange.give_back(unit)
@@ -302,9 +306,7 @@ class ShardedOptimizer(StateRecords):
         if max_norm != float("inf"):
             self._refuse_spent()
         self.engine.finish_gradients()
-        gradients = [gradient for gradient in self.engine.gradients() if gradient.is_reduced]
-        norm = global_norm(gradients, self.engine.comm, norm_type, divided_over=self.engine.divided_over)
-        self.engine.grad_norm = norm
+        norm = measure_norm(self.engine, norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         is_taken = bool(norm.isfinite()) or self.engine.config.nonfinite == "ignore"
         if is_taken and not self._host.is_spent and not scale >= 1.0:  # NaN spoils all gradients, as in torch
@@ -369,23 +371,7 @@ class ShardedOptimizer(StateRecords):
             anywhere = anywhere[len(gradient.used) :]
         if all(used for gradient in gradients for used in gradient.used):
             return
-        self.slices = [
-            part
-            for flat_slice in self.slices
-            for part in self._divided(flat_slice, lambda index, g=flat_slice.gradient: g.used[index])
-        ]
-        self._share_groups()
-
-
-@contextmanager
-def _lent(grads: Gradients) -> Iterator[list[nn.Parameter]]:
-    """Lends the inner optimizers' parameters of some slices their gradients, as long as the context lasts."""
-    lent = [pair for own in grads.values() for pair in own]
-    for flat_slice, grad in lent:
-        flat_slice.param.grad = grad.to(flat_slice.param.dtype)
-    yield [flat_slice.param for flat_slice, _ in lent]
-    for flat_slice, _ in lent:
-        flat_slice.param.grad = None
+        self._cut_slices(lambda flat_slice, index: flat_slice.gradient.used[index])
 
 
 def _refuse_added(model: nn.Module) -> None:

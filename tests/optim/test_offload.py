@@ -94,7 +94,7 @@ def _train_early(subject: Sharded, name: str, num_steps: int = 3, early: bool = 
             losses.append(loss.detach().float())
         if early:
             subject.engine.bus.wait_for_jobs()
-            assert all(unit in optimizer._host._early.done for unit in subject.engine.units if unit.is_trainable)
+            assert all(unit in optimizer._host._update.done for unit in subject.engine.units if unit.is_trainable)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

@@ -1,17 +1,22 @@
-"""The state of an optimizer over shards, by parameter name: saved, loaded and counted."""
+"""The state of an optimizer over shards, by parameter name, for any number of ranks and any stage."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_zero.config import MemoryTier
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
-from hf_zero.errors import ConfigError, LifecycleError
-from hf_zero.optim import slice_state
+from hf_zero.errors import CheckpointError, ConfigError, LifecycleError
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.flat_slices import FlatSlice
+
+
+# The tables by which 8-bit optimizers decode: they follow from the optimizer.
+TABLES = ("qmap", "qmap1", "qmap2")
 
 
 class StateRecords(torch.optim.Optimizer):
@@ -40,18 +45,13 @@ class StateRecords(torch.optim.Optimizer):
         turns = self._in_turn(writes=resident) if values else [self.slices]
         for flat_slice in (flat_slice for slices in turns for flat_slice in slices):
             only = (flat_slice.start, flat_slice.stop) if resident else flat_slice.saved
-            yield from slice_state.state_shards(flat_slice, self.state.get(flat_slice.param, {}), only)
+            yield from _shards_of(flat_slice, self.state.get(flat_slice.param, {}), only)
 
     def named_scalar_state(self) -> dict[str, dict[str, float]]:
         """The state that is one number per parameter, such as Adam's step count, by parameter name."""
         self.engine.finish_updates()
-        scalars: dict[str, dict[str, float]] = {}
-        for flat_slice in self.slices:
-            if self.state.get(flat_slice.param):
-                scalars.update(
-                    dict.fromkeys(flat_slice.names, slice_state.numbers(flat_slice, self.state[flat_slice.param]))
-                )
-        return scalars
+        own = [(each, _numbers(each, self.state[each.param])) for each in self.slices if self.state.get(each.param)]
+        return {name: numbers for flat_slice, numbers in own for name in flat_slice.names}
 
     @torch.no_grad()
     def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
@@ -63,23 +63,22 @@ class StateRecords(torch.optim.Optimizer):
         """
         self.engine.finish_updates()
         self.state.clear()
-        self.slices = [
-            part
-            for flat_slice in self.slices
-            for part in self._divided(flat_slice, lambda index, f=flat_slice.flat: state.get(f.infos[index].name))
-        ]
-        self._share_groups()
+        self._cut_slices(lambda flat_slice, index: state.get(flat_slice.flat.infos[index].name))
         self._create_state()
         for flat_slice in self.slices:
             values = state.get(flat_slice.names[0]) if flat_slice.names else None
             if values is None:
                 self.state.pop(flat_slice.param, None)
             else:
-                slice_state.set_numbers(flat_slice, self.state[flat_slice.param], values, type(self.inner).__name__)
+                _set_numbers(flat_slice, self.state[flat_slice.param], values, type(self.inner).__name__)
 
-    def _divided(self, flat_slice: FlatSlice, key) -> list[FlatSlice]:
-        """Cuts a slice wherever `key(index of the parameter)` changes; its state goes with the parts."""
-        cuts = flat_slice.cuts(key)
+    def _cut_slices(self, key: Callable[[FlatSlice, int], object]) -> None:
+        """Cuts slices wherever `key(slice, index of the parameter)` changes; their state goes with the parts."""
+        self.slices = [part for flat_slice in self.slices for part in self._parts_of(flat_slice, key)]
+        self._share_groups()
+
+    def _parts_of(self, flat_slice: FlatSlice, key: Callable[[FlatSlice, int], object]) -> list[FlatSlice]:
+        cuts = flat_slice.cuts(partial(key, flat_slice))
         if len(cuts) == 1:
             return [flat_slice]
         state = self.state.pop(flat_slice.param, {})
@@ -89,9 +88,7 @@ class StateRecords(torch.optim.Optimizer):
             param = nn.Parameter(flat_slice.param.detach()[window], requires_grad=True)
             parts.append(FlatSlice(flat_slice.unit, flat_slice.gradient, start, stop, flat_slice.group, param))
             if state:
-                self.state[param] = {
-                    key: slice_state.part_of(value, flat_slice.param, window) for key, value in state.items()
-                }
+                self.state[param] = {name: _part_of(value, flat_slice.param, window) for name, value in state.items()}
         return parts
 
     def state_dict(self) -> dict:
@@ -177,10 +174,12 @@ class StateRecords(torch.optim.Optimizer):
 
     def groups_state(self) -> list[dict]:
         """The groups' hyperparameters that can be written as JSON, each with its parameters' names."""
-        return [
-            {**slice_state.group_as_json(group), "param_names": names, "num_steps": self.num_steps}
-            for group, names in zip(self.param_groups, self._group_names)
-        ]
+        found = []
+        for group, names in zip(self.param_groups, self._group_names):
+            values = {key: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for key, v in group.items()}
+            plain = {key: value for key, value in values.items() if key != "params" and _is_plain(value)}
+            found.append({**plain, "param_names": names, "num_steps": self.num_steps})
+        return found
 
     def load_groups_state(self, groups: list[dict]) -> None:
         """Takes over hyperparameters from `groups_state`.
@@ -188,11 +187,20 @@ class StateRecords(torch.optim.Optimizer):
         Raises:
             `CheckpointError`: when the groups are not the same in number or in parameters.
         """
-        slice_state.check_groups(groups, self._group_names)
+        names = self._group_names
+        if [sorted(group["param_names"]) for group in groups] != [sorted(own) for own in names]:
+            raise CheckpointError(
+                f"optimizer groups: the checkpoint has {len(groups)} with {[len(g['param_names']) for g in groups]} "
+                f"parameters, this run {len(names)} with {[len(own) for own in names]}; "
+                "resume with the settings of the run that saved it"
+            )
         for group, saved in zip(self.param_groups, groups):
             self.num_steps = saved.get("num_steps", self.num_steps)
-            own = {key: value for key, value in saved.items() if key not in ("param_names", "num_steps")}
-            slice_state.set_group(group, own)
+            for key, value in saved.items():
+                if isinstance(group.get(key), Tensor):  # it stays one
+                    group[key].fill_(value)
+                elif key not in ("param_names", "num_steps"):
+                    group[key] = tuple(value) if isinstance(value, list) else value
 
     def state_tensors(self) -> Iterator[tuple[Tensor, MemoryTier]]:
         """Every tensor of the state on this rank, and where it rests; of composite ones, their parts."""
@@ -200,9 +208,8 @@ class StateRecords(torch.optim.Optimizer):
             for tensor in self._tensors_of(flat_slice):
                 yield tensor, flat_slice.flat.master_at
 
-    def _tensors_of(self, flat_slice: FlatSlice) -> Iterator[Tensor]:
-        for _, tensor in slice_state.plain_tensors(self.state.get(flat_slice.param, {}), flat_slice.is_whole):
-            yield tensor
+    def _tensors_of(self, flat_slice: FlatSlice) -> list[Tensor]:
+        return [tensor for _, tensor in _plain_tensors(self.state.get(flat_slice.param, {}), flat_slice.is_whole)]
 
     def expected_state(self) -> Iterator[tuple[torch.dtype, int, MemoryTier]]:
         """Dtype, number of elements and resting place of every state tensor on this rank, single numbers left out;
@@ -225,7 +232,7 @@ class StateRecords(torch.optim.Optimizer):
 
     def _state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Returns the dtypes of the state's tensors by key, for elements of this dtype."""
-        found = slice_state.plain_tensors(self._try_state(group, dtype))
+        found = _plain_tensors(self._try_state(group, dtype))
         return {key: tensor.dtype for key, tensor in found if tensor.dim()}
 
     def _try_state(self, group: int, dtype: torch.dtype) -> dict:
@@ -282,3 +289,111 @@ def _taken(value, device: torch.device, numbers: bool):
         return value
     moved = value.to(device) if numbers or value.dim() else value
     return value.clone() if moved is value else moved
+
+
+def _plain_tensors(state: dict, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yields the plain tensors of one slice's state; a composite tensor is given as its parts.
+
+    A quantized tensor consists of codes and scales. A tensor with several rows for the slice (AdEMAMix keeps both of
+    its averages in one) consists of these rows, each of which can be cut where the slice can.
+
+    Args:
+        state (`dict`): by key.
+        is_whole (`bool`): it belongs to a whole parameter, and is in whatever shape the optimizer likes.
+    """
+    for key, value in state.items():
+        if is_traceable_wrapper_subclass(value):
+            yield from ((f"{key}_{part}", getattr(value, part)) for part in value.__tensor_flatten__()[0])
+        elif isinstance(value, Tensor) and value.dim() == 2 and not is_whole:
+            yield from ((f"{key}_{index}", row) for index, row in enumerate(value))
+        elif isinstance(value, Tensor):
+            yield key, value
+
+
+def _is_number(value, flat_slice: FlatSlice) -> bool:
+    """Whether a state value is one number for the whole slice, such as Adam's step count."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 or (value.numel() == 1 and value.shape != flat_slice.param.shape)
+    return isinstance(value, (int, float))
+
+
+def _shards_of(flat_slice: FlatSlice, state: dict, only: tuple[int, int]) -> Iterator[tuple[str, NamedShard]]:
+    """Yields the tensors of a slice's state, by parameter, as far as they belong to the range `only`.
+
+    What has a value for each element is given as the parameter's. What is not so shaped belongs to a slice of one
+    parameter: it has a value for each of the slice's blocks, or is the slice's, and whose is the first element's.
+
+    Raises:
+        `CheckpointError`: for state of several parameters at once.
+    """
+    found = {key: value for key, value in state.items() if not _is_number(value, flat_slice)}
+    for key, tensor in _plain_tensors(found, flat_slice.is_whole):
+        if key.endswith(TABLES):
+            continue
+        if tensor.shape == flat_slice.param.shape:
+            for shard in flat_slice.named(tensor, only):
+                yield key, shard
+        elif len(flat_slice.indices) > 1:
+            raise CheckpointError(
+                f"optimizer state {key!r}: has shape {list(tensor.shape)} over {', '.join(flat_slice.names)}, "
+                f"which are updated as {list(flat_slice.param.shape)}; set `whole_parameters = True` on the "
+                "optimizer's class"
+            )
+        elif only[0] <= flat_slice.start < only[1]:
+            yield key, _unlike_parameter(flat_slice, tensor)
+
+
+def _unlike_parameter(flat_slice: FlatSlice, tensor: Tensor) -> NamedShard:
+    """Returns state that is not shaped like the slice: the parameter's, or a part of it by blocks."""
+    index = flat_slice.indices[0]
+    span, info = flat_slice.flat.layout.spans[index], flat_slice.flat.infos[index]
+    if (flat_slice.start, flat_slice.stop) == (span.offset, span.stop):
+        return NamedShard(info.name, tensor.shape, 0, tensor.reshape(-1))
+    block = (flat_slice.stop - flat_slice.start) // tensor.numel()
+    shape = torch.Size([span.numel // block])
+    return NamedShard(info.name, shape, (flat_slice.start - span.offset) // block, tensor)
+
+
+def _numbers(flat_slice: FlatSlice, state: dict) -> dict[str, float]:
+    """Returns the state that is one number per parameter.
+
+    Raises:
+        `CheckpointError`: for state that is neither tensor nor number.
+    """
+    for key, value in state.items():
+        if value is not None and not isinstance(value, (Tensor, int, float)):
+            raise CheckpointError(
+                f"optimizer state {key!r} of {', '.join(flat_slice.names)}: a {type(value).__name__} cannot be saved; "
+                "keep tensors and numbers in the state"
+            )
+    return {key: float(value) for key, value in state.items() if _is_number(value, flat_slice)}
+
+
+def _set_numbers(flat_slice: FlatSlice, state: dict, values: dict[str, float], optimizer: str) -> None:
+    """Writes saved numbers into a slice's state.
+
+    Raises:
+        `CheckpointError`: for numbers that it has no place for.
+    """
+    for key, value in values.items():
+        if key not in state:
+            raise CheckpointError(
+                f"{flat_slice.names[0]}: the checkpoint has optimizer state {key!r}, {optimizer} has {sorted(state)}; "
+                "resume with the optimizer that saved it"
+            )
+        old = state[key]
+        state[key] = torch.full_like(old, value) if isinstance(old, Tensor) else type(old)(value)
+
+
+def _part_of(value, param: Tensor, window: slice):
+    """Returns a window of a state value that is shaped like the slice, or has rows that are; a copy of another."""
+    if not isinstance(value, Tensor):
+        return value
+    is_cut = param.dim() == 1 and value.dim() in (1, 2) and value.shape[-1:] == param.shape
+    return value[..., window].contiguous() if is_cut else value.clone()
+
+
+def _is_plain(value) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
