@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switch
-from hf_zero.activation.division import Division
-from hf_zero.activation.store import Store
+from hf_zero.activation.store import Division, Store
 from hf_zero.config import ZeroConfig, ZeroSettings
 from hf_zero.engine import ShardedModel, build
 from hf_zero.engine.divided import is_divided

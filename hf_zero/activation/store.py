@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.activation.division import Division
-from hf_zero.activation.pace import Pace
-from hf_zero.comm import Bus, Transfer
+from hf_zero.comm import Bus, Comm, Counters, Transfer
+from hf_zero.errors import UnsupportedError
 from hf_zero.sharding.arena import Arena
 
 
@@ -18,6 +17,8 @@ CHUNK_NBYTES = 64 * 2**20
 # So many copies to the host may be under way: before the next begins, the computation waits for the oldest, whose
 # memory is then free for what comes.
 MAX_FLIGHTS = 2
+# Bytes that are added up before they are weighed by their place.
+ROW_NBYTES = 1024
 
 
 class Ticket:
@@ -62,7 +63,7 @@ class Store:
         chunk_nbytes (`int`): by how much memory on the host grows.
     """
 
-    def __init__(self, bus: Bus | None, division: Division | None, chunk_nbytes: int = CHUNK_NBYTES):
+    def __init__(self, bus: Bus | None, division: "Division | None", chunk_nbytes: int = CHUNK_NBYTES):
         self._bus = bus
         self._division = division
         self.arena = Arena(
@@ -204,3 +205,122 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         numel *= size
     return numel > 0
+
+
+class Pace:
+    """The number of checkpointed inputs that a device can send to the host without making the computation wait. It is
+    learned from one forward for the next: copies and blocks are timed by events of the device.
+
+    A device without timed events (the CPU itself, whose copies are made at once) sends all.
+
+    Args:
+        make_event: makes an event that takes the time (`elapsed_time`), or is `None`.
+    """
+
+    def __init__(self, make_event):
+        self._make_event = make_event
+        self.limit: int | None = None  # how many of a forward's checkpoints go to the host; None: all
+        self._copies: list[tuple] = []  # (begin, end) of each copy since the last `turn`
+        self._blocks: list = []  # when the computation came to each checkpoint
+        self._last: tuple[list, list] | None = None  # the forward to learn from, once its events have passed
+
+    def allows(self, count: int) -> bool:
+        """Whether one more checkpoint may go when so many of this forward went or stayed already."""
+        return self.limit is None or count < self.limit
+
+    def mark(self) -> None:
+        """Marks that the computation comes to a checkpoint. To be called on its stream."""
+        if self._make_event is not None:
+            self._blocks.append(self._now())
+
+    def begin(self) -> None:
+        """Marks that a copy begins. To be called on its stream, as `end`."""
+        if self._make_event is not None:
+            self._copies.append((self._now(), self._make_event()))
+
+    def end(self) -> None:
+        """Marks that the copy that has just begun ends."""
+        if self._make_event is not None:
+            self._copies[-1][1].record()
+
+    def _now(self):
+        event = self._make_event()
+        event.record()
+        return event
+
+    def turn(self) -> None:
+        """Ends a forward. What it took is learned when its events have passed, without waiting for them."""
+        self._learn()
+        if self._copies and len(self._blocks) > 1:
+            self._last = self._copies, self._blocks
+        self._copies, self._blocks = [], []
+
+    def _learn(self) -> None:
+        if self._last is None:
+            return
+        copies, blocks = self._last
+        if not copies[-1][1].query() or not blocks[-1].query():
+            return
+        each = sum(begin.elapsed_time(end) for begin, end in copies) / len(copies)
+        spare = blocks[0].elapsed_time(blocks[-1])
+        self.limit = max(1, int(spare / each)) if each > 0 else None
+        self._last = None
+
+
+class Division:
+    """Cuts a tensor that every tensor-parallel rank has into parts, one for each rank, and puts it together again
+    (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
+
+    Args:
+        comm (`Comm`): the tensor-parallel ranks.
+        counters (`Counters`): where the bytes sent are added, as "activation".
+    """
+
+    def __init__(self, comm: Comm, counters: Counters):
+        self._comm = comm
+        self._counters = counters
+        self._checked: set[int] = set()  # places whose tensors were found equal
+
+    def part_numel(self, numel: int) -> int:
+        """Elements of a part; the last one may be padded."""
+        return -(-numel // self._comm.num_ranks)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Returns this rank's part of a 1-D tensor; of its memory, unless it has to be padded."""
+        numel = self.part_numel(whole.numel())
+        part = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
+        return part if part.numel() == numel else torch.cat([part, part.new_zeros(numel - part.numel())])
+
+    def whole_of(self, part: Tensor, numel: int) -> Tensor:
+        """Returns the whole of so many elements, from the parts of all ranks, which call it in the same order."""
+        whole = part.new_empty(part.numel() * self._comm.num_ranks)
+        own = whole[self._comm.rank * part.numel() : (self._comm.rank + 1) * part.numel()].copy_(part)
+        self._comm.all_gather(whole, own, what="checkpointed input").wait()
+        sent = part.numel() * part.element_size() * (self._comm.num_ranks - 1)
+        self._counters.add("activation", sent)
+        return whole[:numel]
+
+    def check(self, whole: Tensor, place: int) -> None:
+        """Makes sure, when it is called for a place for the first time, that all ranks have the same bits.
+
+        Raises:
+            `UnsupportedError`: when they have not, on all ranks.
+        """
+        if place in self._checked:
+            return
+        own = torch.tensor([whole.numel(), *_digest(whole.view(torch.uint8))], device=whole.device)
+        if len(self._comm.all_gather_vector(own).unique(dim=0)) > 1:
+            raise UnsupportedError(
+                "partition_activations: the inputs of a checkpointed block differ between tensor-parallel ranks, "
+                "which were expected to have the same (other batches, or sequence parallelism); give the ranks of a "
+                "tensor-parallel group the same batch, or use offload_activations"
+            )
+        self._checked.add(place)
+
+
+def _digest(data: Tensor) -> list[int]:
+    """Two numbers that change with any byte of a 1-D tensor, and with their order."""
+    whole = data.numel() // ROW_NBYTES * ROW_NBYTES
+    rows = torch.cat([data[:whole].view(-1, ROW_NBYTES).sum(1, dtype=torch.int64), data[whole:].to(torch.int64)])
+    weights = torch.arange(1, rows.numel() + 1, device=rows.device)
+    return [int(rows.sum()), int((rows * weights).sum())]

@@ -7,8 +7,7 @@ from hf_zero.comm import Pending
 from hf_zero.config import Residency
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.arena import Arena
-from hf_zero.sharding.slots import Slot
+from hf_zero.sharding.arena import Arena, Slot
 
 
 # Smaller gradients are held back, to be copied together when their unit is reduced; larger ones are freed at once.

@@ -6,13 +6,48 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Bus, Pending
-from hf_zero.sharding.slots import Ring
 
 
 # Values that change their dtype on the way, or are added up on the host, go through page-locked buffers of so many
 # bytes. So many of them hold what a backward produces while the host is busy with an update.
 PIECE_NBYTES = 16 * 2**20
 NUM_PIECES = 8
+
+
+class Ring:
+    """A few buffers that are filled in turn. Taking one waits until its last use is over.
+
+    Args:
+        make (`Callable`): gives memory, 1-D uint8, of so many bytes.
+        num_buffers (`int`): how many there are at most.
+    """
+
+    def __init__(self, make: Callable[[int], Tensor], num_buffers: int):
+        self._make = make
+        self._buffers: list[Tensor | None] = [None] * num_buffers
+        self._uses: list[Pending | None] = [None] * num_buffers
+        self._last = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(buffer.numel() for buffer in self._buffers if buffer is not None)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next buffer's first elements, 1-D; a buffer that is too small is made anew."""
+        self._last = (self._last + 1) % len(self._buffers)
+        use, self._uses[self._last] = self._uses[self._last], None
+        if use is not None:
+            use.wait()
+        nbytes, buffer = numel * dtype.itemsize, self._buffers[self._last]
+        if buffer is None or buffer.numel() < nbytes:
+            self._buffers[self._last] = None  # given back before the larger one is made
+            buffer = self._buffers[self._last] = self._make(nbytes)
+        return buffer[:nbytes].view(dtype)
+
+    def hold(self, use: Pending) -> None:
+        """Tells what the buffer that was taken last is used for."""
+        self._uses[self._last] = use
 
 
 class HostTransfer:

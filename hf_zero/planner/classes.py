@@ -9,7 +9,7 @@ from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient
-from hf_zero.sharding.slots import parts_nbytes
+from hf_zero.sharding.arena import parts_nbytes
 
 
 _FIELDS = {

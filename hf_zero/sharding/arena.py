@@ -1,13 +1,14 @@
 """Memory for tensors that live long, apart from that of short-lived ones (ZeRO-R M_D, arXiv 1910.02054 section 6.3).
 
 Where the two come from one place, what stays lies between holes that later activations, of other lengths, do not fit.
+What is filled again and again takes slots, which live as long as the engine: fresh memory costs page faults on CPUs.
 """
 
 from bisect import insort
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -166,6 +167,43 @@ class Arenas(NamedTuple):
             collected = Arena("collected", comm.device, keeps=not comm.is_on_cpu)
         gathered, reduced = (Arena(name, comm.device, keeps=not comm.is_on_cpu) for name in ("gathered", "reduced"))
         return cls(gathered, collected, reduced)
+
+
+class Holder(Protocol):
+    """Who fills a buffer."""
+
+    def evict(self) -> None:
+        """Called when another is about to fill it."""
+
+
+class Slot:
+    """One reused buffer. `holder` is whoever filled it last; its contents are the holder's until another takes it.
+
+    Args:
+        buffer (`Tensor`): 1-D uint8.
+    """
+
+    def __init__(self, buffer: Tensor):
+        self.buffer = buffer
+        self.memos: dict[object, Any] = {}  # what a borrower keeps as long as there is the buffer
+        self.holder: Holder | None = None  # None until it is first filled
+
+    def views(self, parts: list[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Consecutive 1-D views.
+
+        Args:
+            parts (`list[tuple[int, torch.dtype]]`): number of elements and dtype of each, see `parts_nbytes`.
+        """
+        views, offset = [], 0
+        for numel, dtype in parts:
+            views.append(self.buffer[offset : offset + numel * dtype.itemsize].view(dtype))
+            offset += align(numel * dtype.itemsize, ALIGN_NBYTES)
+        return views
+
+
+def parts_nbytes(parts: list[tuple[int, torch.dtype]]) -> int:
+    """Bytes that a slot needs to hold these parts."""
+    return sum(align(numel * dtype.itemsize, ALIGN_NBYTES) for numel, dtype in parts)
 
 
 def trim(device: torch.device) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.activation.division import Division
+from hf_zero.activation.store import Division
 from hf_zero.comm import Counters, connect
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError

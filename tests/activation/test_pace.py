@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_zero.activation.pace import Pace
+from hf_zero.activation.store import Pace
 
 
 pytestmark = pytest.mark.quick
