@@ -1,17 +1,96 @@
-"""Exchanges ranges that a rank updates but does not hold: gradients and values come, and new values go back."""
+"""Optimizers that are not elementwise: each parameter, or block of one, is updated by one rank, which may not hold it.
+
+Its gradients and values come there, and its new values go back.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_zero.comm import Comm
 from hf_zero.config import Residency
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
-from hf_zero.optim.flat_slices import FlatSlice, ParamPartition
+from hf_zero.optim.flat_slices import FlatSlice, group_of
+from hf_zero.optim.granularity import PARAMETER, ShardGranularity
+from hf_zero.sharding.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class ParamPartition:
+    """A parameter that may not be cut just anywhere, and the range of it that each rank updates.
+
+    Args:
+        unit (`Unit`): whose parameter.
+        gradient (`Gradient`): of its buffer.
+        index (`int`): which of the buffer's parameters.
+        group (`int`): index of the optimizer group.
+        ranges (`list[tuple[int, int]]`): by rank, [start, stop) in the buffer.
+        shape (`tuple[int, ...]`, *optional*): of the whole parameter, where the optimizer is to see it.
+    """
+
+    unit: Unit
+    gradient: Gradient
+    index: int
+    group: int
+    ranges: list[tuple[int, int]]
+    shape: tuple[int, ...] | None
+
+    def flat_slice(self, rank: int) -> FlatSlice | None:
+        """Returns the slice that a rank updates; `None` where that is nothing."""
+        start, stop = self.ranges[rank]
+        if start == stop:
+            return None
+        flat_slice = FlatSlice(
+            self.unit, self.gradient, start, stop, self.group, None, is_whole=self.shape is not None
+        )
+        flat, shape = flat_slice.flat, self.shape or (stop - start,)
+        if flat_slice.is_held:
+            values = flat.master.detach()[flat_slice.within].view(shape)
+        else:
+            values = torch.empty(1, dtype=flat.master.dtype, device=flat.master.device).expand(shape)
+        flat_slice.param = nn.Parameter(values)
+        return flat_slice
+
+
+def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[ParamPartition]:
+    """Divides what an optimizer does not update element by element; the same on all ranks.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        optimizer: with groups of the model's parameters.
+        granularities (`list[ShardGranularity]`): of each group.
+    """
+    by_param, found = group_of(optimizer), []
+    for unit in engine.units:
+        for gradient in unit.gradients:
+            for index, param in enumerate(gradient.flat.params):
+                group = by_param.get(id(param), -1)
+                if group >= 0 and not granularities[group].is_elementwise and param.numel():
+                    found.append((unit, gradient, index, group))
+    whole = [(g.flat.layout, index) for _, g, index, group in found if granularities[group] == PARAMETER]
+    owner = iter(owners(whole))
+    return [
+        ParamPartition(*each, *_divided(each[1].flat, each[2], granularities[each[3]], owner, engine.comm.num_ranks))
+        for each in found
+    ]
+
+
+def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Iterator[int], num_ranks: int):
+    """Returns, by rank, the range that it updates, and the shape that the optimizer is to see."""
+    span = flat.layout.spans[index]
+    ranges = (
+        blocks(flat.layout, index, granularity) if granularity != PARAMETER else [(span.stop, span.stop)] * num_ranks
+    )
+    if granularity == PARAMETER:
+        ranges[next(owner)] = span.offset, span.stop
+    if flat.plan.master is Residency.REPLICATED:
+        ranges = [(span.offset, span.stop)] * num_ranks
+    return ranges, span.shape if granularity == PARAMETER else None
 
 
 @dataclass(frozen=True)
@@ -163,3 +242,69 @@ def _part(tensor: Tensor, covers: tuple[int, int], move: Move) -> Tensor:
 def _is_at_hand(flat: Flat) -> bool:
     """Whether every rank can read all masters where they lie: they are the compute copies, or common memory."""
     return flat.rests_whole and not flat.has_master
+
+
+# Integers only: which rank updates which range of a parameter that may not be cut just anywhere.
+
+
+def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
+    """Gives every parameter to one rank, so that all ranks update about equally many elements.
+
+    The largest first, each to the rank with the fewest elements so far; of those with equally few, to the one whose
+    shard holds most of it, which then need not be sent.
+
+    Args:
+        parameters (`list[tuple[Layout, int]]`): each as a layout and the index of the parameter there.
+
+    Returns:
+        `list[int]`: the rank of each.
+    """
+    found = [0] * len(parameters)
+    loads = [0] * (parameters[0][0].num_ranks if parameters else 0)
+    sizes = [layout.spans[index].numel for layout, index in parameters]
+    for position in sorted(range(len(parameters)), key=lambda position: -sizes[position]):
+        layout, index = parameters[position]
+        rank = min(range(len(loads)), key=lambda rank: (loads[rank], -_held(layout, index, rank)))
+        found[position] = rank
+        loads[rank] += sizes[position]
+    return found
+
+
+def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> list[tuple[int, int]]:
+    """The range of a parameter that each rank updates: its shard, but for the cuts, which move to block boundaries.
+
+    A parameter that is no multiple of the block, or too small for two pieces, goes to one rank as a whole.
+
+    Args:
+        layout (`Layout`): of the buffer that it lies in.
+        index (`int`): which parameter.
+        granularity (`ShardGranularity`): where it may be cut.
+
+    Returns:
+        `list[tuple[int, int]]`: by rank, [start, stop) in the buffer; empty where they are equal.
+    """
+    span = layout.spans[index]
+    cuts = [0]
+    for rank in range(layout.num_ranks - 1):
+        wanted = min(max(layout.owned(rank)[1] - span.offset, 0), span.numel)
+        cuts.append(_allowed(wanted, cuts[-1], span.numel, granularity))
+    cuts.append(span.numel)
+    return [(span.offset + low, span.offset + high) for low, high in zip(cuts, cuts[1:])]
+
+
+def _allowed(wanted: int, last: int, numel: int, granularity: ShardGranularity) -> int:
+    """Returns the cut nearest to the one that is wanted, after the last one."""
+    block = granularity.block if numel % granularity.block == 0 else numel
+    cut = max(last, (wanted + block // 2) // block * block)
+    if cut - last < granularity.min_numel:
+        cut = last
+    if numel - cut < granularity.min_numel:
+        cut = numel if cut > last or 2 * wanted > numel else last
+    return cut
+
+
+def _held(layout: Layout, index: int, rank: int) -> int:
+    """Counts the elements of a parameter that a rank's shard holds."""
+    start, stop = layout.owned(rank)
+    span = layout.spans[index]
+    return max(0, min(stop, span.stop) - max(start, span.offset))

@@ -135,8 +135,9 @@ class HostUpdate:
             self._step([(flat_slice, grads[flat_slice]) for flat_slice in turn.slices], scale)
             if self.when is not When.DELAYED:
                 flat = turn.slices[0].flat
-                first = flat.held[0]
-                transfer = flat.refreshing = flat.send(turn.master, (first + turn.start, first + turn.stop))
+                start, stop = turn.window
+                covers = flat.held[0] + start, flat.held[0] + stop
+                transfer = flat.refreshing = flat.send(turn.master, covers)
                 if isinstance(transfer, Transfer):
                     turn.uses.append(Pending(transfer.synchronize))
 

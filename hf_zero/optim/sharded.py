@@ -14,8 +14,8 @@ from hf_zero.engine.access import unit_of
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 from hf_zero.optim.combined import CombinedOptimizer
-from hf_zero.optim.exchange import Exchange
-from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_partitions, make_slices, named_groups
+from hf_zero.optim.exchange import Exchange, make_partitions
+from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_slices, named_groups
 from hf_zero.optim.gradients import measure_norm, trace
 from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
 from hf_zero.optim.host import Gradients, HostSteps, PartialStep, lent
@@ -75,7 +75,10 @@ class ShardedOptimizer(StateRecords):
         _refuse_added(engine.model)
         self._group_names = named_groups(engine, optimizer)
         partitions = make_partitions(engine, optimizer, granularities)
-        self.slices = make_slices(engine, optimizer, granularities, partitions)
+        others = [partition.flat_slice(engine.comm.rank) for partition in partitions]
+        self.slices = make_slices(
+            engine, optimizer, [each.is_elementwise for each in granularities], [each for each in others if each]
+        )
         self._exchanges: dict[torch.optim.Optimizer, Exchange] = {}  # of those that are not elementwise
         self._share_groups()
         for inner, granularity in dict(zip(self._inner_of, granularities)).items():

@@ -38,7 +38,7 @@ class Extent:
         return in_pages(self.numel * self.dtype.itemsize)
 
     def window(self, start: int, stop: int) -> "Extent":
-        """Elements [start, stop); `start` is one of `starts`."""
+        """Elements [start, stop), which begin at a page."""
         assert not start * self.dtype.itemsize % PAGE_NBYTES, f"a window from element {start} on is not whole pages"
         return Extent(self.offset + start * self.dtype.itemsize, stop - start, self.dtype)
 
@@ -77,7 +77,6 @@ class Disk:
         self._buffer_nbytes = 0
         self._limit = num_buffers
         self._num_buffers = 0
-        self._free: list[Tensor] = []
         self._leaving: deque[tuple[Tensor, list[Pending]]] = deque()  # buffers, each with its last uses
         self._here: dict[Record, Tensor] = {}
         self._ahead: tuple[Record, Tensor, list[Pending]] | None = None  # being read before it is asked for
@@ -180,12 +179,6 @@ class Disk:
         writing = [self.file.write(e.offset, memory) for e, memory in _parts(record, buffer)] if writes else []
         self._leaving.append((buffer, [*writing, *uses]))
 
-    def wait_for_writes(self) -> None:
-        """Waits until everything that was released is written."""
-        self._drop_ahead()
-        while self._leaving:
-            self._free.append(self._wait_for_oldest())
-
     def _read(self, record: Record) -> tuple[Tensor, list[Pending]]:
         buffer = self._claim(_nbytes(record))
         return buffer, [self.file.read(extent.offset, memory) for extent, memory in _parts(record, buffer)]
@@ -196,11 +189,9 @@ class Disk:
             self._leaving.append((buffer, reads))
 
     def _claim(self, nbytes: int) -> Tensor:
-        """A buffer that nothing uses: one that is free, a new one, or the one that was released first."""
+        """Returns a buffer that nothing uses: a new one, or the one that was released first."""
         self._buffer_nbytes, buffer = max(self._buffer_nbytes, nbytes), None
-        if self._free:
-            buffer = self._free.pop()
-        elif self._leaving and self._num_buffers >= self._limit:
+        if self._leaving and self._num_buffers >= self._limit:
             buffer = self._wait_for_oldest()
         else:
             self._num_buffers += 1

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +54,12 @@ class DiskOffload:
         return self._file.nbytes
 
     def prefetcher(self, tensors: list[DiskTensor], targets: Callable[[], list[Tensor]], **how) -> "DiskPrefetcher":
-        """Returns what brings some of the tensors to the device, see `DiskPrefetcher`."""
+        """Makes a `DiskPrefetcher` of some of the tensors."""
         return DiskPrefetcher(self._gathered, self._bus, tensors, targets, **how)
 
     def swap(self, slices: Sequence["Swapped"], state, state_of) -> "Swap":
-        """Returns what brings masters into memory, beside state for which it takes room, see `Swap`. Collective."""
-        swap = Swap(self._updated, self._comm, slices=slices, state=state, state_of=state_of)
+        """Makes a `Swap` of masters, which takes room for their state. Collective."""
+        swap = Swap(self._updated, self._comm, slices, state, state_of)
         if self._comm.rank == 0:
             self._speed.log(self._file, "masters and optimizer state")
         return swap
@@ -77,27 +76,19 @@ class DiskPrefetcher:
         in_windows (`bool`): a part after the other, where they may be too large to be in memory whole.
     """
 
-    def __init__(
-        self,
-        disk: Disk,
-        bus: Bus,
-        tensors: list[DiskTensor],
-        targets: Callable[[], list[Tensor]],
-        *,
-        in_windows: bool,
-    ):
+    def __init__(self, disk: Disk, bus: Bus, tensors: list[DiskTensor], targets, *, in_windows: bool):
         self._disk = disk
         self._bus = bus
         self._targets = targets
-        whole = [[(index, 0, tensor.numel) for index, tensor in enumerate(tensors)]]
-        parts = [[(index, *window)] for index, tensor in enumerate(tensors) for window in tensor.windows]
-        self._parts = parts if in_windows else whole  # what is in memory together: [start, stop) of a tensor
+        # what is in memory together: which of the tensors, and which range of it
+        self._parts = [[(index, 0, tensor.numel) for index, tensor in enumerate(tensors)]]
+        if in_windows:
+            self._parts = [[(index, *window)] for index, tensor in enumerate(tensors) for window in tensor.windows]
         self._records = [tuple(tensors[i].extent.window(*window) for i, *window in part) for part in self._parts]
 
     def prefetch(self) -> None:
         """Begins to read what the next `load` takes."""
-        if self._records:
-            self._disk.prefetch(self._records[0])
+        self._disk.prefetch(self._records[0])
 
     def load(self) -> Pending:
         """Begins to copy the values to the device, from where they are gathered."""
@@ -111,7 +102,7 @@ class DiskPrefetcher:
 
 
 class Swapped(Protocol):
-    """A range of a tensor on disk that an optimizer sees as a parameter."""
+    """A slice of a tensor on disk that an optimizer sees as a parameter."""
 
     param: nn.Parameter
 
@@ -124,23 +115,13 @@ class Swapped(Protocol):
         """The range in that tensor."""
 
 
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """The slices that lie in one window of a tensor, while their masters and state are in memory.
-
-    Args:
-        slices (`list[Swapped]`): those of the slices in question that lie in it.
-        start (`int`): first element of the window.
-        stop (`int`): one past the last.
-        master (`Tensor`): its masters.
-        uses (`list[Pending]`): what still reads `master` when the turn is over.
-    """
+class Turn(NamedTuple):
+    """The slices that lie in one window of a tensor, while their masters and state are in memory."""
 
     slices: list
-    start: int
-    stop: int
-    master: Tensor
-    uses: list[Pending] = field(default_factory=list)
+    window: tuple[int, int]
+    master: Tensor  # of the window
+    uses: list[Pending]  # what still reads `master` when the turn is over
 
 
 class Swap:
@@ -157,15 +138,7 @@ class Swap:
         `StorageError`: on all ranks, when the disk has no room.
     """
 
-    def __init__(
-        self,
-        disk: Disk,
-        comm: Comm,
-        *,
-        slices: Sequence[Swapped],
-        state: dict[nn.Parameter, dict],
-        state_of: Callable[[Swapped], dict[str, torch.dtype]],
-    ):
+    def __init__(self, disk: Disk, comm: Comm, slices: Sequence[Swapped], state: dict[nn.Parameter, dict], state_of):
         self._disk = disk
         self._state = state
         keys: dict[DiskTensor, dict[str, torch.dtype]] = {}
@@ -190,8 +163,7 @@ class Swap:
         for each in slices:
             master = each.on_disk
             window = next((a, b) for a, b in master.windows if a <= each.within.start < b)
-            tensors = [master, *self._tensors[master].values()]
-            record = tuple(tensor.extent.window(*window) for tensor in tensors)
+            record = tuple(one.extent.window(*window) for one in (master, *self._tensors[master].values()))
             turns.setdefault(record, (master, window, []))[2].append(each)
         for record in turns:
             self._next[self._last] = record
@@ -199,32 +171,29 @@ class Swap:
         uses: list[Pending] = []
         loaded = self._disk.walk(list(turns), writes=writes, uses=uses, then=self._next.get(self._last))
         for (values, *tensors), (master, window, own) in zip(loaded, turns.values()):
-            turn, state = Turn(own, *window, values, uses), dict(zip(self._tensors[master], tensors))
+            state = dict(zip(self._tensors[master], tensors))
+            parts = [slice(each.within.start - window[0], each.within.stop - window[0]) for each in own]
             try:
-                for each in own:
-                    self._show(each, turn, state)
-                yield turn
+                for each, part in zip(own, parts):
+                    self._show(each.param, values[part], {key: tensor[part] for key, tensor in state.items()})
+                yield Turn(own, window, values, uses)
             finally:
-                for each in own:
-                    self._hide(each, turn, state)
+                for each, part in zip(own, parts):
+                    self._hide(each.param, {key: tensor[part] for key, tensor in state.items()})
 
-    def _show(self, each: Swapped, turn: Turn, state: dict[str, Tensor]) -> None:
-        part = slice(each.within.start - turn.start, each.within.stop - turn.start)
-        each.param.data = turn.master[part]
-        own = self._state.get(each.param, {})
-        own.update({key: tensor[part] for key, tensor in state.items() if key in own})
+    def _show(self, param: nn.Parameter, values: Tensor, state: dict[str, Tensor]) -> None:
+        param.data = values
+        own = self._state.get(param, {})
+        own.update({key: tensor for key, tensor in state.items() if key in own})
 
-    def _hide(self, each: Swapped, turn: Turn, state: dict[str, Tensor]) -> None:
+    def _hide(self, param: nn.Parameter, state: dict[str, Tensor]) -> None:
         """Puts NaN in place of a slice's tensors. State that the optimizer has made anew meanwhile is taken over."""
-        part = slice(each.within.start - turn.start, each.within.stop - turn.start)
-        each.param.data = _nothing(each.param)
-        own = self._state.get(each.param, {})
-        for key, tensor in state.items():
-            if key in own:
-                place, value = tensor[part], own[key]
-                if value.data_ptr() != place.data_ptr():
-                    place.copy_(value)
-                own[key] = _nothing(value)
+        param.data = _nothing(param)
+        own = self._state.get(param, {})
+        for key in state.keys() & own.keys():
+            if own[key].data_ptr() != state[key].data_ptr():
+                state[key].copy_(own[key])
+            own[key] = _nothing(own[key])
 
 
 def _nothing(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_zero.optim.flat_slices import blocks, owners
+from hf_zero.optim.exchange import blocks, owners
 from hf_zero.optim.granularity import ShardGranularity
 from hf_zero.sharding.layout import Layout
 
