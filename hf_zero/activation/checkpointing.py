@@ -89,7 +89,7 @@ class Checkpointing(Uncopyable):
 
     @contextmanager
     def saving(self, inputs: tuple) -> Iterator[None]:
-        """What autograd saves directly inside is the input of a checkpointed block.
+        """Takes what autograd saves directly inside this context for the inputs of a checkpointed block.
 
         Checkpoints within checkpoints, and those that are made anew in backward, belong to the outermost.
 

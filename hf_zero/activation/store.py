@@ -219,22 +219,22 @@ class Pace:
 
     def __init__(self, make_event):
         self._make_event = make_event
-        self.limit: int | None = None  # how many of a forward's checkpoints go to the host; None: all
+        self.limit: int | None = None  # how many of a forward's inputs go to the host; None: all
         self._copies: list[tuple] = []  # (begin, end) of each copy since the last `turn`
-        self._blocks: list = []  # when the computation came to each checkpoint
+        self._blocks: list = []  # when the computation came to each block
         self._last: tuple[list, list] | None = None  # the forward to learn from, once its events have passed
 
     def allows(self, count: int) -> bool:
-        """Whether one more checkpoint may go when so many of this forward went or stayed already."""
+        """Whether one more checkpointed input may go when so many of this forward went or stayed already."""
         return self.limit is None or count < self.limit
 
     def mark(self) -> None:
-        """Marks that the computation comes to a checkpoint. To be called on its stream."""
+        """Marks that the computation comes to a checkpointed block. It is called on its stream."""
         if self._make_event is not None:
             self._blocks.append(self._now())
 
     def begin(self) -> None:
-        """Marks that a copy begins. To be called on its stream, as `end`."""
+        """Marks that a copy begins. It is called on its stream, as `end` is."""
         if self._make_event is not None:
             self._copies.append((self._now(), self._make_event()))
 
@@ -268,8 +268,8 @@ class Pace:
 
 
 class Division:
-    """Cuts a tensor that every tensor-parallel rank has into parts, one for each rank, and puts it together again
-    (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
+    """Divides tensors that are equal on tensor-parallel ranks among these, and makes them whole again (ZeRO-R P_a,
+    arXiv 1910.02054, section 6.1).
 
     Args:
         comm (`Comm`): the tensor-parallel ranks.
@@ -282,7 +282,7 @@ class Division:
         self._checked: set[int] = set()  # places whose tensors were found equal
 
     def part_numel(self, numel: int) -> int:
-        """Elements of a part; the last one may be padded."""
+        """Returns how many elements a part has; the last one may be padded."""
         return -(-numel // self._comm.num_ranks)
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ class Division:
 
 
 def _digest(data: Tensor) -> list[int]:
-    """Two numbers that change with any byte of a 1-D tensor, and with their order."""
+    """Returns two numbers that change with any byte of a 1-D tensor, and with their order."""
     whole = data.numel() // ROW_NBYTES * ROW_NBYTES
     rows = torch.cat([data[:whole].view(-1, ROW_NBYTES).sum(1, dtype=torch.int64), data[whole:].to(torch.int64)])
     weights = torch.arange(1, rows.numel() + 1, device=rows.device)

@@ -15,7 +15,7 @@ NUM_PIECES = 8
 
 
 class Ring:
-    """A few buffers that are filled in turn. Taking one waits until its last use is over.
+    """A few buffers that are filled in turn. Who takes one waits until its last use is over.
 
     Args:
         make (`Callable`): gives memory, 1-D uint8, of so many bytes.
@@ -34,7 +34,7 @@ class Ring:
         return sum(buffer.numel() for buffer in self._buffers if buffer is not None)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The next buffer's first elements, 1-D; a buffer that is too small is made anew."""
+        """Returns the next buffer's first elements, 1-D. A buffer that is too small is made anew."""
         self._last = (self._last + 1) % len(self._buffers)
         use, self._uses[self._last] = self._uses[self._last], None
         if use is not None:
@@ -46,7 +46,7 @@ class Ring:
         return buffer[:nbytes].view(dtype)
 
     def hold(self, use: Pending) -> None:
-        """Tells what the buffer that was taken last is used for."""
+        """Notes what the buffer that was taken last is used for."""
         self._uses[self._last] = use
 
 

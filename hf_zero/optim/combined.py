@@ -9,7 +9,7 @@ from hf_zero.errors import ConfigError
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers, each of parameters of its own, that step together. Also good without sharding.
+    """Steps several optimizers together, each of which has parameters of its own. It works without sharding too.
 
     Args:
         optimizers (`torch.optim.Optimizer`): one or more.

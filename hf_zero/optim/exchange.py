@@ -58,7 +58,7 @@ class ParamPartition:
 
 
 def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[ParamPartition]:
-    """Divides what an optimizer does not update element by element; the same on all ranks.
+    """Divides what an optimizer does not update element by element. All ranks come to the same.
 
     Args:
         engine (`ZeroEngine`): the sharded model.
@@ -271,7 +271,7 @@ def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
 
 
 def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> list[tuple[int, int]]:
-    """The range of a parameter that each rank updates: its shard, but for the cuts, which move to block boundaries.
+    """Returns the range of a parameter that each rank updates: its shard, whose cuts move to block boundaries.
 
     A parameter that is no multiple of the block, or too small for two pieces, goes to one rank as a whole.
 

@@ -58,7 +58,7 @@ class FlatSlice:
 
     @property
     def within(self) -> slice:
-        """Where it lies in what this rank holds of the master."""
+        """The range of it in what this rank holds of the master."""
         first = self.flat.held[0]
         return slice(self.start - first, self.stop - first)
 
@@ -84,17 +84,17 @@ class FlatSlice:
 
     @property
     def saved(self) -> tuple[int, int]:
-        """The range of which this rank saves the state: where all ranks update it, each its own."""
+        """The range whose state this rank saves. Where all ranks update the whole buffer, each saves its own range."""
         return self.flat.owned if self.flat.plan.master is Residency.REPLICATED else (self.start, self.stop)
 
     def named(self, tensor: Tensor, only: tuple[int, int]) -> Iterator[NamedShard]:
-        """The parameters' slices inside `tensor`, which is shaped like `param`, limited to the range `only`."""
+        """Yields the parameters' ranges inside `tensor`, which is shaped like `param`, limited to the range `only`."""
         covers = (self.start, self.stop)
         if max(covers[0], only[0]) < min(covers[1], only[1]):
             yield from self.flat.named_shards(tensor.reshape(-1), covers, only)
 
     def cuts(self, key: Callable[[int], object]) -> list[tuple[int, int]]:
-        """The ranges in which `key(index of the parameter)` is the same; padding goes with what is before it."""
+        """Returns the ranges in which `key(index of the parameter)` is the same. Padding goes with what is before."""
         cuts, last = [self.start], None
         for position, index in enumerate(self.indices):
             value = key(index)
@@ -105,7 +105,7 @@ class FlatSlice:
 
 
 def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
-    """The names of each group's parameters.
+    """Returns the names of each group's parameters.
 
     Raises:
         `ConfigError`: when a group holds a tensor that is not a parameter of the model.
@@ -122,7 +122,7 @@ def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
 
 
 def group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The index of each parameter's group, by the parameter's `id`."""
+    """Returns the index of each parameter's group, by the parameter's `id`."""
     return {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 

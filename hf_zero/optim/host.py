@@ -180,14 +180,14 @@ class HostSteps:
         """Whether the update in backward ended at gradients that are not finite."""
         return self.is_spent and not self._update.is_finite
 
-    def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None, *, is_late: bool) -> HostUpdate:
+    def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None, when: When) -> HostUpdate:
         """Has these units stepped, but for those that were updated in backward; `end` takes what it returns.
 
         Args:
             optimizers (`list[torch.optim.Optimizer]`): those that step.
             grads (`Gradients`): what they step on.
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
-            is_late (`bool`): `end` does not wait for it, but the next `finish_update`.
+            when (`When`): `end` does not wait for what is delayed, but the next `finish_update`.
         """
         if self.is_spent and self._update.is_outdated:
             raise LifecycleError(
@@ -195,7 +195,7 @@ class HostSteps:
                 "them before that backward or after the step"
             )
         update, self._update = self._update, None
-        update = update or HostUpdate(optimizers, When.DELAYED if is_late else When.STEP, self._swap)
+        update = update or HostUpdate(optimizers, when, self._swap)
         for unit, own in grads.items():
             if unit not in update.done:
                 self._engine.bus.later(partial(update.update, unit, own, scale), lane="update")

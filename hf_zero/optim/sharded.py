@@ -18,7 +18,7 @@ from hf_zero.optim.exchange import Exchange, make_partitions
 from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_slices, named_groups
 from hf_zero.optim.gradients import measure_norm, trace
 from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
-from hf_zero.optim.host import Gradients, HostSteps, PartialStep, lent
+from hf_zero.optim.host import Gradients, HostSteps, PartialStep, When, lent
 from hf_zero.optim.state import StateRecords
 from hf_zero.sharding.arena import trim
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class ShardedOptimizer(StateRecords):
     """Runs a `torch.optim` optimizer over shards instead of parameters (ZeRO stage 1, section 5.1).
 
-    An elementwise optimizer sees flat stretches of the shard. One that looks at whole parameters, or keeps state in
+    An elementwise optimizer sees flat slices of the shard. One that looks at whole parameters, or keeps state in
     blocks of elements, sees each of its parameters, or the blocks of it, on one rank: see `Exchange`.
 
     Args:
@@ -96,7 +96,7 @@ class ShardedOptimizer(StateRecords):
         engine.updates.add(self._host)
 
     def _make_swap(self) -> "Swap | None":
-        """Takes room, where masters rest on disk, for the state beside them, and brings both from there.
+        """Reserves room, where masters rest on disk, for the state beside them. It brings both from there.
 
         Raises:
             `ConfigError`: for optimizers that look at all their masters at a time, or stack their state.
@@ -114,7 +114,7 @@ class ShardedOptimizer(StateRecords):
         )
 
     def _in_turn(self, *, writes: bool) -> Iterator[list[FlatSlice]]:
-        """The slices while their masters and state are in memory: all at once, or as they come from the disk.
+        """Yields the slices while their masters and state are in memory: all at once, or as they come from the disk.
 
         Args:
             writes (`bool`): what is written to masters and state lasts.
@@ -187,16 +187,16 @@ class ShardedOptimizer(StateRecords):
                 self._step_by_unit(inner, grads, scale)
         elementwise = [inner for inner in self._inners if inner not in self._exchanges]
         away = {unit: own for unit, own in grads.items() if unit.is_away}
-        is_late = 0 < self.engine.config.delayed_update <= self.num_steps
-        on_host = self._host.begin(elementwise if self.engine.plan.is_offloaded else [], away, scale, is_late=is_late)
+        when = When.DELAYED if 0 < self.engine.config.delayed_update <= self.num_steps else When.STEP
+        on_host = self._host.begin(elementwise if self.engine.plan.is_offloaded else [], away, scale, when)
         self._step_here(elementwise, {unit: own for unit, own in grads.items() if not unit.is_away}, scale)
         self._host.end(on_host)
         self.num_steps += 1
-        self.engine.end_step(is_late=is_late)
+        self.engine.end_step(is_late=when is When.DELAYED)
         return loss
 
     def _may_step(self) -> bool:
-        """Whether the gradients are finite, or are to be taken as they are. All ranks agree."""
+        """Whether the gradients are finite, or are taken as they are. All ranks agree."""
         self.step_was_skipped = False
         setting = self.engine.config.nonfinite
         if setting == "ignore" or (not self._host.met_nonfinite and bool(self._norm().isfinite())):
@@ -221,7 +221,7 @@ class ShardedOptimizer(StateRecords):
         return False
 
     def _norm(self) -> Tensor:
-        """A norm of the gradients that was measured, or the one that is measured fastest. All ranks call it."""
+        """Returns the norm that was measured, or else the one that is measured fastest. All ranks call it."""
         norm = self.engine.grad_norm
         return measure_norm(self.engine, float("inf")) if norm is None else norm
 
@@ -244,8 +244,8 @@ class ShardedOptimizer(StateRecords):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Around the last backward before `step`, where masters rest on the host: each unit is updated as soon as its
-        gradients are there, beside the rest of the backward. The gradients can then not be clipped any more.
+        """Updates each unit as soon as its gradients are there, beside the rest of the backward, where masters rest on
+        the host. It stands around the last backward before `step`. The gradients can then not be clipped any more.
 
         Where that is not possible, `step` does it all, with the same result: masters on the device, updates that are
         delayed, optimizers that are not elementwise, steps that may have to be left out (`nonfinite="skip"`). An

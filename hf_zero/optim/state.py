@@ -34,7 +34,7 @@ class StateRecords(torch.optim.Optimizer):
     _no_param: nn.Parameter
 
     def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
-        """The state tensors, as (state key, slice of one parameter, or of a tensor that belongs to it).
+        """Yields the state tensors, as (state key, range of one parameter, or of a tensor that belongs to it).
 
         Args:
             resident (`bool`): `False` gives the ranges that this rank owns, `True` those that it holds, and what is
@@ -48,14 +48,14 @@ class StateRecords(torch.optim.Optimizer):
             yield from _shards_of(flat_slice, self.state.get(flat_slice.param, {}), only)
 
     def named_scalar_state(self) -> dict[str, dict[str, float]]:
-        """The state that is one number per parameter, such as Adam's step count, by parameter name."""
+        """Returns the state that is one number per parameter, such as Adam's step count, by parameter name."""
         self.engine.finish_updates()
         own = [(each, _numbers(each, self.state[each.param])) for each in self.slices if self.state.get(each.param)]
         return {name: numbers for flat_slice, numbers in own for name in flat_slice.names}
 
     @torch.no_grad()
     def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
-        """Makes the state anew, its numbers from `state`, its tensors empty: to be called before those are loaded.
+        """Makes the state anew, its numbers from `state`, its tensors empty. It comes before those are loaded.
 
         Args:
             state (`dict[str, dict[str, float]]`): for every parameter that has state, its numbers by key (there may
@@ -92,9 +92,10 @@ class StateRecords(torch.optim.Optimizer):
         return parts
 
     def state_dict(self) -> dict:
-        """The groups and this rank's state, as torch gives them, with the stretches of its shards in place of
-        parameters: for who looks at them, and for `load_state_dict` on the same rank of the same training.
-        Checkpoints, which go by parameters' names, are written by `hf_zero.save_state`. All ranks call it.
+        """Returns the groups and this rank's state, as torch gives them, with flat slices in place of parameters.
+
+        It serves who looks at them, and `load_state_dict` on the same rank of the same training. Checkpoints, which go
+        by parameters' names, are written by `hf_zero.save_state`. All ranks call it.
 
         Raises:
             `LifecycleError`: where the state rests on disk.
@@ -173,7 +174,7 @@ class StateRecords(torch.optim.Optimizer):
             each.update(kept)
 
     def groups_state(self) -> list[dict]:
-        """The groups' hyperparameters that can be written as JSON, each with its parameters' names."""
+        """Returns the groups' hyperparameters that can be written as JSON, each with its parameters' names."""
         found = []
         for group, names in zip(self.param_groups, self._group_names):
             values = {key: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for key, v in group.items()}
@@ -203,7 +204,7 @@ class StateRecords(torch.optim.Optimizer):
                     group[key] = tuple(value) if isinstance(value, list) else value
 
     def state_tensors(self) -> Iterator[tuple[Tensor, MemoryTier]]:
-        """Every tensor of the state on this rank, and where it rests; of composite ones, their parts."""
+        """Yields every tensor of the state on this rank, and where it rests; of composite ones, their parts."""
         for flat_slice in self.slices:
             for tensor in self._tensors_of(flat_slice):
                 yield tensor, flat_slice.flat.master_at
@@ -212,7 +213,7 @@ class StateRecords(torch.optim.Optimizer):
         return [tensor for _, tensor in _plain_tensors(self.state.get(flat_slice.param, {}), flat_slice.is_whole)]
 
     def expected_state(self) -> Iterator[tuple[torch.dtype, int, MemoryTier]]:
-        """Dtype, number of elements and resting place of every state tensor on this rank, single numbers left out;
+        """Yields dtype, number of elements and memory tier of every state tensor on this rank, without single numbers;
         before the first step without those of optimizers that are not elementwise."""
         dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
         for flat_slice in self.slices:
@@ -227,7 +228,7 @@ class StateRecords(torch.optim.Optimizer):
 
     @property
     def late_state(self) -> list[str]:
-        """The optimizers whose state is not among `expected_state` before the first step."""
+        """The names of the optimizers whose state is not among `expected_state` before the first step."""
         return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
 
     def _state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -260,8 +261,8 @@ class StateRecords(torch.optim.Optimizer):
             )
 
     def unsharded_state_nbytes(self) -> int:
-        """Bytes of the state over whole parameters, as far as it grows with them: what this rank has for each element,
-        times the elements. 0 before the first step."""
+        """Returns the bytes of the state over whole parameters, as far as it grows with them: what this rank has for
+        each element, times the elements. 0 before the first step."""
         infos = [info for gradient in self.engine.gradients() for info in gradient.flat.infos]
         sizes = {info.name: info.shape.numel() for info in infos}
         nbytes = 0
@@ -277,14 +278,14 @@ class StateRecords(torch.optim.Optimizer):
 
 
 def _fits(param: nn.Parameter, values: dict) -> bool:
-    """Whether state may be that of a stretch: what has a value for each element is 1-D, or of a parameter's shape."""
+    """Whether state may be that of a slice: what has a value for each element is 1-D, or of a parameter's shape."""
     shaped = [value for value in values.values() if isinstance(value, Tensor) and value.dim() == param.dim() > 0]
     return not shaped or any(value.shape == param.shape for value in shaped)
 
 
 def _taken(value, device: torch.device, numbers: bool):
-    """A copy of a value of a saved state where the optimizer wants it, as `torch.optim.Optimizer.load_state_dict` puts
-    it: tensors beside their parameter, single numbers only where `numbers` says so."""
+    """Returns a copy of a saved value where `torch.optim.Optimizer.load_state_dict` puts it: tensors beside their
+    parameter, single numbers only where `numbers` says so."""
     if not isinstance(value, Tensor):
         return value
     moved = value.to(device) if numbers or value.dim() else value

@@ -170,7 +170,7 @@ class Arenas(NamedTuple):
 
 
 class Holder(Protocol):
-    """Who fills a buffer."""
+    """The one who fills a buffer."""
 
     def evict(self) -> None:
         """Called when another is about to fill it."""
@@ -189,7 +189,7 @@ class Slot:
         self.holder: Holder | None = None  # None until it is first filled
 
     def views(self, parts: list[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Consecutive 1-D views.
+        """Returns consecutive 1-D views.
 
         Args:
             parts (`list[tuple[int, torch.dtype]]`): number of elements and dtype of each, see `parts_nbytes`.
@@ -202,7 +202,7 @@ class Slot:
 
 
 def parts_nbytes(parts: list[tuple[int, torch.dtype]]) -> int:
-    """Bytes that a slot needs to hold these parts."""
+    """Returns how many bytes a slot needs to hold these parts."""
     return sum(align(numel * dtype.itemsize, ALIGN_NBYTES) for numel, dtype in parts)
 
 

@@ -11,8 +11,8 @@ _NUM_ROWS = 2**14
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """A sum over the bits of a flat buffer that also depends on where they are: of two words that change places, rows
-    or columns are others.
+    """Sums up the bits of a flat buffer. The sum also depends on where they are: it changes when two words, rows or
+    columns change places.
 
     Plain sums, since they go at the speed of the memory on every device.
 

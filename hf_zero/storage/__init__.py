@@ -1,12 +1,12 @@
 """Offload to disk: tensors that rest in files and come into memory in windows. Only who uses it imports this room."""
 
-from hf_zero.storage.disk import Disk, DiskTensor, Extent, windows
+from hf_zero.storage.disk import DiskBuffers, DiskTensor, Extent, windows
 from hf_zero.storage.offload import DiskOffload, DiskPrefetcher, Swap
 from hf_zero.storage.swap_file import Speed, SwapFile, in_pages
 
 
 __all__ = [
-    "Disk",
+    "DiskBuffers",
     "DiskOffload",
     "DiskPrefetcher",
     "DiskTensor",

@@ -1,5 +1,7 @@
-"""Tensors that rest in a file, a few at a time in memory: one record is used while the next is read and the last one
-written (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2)."""
+"""Tensors that rest in a file and come into memory in windows (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2).
+
+What is loaded together is a record. One record is used while the next is read and the last one is written.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +36,7 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, with the rest of its last page."""
+        """The bytes that it takes in the file: whole pages."""
         return in_pages(self.numel * self.dtype.itemsize)
 
     def window(self, start: int, stop: int) -> "Extent":
@@ -48,7 +50,7 @@ class Extent:
         return self.offset + self.nbytes
 
     def overlaps(self, start: int, stop: int) -> bool:
-        """Whether it has any of bytes [start, stop) of the file."""
+        """Whether any of bytes [start, stop) of the file is among its own."""
         return self.offset < stop and start < self.stop
 
 
@@ -56,14 +58,14 @@ Record = tuple[Extent, ...]  # what is loaded into memory together
 
 
 def windows(numel: int) -> list[tuple[int, int]]:
-    """The ranges in which a tensor of so many elements is loaded into memory."""
+    """Returns the ranges in which a tensor of so many elements is loaded into memory."""
     return [(start, min(start + WINDOW_NUMEL, numel)) for start in range(0, numel, WINDOW_NUMEL)]
 
 
-class Disk:
-    """Buffers in memory through which records of a swap file are read and written, one after the other.
+class DiskBuffers:
+    """A few buffers in memory through which records of a swap file are read and written, one after the other.
 
-    It is used by one thread at a time; others have one of their own, with the same file.
+    One thread at a time uses them; others have buffers of their own, for the same file.
 
     Args:
         file (`SwapFile`): the file.
@@ -84,7 +86,7 @@ class Disk:
         file.readers.add(self)
 
     def tensors(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list["DiskTensor"]:
-        """Takes room for tensors, which are zero. Collective.
+        """Reserves room for tensors, which are then zero. Collective.
 
         Args:
             comm (`Comm`): the ranks.
@@ -129,7 +131,7 @@ class Disk:
                 uses.clear()
 
     def prefetch(self, record: Record) -> None:
-        """Begins to read what is loaded next. It may be called at any time, or never."""
+        """Begins to read what is loaded next. This may be called at any time, or never."""
         is_here = any(one.overlaps(e.offset, e.stop) for used in self._here for one in used for e in record)
         if is_here or self._is_ahead(record):
             return
@@ -212,11 +214,11 @@ class DiskTensor:
     """A 1-D tensor that rests on disk.
 
     Args:
-        disk (`Disk`): on which.
+        buffers (`DiskBuffers`): through which it comes.
         extent (`Extent`): where.
     """
 
-    disk: Disk
+    buffers: DiskBuffers
     extent: Extent
 
     @property
@@ -239,7 +241,7 @@ class DiskTensor:
         low, high = only or (0, self.numel)
         cuts = [(start, stop) for start, stop in self.windows if start < high and low < stop]
         records = [(self.extent.window(*cut),) for cut in cuts]
-        for (values,), (start, _) in zip(self.disk.walk(records, writes=writes), cuts):
+        for (values,), (start, _) in zip(self.buffers.walk(records, writes=writes), cuts):
             yield start, values
 
     def write(self, start: int, values: Tensor) -> None:
@@ -250,8 +252,8 @@ class DiskTensor:
             values (`Tensor`): all of it, of any dtype.
         """
         record = (self.extent.window(start, start + values.numel()),)
-        self.disk.load(record, reads=False)[0].copy_(values)
-        self.disk.release(record, writes=True)
+        self.buffers.load(record, reads=False)[0].copy_(values)
+        self.buffers.release(record, writes=True)
 
 
 def _nbytes(record: Record) -> int:

@@ -1,4 +1,4 @@
-"""What a sharded model and its optimizer keep on disk (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2)."""
+"""The part of a sharded model and its optimizer that rests on disk, and the two ways in which it comes into memory."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Bus, Comm, Pending
-from hf_zero.storage.disk import NUM_BUFFERS, Disk, DiskTensor, Record
+from hf_zero.storage.disk import NUM_BUFFERS, DiskBuffers, DiskTensor, Record
 from hf_zero.storage.swap_file import Speed, SwapFile
 
 
 class DiskOffload:
-    """The tensors of one rank that rest on disk: masters, optimizer state, and at stage 3 compute shards. Collective.
+    """The tensors of one rank that rest on disk: masters, optimizer state, and at stage 3 compute shards.
+
+    All ranks make it, and call `swap`, together.
 
     Args:
         comm (`Comm`): the ranks.
@@ -43,14 +45,14 @@ class DiskOffload:
         self._bus = bus
         make = partial(bus.empty, dtype=torch.uint8)
         self._file = SwapFile.open(comm, folder)
-        self._updated = Disk(self._file, make, NUM_BUFFERS + casts)  # by the optimizer, which has a thread
-        self._gathered = Disk(self._file, make)
+        self._updated = DiskBuffers(self._file, make, NUM_BUFFERS + casts)  # by the optimizer, which has a thread
+        self._gathered = DiskBuffers(self._file, make)
         self.tensors = self._updated.tensors(comm, parts)
         self._speed = Speed.measure(self._file, comm)  # while all of it is zero
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's file."""
+        """The bytes of this rank's file."""
         return self._file.nbytes
 
     def prefetcher(self, tensors: list[DiskTensor], targets: Callable[[], list[Tensor]], **how) -> "DiskPrefetcher":
@@ -58,7 +60,7 @@ class DiskOffload:
         return DiskPrefetcher(self._gathered, self._bus, tensors, targets, **how)
 
     def swap(self, slices: Sequence["Swapped"], state, state_of) -> "Swap":
-        """Makes a `Swap` of masters, which takes room for their state. Collective."""
+        """Makes a `Swap` of masters, which reserves room for their state. Collective."""
         swap = Swap(self._updated, self._comm, slices, state, state_of)
         if self._comm.rank == 0:
             self._speed.log(self._file, "masters and optimizer state")
@@ -69,15 +71,15 @@ class DiskPrefetcher:
     """Reads tensors ahead of the all-gathers that need them, and sends them to the device.
 
     Args:
-        disk (`Disk`): whose few buffers in memory all prefetchers share.
+        buffers (`DiskBuffers`): all prefetchers share them.
         bus (`Bus`): the way to the device.
         tensors (`list[DiskTensor]`): what is gathered together.
         targets (`Callable`): gives the memory on the device of each of them.
         in_windows (`bool`): a part after the other, where they may be too large to be in memory whole.
     """
 
-    def __init__(self, disk: Disk, bus: Bus, tensors: list[DiskTensor], targets, *, in_windows: bool):
-        self._disk = disk
+    def __init__(self, buffers: DiskBuffers, bus: Bus, tensors: list[DiskTensor], targets, *, in_windows: bool):
+        self._buffers = buffers
         self._bus = bus
         self._targets = targets
         # what is in memory together: which of the tensors, and which range of it
@@ -88,13 +90,13 @@ class DiskPrefetcher:
 
     def prefetch(self) -> None:
         """Begins to read what the next `load` takes."""
-        self._disk.prefetch(self._records[0])
+        self._buffers.prefetch(self._records[0])
 
     def load(self) -> Pending:
         """Begins to copy the values to the device, from where they are gathered."""
         transfer, targets = Pending(), self._targets()
         uses: list[Pending] = []
-        for tensors, parts in zip(self._disk.walk(self._records, writes=False, uses=uses), self._parts):
+        for tensors, parts in zip(self._buffers.walk(self._records, writes=False, uses=uses), self._parts):
             for (index, start, stop), values in zip(parts, tensors):
                 transfer = self._bus.up(targets[index][start:stop], values)
                 uses.append(Pending(transfer.synchronize))
@@ -128,7 +130,7 @@ class Swap:
     """Brings slices, with their state, into memory in turn. In between their tensors read as NaN.
 
     Args:
-        disk (`Disk`): where the masters rest.
+        buffers (`DiskBuffers`): through which the masters come.
         comm (`Comm`): the ranks.
         slices (`Sequence[Swapped]`): all that are updated, each within one window of its tensor.
         state (`dict`): the optimizer's, by slice's parameter. The numbers in it stay in memory.
@@ -138,14 +140,14 @@ class Swap:
         `StorageError`: on all ranks, when the disk has no room.
     """
 
-    def __init__(self, disk: Disk, comm: Comm, slices: Sequence[Swapped], state: dict[nn.Parameter, dict], state_of):
-        self._disk = disk
+    def __init__(self, buffers: DiskBuffers, comm: Comm, slices: Sequence[Swapped], state: dict, state_of):
+        self._buffers = buffers
         self._state = state
         keys: dict[DiskTensor, dict[str, torch.dtype]] = {}
         for each in slices:
             keys.setdefault(each.on_disk, {}).update(state_of(each))
         places = [(master, key, dtype) for master, own in keys.items() for key, dtype in own.items()]
-        tensors = disk.tensors(comm, [(master.numel, dtype) for master, _, dtype in places])
+        tensors = buffers.tensors(comm, [(master.numel, dtype) for master, _, dtype in places])
         self._tensors: dict[DiskTensor, dict[str, DiskTensor]] = {master: {} for master in keys}
         for (master, key, _), tensor in zip(places, tensors):
             self._tensors[master][key] = tensor
@@ -169,7 +171,7 @@ class Swap:
             self._next[self._last] = record
             self._last = record
         uses: list[Pending] = []
-        loaded = self._disk.walk(list(turns), writes=writes, uses=uses, then=self._next.get(self._last))
+        loaded = self._buffers.walk(list(turns), writes=writes, uses=uses, then=self._next.get(self._last))
         for (values, *tensors), (master, window, own) in zip(loaded, turns.values()):
             state = dict(zip(self._tensors[master], tensors))
             parts = [slice(each.within.start - window[0], each.within.stop - window[0]) for each in own]

@@ -1,4 +1,4 @@
-"""One rank's file in which tensors rest: read and written ahead of use, past the page cache where that can be.
+"""The file of one rank in which tensors rest. It is read and written past the page cache where that can be.
 
 Its pieces are moved by a few threads. Through io_uring the same pieces took as long (`docs/memory.md` has the
 numbers), and it is switched off in many containers.

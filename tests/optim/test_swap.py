@@ -15,7 +15,7 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, StorageError
-from hf_zero.storage import Disk, disk
+from hf_zero.storage import DiskBuffers, disk
 from tests import models
 from tests.distributed import run_ranks
 from tests.training import Record, Sharded, adamw, assert_equal, loss_of, sgd, train
@@ -247,14 +247,14 @@ def count_read_ahead(folder: str) -> None:
     """Blocks are being read already when they are gathered."""
     model = models.llama(layers=6)
     hf_zero.shard(model, stage=3, offload="params", offload_dir=folder)
-    was_ahead, real = [], Disk.load
+    was_ahead, real = [], DiskBuffers.load
 
     def load(self, record, **how):
         was_ahead.append(self._is_ahead(record))
         return real(self, record, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Disk, "load", load)
+        patch.setattr(DiskBuffers, "load", load)
         loss = loss_of(model(**models.batch("llama", seed=0)))
         # the root; then the blocks, of which the second is gathered as soon as the first is
         assert was_ahead[-6:] == [True, False, True, True, True, True], was_ahead

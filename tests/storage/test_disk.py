@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_zero.comm import Comm, Pending
-from hf_zero.storage import Disk, DiskTensor, Extent, SwapFile, disk, windows
+from hf_zero.storage import DiskBuffers, DiskTensor, Extent, SwapFile, disk, windows
 
 
 class Memory:
@@ -49,17 +49,17 @@ def memory():
     return Memory()
 
 
-def extents_of(disk_: Disk, comm: Comm, parts: list) -> list[Extent]:
+def extents_of(disk_: DiskBuffers, comm: Comm, parts: list) -> list[Extent]:
     return [tensor.extent for tensor in disk_.tensors(comm, parts)]
 
 
-def settle(disk_: Disk) -> None:
+def settle(disk_: DiskBuffers) -> None:
     """Waits until all that was released is written."""
     while disk_._leaving:
         disk_._wait_for_oldest()
 
 
-def make_records(disk_: Disk, comm: Comm, numels: list[int]) -> list:
+def make_records(disk_: DiskBuffers, comm: Comm, numels: list[int]) -> list:
     """For each size an fp32 and a bf16 tensor, in windows."""
     parts = [(numel, dtype) for numel in numels for dtype in (torch.float32, torch.bfloat16)]
     extents = extents_of(disk_, comm, parts)
@@ -72,7 +72,7 @@ def test_tensors_of_any_size_keep_their_values_in_buffers_that_do_not_grow_with_
     tmp_path, monkeypatch, comm, memory
 ):
     monkeypatch.setattr(disk, "WINDOW_NUMEL", 4096)
-    shelf = Disk(SwapFile.open(comm, tmp_path), memory)
+    shelf = DiskBuffers(SwapFile.open(comm, tmp_path), memory)
     records = make_records(shelf, comm, [1, 1023, 4096, 4097, 20000, 3] * 5)
     assert len(records) == (1 + 1 + 1 + 2 + 5 + 1) * 5
     for factor in (1, 2):  # written, then changed
@@ -93,7 +93,7 @@ def test_tensors_of_any_size_keep_their_values_in_buffers_that_do_not_grow_with_
 
 def test_the_next_record_is_read_and_the_last_written_while_one_is_used(memory):
     log = Log()
-    shelf = Disk(log, memory)
+    shelf = DiskBuffers(log, memory)
     records = [(Extent(4096 * index, 1024, torch.float32),) for index in range(4)]
     for record, _ in zip(records, shelf.walk(records, writes=True)):
         log.events.append(f"use {'abcd'[record[0].offset // 4096]}")
@@ -108,7 +108,7 @@ def test_the_next_record_is_read_and_the_last_written_while_one_is_used(memory):
 
 
 def test_what_was_read_ahead_is_read_again_when_it_may_have_been_written(tmp_path, comm, memory):
-    shelf = Disk(SwapFile.open(comm, tmp_path), memory)
+    shelf = DiskBuffers(SwapFile.open(comm, tmp_path), memory)
     one, two = extents_of(shelf, comm, [(1000, torch.float32), (1000, torch.float32)])
     shelf.prefetch((one,))
     for tensors in shelf.walk([(one, two)], writes=True):
@@ -121,8 +121,8 @@ def test_what_was_read_ahead_is_read_again_when_it_may_have_been_written(tmp_pat
 
 def test_what_one_reads_ahead_is_read_again_when_another_has_written_it(tmp_path, comm, memory):
     """As parameters are, which one thread gathers and another updates."""
-    writer = Disk(SwapFile.open(comm, tmp_path), memory)
-    reader = Disk(writer.file, memory)
+    writer = DiskBuffers(SwapFile.open(comm, tmp_path), memory)
+    reader = DiskBuffers(writer.file, memory)
     extent, other = extents_of(writer, comm, [(5000, torch.bfloat16), (5000, torch.bfloat16)])
     for tensor, is_ahead in ((DiskTensor(writer, other), True), (DiskTensor(writer, extent), False)):
         reader.prefetch((extent,))
@@ -133,7 +133,7 @@ def test_what_one_reads_ahead_is_read_again_when_another_has_written_it(tmp_path
 
 
 def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(tmp_path, comm, memory):
-    shelf = Disk(SwapFile.open(comm, tmp_path), memory)
+    shelf = DiskBuffers(SwapFile.open(comm, tmp_path), memory)
     record, *others = [(extent,) for extent in extents_of(shelf, comm, [(1024, torch.float32)] * 5)]
     seen = []
     lent = shelf.load(record)[0].fill_(5)
@@ -145,7 +145,7 @@ def test_a_buffer_is_not_filled_again_before_its_last_use_is_over(tmp_path, comm
 
 @pytest.mark.quick
 def test_an_exception_in_the_middle_leaves_everything_usable(tmp_path, comm, memory):
-    shelf = Disk(SwapFile.open(comm, tmp_path), memory)
+    shelf = DiskBuffers(SwapFile.open(comm, tmp_path), memory)
     records = [(extent,) for extent in extents_of(shelf, comm, [(1024, torch.float32)] * 6)]
     for _ in range(4):
         with pytest.raises(ValueError, match="in training"):
