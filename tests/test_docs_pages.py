@@ -209,9 +209,9 @@ def check_command(words: list[str]) -> None:
 
 
 def _check_recipe(words: list[str]) -> None:
+    from hf_zero.recipes.cli import make_tool_parser
     from hf_zero.recipes.settings import parse_settings
     from hf_zero.recipes.tasks import TASKS, TOOLS
-    from hf_zero.recipes.tools import make_tool_parser
 
     if len(words) == 1 or words[1] == "--help":  # the name of a task, a tool or a key in a sentence
         assert words[0] in (*TASKS, *TOOLS, "--num_processes")

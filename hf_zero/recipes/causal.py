@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
 from hf_zero.recipes import loading
-from hf_zero.recipes.adapters import AdapterArguments, adapt, check_adapter
+from hf_zero.recipes.artifacts import usage_command
 from hf_zero.recipes.common import CommonArguments, SourceArguments
 from hf_zero.recipes.data import Data, Rows, check_sources
 from hf_zero.recipes.data.chat import read_template
@@ -21,11 +21,9 @@ from hf_zero.recipes.data.formats import TEXT_COLUMN
 from hf_zero.recipes.data.packing import pack
 from hf_zero.recipes.data.stream import Stream, shuffled
 from hf_zero.recipes.data.tokens import sample_of
-from hf_zero.recipes.loading import quiet
-from hf_zero.recipes.memory import MemoryRecorder
-from hf_zero.recipes.models import check_model, resolve_model
-from hf_zero.recipes.positions import check_positions
-from hf_zero.recipes.report import usage_command
+from hf_zero.recipes.loading import check_model, check_positions, quiet, resolve_model
+from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
+from hf_zero.recipes.measured import MemoryRecorder
 from hf_zero.recipes.token_trainer import TokenTrainer, mean_token_loss
 from hf_zero.trainer import ZeroTrainingArguments
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.recipes.step_trace import Moment, Step
+from hf_zero.recipes.measured import Moment, Step
 from hf_zero.trainer.card import MEMORY_CLASSES, MIB, NO_METRICS
 
 

@@ -2,11 +2,12 @@
 
 import os
 import sys
+from dataclasses import fields
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
 from hf_zero.recipes.listing import listed, summaries
-from hf_zero.recipes.parser import program, unknown_task_message
+from hf_zero.recipes.parser import Parser, parser_for, program, unknown_message, unknown_task_message
 from hf_zero.recipes.silence import silence
 from hf_zero.recipes.tasks import TASKS, TOOLS
 
@@ -66,8 +67,6 @@ def _main(argv: list[str]) -> None:
         print(USAGE.format(program=program(), tasks=listed(summaries(TASKS)), tools=listed(summaries(TOOLS))))
         return
     if argv[0] in TOOLS:
-        from hf_zero.recipes.tools import run_tool
-
         run_tool(argv[0], argv[1:])
     else:
         _run_task_of(argv[0], argv[1:])
@@ -76,23 +75,12 @@ def _main(argv: list[str]) -> None:
 def _run_task_of(task: str, argv: list[str]) -> None:
     if task not in TASKS:
         raise ConfigError(unknown_task_message(task, (*TASKS, *TOOLS)))
-    from hf_zero.recipes.checks import (
-        check_file_sizes,
-        check_test_set,
-        check_training_settings,
-        launched_world_size,
-    )
-    from hf_zero.recipes.resuming import check_resume
+    from hf_zero.recipes.earlier_run import check_resume
     from hf_zero.recipes.run import run_task
-    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.settings import check_settings, parse_settings
 
     settings = parse_settings(task, argv)
-    world_size = launched_world_size(settings.num_processes)
-    check_training_settings(settings.training)
-    check_test_set(settings)
-    TASKS[task].load().check(settings.arguments, settings.training)
-    if not settings.arguments.use_peft:
-        check_file_sizes(settings.arguments.model_name_or_path)
+    world_size = check_settings(settings)
     check_resume(settings)
     if settings.dry_run:
         from hf_zero.recipes.dry_run import dry_run
@@ -105,3 +93,40 @@ def _run_task_of(task: str, argv: list[str]) -> None:
         launch(settings.num_processes, run_task, settings)
     else:
         run_task(settings)
+
+
+def make_tool_parser(tool: str) -> Parser:
+    """Builds the parser of one tool.
+
+    Args:
+        tool (`str`): A key of `TOOLS`.
+
+    Returns:
+        [`Parser`]: It takes the tool's positional, if it has one, and the fields of its `Arguments` as keys.
+    """
+    module = TOOLS[tool].load()
+    parser = parser_for(tool, TOOLS[tool].summary, [module.Arguments])
+    if module.POSITIONAL:
+        name, explanation = module.POSITIONAL
+        parser.add_argument(name, help=explanation)
+    return parser
+
+
+def run_tool(tool: str, argv: list[str]) -> None:
+    """Runs one tool.
+
+    Args:
+        tool (`str`): A key of `TOOLS`.
+        argv (`list[str]`): What follows the tool on the command line.
+
+    Raises:
+        HfZeroError: What is wrong with the command line, or with what the tool was given.
+    """
+    module = TOOLS[tool].load()
+    known = {field.name for field in fields(module.Arguments)}
+    namespace, unknown = make_tool_parser(tool).parse_known_args(argv)
+    if unknown:
+        raise ConfigError(unknown_message("command line", unknown[0].split("=")[0], known))
+    values = vars(namespace)
+    positional = [values.pop(module.POSITIONAL[0])] if module.POSITIONAL else []
+    module.run(*positional, module.Arguments(**values))

@@ -5,6 +5,7 @@ that would give the answer away are replaced, so that a model has to read the se
 """
 
 import ast
+import hashlib
 import re
 import sys
 import sysconfig
@@ -15,12 +16,49 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.examples import Example, text_hash
 
 
 MIN_CHARS = 40
 MASK = "thing"
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+TEST_PERCENT = 20
+
+
+@dataclass(frozen=True)
+class Example:
+    """One text and the class it belongs to.
+
+    Args:
+        text (`str`): What the model reads.
+        label (`str`): The name of the class.
+    """
+
+    text: str
+    label: str
+
+
+def text_hash(text: str) -> str:
+    """Gives the SHA-256 of a text, in hex: the order and the split of a data set rest on it.
+
+    Args:
+        text (`str`): Any text.
+
+    Returns:
+        `str`: 64 hexadecimal digits, the same on every machine.
+    """
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+def is_test_hash(digest: str) -> bool:
+    """Says on which side of the train/test split a row lies.
+
+    Args:
+        digest (`str`): The SHA-256 of what is classified, in hex.
+
+    Returns:
+        `bool`: True for about 20 % of all rows, and always the same for equal ones.
+    """
+    return int(digest[:8], 16) % 100 < TEST_PERCENT
 
 
 def load_docstrings(num_classes: int = 10, max_per_class: int = 400, root: Path | None = None) -> list[Example]:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.adapters import AdapterArguments, check_adapter, lora_config
+from hf_zero.recipes.artifacts import usage_command
 from hf_zero.recipes.causal import (
     LoadArguments,
     TemplateArguments,
@@ -27,10 +27,9 @@ from hf_zero.recipes.data.chat import template_notes
 from hf_zero.recipes.data.preferences import COLUMNS, Preferences
 from hf_zero.recipes.data.stats import cut_note, plural
 from hf_zero.recipes.data.stream import shuffled
-from hf_zero.recipes.memory import MemoryRecorder
-from hf_zero.recipes.models import check_model
-from hf_zero.recipes.positions import check_positions
-from hf_zero.recipes.report import usage_command
+from hf_zero.recipes.loading import check_model, check_positions
+from hf_zero.recipes.lora import AdapterArguments, check_adapter, lora_config
+from hf_zero.recipes.measured import MemoryRecorder
 
 
 try:

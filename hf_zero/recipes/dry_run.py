@@ -11,9 +11,9 @@ from transformers import Trainer
 from hf_zero.engine import engine_of
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.resolved import non_default_settings, yaml_text
+from hf_zero.recipes.artifacts import non_default_settings, yaml_text
+from hf_zero.recipes.plan import example_batch
 from hf_zero.recipes.settings import Settings
-from hf_zero.recipes.shapes import example_batch
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer
 from hf_zero.trainer.card import MIB

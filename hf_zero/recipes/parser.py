@@ -1,18 +1,92 @@
-"""argparse that raises instead of exiting, for tasks and tools alike."""
+"""Parsers that raise instead of exiting, for tasks and tools alike, and what to say of a name that is unknown."""
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_zero.errors import ConfigError, nearest
-from hf_zero.recipes.other_names import COMMANDS, KEYS, elsewhere
 
 
 SCRIPT = "hf-zero"
 MODULE = "python -m hf_zero.recipes"
+_IN_A_SCRIPT = "is not a recipe; train it in a script, with hf_zero.trl.{}"
+_QUANTIZED = "recipes load no quantized models; load it in a script with quantization_config, for hf_zero.ZeroTrainer"
+
+COMMANDS: dict[str, str] = {
+    "distill": _IN_A_SCRIPT.format("ZeroDistillationTrainer"),
+    "distillation": _IN_A_SCRIPT.format("ZeroDistillationTrainer"),
+    "grpo": _IN_A_SCRIPT.format("ZeroGRPOTrainer"),
+    "kto": _IN_A_SCRIPT.format("ZeroKTOTrainer"),
+    "reward": _IN_A_SCRIPT.format("ZeroRewardTrainer"),
+    "rloo": _IN_A_SCRIPT.format("ZeroRLOOTrainer"),
+    "ppo": "is not supported; the nearest are hf_zero.trl.ZeroGRPOTrainer and ZeroRLOOTrainer, in a script",
+    "orpo": "is not supported; the nearest is dpo",
+    "train": "name what is trained: sft, pretrain, dpo or classify",
+    "finetune": "it is called sft here",
+    "lora": "it is called sft here, with --use_peft",
+    "qlora": _QUANTIZED,
+    "clm": "it is called pretrain here",
+    "launch": "name a task; --num_processes starts its processes",
+    "estimate": "it is called plan here",
+    "estimate_memory": "it is called plan here",
+    "export": "a run leaves a folder that from_pretrained loads; merge makes one of an adapter and its base model",
+    "convert": "it is called migrate here, for configurations; checkpoints need none: from_pretrained loads them",
+    "upload": "it is called push here",
+    "info": "it is called env here",
+    "version": "it is called env here",
+}
+
+# Of other programs (TRL, DeepSpeed, torchrun, LLaMA-Factory, Axolotl) and of older versions of transformers.
+KEYS: dict[str, str] = {
+    "trust_remote_code": "recipes run no code of a model's own; train it in a script, with hf_zero.ZeroTrainer",
+    "load_in_4bit": _QUANTIZED,
+    "load_in_8bit": _QUANTIZED,
+    "model": "it is called model_name_or_path here",
+    "model_name": "it is called model_name_or_path here",
+    "base_model": "it is called model_name_or_path here",
+    "dataset": "it is called dataset_name here",
+    "datasets": "it is called dataset_name here",
+    "dataset_path": "it is called dataset_name here",
+    "dataset_text_column": "it is called dataset_text_field here",
+    "validation_file": "it is called test_file here",
+    "eval_file": "it is called test_file here",
+    "max_seq_length": "it is called max_length here",
+    "max_seq_len": "it is called max_length here",
+    "cutoff_len": "it is called max_length here",
+    "sequence_len": "it is called max_length here",
+    "block_size": "it is called max_length here",
+    "torch_dtype": "it is called dtype here",
+    "max_train_samples": "it is called max_train_rows here",
+    "max_eval_samples": "it is called max_test_rows here",
+    "streaming": "it is called dataset_streaming here",
+    "batch_size": "it is called per_device_train_batch_size here",
+    "micro_batch_size": "it is called per_device_train_batch_size here",
+    "train_micro_batch_size_per_gpu": "it is called per_device_train_batch_size here",
+    "lr": "it is called learning_rate here",
+    "lr_scheduler": "it is called lr_scheduler_type here",
+    "epochs": "it is called num_train_epochs here",
+    "num_epochs": "it is called num_train_epochs here",
+    "evaluation_strategy": "it is called eval_strategy here",
+    "warmup_ratio": "it is called warmup_steps here, which takes a share below 1 too",
+    "group_by_length": "it is called train_sampling_strategy here, with the value group_by_length",
+    "gradient_clipping": "it is called max_grad_norm here",
+    "no_cuda": "it is called use_cpu here",
+    "nproc_per_node": "it is called num_processes here",
+    "nproc": "it is called num_processes here",
+    "num_gpus": "it is called num_processes here",
+    "stage": "it is called zero_stage here",
+    "zero": "it is called zero_stage here",
+    "offload": "it is called zero_offload here",
+    "lora_rank": "it is called lora_r here",
+    "lora_target": "it is called lora_target_modules here",
+    "use_flash_attn": "it is called attn_implementation here, with the value flash_attention_2",
+    "use_flash_attention_2": "it is called attn_implementation here, with the value flash_attention_2",
+    "flash_attn": "it is called attn_implementation here, with the value flash_attention_2",
+    "logging_dir": "training_log.jsonl is in output_dir; TensorBoard's folder is set by TENSORBOARD_LOGGING_DIR",
+}
 
 
 def program() -> str:
@@ -27,18 +101,20 @@ class Parser(ArgumentParser):
         raise ConfigError(message)
 
 
-def parser_for(kinds: Iterable[type], **settings: Any) -> Parser:
-    """Makes a parser that takes the fields of dataclasses as keys.
+def parser_for(name: str, summary: str, kinds: Iterable[type]) -> Parser:
+    """Makes the parser of a task or a tool, which takes the fields of dataclasses as keys.
 
     Args:
+        name (`str`): The task or tool, as it is called on the command line.
+        summary (`str`): What it does, for `--help`.
         kinds (`Iterable[type]`): The dataclasses. If none has a field, transformers is not imported, which takes
             seconds.
-        settings: Those of `ArgumentParser`.
 
     Returns:
         [`Parser`]: It is an `HfArgumentParser` too if there is a field.
     """
     kinds = tuple(kinds)
+    settings: dict[str, Any] = {"prog": f"{program()} {name}", "description": summary, "allow_abbrev": False}
     if not any(fields(kind) for kind in kinds):
         return Parser(**settings)
     from transformers import HfArgumentParser
@@ -80,3 +156,13 @@ def unknown_task_message(name: str, known: Iterable[str]) -> str:
 
 def _guess(found: str | None) -> str:
     return f"did you mean {found}?" if found else "nothing here is called like it; see --help"
+
+
+def elsewhere(name: str, table: Mapping[str, str]) -> str | None:
+    """What to say of a name that something else goes by here; `None` where nothing is known of it.
+
+    Args:
+        name (`str`): as it was written, without dashes before it.
+        table (`Mapping[str, str]`): `COMMANDS` or `KEYS`.
+    """
+    return table.get(name.lower().replace("-", "_"))

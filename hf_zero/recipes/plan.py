@@ -13,10 +13,8 @@ from hf_zero.config import choose
 from hf_zero.errors import ConfigError
 from hf_zero.planner import Prediction, advise, predict_with
 from hf_zero.planner.advice import GIB
-from hf_zero.recipes.adapters import AdapterArguments, adapt, check_adapter
-from hf_zero.recipes.loading import one_line, quiet
-from hf_zero.recipes.models import resolve_config
-from hf_zero.recipes.shapes import example_batch
+from hf_zero.recipes.loading import one_line, quiet, resolve_config
+from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.trainer import ZeroArgumentsMixin
 from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
@@ -152,3 +150,37 @@ def optimizer_of(optim: str) -> partial:
     except (ValueError, ImportError) as error:
         raise ConfigError(f"optim: {' '.join(str(error).split())}") from error
     return partial(kind, **kwargs)
+
+
+def example_batch(model: PreTrainedModel, batch_size: int, length: int) -> dict[str, Tensor]:
+    """Makes a batch without data for a model, with labels: sequences of full length, none padded.
+
+    Args:
+        model (`PreTrainedModel`): its class says which labels it takes.
+        batch_size (`int`): rows.
+        length (`int`): tokens of a row; for an encoder and decoder, of each.
+
+    Raises:
+        ConfigError: for a model that takes neither tokens nor images.
+    """
+    kind = type(model).__name__
+    if model.main_input_name == "pixel_values":
+        inputs = {"pixel_values": _empty(batch_size, *_image_shape(model), dtype=model.dtype)}
+    elif model.main_input_name == "input_ids":
+        inputs = {name: _empty(batch_size, length) for name in ("input_ids", "attention_mask")}
+    else:
+        raise ConfigError(f"model: {kind} takes {model.main_input_name}, and only tokens and images are planned")
+    if "For" not in kind and not kind.endswith("HeadModel"):
+        return inputs  # without a head there is no loss
+    by_row = any(word in kind for word in ("SequenceClassification", "ImageClassification"))
+    return {**inputs, "labels": _empty(batch_size) if by_row else _empty(batch_size, length)}
+
+
+def _image_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    size = getattr(model.config, "image_size", 224)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return getattr(model.config, "num_channels", 3), height, width
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")

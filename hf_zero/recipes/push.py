@@ -13,9 +13,8 @@ from hf_zero.checkpoint.table import STATE_PATTERNS
 from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, is_weight_file
 from hf_zero.errors import ConfigError, HubError
-from hf_zero.recipes.artifacts import REPORT_NAME
-from hf_zero.recipes.resolved import RESOLVED_NAME
-from hf_zero.recipes.verify import Inspection
+from hf_zero.recipes.artifacts import REPORT_NAME, RESOLVED_NAME
+from hf_zero.recipes.inspection import Inspection
 from hf_zero.trainer.card import card_text, facts_of_folder
 from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, is_transient, links_out_of, token_warning
 

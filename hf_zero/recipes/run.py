@@ -8,11 +8,10 @@ import transformers
 
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
-from hf_zero.recipes.occupied import finished
-from hf_zero.recipes.resuming import checkpoint_of, resume_message, set_aside
+from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside
+from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.settings import AUTO, Settings
 from hf_zero.recipes.tasks import TASKS
-from hf_zero.recipes.watch import Watch
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 

@@ -1,18 +1,24 @@
-"""The command line over the YAML file over the defaults, all through `HfArgumentParser`."""
+"""The settings of a run: the command line over the YAML file over the defaults, and what is refused of them."""
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import os
+import resource
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import yaml
 
-from hf_zero.errors import ConfigError
-from hf_zero.recipes.parser import Parser, parser_for, program, unknown_message
-from hf_zero.recipes.ready_made import config_file, hint
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES, refuse_other_engines
+from hf_zero.errors import ConfigError, size_text
+from hf_zero.recipes.listing import config_file, hint
+from hf_zero.recipes.parser import Parser, parser_for, unknown_message
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
+from hf_zero.trainer.arguments import ZeroArgumentsMixin
+from hf_zero.trainer.checks import check_arguments, check_output_dir, check_schedule
 
 
 AUTO, NEVER = "auto", "never"  # values of `resume`; any other is the folder of a checkpoint
@@ -95,8 +101,7 @@ def make_parser(task: str) -> Parser:
     Returns:
         [`Parser`]: It knows `--config`, `--num_processes`, the task's arguments and all training arguments.
     """
-    summary = TASKS[task].summary
-    parser = parser_for(_kinds(task), prog=f"{program()} {task}", description=summary, allow_abbrev=False)
+    parser = parser_for(task, TASKS[task].summary, _kinds(task))
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
     # Its type has a list beside the name, of which HfArgumentParser takes the name alone.
     next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
@@ -127,8 +132,10 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     known = {field.name for kind in kinds for field in fields(kind) if field.init}
     config = parser.parse_known_args(argv)[0].config
     from_file = _yaml_flags(config, known) if config else []
-    with _naming(config):
+    try:
         parser.parse_known_args(from_file)
+    except ConfigError as error:
+        raise ConfigError(f"--config {config}: {error}") from error
     namespace, unknown = parser.parse_known_args(from_file + argv)  # of two equal flags argparse takes the last
     if len(namespace.report_to) == 1:
         namespace.report_to = namespace.report_to[0]
@@ -163,15 +170,6 @@ def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:
     return {field.name: values[field.name] for field in fields(kind) if field.init}
 
 
-@contextmanager
-def _naming(path: str | None) -> Iterator[None]:
-    """What is refused inside is the file's mistake."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"--config {path}: {error}") from error
-
-
 def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
     try:
         content = yaml.safe_load(config_file(path).read_text(encoding="utf-8")) or {}
@@ -197,3 +195,130 @@ def _flag(key: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
     return [f"--{key}={json.dumps(value, default=str) if isinstance(value, dict) else value}"]
+
+
+def check_settings(settings: Settings) -> int | None:
+    """Refuses a run that cannot work, before a process is started or a weight is read.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+
+    Returns:
+        `int` or `None`: How many processes a launcher such as torchrun has started; `None` when there is none.
+
+    Raises:
+        HfZeroError: As the checks of the settings below raise it, and the task's own.
+    """
+    world_size = launched_world_size(settings.num_processes)
+    check_training_settings(settings.training)
+    task = TASKS[settings.task]
+    if not task.holds_out:
+        check_test_set(settings)
+    task.load().check(settings.arguments, settings.training)
+    if not settings.arguments.use_peft:
+        check_file_sizes(settings.arguments.model_name_or_path)
+    return world_size
+
+
+def check_training_settings(settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+    """Refuses settings that no task could work with.
+
+    Args:
+        settings (`Mapping[str, Any]`): The fields of the training arguments, parsed but not yet acted upon.
+        environment (`Mapping[str, str]`, *optional*): Instead of `os.environ`.
+
+    Raises:
+        ConfigError: If a setting of ZeRO is not valid, another sharding engine is asked for, `output_dir` cannot be
+            written, or a value cannot work. What only the training arguments know about each other is found when they
+            are made.
+    """
+    ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**settings)))
+    refuse_other_engines(settings, environment)
+    check_output_dir(settings.get("output_dir"))
+    check_arguments(settings)
+    check_schedule(settings)
+
+
+def check_file_sizes(model: str | None) -> None:
+    """Refuses to train a model whose files could not be written here again, for all the room there is.
+
+    Args:
+        model (`str`, *optional*): A folder; of a hub id the files need not be here yet.
+
+    Raises:
+        ConfigError: If the process may not write files of that size.
+    """
+    folder = Path(model or "").expanduser()
+    if not folder.is_dir():
+        return
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    largest = max((path.stat().st_size for path in folder.glob("*.safetensors")), default=0)
+    if resource.RLIM_INFINITY != limit < largest:
+        raise ConfigError(
+            f"ulimit -f: a file may have {size_text(limit)} here, and the largest one of {model} has "
+            f"{size_text(largest)}; raise the limit (ulimit -f unlimited)"
+        )
+
+
+def check_test_set(settings: Settings) -> None:
+    """Refuses evaluation where there is nothing to evaluate on.
+
+    Args:
+        settings ([`Settings`]): Of a run whose task holds out no rows to test on.
+
+    Raises:
+        ConfigError: If nothing is, naming the setting that asks for it.
+    """
+    arguments, training = settings.arguments, settings.training
+    if arguments.test_file or arguments.dataset_test_split:
+        return
+    strategy = training["eval_strategy"]
+    asks = {
+        f"eval_strategy {getattr(strategy, 'value', strategy)}": strategy != "no",
+        "eval_on_start": training["eval_on_start"],
+        "load_best_model_at_end": training["load_best_model_at_end"],
+    }
+    for name, is_asked in asks.items():
+        if is_asked:
+            raise ConfigError(
+                f"{name}: there is no test set to evaluate on; give --dataset_test_split or --test_file, or leave "
+                "it out"
+            )
+
+
+def launched_world_size(num_processes: int | None, environment: Mapping[str, str] | None = None) -> int | None:
+    """Reads what an outer launcher such as torchrun has set, and holds it against `--num_processes`.
+
+    Args:
+        num_processes (`int`, *optional*): What the user asked for, if anything.
+        environment (`Mapping[str, str]`, *optional*): Instead of `os.environ`.
+
+    Returns:
+        `int` or `None`: The number of processes that the outer launcher started; None when there is none.
+
+    Raises:
+        ConfigError: If the variables are incomplete or contradict each other or `num_processes`.
+    """
+    environment = os.environ if environment is None else environment
+    if num_processes is not None and num_processes < 1:
+        raise ConfigError(f"--num_processes {num_processes}: expected 1 or more")
+    missing = [name for name in LAUNCHER_VARIABLES if name not in environment]
+    if "WORLD_SIZE" in missing and "RANK" in missing:
+        return None
+    if missing:
+        found = "WORLD_SIZE" if "WORLD_SIZE" not in missing else "RANK"
+        raise ConfigError(
+            f"{found}={environment[found]} is set but {', '.join(missing)} not: "
+            "start with torchrun, which sets them all, or unset them and use --num_processes"
+        )
+    try:
+        world_size, rank = int(environment["WORLD_SIZE"]), int(environment["RANK"])
+    except ValueError as error:
+        raise ConfigError(f"WORLD_SIZE and RANK: {error}; expected the integers that torchrun sets") from error
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"RANK={rank} with WORLD_SIZE={world_size}: expected a rank below it; start with torchrun")
+    if num_processes not in (None, world_size):
+        raise ConfigError(
+            f"--num_processes {num_processes}, but the launcher set WORLD_SIZE={world_size}; leave it out"
+        )
+    return world_size

@@ -62,7 +62,7 @@ TASKS: dict[str, Task] = {
 
 TOOLS: dict[str, Task] = {
     "plan": Task("say what each rank of a run will take, and which stage fits", "hf_zero.recipes.plan"),
-    "verify": Task("check that a model folder is whole, and loads", "hf_zero.recipes.verify"),
+    "verify": Task("check that a model folder is whole, and loads", "hf_zero.recipes.inspection"),
     "merge": Task("merge a PEFT adapter into its base model", "hf_zero.recipes.merge"),
     "push": Task("upload a model folder to the hub", "hf_zero.recipes.push"),
     "env": Task("print versions, devices, memory and what is missing, for bug reports", "hf_zero.recipes.env"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from hf_zero.recipes.log import LOG_NAME, read_log
+from hf_zero.recipes.metrics import LOG_NAME, read_log
 from tests.distributed import run_ranks
 
 

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
-from hf_zero.recipes.log import read_log
+from hf_zero.recipes.metrics import read_log
 from hf_zero.recipes.settings import parse_settings
 from tests.distributed import run_ranks
 from tests.output import without_imports

@@ -15,8 +15,8 @@ from transformers import SchedulerType, Seq2SeqTrainingArguments
 from hf_zero import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError, size_text
-from hf_zero.recipes import checks as recipe_checks
 from hf_zero.recipes import launch
+from hf_zero.recipes import settings as recipe_settings
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.settings import make_parser
 from hf_zero.trainer import checks
@@ -258,7 +258,7 @@ def test_a_folder_that_refuses_a_file_is_no_output_dir_whatever_its_mode_says(re
 
 def test_a_limit_of_file_sizes_below_the_model_is_refused(refusal, monkeypatch):
     limits = {resource.RLIMIT_FSIZE: (2048, resource.RLIM_INFINITY)}
-    monkeypatch.setattr(recipe_checks.resource, "getrlimit", limits.get)
+    monkeypatch.setattr(recipe_settings.resource, "getrlimit", limits.get)
     line = refusal("pretrain")
     assert re.match(r"ulimit -f: a file may have 2.0 KiB here, and the largest one of .* has \d+\.\d KiB; raise", line)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.recipes import cli, parser
-from hf_zero.recipes.other_names import COMMANDS, KEYS
+from hf_zero.recipes.parser import COMMANDS, KEYS
 from hf_zero.recipes.tasks import TASKS, TOOLS
 
 
@@ -95,7 +95,7 @@ def test_what_computes_nothing_starts_without_torch(command, tmp_path):
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_says_what_it_works_on(tool, monkeypatch):
     """Its positional reaches `run` before the arguments; one without takes none."""
-    from hf_zero.recipes.tools import run_tool
+    from hf_zero.recipes.cli import run_tool
 
     module, calls = TOOLS[tool].load(), []
     monkeypatch.setattr(module, "run", lambda *values: calls.append(values))

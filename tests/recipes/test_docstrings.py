@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.docstrings import MASK, load_docstrings
-from hf_zero.recipes.examples import Example, is_test_hash, text_hash
+from hf_zero.recipes.docstrings import MASK, Example, is_test_hash, load_docstrings, text_hash
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.models import resolve_model
+from hf_zero.recipes.loading import resolve_model
 
 
 @pytest.fixture

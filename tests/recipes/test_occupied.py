@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from hf_zero.comm import Comm
-from hf_zero.recipes.artifacts import REPORT_NAME, write_configuration
-from hf_zero.recipes.log import LOG_NAME
-from hf_zero.recipes.occupied import LEFT, _told, left_in
-from hf_zero.recipes.resolved import RESOLVED_NAME, resolved_text
-from hf_zero.recipes.resuming import _set_aside
+from hf_zero.recipes.artifacts import REPORT_NAME, RESOLVED_NAME, resolved_text, write_configuration
+from hf_zero.recipes.earlier_run import LEFT, _set_aside, _told, left_in
+from hf_zero.recipes.metrics import LOG_NAME
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
 from tests.recipes.ranks import run_on_ranks
@@ -68,7 +66,7 @@ def test_a_folder_without_a_model_is_free(call, left):
 
 
 def test_a_checkpoint_of_elsewhere_does_not_write_over_another_model_either(call, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_zero.recipes.resuming.check_resumable", lambda *_, **__: None)
+    monkeypatch.setattr("hf_zero.recipes.earlier_run.check_resumable", lambda *_, **__: None)
     (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)
     code, line, ran = call("classify", "--learning_rate=0.5", f"--resume={tmp_path / 'b' / 'checkpoint-3'}")
     assert (code, ran) == (2, False)

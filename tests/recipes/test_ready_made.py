@@ -93,7 +93,7 @@ def needs(name: str, num_ranks: int) -> tuple[float, float]:
 
 
 def _adapted(model: torch.nn.Module, settings: Settings) -> torch.nn.Module:
-    from hf_zero.recipes.adapters import adapt
+    from hf_zero.recipes.lora import adapt
 
     with torch.device("meta"):
         twin = type(model)(model.config).to(getattr(torch, settings.arguments.dtype))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hf_zero.recipes.report import memory_table, usage_command
+from hf_zero.recipes.artifacts import memory_table, usage_command
 
 
 pytestmark = pytest.mark.quick

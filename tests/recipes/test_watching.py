@@ -12,13 +12,9 @@ from hf_zero.config import MemoryTier
 from hf_zero.planner import TensorClass, by_field
 from hf_zero.recipes import artifacts, charts
 from hf_zero.recipes.data.collate import Collate
-from hf_zero.recipes.flops import PEAK_TFLOPS, peak_flops, training_flops
-from hf_zero.recipes.log import TrainingLog, read_log
-from hf_zero.recipes.measured import Measured
+from hf_zero.recipes.measured import Measured, Moment, Step, StepTrace
+from hf_zero.recipes.metrics import PEAK_TFLOPS, TrainingLog, counts_of, line_of, peak_flops, read_log, training_flops
 from hf_zero.recipes.page import memory_rows, results_of
-from hf_zero.recipes.progress import line_of
-from hf_zero.recipes.step_trace import Moment, Step, StepTrace
-from hf_zero.recipes.telemetry import counts_of
 
 
 TINY = {

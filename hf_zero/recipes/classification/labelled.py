@@ -11,7 +11,7 @@ from hf_zero.recipes.classification.images import Images
 from hf_zero.recipes.classification.texts import Texts
 from hf_zero.recipes.data.rows import BadRow, Rows
 from hf_zero.recipes.data.stats import plural
-from hf_zero.recipes.examples import is_test_hash
+from hf_zero.recipes.docstrings import is_test_hash
 
 
 @dataclass

@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import BatchEncoding
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.rows import text_of
 from hf_zero.recipes.data.stats import cut_note
-from hf_zero.recipes.examples import text_hash
+from hf_zero.recipes.docstrings import text_hash
 from hf_zero.recipes.loading import load_tokenizer
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes import classify, pretrain, sft
-from hf_zero.recipes.adapters import AdapterArguments, adapt, check_adapter
+from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from tests.distributed import RemoteError, run_ranks
 from tests.recipes.data.conftest import chats, completions, write_lines
 from tests.recipes.data.tasks import run
@@ -86,7 +86,7 @@ def test_an_adapter_takes_peft_and_modules_that_there_are(monkeypatch, language_
     assert adapt(model, AdapterArguments()) is model
     with pytest.raises(ConfigError, match=r"lora_target_modules \['nothing'\]: Target modules"):
         adapt(model, AdapterArguments(use_peft=True, lora_target_modules=["nothing"]))
-    monkeypatch.setattr("hf_zero.recipes.adapters.is_peft_available", lambda: False)
+    monkeypatch.setattr("hf_zero.recipes.lora.is_peft_available", lambda: False)
     check_adapter(AdapterArguments())
     with pytest.raises(ConfigError, match=r"use_peft: PEFT is not installed; pip install 'hf-zero\[peft\]'"):
         check_adapter(AdapterArguments(use_peft=True))

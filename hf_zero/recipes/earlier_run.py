@@ -1,0 +1,391 @@
+"""What an earlier run has left in `output_dir`: a run goes on from it, moves it aside, or replaces it if asked to."""
+
+import json
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import AutoConfig, PretrainedConfig
+
+from hf_zero.checkpoint.plain import read_json
+from hf_zero.checkpoint.table import TABLE_NAME
+from hf_zero.comm.agreement import on_first, run_on_all_ranks
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.recipes.artifacts import (
+    HIDDEN_NAME,
+    REPORT_FOLDER,
+    REPORT_NAME,
+    RESOLVED_NAME,
+    check_unchanged,
+    difference,
+)
+from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, quiet, resolve_model
+from hf_zero.recipes.metrics import LOG_NAME, read_log
+from hf_zero.recipes.settings import AUTO, NEVER, Settings
+from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
+from hf_zero.trainer.disk_space import age_of, checkpoints_in
+from hf_zero.trainer.resumable import check_resumable, newest_whole
+
+
+# Trainer leaves what begins so out of what it uploads.
+EARLIER = "_earlier"
+WEIGHTS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "adapter_model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model-*-of-*.bin",
+    "adapter_model.bin",
+)
+# What a run leaves in its folder beside checkpoints, by exact names: the folder may hold files of the user's
+# (deepspeed_config.json, tokenizer_notes.txt), which stay.
+LEFT = (
+    *WEIGHTS,
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "training_args.bin",
+    TABLE_NAME,
+    "README.md",
+    REPORT_NAME,
+    REPORT_FOLDER,
+    LOG_NAME,
+    RESOLVED_NAME,
+    HIDDEN_NAME,
+)
+# Numbers of a config that say no size: a tokenizer or a task may set them.
+NO_SIZES = ("_id", "_ids", "_index", "label2id")
+
+
+def check_resume(settings: Settings) -> None:
+    """Refuses, before a process is started, to go on from what is not there or from another run.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+
+    Raises:
+        ConfigError: If the checkpoint that is named is no folder, if task, model or data have changed, if a run
+            that starts anew would move the model that it starts from, or if the model of another run would be lost.
+        CheckpointError: If the checkpoint that is named is not complete.
+    """
+    folder = Path(settings.training["output_dir"])
+    if settings.resume == NEVER:
+        _check_model_stays(settings, folder)
+        return
+    if settings.resume == AUTO:
+        if checkpoints_in(folder):
+            check_unchanged(settings, folder)
+            check_same_model(settings, checkpoints_in(folder))
+            check_finished_is_kept(settings, folder)
+        else:
+            check_model_is_kept(settings, folder)
+        return
+    checkpoint = Path(settings.resume)
+    if not checkpoint.is_dir():
+        raise ConfigError(f"resume {settings.resume!r}: no such folder; give auto, never or a checkpoint's folder")
+    check_resumable(checkpoint, needs_config=True)
+    check_unchanged(settings, checkpoint.absolute().parent)
+    check_same_model(settings, [checkpoint])
+    if checkpoint.resolve().parent != folder.resolve():
+        check_model_is_kept(settings, folder)
+
+
+def _check_model_stays(settings: Settings, folder: Path) -> None:
+    model, with_model = settings.arguments.model_name_or_path or "", not settings.overwrite_output_dir
+    path = Path(model).expanduser().resolve()
+    moved = {left.resolve() for left in left_in(folder, with_model=with_model)}
+    if moved.intersection((path, *path.parents)) or with_model and path == folder.resolve():
+        raise ConfigError(
+            f"model_name_or_path {model!r}: lies in output_dir {str(folder)!r}, whose checkpoints and model --resume "
+            "never moves away; give another output_dir"
+        )
+
+
+def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | None:
+    """The checkpoint to go on from; `None` to start anew. All ranks call it.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+        training ([`ZeroTrainingArguments`]): Of this process.
+
+    Raises:
+        CheckpointError: If there are checkpoints, and none that all ranks find complete: what they hold is not given
+            up unless that is asked for.
+    """
+    if settings.resume == NEVER:
+        return None
+    if settings.resume == AUTO:
+        return _newest_complete(training)
+    return settings.resume
+
+
+def _newest_complete(training: ZeroTrainingArguments) -> str | None:
+    choice = newest_whole(
+        training.output_dir,
+        is_first=training.process_index == 0,
+        strict=training.zero_resume_strict,
+        needs_config=True,
+    )
+    if choice.folder is None and choice.faults:
+        reasons = "; ".join(f"{Path(path).name}: {fault}" for path, fault in choice.faults.items())
+        raise CheckpointError(
+            f"{training.output_dir}: none of its checkpoints can be resumed from ({reasons}); --resume never starts "
+            "anew"
+        )
+    return choice.folder
+
+
+def resume_message(checkpoint: str) -> str:
+    """Returns the line that names the checkpoint from which a run goes on."""
+    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    step, max_steps = state["global_step"], state.get("max_steps")
+    return f"resume: going on from {checkpoint}, step {step} of {max_steps}; --resume never starts anew"
+
+
+def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:
+    """Moves what a run before has left out of the way of a run that starts anew. All ranks call it.
+
+    Were its checkpoints left, the next `--resume auto` could take them for this run's.
+
+    Args:
+        trainer ([`ZeroTrainer`]): Of the run that starts.
+        settings ([`Settings`]): Of the same: whether it is to replace the model.
+
+    Returns:
+        `str` or `None`: The folder that they are in now, on the rank that moved them.
+    """
+    comm, folder = trainer.accelerator.shard(trainer.model).comm, Path(trainer.args.output_dir)
+    act = partial(_set_aside, folder, with_model=not settings.overwrite_output_dir)
+    return run_on_all_ranks(comm, f"{folder}: setting aside what it holds", on_first(comm, act))
+
+
+def _set_aside(folder: Path, *, with_model: bool) -> str | None:
+    found = left_in(folder, with_model=with_model)
+    if not found:
+        return None
+    number = 1
+    while (folder / f"{EARLIER}-{number}").exists():
+        number += 1
+    target = folder / f"{EARLIER}-{number}"
+    target.mkdir()
+    for path in found:
+        path.rename(target / path.name)
+    return str(target)
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds the weights of a model or adapter, those of its checkpoints apart."""
+    return any(True for pattern in WEIGHTS for _ in folder.glob(pattern))
+
+
+def left_in(folder: Path, *, with_model: bool) -> list[Path]:
+    """What an earlier run has left in a folder.
+
+    Args:
+        folder (`Path`): Its `output_dir`.
+        with_model (`bool`): Whether its model, and what belongs to that, are meant too.
+    """
+    with_model = with_model and holds_model(folder)
+    checkpoints = checkpoints_in(folder)
+    patterns = LEFT if with_model else (LOG_NAME, RESOLVED_NAME, HIDDEN_NAME) if checkpoints else ()
+    return sorted({*checkpoints, *(path for pattern in patterns for path in folder.glob(pattern))})
+
+
+def check_model_is_kept(settings: Settings, folder: Path) -> None:
+    """Refuses a run that would write its model over that of another one.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+        folder (`Path`): Its `output_dir`.
+
+    Raises:
+        ConfigError: Saying what differs from the run that left the model.
+    """
+    if settings.overwrite_output_dir or settings.resume == NEVER or not holds_model(folder):
+        return
+    whose = _why_another(settings, folder)
+    if whose is not None:
+        raise ConfigError(
+            f"output_dir {str(folder)!r}: holds a model of another run ({whose}); give another output_dir, "
+            "--resume never, which moves it aside, or --overwrite_output_dir"
+        )
+
+
+def check_finished_is_kept(settings: Settings, folder: Path) -> None:
+    """Refuses to go on from a checkpoint that a finished run has left behind it, unless a longer one is asked for.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+        folder (`Path`): Its `output_dir`, with checkpoints.
+
+    Raises:
+        ConfigError: Saying what differs from the run that has finished.
+    """
+    end, newest = _end_of(folder), checkpoints_in(folder)[0]
+    step = age_of(newest)[0]
+    if end is None or end <= step:
+        return
+    changed = difference(settings, folder)
+    if changed is not None and not _is_longer(settings, folder, end):
+        raise ConfigError(
+            f"output_dir {str(folder)!r}: holds the model of a run that has ended at step {end} "
+            f"({_in_words(changed)}), and its newest checkpoint is of step {step}; --resume {newest} trains "
+            f"again from there and replaces the model, --resume {NEVER} starts anew and moves it aside"
+        )
+
+
+def _is_longer(settings: Settings, folder: Path, end: int) -> bool:
+    """Whether more is asked for than the run in a folder was, which has ended at a step."""
+    steps, epochs = (difference(settings, folder, [name]) for name in ("max_steps", "num_train_epochs"))
+    if steps is not None:
+        return steps[1] > end
+    return settings.training["max_steps"] <= 0 and epochs is not None and epochs[1] > epochs[2]
+
+
+def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
+    """What to say where this very run has ended before. All ranks call it.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+        training ([`ZeroTrainingArguments`]): Of this process.
+
+    Returns:
+        `str` or `None`: One line, the same on all ranks; `None` where there is something to do.
+    """
+    told = _told(settings, Path(training.output_dir))
+    return next((each for each in gather_object([told]) if each is not None), None)
+
+
+def _told(settings: Settings, folder: Path) -> str | None:
+    if settings.resume != AUTO or not holds_model(folder) or _why_another(settings, folder) is not None:
+        return None
+    log, end = _log_of(folder), _end_of(folder)
+    losses = [entry["loss"] for entry in log if entry.get("loss") is not None]
+    steps = "all steps" if end is None else f"step {end}"
+    loss = f", last loss {losses[-1]:.4g}" if losses else ""
+    longer = ", more epochs or steps go on from its newest checkpoint" if checkpoints_in(folder) else ""
+    upload = f", `push {folder}` uploads it" if settings.training["push_to_hub"] else ""
+    return (
+        f"{folder}: this run has ended ({steps}{loss}; report: {folder / REPORT_NAME}), and nothing is left to train; "
+        f"--resume {NEVER} trains anew and moves it aside{longer}{upload}"
+    )
+
+
+def _log_of(folder: Path) -> list[dict[str, Any]]:
+    return read_log(folder / LOG_NAME) if (folder / LOG_NAME).is_file() else []
+
+
+def _end_of(folder: Path) -> int | None:
+    """The last step of the run that has left its finished model here; `None` where none has, or nothing tells."""
+    log = _log_of(folder) if holds_model(folder) and (folder / REPORT_NAME).exists() else []
+    return log[-1]["step"] if log else None
+
+
+def _why_another(settings: Settings, folder: Path) -> str | None:
+    """Why the model in a folder is not what this run would leave; `None` where it is."""
+    if not any((folder / name).exists() for name in (RESOLVED_NAME, HIDDEN_NAME)):
+        return f"there is no {RESOLVED_NAME}"
+    changed = difference(settings, folder)
+    if changed is not None:
+        return _in_words(changed)
+    return None if (folder / REPORT_NAME).exists() else f"there is no {REPORT_NAME}, so it did not end"
+
+
+def _in_words(changed: tuple[str, Any, Any]) -> str:
+    return f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"
+
+
+def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:
+    """Refuses to go on from the checkpoints of another model. What cannot be read is told when it is loaded.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+        checkpoints (`Iterable[Path]`): In the order in which they would be taken; the first with a config is compared.
+
+    Raises:
+        ConfigError: Naming the checkpoint, and what differs.
+    """
+    for checkpoint in checkpoints:
+        found = _difference(settings.arguments, checkpoint)
+        if found is not None:
+            raise ConfigError(
+                f"output_dir {settings.training['output_dir']!r}: {checkpoint} is of another model ({found}); give "
+                f"another output_dir, or --resume {NEVER}, which moves it aside"
+            )
+        if any((checkpoint / name).is_file() for name in ("config.json", ADAPTER_CONFIG_NAME)):
+            return
+
+
+def _difference(arguments: Any, checkpoint: Path) -> str | None:
+    if (checkpoint / ADAPTER_CONFIG_NAME).is_file():
+        return _of_adapter(arguments, checkpoint)
+    before = _config(str(checkpoint)) if (checkpoint / "config.json").is_file() else None
+    if before is not None and arguments.use_peft:
+        return "it is no adapter, and use_peft trains one"
+    now = before and _config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
+    if not before or not now:
+        return None
+    text = now.get_text_config()
+    if before.model_type != now.model_type and before.model_type == text.model_type:
+        now = text  # of a model of texts and images, AutoModelForCausalLM makes the part for texts
+    sizes_now, sizes_before = ({"model_type": config.model_type, **_sizes(config)} for config in (now, before))
+    return _first_unlike(sizes_now, sizes_before)
+
+
+def _of_adapter(arguments: Any, checkpoint: Path) -> str | None:
+    if not arguments.use_peft:
+        return "it is an adapter, and use_peft is not set"
+    try:
+        saved = read_json(checkpoint / ADAPTER_CONFIG_NAME)
+    except (CheckpointError, OSError):
+        return None
+    return _first_unlike({"lora_r": arguments.lora_r}, {"lora_r": saved.get("r")})
+
+
+def _config(path: str, revision: str | None = None) -> PretrainedConfig | None:
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(path, revision=revision or "main")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _sizes(config: PretrainedConfig, prefix: str = "") -> dict[str, Any]:
+    """The numbers that shapes follow from, those of a model's parts too."""
+    sizes = {
+        prefix + key: value
+        for key, value in config.to_dict().items()
+        if not key.endswith(NO_SIZES) and _is_size(value)
+    }
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PretrainedConfig):
+            sizes |= _sizes(part, f"{prefix}{name}.")
+    return sizes
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int or isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
+
+
+def _first_unlike(now: dict[str, Any], before: dict[str, Any]) -> str | None:
+    unlike = (key for key in now if key in before and now[key] != before[key])
+    return next((f"{key}: {now[key]!r} now, {before[key]!r} there" for key in unlike), None)

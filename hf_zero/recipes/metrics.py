@@ -1,0 +1,362 @@
+"""What is logged while a run trains: speed, utilization and memory, as lines of JSON and on the screen."""
+
+import json
+import math
+import resource
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import IntervalStrategy
+
+from hf_zero.recipes.data.tokens import IGNORED
+from hf_zero.trainer import ZeroTrainer
+from hf_zero.trainer.card import MIB, NO_METRICS
+
+
+LOG_NAME = "training_log.jsonl"
+NOT_SHOWN = ("total_flos", "zero/seconds", "zero/tokens_per_second_per_rank", "zero/peak_memory_mib", "step")
+# Dense bf16 (without sparsity) in TFLOP/s, from the vendors' data sheets. The first name that is part of the device's
+# name counts, so longer names come before the shorter ones that they contain.
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "GH200": 989,
+    "H200": 989,
+    "H100 NVL": 835,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "A40": 150,
+    "A30": 165,
+    "A10G": 70,
+    "A10": 125,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX 4090": 165,
+    "RTX A6000": 155,
+    "RTX 3090": 71,
+    "MI325X": 1307,
+    "MI300X": 1307,
+    "MI250X": 191.5,  # of each of its two dies, which are devices of their own
+}
+# What configurations call the number of experts.
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+class Telemetry(TrainerCallback):
+    """Adds `zero/...` to the entries of the training's log, before those who report them see them.
+
+    Tokens are those that the model is trained on: padding is not counted. Time goes by except in evaluating and
+    saving.
+
+    Args:
+        trainer ([`ZeroTrainer`]): Whose log it is.
+    """
+
+    @classmethod
+    def attach(cls, trainer: ZeroTrainer) -> "Telemetry":
+        """Makes one, and puts it before all other callbacks of the trainer."""
+        telemetry = cls(trainer)
+        trainer.callback_handler.callbacks.insert(0, telemetry)
+        return telemetry
+
+    def __init__(self, trainer: ZeroTrainer):
+        self._trainer = trainer
+        self._hook: Any = None  # while it trains
+        self._counts: Tensor | None = None  # tokens and rows since the last entry, on the device: nobody waits for it
+        self._seconds = self._total_seconds = 0.0  # since the last entry; since the start
+        self._since = 0.0  # when the clock was last read
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._counts = torch.zeros(2, dtype=torch.int64, device=args.device)
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        last = next((entry for entry in reversed(state.log_history) if "zero/seconds" in entry), {})
+        self._seconds, self._total_seconds = 0.0, last.get("zero/seconds", 0.0)
+        self._since = time.perf_counter()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._hook.remove()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        now = time.perf_counter()
+        self._seconds += now - self._since
+        self._since = now
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._since = time.perf_counter()
+
+    def on_save(self, args, state, control, **kwargs):
+        self._since = time.perf_counter()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" not in logs or self._counts is None:
+            return  # of an evaluation, or the summary at the end
+        comm = self._trainer._engine.comm
+        own = [*self._counts.tolist(), self._seconds, *memory_in_use(args.device)]
+        ranks = comm.all_gather_vector(torch.tensor(own, dtype=torch.float64, device=comm.device))
+        (num_tokens, num_rows), slowest = ranks[:, :2].sum(0).tolist(), float(ranks[:, 2].max())
+        self._counts.zero_()
+        self._seconds = 0.0
+        self._total_seconds += slowest
+        found = {"zero/seconds": self._total_seconds, **self._speed(args, num_tokens, num_rows, slowest, len(ranks))}
+        found["zero/memory_mib"], found["zero/peak_memory_mib"] = (ranks[:, 3:].max(0).values / MIB).tolist()
+        found = {name: float(f"{value:.6g}") for name, value in found.items()}
+        logs.update(found)
+        state.log_history[-1].update(found)
+
+    def _speed(self, args, num_tokens: float, num_rows: float, seconds: float, num_ranks: int) -> dict[str, float]:
+        if seconds <= 0:
+            return {}
+        if not num_tokens:
+            return {"zero/rows_per_second": num_rows / seconds}
+        found = {
+            "zero/tokens_per_second": num_tokens / seconds,
+            "zero/tokens_per_second_per_rank": num_tokens / seconds / num_ranks,
+        }
+        peak = device_peak(args.device) if args.bf16 or args.fp16 else None
+        if peak is not None:
+            flops = training_flops(self._trainer.model, num_tokens, num_rows)
+            found["zero/mfu"] = flops / seconds / (peak * num_ranks)
+        return found
+
+    def _count(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            num_tokens, num_rows = counts_of(kwargs or {"input_ids": args[0]})
+            self._counts[0] += num_tokens
+            self._counts[1] += num_rows
+
+
+def counts_of(batch: Mapping[str, Any]) -> tuple[Tensor | int, Tensor | int]:
+    """The tokens of a batch without padding, and its rows; where rows are packed, those that they are packed of.
+
+    Args:
+        batch (`Mapping[str, Any]`): What the model is called with.
+
+    Returns:
+        `tuple`: 0-d tensors on the batch's device, or numbers.
+    """
+    ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    if ids is None:
+        return 0, next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
+    is_padded = isinstance(mask, Tensor) and mask.dim() == 2
+    if not isinstance(positions, Tensor) or positions.shape != ids.shape:
+        return (mask.sum() if is_padded else ids.numel()), ids.shape[0]
+    tails = _padded_tails(ids, positions, batch.get("labels"))
+    num_tokens = mask.sum() if is_padded else ids.numel() - tails.sum()
+    return num_tokens, (positions == 0).sum() - (tails > 0).sum()
+
+
+def _padded_tails(ids: Tensor, positions: Tensor, labels: Tensor | None) -> Tensor:
+    """How many tokens at the end of each sequence of packed rows are padding: a part of its own, of one token all
+    along, of which the loss counts none."""
+    if labels is None:
+        return torch.zeros_like(ids[:, 0])
+    lengths = (positions == 0).flip(1).int().argmax(1) + 1  # of the last parts
+    in_last = torch.arange(ids.shape[1], 0, -1, device=ids.device) <= lengths[:, None]
+    is_content = (ids != ids[:, -1:]) | (labels != IGNORED)
+    return torch.where((in_last & is_content).any(1), 0, lengths)
+
+
+def device_peak(device: torch.device) -> float | None:
+    """Dense bf16 operations per second of a device, where it is known."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Bytes in use now, and at most so far: of the device's tensors, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        resident = peak  # a system without /proc
+    return resident, max(peak, resident)
+
+
+class TrainingLog(TrainerCallback):
+    """Writes what is logged to a file, on rank 0. A run that is resumed goes on with the log of its checkpoint.
+
+    The last step is logged, whatever `logging_steps` is.
+
+    Args:
+        trainer (`Trainer`): What was evaluated before it trains goes into its history too, as of step 0.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self._path = Path(trainer.args.output_dir) / LOG_NAME
+        self._before: list[dict[str, Any]] | None = []  # None from the beginning of the training on
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        entry = {**logs, "step": state.global_step}
+        if self._before is not None:
+            self._before.append(entry)
+        elif state.is_world_process_zero:
+            self._write("a", [entry])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Trainer logs by its interval alone: the end of a curve would be missing, and of a short run all of it
+        if state.global_step >= state.max_steps and args.logging_strategy != IntervalStrategy.NO:
+            control.should_log = True
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            state.log_history[:0] = self._before
+        self._before = None
+        if state.is_world_process_zero:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._write("w", state.log_history)
+
+    def _write(self, mode: str, entries: list[dict[str, Any]]) -> None:
+        with self._path.open(mode, encoding="utf-8") as file:
+            for entry in entries:
+                file.write(json.dumps({name: _known(value) for name, value in entry.items()}) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The entries of a log, oldest first; a last line that was cut off is left out.
+
+    Args:
+        path (`Path`): The file.
+    """
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break
+    return entries
+
+
+def _known(value: Any) -> Any:
+    """As JSON knows it: numbers that are not finite become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Progress(ProgressCallback):
+    """Trainer's progress bar, with lines that are read more easily than dicts."""
+
+    @classmethod
+    def attach(cls, trainer: Trainer) -> None:
+        """Takes the place of the trainer's progress bar, if it has one."""
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(cls())
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and self.training_bar is not None:
+            self.training_bar.write(line_of(logs, state.global_step, state.max_steps))
+
+
+def line_of(logs: Mapping[str, Any], step: int, max_steps: int) -> str:
+    """One line for an entry of the log.
+
+    Args:
+        logs (`Mapping[str, Any]`): The entry.
+        step (`int`): At which it was made.
+        max_steps (`int`): How many there are.
+    """
+    shown = [_shown(name, value, logs) for name, value in logs.items() if _is_shown(name)]
+    return "  ".join([f"step {step}/{max_steps}", *shown])
+
+
+def _is_shown(name: str) -> bool:
+    return name not in NOT_SHOWN and not NO_METRICS.match(name)
+
+
+def _shown(name: str, value: Any, logs: Mapping[str, Any]) -> str:
+    if name == "zero/tokens_per_second":
+        each = logs.get("zero/tokens_per_second_per_rank", value)
+        return f"{_short(value)} tokens/s" + ("" if each == value else f" ({_short(each)} per rank)")
+    if name == "zero/memory_mib":
+        return f"memory {value:.0f} MiB (peak {logs.get('zero/peak_memory_mib', value):.0f})"
+    if name == "zero/mfu":
+        return f"MFU {value:.1%}"
+    words = name.removeprefix("zero/").replace("learning_rate", "lr").replace("_", " ")
+    return f"{words} {value:.4g}" if isinstance(value, float) else f"{words} {value}"
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 operations per second.
+
+    Args:
+        device_name (`str`): As the driver gives it, such as "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        `float` or `None`: Of one device; `None` for one that is not in the table.
+    """
+    words = device_name.replace("-", " ").split()
+    for name, teraflops in PEAK_TFLOPS.items():
+        parts = name.split()
+        if any(words[at : at + len(parts)] == parts for at in range(len(words))):
+            return teraflops * 1e12
+    return None
+
+
+def training_flops(model: nn.Module, num_tokens: float, num_rows: float) -> float:
+    """Operations that forward and backward need for some tokens, as a model's utilization is counted.
+
+    6 for each parameter that a token is multiplied by, 2 of them for its weight gradient where it has one, and
+    12 * layers * width of the heads * tokens in a row for attention (PaLM, arXiv:2204.02311, appendix B). What is
+    computed twice because activations are not kept does not count. Of a mixture's experts those count that a token
+    goes through. An input embedding is looked up, not multiplied by.
+
+    Args:
+        model (`nn.Module`): Whole or sharded: its parameters keep their shapes.
+        num_tokens (`float`): In all.
+        num_rows (`float`): Over how many rows they are divided.
+    """
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    looked_up = _looked_up(model)
+    share = _expert_share(config)
+    per_token = 0.0
+    for name, param in model.named_parameters():
+        if param is not looked_up:
+            numel = param.numel() * (2 if type(param).__name__ == "Params4bit" else 1)  # two of them in a byte
+            used = numel * (share if ".experts." in f".{name}" else 1.0)
+            per_token += used * (6 if param.requires_grad else 4)
+    row_length = num_tokens / num_rows if num_rows else 0.0
+    return num_tokens * (per_token + 12 * _attention_width(config) * row_length)
+
+
+def _looked_up(model: nn.Module) -> nn.Parameter | None:
+    """The input embedding, unless it is the output's too."""
+    embedding = getattr(_of(model, "get_input_embeddings"), "weight", None)
+    return None if embedding is getattr(_of(model, "get_output_embeddings"), "weight", None) else embedding
+
+
+def _of(model: nn.Module, getter: str) -> nn.Module | None:
+    try:
+        return getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None  # images have none
+
+
+def _expert_share(config: object) -> float:
+    total = next((getattr(config, name) for name in NUM_EXPERTS if getattr(config, name, None)), None)
+    used = getattr(config, "num_experts_per_tok", None)
+    return used / total if total and used else 1.0
+
+
+def _attention_width(config: object) -> int:
+    """The heads' width, over all layers."""
+    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
+    if not isinstance(layers, int) or not isinstance(heads, int) or not heads:
+        return 0
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    return layers * heads * head_dim
