@@ -14,8 +14,10 @@ from hf_zero.recipes.migrate_rules import (
     Flags,
     Missing,
     NoCounterpart,
-    Rule,
     Section,
+    Sections,
+    each,
+    flat,
     offload,
     one_of,
     swap_folder,
@@ -33,12 +35,9 @@ STRATEGIES = {
     **dict.fromkeys(("shard_grad_op", "2", "false"), "2"),
     **dict.fromkeys(("no_shard", "3"), "0"),
 }
-_LAUNCHER = "torchrun's: --nnodes, --nproc_per_node, --node_rank, --rdzv_endpoint"
-_HOSTS = "torchrun is started on each host"
 _BLOCKS = "the repeated blocks of the model are the units"
 _OWN_RANGES = "each rank reads its own ranges of the weights"
 _WHOLE = "every checkpoint holds the whole model, and no rank gathers it"
-_STRATEGY = one_of("zero_stage", STRATEGIES, "every data-parallel rank holds a range (no hybrid sharding)")
 
 
 def _precision(value: Any, section: Section) -> Flags:
@@ -76,88 +75,79 @@ def _compile(value: Any, section: Section) -> Flags:
     return {"torch_compile": "True", "torch_compile_backend": str(value).lower()} if value != "NO" else {}
 
 
-RULES: dict[str, Rule] = {
+def _strategy(note: str) -> Flag:
+    return one_of("zero_stage", STRATEGIES, "every data-parallel rank holds a range (no hybrid sharding)", note)
+
+
+SECTIONS: Sections = {
     "compute_environment": Missing("a machine of one's own is all that is known", off=("LOCAL_MACHINE",)),
-    "distributed_type": Flag(("zero_stage",), "0 for plain data parallelism; else its section says it", _stage_of),
-    "mixed_precision": Flag(("bf16", "fp16"), "gradients are summed in fp32", _precision),
-    "use_cpu": Flag(("use_cpu",), convert=switch("use_cpu")),
+    "distributed_type": Flag("zero_stage", "0 for plain data parallelism; else its section says it", _stage_of),
+    "mixed_precision": Flag("bf16 fp16", "gradients are summed in fp32", _precision),
+    "use_cpu": switch("use_cpu"),
     "num_processes": Always("the launcher's: --num_processes of hf-zero, --nproc_per_node of torchrun"),
-    **{
-        key: Always(_LAUNCHER)
-        for key in (
-            "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network "
-            "main_training_function"
-        ).split()
-    },
+    **each(
+        "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network main_training_function",
+        Always("torchrun's: --nnodes, --nproc_per_node, --node_rank, --rdzv_endpoint"),
+    ),
     "gpu_ids": Missing("CUDA_VISIBLE_DEVICES says it", off=("all",)),
     "debug": Missing("TORCH_DISTRIBUTED_DEBUG=DETAIL checks torch's own collectives"),
     "enable_cpu_affinity": Missing("numactl or taskset does it"),
     "downcast_bf16": Missing("for TPUs", off=("no",)),
-    **{
-        key: Missing("TPUs are not supported")
-        for key in "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands".split()
+    **each(
+        "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands",
+        Missing("TPUs are not supported"),
+    ),
+    "dynamo_config": {
+        "dynamo_backend": Flag("torch_compile torch_compile_backend", "block by block", _compile),
+        "dynamo_mode": Flag("torch_compile_mode"),
+        "dynamo_use_dynamic": Missing("no flag of Trainer's"),
+        "dynamo_use_fullgraph": Missing("no flag of Trainer's"),
+        "dynamo_use_regional_compilation": Always("each block is compiled by itself"),
     },
-    "dynamo_config.dynamo_backend": Flag(("torch_compile", "torch_compile_backend"), "block by block", _compile),
-    "dynamo_config.dynamo_mode": Flag(("torch_compile_mode",)),
-    "dynamo_config.dynamo_use_dynamic": Missing("no flag of Trainer's"),
-    "dynamo_config.dynamo_use_fullgraph": Missing("no flag of Trainer's"),
-    "dynamo_config.dynamo_use_regional_compilation": Always("each block is compiled by itself"),
     # DeepSpeed
-    DEEPSPEED_FILE: Always("its keys are read too"),
-    "deepspeed_config.zero_stage": Flag(("zero_stage",), "2 where accelerate's file has none; here the default is 3"),
-    "deepspeed_config.gradient_accumulation_steps": DEEPSPEED_RULES["gradient_accumulation_steps"],
-    "deepspeed_config.gradient_clipping": Flag(
-        ("max_grad_norm",), "where there is none, Trainer's own decides", _clipping
-    ),
-    "deepspeed_config.offload_optimizer_device": Flag(("zero_offload",), convert=offload("optimizer")),
-    "deepspeed_config.offload_optimizer_nvme_path": Flag(
-        ("zero_offload_dir",), "where the device is nvme", swap_folder("offload_optimizer_device")
-    ),
-    "deepspeed_config.offload_param_device": Flag(
-        ("zero_offload",), "masters, gradients and optimizer state go too", offload("params")
-    ),
-    "deepspeed_config.offload_param_nvme_path": Flag(
-        ("zero_offload_dir",), "where the device is nvme", swap_folder("offload_param_device")
-    ),
-    "deepspeed_config.zero3_init_flag": Always(_OWN_RANGES),
-    "deepspeed_config.zero3_save_16bit_model": Always(_WHOLE),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": Always(_BLOCKS),
-    **{
-        f"deepspeed_config.deepspeed_{key}": Always(_HOSTS)
-        for key in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
+    "deepspeed_config": {
+        "deepspeed_config_file": Always("its keys are read too"),
+        "zero_stage": Flag("zero_stage", "2 where accelerate's file has none; here the default is 3"),
+        "gradient_accumulation_steps": DEEPSPEED_RULES["gradient_accumulation_steps"],
+        "gradient_clipping": Flag("max_grad_norm", "where there is none, Trainer's own decides", _clipping),
+        "offload_optimizer_device": offload("optimizer"),
+        "offload_optimizer_nvme_path": swap_folder("offload_optimizer_device", "where the device is nvme"),
+        "offload_param_device": offload("params", "masters, gradients and optimizer state go too"),
+        "offload_param_nvme_path": swap_folder("offload_param_device", "where the device is nvme"),
+        "zero3_init_flag": Always(_OWN_RANGES),
+        "zero3_save_16bit_model": Always(_WHOLE),
+        "deepspeed_moe_layer_cls_names": Always(_BLOCKS),
+        **each(
+            "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
+            Always("torchrun is started on each host"),
+        ),
     },
     # FSDP
-    "fsdp_config.fsdp_version": Always("stages are the same for both"),
-    "fsdp_config.fsdp_sharding_strategy": Flag(
-        ("zero_stage",), "FULL_SHARD: 3, SHARD_GRAD_OP: 2, NO_SHARD: 0", _STRATEGY
-    ),
-    "fsdp_config.fsdp_reshard_after_forward": Flag(
-        ("zero_stage",), "true or FULL_SHARD: 3, false or SHARD_GRAD_OP: 2, NO_SHARD: 0", _STRATEGY
-    ),
-    "fsdp_config.fsdp_offload_params": Flag(
-        ("zero_offload",), "at stage 2 optimizer state and gradients", _offload_of_fsdp
-    ),
-    "fsdp_config.fsdp_activation_checkpointing": Flag(
-        ("gradient_checkpointing",), convert=switch("gradient_checkpointing")
-    ),
-    "fsdp_config.fsdp_activation_checkpointing_offload": Flag(
-        ("zero_offload_activations",), convert=switch("zero_offload_activations")
-    ),
-    "fsdp_config.fsdp_backward_prefetch": Flag(("zero_prefetch_units",), "0 for NO_PREFETCH", _prefetch),
-    "fsdp_config.fsdp_forward_prefetch": Always("--zero_prefetch_units, 1 by default, holds for both"),
-    "fsdp_config.fsdp_auto_wrap_policy": Always(_BLOCKS),
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": Always(_BLOCKS),
-    "fsdp_config.fsdp_min_num_params": Always(_BLOCKS),
-    "fsdp_config.fsdp_state_dict_type": Always(_WHOLE),
-    "fsdp_config.fsdp_use_orig_params": Always("parameters keep their identity"),
-    "fsdp_config.fsdp_cpu_ram_efficient_loading": Always(_OWN_RANGES),
-    "fsdp_config.fsdp_sync_module_states": Always(_OWN_RANGES),
+    "fsdp_config": {
+        "fsdp_version": Always("stages are the same for both"),
+        "fsdp_sharding_strategy": _strategy("FULL_SHARD: 3, SHARD_GRAD_OP: 2, NO_SHARD: 0"),
+        "fsdp_reshard_after_forward": _strategy("true or FULL_SHARD: 3, false or SHARD_GRAD_OP: 2, NO_SHARD: 0"),
+        "fsdp_offload_params": Flag("zero_offload", "at stage 2 optimizer state and gradients", _offload_of_fsdp),
+        "fsdp_activation_checkpointing": switch("gradient_checkpointing"),
+        "fsdp_activation_checkpointing_offload": switch("zero_offload_activations"),
+        "fsdp_backward_prefetch": Flag("zero_prefetch_units", "0 for NO_PREFETCH", _prefetch),
+        "fsdp_forward_prefetch": Always("--zero_prefetch_units, 1 by default, holds for both"),
+        "fsdp_auto_wrap_policy": Always(_BLOCKS),
+        "fsdp_transformer_layer_cls_to_wrap": Always(_BLOCKS),
+        "fsdp_min_num_params": Always(_BLOCKS),
+        "fsdp_state_dict_type": Always(_WHOLE),
+        "fsdp_use_orig_params": Always("parameters keep their identity"),
+        "fsdp_cpu_ram_efficient_loading": Always(_OWN_RANGES),
+        "fsdp_sync_module_states": Always(_OWN_RANGES),
+    },
     # Other programs
     "fp8_config": Missing("fp8 is not built"),
     "megatron_lm_config": Missing("tensor and pipeline parallelism of Megatron-LM are not built"),
     "mpirun_config": Missing("torchrun starts the ranks"),
     "parallelism_config": Missing("load the model with tp_plan='auto': ZeRO works on its data-parallel ranks"),
 }
+RULES = flat(SECTIONS)
+
 DEFAULTS = (
     Default("deepspeed_config.zero_stage", 2, "distributed_type", ("deepspeed",)),
     Default(

@@ -1,6 +1,5 @@
 """What a key of another program's configuration can be here, and how its value becomes flags."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ class Flag:
     """A key that flags stand for.
 
     Args:
-        flags (`tuple[str, ...]`): Their names, without dashes.
+        names (`str`): Their names without dashes, apart by spaces.
         note (`str`): What is different, or empty.
         convert (`Callable`, *optional*): From the value and its section to flags and values. Raises
             [`NoCounterpart`] for a value without any. By default the value goes to the first flag as it is.
@@ -26,11 +25,16 @@ class Flag:
             not 0 or off.
     """
 
-    flags: tuple[str, ...]
+    names: str
     note: str = ""
     convert: Convert | None = None
     is_added: bool = False
     unlike: str = ""
+
+    @property
+    def flags(self) -> list[str]:
+        """The names, each by itself."""
+        return self.names.split()
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class NoCounterpart(Exception):
 
 
 Rule = Flag | Always | Missing
+Sections = Mapping[str, "Rule | Sections"]  # as the file has them
 
 
 @dataclass(frozen=True)
@@ -113,82 +118,50 @@ class Dialect:
     replaced: str
 
 
-def switch(*flags: str) -> Convert:
+def flat(sections: Sections, prefix: str = "") -> dict[str, Rule]:
+    """The rules of nested sections by the whole path of each key, such as "zero_optimization.stage"."""
+    rules: dict[str, Rule] = {}
+    for key, found in sections.items():
+        rules |= flat(found, f"{prefix}{key}.") if isinstance(found, Mapping) else {f"{prefix}{key}": found}
+    return rules
+
+
+def each(keys: str, rule: Rule) -> dict[str, Rule]:
+    """One rule for several keys, which stand apart by spaces."""
+    return dict.fromkeys(keys.split(), rule)
+
+
+def switch(names: str) -> Flag:
     """Flags that are on where the key is."""
-    return lambda value, section: dict.fromkeys(flags, "True") if value else {}
+    return Flag(names, convert=lambda value, section: dict.fromkeys(names.split(), "True") if value else {})
 
 
-def set_if_on(flag: str, to: str) -> Convert:
-    """A flag with one value where the key is on."""
-    return lambda value, section: {flag: to} if value else {}
-
-
-def one_of(flag: str, values: dict[str, str], otherwise: str) -> Convert:
-    """A flag whose value is looked up; for a value that is not there, why."""
+def one_of(name: str, values: dict[str, str], otherwise: str, note: str = "") -> Flag:
+    """A flag whose value is looked up; `otherwise` says why a value that is not there has no counterpart."""
 
     def convert(value: Any, section: Section) -> Flags:
         if str(value).lower() not in values:
             raise NoCounterpart(otherwise)
-        return {flag: values[str(value).lower()]}
+        return {name: values[str(value).lower()]}
 
-    return convert
+    return Flag(name, note, convert)
 
 
-def offload(what: str) -> Convert:
-    """What goes to the host when the section's device is not none."""
+def offload(what: str, note: str = "") -> Flag:
+    """`zero_offload` with one value, where the key names a device that is not none."""
 
     def convert(value: Any, section: Section) -> Flags:
         if value not in ("cpu", "nvme", "none", None):
             raise NoCounterpart("a device is cpu, nvme or none")
         return {"zero_offload": what} if value in ("cpu", "nvme") else {}
 
-    return convert
+    return Flag("zero_offload", note, convert)
 
 
-def swap_folder(device: str) -> Convert:
-    """The folder, where the device that the key's neighbour of this name says is a disk."""
-    return lambda value, section: {"zero_offload_dir": str(value)} if section.get(device) == "nvme" else {}
-
-
-def prefetch(value: Any, section: Section) -> Flags:
-    """Elements cannot be counted in blocks; none can."""
-    return {"zero_prefetch_units": "0"} if value == 0 else {}
-
-
-def betas(value: Any, section: Section) -> Flags:
-    """Adam's two."""
-    return {"adam_beta1": str(value[0]), "adam_beta2": str(value[1])}
-
-
-def decoupled(value: Any, section: Section) -> Flags:
-    """Whether it is AdamW."""
-    if not value:
-        raise NoCounterpart(
-            "weight decay is decoupled in --optim adamw_torch_fused; set --weight_decay 0, or go on so"
-        )
-    return {}
-
-
-def min_ratio(value: Any, section: Section) -> Flags:
-    """Where a cosine ends, as a part of the learning rate."""
-    return {"lr_scheduler_kwargs": json.dumps({"min_lr_rate": value})}
-
-
-def static_scale(value: Any, section: Section) -> Flags:
-    """0 is dynamic."""
-    if value:
-        raise NoCounterpart("the loss scale is always dynamic, and agreed by all ranks")
-    return {}
-
-
-def torch_autocast(value: Any, section: Section) -> Flags:
-    """Autocast in the section's dtype."""
-    if not value:
-        return {}
-    dtype = str(section.get("dtype", "bfloat16")).removeprefix("torch.")
-    return {"fp16" if dtype in ("float16", "half", "fp16") else "bf16": "True", "zero_autocast": "True"}
-
-
-def reporter(name: str) -> Convert:
-    """Where Trainer reports to, if the section is enabled."""
-    return lambda value, section: {"report_to": name} if isinstance(value, dict) and value.get("enabled") else {}
+def swap_folder(device: str, note: str) -> Flag:
+    """The folder to offload to, where the device that the key's neighbour of this name says is a disk."""
+    return Flag(
+        "zero_offload_dir",
+        note,
+        lambda value, section: {"zero_offload_dir": str(value)} if section.get(device) == "nvme" else {},
+    )
