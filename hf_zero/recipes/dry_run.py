@@ -11,9 +11,8 @@ from transformers import Trainer
 from hf_zero.engine import engine_of
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.artifacts import non_default_settings, yaml_text
 from hf_zero.recipes.plan import example_batch
-from hf_zero.recipes.settings import Settings
+from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer
 from hf_zero.trainer.card import MIB
@@ -49,7 +48,7 @@ def dry_run(settings: Settings, world_size: int | None) -> None:
         data = task.load_data(settings.arguments, training)
         model = task.load_model(settings.arguments, training, data)
         trainer = task.make_trainer(model, settings.arguments, training, data)
-        _print_section("configuration", yaml_text(non_default_settings(settings)).splitlines())
+        _print_section("configuration", yaml_text(settings.non_default()).splitlines())
         _print_section("data", [*data.notes, "first row:", *_indented(data.sample)])
         _print_section("model", units_table(trainer.model))
         max_length = {**settings.training, **vars(settings.arguments)}["max_length"]

@@ -1,27 +1,16 @@
 """What an earlier run has left in `output_dir`: a run goes on from it, moves it aside, or replaces it if asked to."""
 
 import json
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import AutoConfig, PretrainedConfig
 
-from hf_zero.checkpoint.plain import read_json
-from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.artifacts import (
-    HIDDEN_NAME,
-    REPORT_FOLDER,
-    REPORT_NAME,
-    RESOLVED_NAME,
-    check_unchanged,
-    difference,
-)
-from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, quiet, resolve_model
+from hf_zero.recipes.artifacts import HIDDEN_NAME, LEFT, REPORT_NAME, RESOLVED_NAME, WEIGHTS, configuration_of
+from hf_zero.recipes.comparison import check_same_model, check_unchanged, difference
 from hf_zero.recipes.metrics import LOG_NAME, read_log
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -31,49 +20,6 @@ from hf_zero.trainer.resumable import check_resumable, newest_whole
 
 # Trainer leaves what begins so out of what it uploads.
 EARLIER = "_earlier"
-WEIGHTS = (
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "adapter_model.safetensors",
-    "pytorch_model.bin",
-    "pytorch_model-*-of-*.bin",
-    "adapter_model.bin",
-)
-# What a run leaves in its folder beside checkpoints, by exact names: the folder may hold files of the user's
-# (deepspeed_config.json, tokenizer_notes.txt), which stay.
-LEFT = (
-    *WEIGHTS,
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates",
-    "training_args.bin",
-    TABLE_NAME,
-    "README.md",
-    REPORT_NAME,
-    REPORT_FOLDER,
-    LOG_NAME,
-    RESOLVED_NAME,
-    HIDDEN_NAME,
-)
-# Numbers of a config that say no size: a tokenizer or a task may set them.
-NO_SIZES = ("_id", "_ids", "_index", "label2id")
 
 
 def check_resume(settings: Settings) -> None:
@@ -302,7 +248,7 @@ def _end_of(folder: Path) -> int | None:
 
 def _why_another(settings: Settings, folder: Path) -> str | None:
     """Why the model in a folder is not what this run would leave; `None` where it is."""
-    if not any((folder / name).exists() for name in (RESOLVED_NAME, HIDDEN_NAME)):
+    if configuration_of(folder) is None:
         return f"there is no {RESOLVED_NAME}"
     changed = difference(settings, folder)
     if changed is not None:
@@ -312,80 +258,3 @@ def _why_another(settings: Settings, folder: Path) -> str | None:
 
 def _in_words(changed: tuple[str, Any, Any]) -> str:
     return f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"
-
-
-def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:
-    """Refuses to go on from the checkpoints of another model. What cannot be read is told when it is loaded.
-
-    Args:
-        settings ([`Settings`]): Of the run.
-        checkpoints (`Iterable[Path]`): In the order in which they would be taken; the first with a config is compared.
-
-    Raises:
-        ConfigError: Naming the checkpoint, and what differs.
-    """
-    for checkpoint in checkpoints:
-        found = _difference(settings.arguments, checkpoint)
-        if found is not None:
-            raise ConfigError(
-                f"output_dir {settings.training['output_dir']!r}: {checkpoint} is of another model ({found}); give "
-                f"another output_dir, or --resume {NEVER}, which moves it aside"
-            )
-        if any((checkpoint / name).is_file() for name in ("config.json", ADAPTER_CONFIG_NAME)):
-            return
-
-
-def _difference(arguments: Any, checkpoint: Path) -> str | None:
-    if (checkpoint / ADAPTER_CONFIG_NAME).is_file():
-        return _of_adapter(arguments, checkpoint)
-    before = _config(str(checkpoint)) if (checkpoint / "config.json").is_file() else None
-    if before is not None and arguments.use_peft:
-        return "it is no adapter, and use_peft trains one"
-    now = before and _config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
-    if not before or not now:
-        return None
-    text = now.get_text_config()
-    if before.model_type != now.model_type and before.model_type == text.model_type:
-        now = text  # of a model of texts and images, AutoModelForCausalLM makes the part for texts
-    sizes_now, sizes_before = ({"model_type": config.model_type, **_sizes(config)} for config in (now, before))
-    return _first_unlike(sizes_now, sizes_before)
-
-
-def _of_adapter(arguments: Any, checkpoint: Path) -> str | None:
-    if not arguments.use_peft:
-        return "it is an adapter, and use_peft is not set"
-    try:
-        saved = read_json(checkpoint / ADAPTER_CONFIG_NAME)
-    except (CheckpointError, OSError):
-        return None
-    return _first_unlike({"lora_r": arguments.lora_r}, {"lora_r": saved.get("r")})
-
-
-def _config(path: str, revision: str | None = None) -> PretrainedConfig | None:
-    try:
-        with quiet():
-            return AutoConfig.from_pretrained(path, revision=revision or "main")
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _sizes(config: PretrainedConfig, prefix: str = "") -> dict[str, Any]:
-    """The numbers that shapes follow from, those of a model's parts too."""
-    sizes = {
-        prefix + key: value
-        for key, value in config.to_dict().items()
-        if not key.endswith(NO_SIZES) and _is_size(value)
-    }
-    for name in config.sub_configs:
-        if isinstance(part := getattr(config, name, None), PretrainedConfig):
-            sizes |= _sizes(part, f"{prefix}{name}.")
-    return sizes
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int or isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
-
-
-def _first_unlike(now: dict[str, Any], before: dict[str, Any]) -> str | None:
-    unlike = (key for key in now if key in before and now[key] != before[key])
-    return next((f"{key}: {now[key]!r} now, {before[key]!r} there" for key in unlike), None)

@@ -9,6 +9,7 @@ import jinja2
 
 from hf_zero.recipes.charts import CLASSES, Chart, metric_names, points, sent_by_unit
 from hf_zero.recipes.measured import Measured
+from hf_zero.trainer import ZeroTrainer
 from hf_zero.trainer.card import MEMORY_CLASSES, MIB
 
 
@@ -94,7 +95,7 @@ def _title(name: str) -> str:
     return "evaluation loss" if name == EVAL_LOSS else name.removeprefix("eval_").replace("_", " ")
 
 
-def held_nbytes(report: dict[str, int]) -> int:
+def _held_nbytes(report: dict[str, int]) -> int:
     """What a rank holds on its device, of all tensor classes."""
     return _sum(report, [name for _, name in MEMORY_CLASSES])
 
@@ -159,3 +160,61 @@ def tables_of(log: Sequence[dict[str, Any]], measured: Measured) -> list[Table]:
 def _first_and_last(log: Sequence[dict[str, Any]], name: str) -> list[str]:
     values = points(log, name)[1]
     return [f"{values[0]:.4g}", f"{values[-1]:.4g}"] if values else ["", ""]
+
+
+def numbers_of(
+    trainer: ZeroTrainer, precision: str, log: list[dict[str, Any]], measured: Measured
+) -> list[tuple[str, str]]:
+    """The numbers below the result, as far as they are known."""
+    # on CPUs a process is measured: its libraries, activations and what its allocator keeps are in it
+    is_process = trainer.args.device.type == "cpu"
+    peak = "peak resident memory of a process" if is_process else "peak memory allocated on a device"
+    formats = (
+        ("training time", "zero/seconds", "{:.0f} s"),
+        ("last training loss", "loss", "{:.4g}"),
+        ("tokens per second", "zero/tokens_per_second", "{:,.0f}"),
+        ("rows per second", "zero/rows_per_second", "{:,.0f}"),
+        ("MFU", "zero/mfu", "{:.1%}"),
+        (peak, "zero/peak_memory_mib", "{:,.0f} MiB"),
+    )
+    numbers = [("ZeRO stage", str(trainer.args.zero_stage)), ("ranks", str(trainer.args.world_size))]
+    numbers += [("precision", precision), ("steps", str(trainer.state.global_step))]
+    for name, key, form in formats:
+        value = next((entry[key] for entry in reversed(log) if entry.get(key) is not None), None)
+        if value is not None:
+            numbers.append((name, form.format(value)))
+    if any(measured.memory):
+        numbers.append(
+            ("tensors of a rank, without activations", f"{max(map(_held_nbytes, measured.memory)) / MIB:,.0f} MiB")
+        )
+    return numbers
+
+
+def memory_table(per_rank: Sequence[dict[str, int]], zero_stage: int) -> str:
+    """Draws the bytes of each tensor class, as measured.
+
+    Args:
+        per_rank (`Sequence[dict[str, int]]`): One dict per rank, with the fields of `MemoryReport`, in bytes.
+        zero_stage (`int`): Named in the heading.
+
+    Returns:
+        `str`: Lines of equal width: the largest rank, what plain data parallelism (DDP) would hold, and their ratio.
+        Our buffers are counted, those of DDP are not.
+    """
+    lines = [f"{'MiB per rank, measured':24}{f'ZeRO stage {zero_stage}':>14}{'DDP':>10}{'ratio':>8}"]
+    totals = [0, 0]
+    *classes, (buffer_title, buffer_name) = MEMORY_CLASSES
+    for title, name in classes:
+        held = max(report[name] for report in per_rank)
+        ddp = max(report[f"ddp_{name}"] for report in per_rank)
+        totals = [totals[0] + held, totals[1] + ddp]
+        lines.append(_memory_line(title, held, ddp))
+    buffers = max(report[buffer_name] for report in per_rank)
+    lines.append(f"{buffer_title:24}{buffers / MIB:>14.1f}{'-':>10}{'-':>8}")
+    totals[0] += buffers
+    lines.append(_memory_line("total", *totals))
+    return "\n".join(lines)
+
+
+def _memory_line(title: str, held: int, ddp: int) -> str:
+    return f"{title:24}{held / MIB:>14.1f}{ddp / MIB:>10.1f}{held / max(ddp, 1):>8.2f}"

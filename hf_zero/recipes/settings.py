@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,8 @@ from hf_zero.trainer.checks import check_arguments, check_output_dir, check_sche
 
 
 AUTO, NEVER = "auto", "never"  # values of `resume`; any other is the folder of a checkpoint
+# Where a run starts, its secrets, and which process this is, are no part of what it is.
+NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "local_rank")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,23 @@ class Settings:
     resume: str = AUTO
     dry_run: bool = False
     overwrite_output_dir: bool = False
+
+    def values(self) -> dict[str, Any]:
+        """All keys of the run as YAML knows them, the task first."""
+        values = {
+            "task": self.task,
+            **vars(self.arguments),
+            **self.training,
+            "num_processes": self.num_processes,
+        }
+        return {key: _plain(value) for key, value in values.items() if key not in NOT_OF_THE_RUN}
+
+    def non_default(self) -> dict[str, Any]:
+        """Those of the values that differ from their defaults, the task first."""
+        defaults = parse_settings(self.task, []).values()
+        return {
+            key: value for key, value in self.values().items() if key == "task" or value != defaults.get(key, value)
+        }
 
     def training_arguments(self) -> ZeroTrainingArguments:
         """Makes the training arguments, in the process that trains.
@@ -154,6 +174,19 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
         dry_run=values["dry_run"],
         overwrite_output_dir=values["overwrite_output_dir"],
     )
+
+
+def yaml_text(values: dict[str, Any]) -> str:
+    """Lines of `key: value`, in the order given."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _resume(values: dict[str, Any]) -> str:

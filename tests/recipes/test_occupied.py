@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_zero.comm import Comm
-from hf_zero.recipes.artifacts import REPORT_NAME, RESOLVED_NAME, resolved_text, write_configuration
-from hf_zero.recipes.earlier_run import LEFT, _set_aside, _told, left_in
+from hf_zero.recipes.artifacts import LEFT, REPORT_NAME, RESOLVED_NAME, resolved_text, write_configuration
+from hf_zero.recipes.earlier_run import _set_aside, _told, left_in
 from hf_zero.recipes.metrics import LOG_NAME
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from hf_zero.recipes.artifacts import memory_table, usage_command
+from hf_zero.recipes.artifacts import usage_command
+from hf_zero.recipes.page import memory_table
 
 
 pytestmark = pytest.mark.quick
