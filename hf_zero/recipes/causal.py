@@ -4,28 +4,30 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import ModelOutput
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError, DataError
 from hf_zero.recipes import loading
 from hf_zero.recipes.artifacts import usage_command
-from hf_zero.recipes.common import CommonArguments, SourceArguments
 from hf_zero.recipes.data import Data, Rows, check_sources
 from hf_zero.recipes.data.chat import read_template
-from hf_zero.recipes.data.collate import Collate
 from hf_zero.recipes.data.formats import TEXT_COLUMN
-from hf_zero.recipes.data.packing import pack
-from hf_zero.recipes.data.stream import Stream, shuffled
-from hf_zero.recipes.data.tokens import sample_of
+from hf_zero.recipes.data.packing import Collate, pack
+from hf_zero.recipes.data.sources import Stream, shuffled
+from hf_zero.recipes.data.tokens import IGNORED, sample_of
 from hf_zero.recipes.loading import check_model, check_positions, quiet, resolve_model
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.measured import MemoryRecorder
-from hf_zero.recipes.token_trainer import TokenTrainer, mean_token_loss
-from hf_zero.trainer import ZeroTrainingArguments
+from hf_zero.recipes.tasks import CommonArguments, SourceArguments
+from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -248,6 +250,52 @@ def check_packing(model: PreTrainedModel) -> None:
     raise ConfigError(
         f"packing: {type(model).__name__} cannot keep the rows of a sequence apart: {reason}; leave it out"
     )
+
+
+class TokenTrainer(ZeroTrainer):
+    """A `ZeroTrainer` whose losses are means over tokens.
+
+    That of a step is, with `average_tokens_across_devices`, the mean over all tokens that count in all its
+    micro-batches on all ranks. `eval_loss` is the mean over all those of the test rows: `Trainer`'s own is a mean of
+    means over batches, and depends on how large they are.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if not self.model_accepts_loss_kwargs:  # its own loss would be the mean of one micro-batch
+            self.compute_loss_func = partial(_summed_loss, label_smoothing=self.args.label_smoothing_factor)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if "position_ids" in inputs:  # transformers looks for packed rows only where there is no cache
+            inputs = {**inputs, "use_cache": False}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple:
+        """Gives, in place of logits, the sum of the losses of each row and the number of its tokens that count."""
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs["labels"]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+            sums = [
+                cross_entropy(row[:-1].float(), label[1:], ignore_index=IGNORED, reduction="sum")
+                for row, label in zip(logits, labels, strict=True)
+            ]
+        counts = (labels[:, 1:] != IGNORED).sum(dim=1)
+        return None, torch.stack([torch.stack(sums), counts.float()], dim=1), counts
+
+
+def _summed_loss(
+    outputs: ModelOutput, labels: torch.Tensor, num_items_in_batch: torch.Tensor, label_smoothing: float
+) -> torch.Tensor:
+    logits, labels = outputs.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+    total = cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
+    return total / num_items_in_batch
+
+
+def mean_token_loss(predictions: EvalPrediction) -> dict[str, float]:
+    """The mean over tokens of what `TokenTrainer.prediction_step` gives, as the metric "loss"."""
+    total, count = predictions.predictions.sum(axis=0, dtype="float64")
+    return {"loss": float(total / max(count, 1))}
 
 
 def make_trainer(

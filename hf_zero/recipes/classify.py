@@ -17,16 +17,15 @@ from transformers.utils import ModelOutput
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.artifacts import usage_command
 from hf_zero.recipes.classification import BadRows, Classes, Images, Labelled, Texts, head_of, load_classifier, verify
-from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data import Data
-from hf_zero.recipes.data.local import is_local
 from hf_zero.recipes.data.rows import RowRange, Rows
-from hf_zero.recipes.data.sources import check_sources, load_rows
+from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
 from hf_zero.recipes.loading import check_model, check_positions, num_positions, resolve_model
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.measured import MemoryRecorder
 from hf_zero.recipes.page import memory_table
+from hf_zero.recipes.tasks import CommonArguments
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 

@@ -21,15 +21,15 @@ from hf_zero.recipes.causal import (
     load_causal_model,
     load_tokenizer,
 )
-from hf_zero.recipes.common import SourceArguments
 from hf_zero.recipes.data import Data, check_sources, encode_rows, load_rows
 from hf_zero.recipes.data.chat import template_notes
 from hf_zero.recipes.data.preferences import COLUMNS, Preferences
-from hf_zero.recipes.data.stats import cut_note, plural
-from hf_zero.recipes.data.stream import shuffled
+from hf_zero.recipes.data.rows import cut_note, plural
+from hf_zero.recipes.data.sources import shuffled
 from hf_zero.recipes.loading import check_model, check_positions
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, lora_config
 from hf_zero.recipes.measured import MemoryRecorder
+from hf_zero.recipes.tasks import SourceArguments
 
 
 try:

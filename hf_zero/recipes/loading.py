@@ -18,7 +18,7 @@ from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.common import SourceArguments
+from hf_zero.recipes.tasks import SourceArguments
 
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from hf_zero.recipes.causal import (
     make_trainer,
 )
 from hf_zero.recipes.data import Data, Rows, encode_rows, load_rows
-from hf_zero.recipes.data.blocks import FEATURES, TokenizeText, cut_into_blocks
 from hf_zero.recipes.data.formats import recognise
-from hf_zero.recipes.data.stats import column, plural
-from hf_zero.recipes.data.tokens import tokenizer_key
+from hf_zero.recipes.data.rows import column, plural
+from hf_zero.recipes.data.tokens import FEATURES, TokenizeText, cut_into_blocks, tokenizer_key
 from hf_zero.trainer import ZeroTrainingArguments
 
 

@@ -25,7 +25,7 @@ from hf_zero.recipes.causal import (
 from hf_zero.recipes.data import BadRow, Data, Rows, encode_rows, load_rows
 from hf_zero.recipes.data.chat import DEFAULT, template_notes
 from hf_zero.recipes.data.formats import FORMAT_NAMES, Format, Message, recognise
-from hf_zero.recipes.data.stats import column, cut_note, plural
+from hf_zero.recipes.data.rows import column, cut_note, plural
 from hf_zero.recipes.data.tokens import STATS, TOKEN_FEATURES, Tokenize, counted_by, tokenizer_key
 from hf_zero.trainer import ZeroTrainingArguments
 

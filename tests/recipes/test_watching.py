@@ -11,7 +11,7 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_zero.config import MemoryTier
 from hf_zero.planner import TensorClass, by_field
 from hf_zero.recipes import artifacts, charts
-from hf_zero.recipes.data.collate import Collate
+from hf_zero.recipes.data.packing import Collate
 from hf_zero.recipes.measured import Measured, Moment, Step, StepTrace
 from hf_zero.recipes.metrics import PEAK_TFLOPS, TrainingLog, counts_of, line_of, peak_flops, read_log, training_flops
 from hf_zero.recipes.page import memory_rows, results_of

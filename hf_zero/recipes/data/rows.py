@@ -1,10 +1,11 @@
-"""Rows as they lie in their source, and what each is called in a message."""
+"""Rows as they lie in their source, what each is called in a message, and what a task makes of them."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 from datasets import Dataset, Image, IterableDataset, ReadInstruction
 
 from hf_zero.errors import ConfigError, DataError
@@ -172,3 +173,43 @@ def _within(parts: Iterable[RowRange], start: int, stop: int) -> Iterator[RowRan
         if low < high:
             yield replace(part, start=part.start + low, num_rows=high - low)
         start, stop = start - part.num_rows, stop - part.num_rows
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a task trains on, ready for a trainer, and what there is to say of it.
+
+    Args:
+        train (`datasets.Dataset` or `IterableDataset`): rows for the trainer.
+        test (`datasets.Dataset`, *optional*): likewise, to evaluate on.
+        processing_class (`PreTrainedTokenizerBase` and the like): saved beside the model.
+        collate (`Callable`, *optional*): makes a batch of rows; `None` leaves it to the trainer.
+        source (`str`): what the data is called: a hub id or a file.
+        notes (`list[str]`): one line each: how many rows, cut, skipped. Rank 0 prints them.
+        sample (`str`): the first row as the model reads it, with what the loss counts marked.
+        extra (`dict`): what the task alone knows, such as the labels of a classifier.
+    """
+
+    train: Any
+    test: Any
+    processing_class: Any
+    collate: Callable | None
+    source: str
+    notes: list[str] = field(default_factory=list)
+    sample: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def column(data: Dataset, name: str) -> np.ndarray:
+    """A column of numbers, without reading the others."""
+    return data.select_columns(name).with_format("arrow")[:].column(name).to_numpy()
+
+
+def cut_note(num_rows: int, max_length: int, num_tokens: int) -> str:
+    """Says how many rows were cut to `max_length` tokens, and how many tokens they lost."""
+    return f"{plural(num_rows, 'row')} cut to {max_length} tokens, {plural(num_tokens, 'token')} lost"
+
+
+def plural(number: int, noun: str) -> str:
+    """The number with its noun: 1 row, 2 rows, 10,000 rows."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,19 +1,27 @@
-"""From a row to token ids, and which of them the loss counts."""
+"""From rows to token ids, which of them the loss counts, and blocks of them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
-from itertools import takewhile
+from itertools import chain, takewhile
+from pathlib import Path
 from typing import Any, cast
 
-from datasets import Features, List, Value
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.chat import chat_tokens, render
 from hf_zero.recipes.data.formats import Format, Sample
-from hf_zero.recipes.data.rows import BadRow
+from hf_zero.recipes.data.rows import BadRow, Rows
+from hf_zero.recipes.data.sources import quiet_datasets
 
 
+PROBLEM = "_problem"  # a column of our own: where a bad row is, and what is wrong with it
 NUM_PROMPT = 5  # tokens of a text that serve as a prompt
 IGNORED = -100  # the label of a token that the loss does not count
 TOKEN_FEATURES = Features(
@@ -27,6 +35,103 @@ TOKEN_FEATURES = Features(
     }
 )
 STATS = ["num_counted", "num_cut", "diverged"]  # what is used up when rows are accounted for
+FEATURES = Features({"input_ids": List(Value("int32")), "num_tokens": Value("int32")})
+
+
+def encode_rows(
+    rows: Rows,
+    function: Callable[[dict[str, Any]], dict[str, Any]],
+    features: Features,
+    *,
+    skip_bad_rows: bool,
+    key: str,
+    num_proc: int | None = None,
+) -> tuple[Dataset | IterableDataset, int]:
+    """Applies a function to every row.
+
+    The result is kept in the cache of `datasets`, under a name that depends on the rows, on `key` and on our code.
+    Call it in all processes, under `training.main_process_first()`.
+
+    Args:
+        rows ([`Rows`]): from [`load_rows`].
+        function (`Callable`): takes a row, gives the values of `features`; raises [`BadRow`] on one that it refuses.
+        features (`datasets.Features`): what it gives.
+        skip_bad_rows (`bool`): leaves bad rows out instead of refusing all.
+        key (`str`): whatever the function depends on, such as its settings and those of its tokenizer.
+        num_proc (`int`, *optional*): how many processes share the work.
+
+    Returns:
+        The new data set, and how many bad rows it lacks. A stream is encoded while it is used: its bad rows are then
+        met one by one, and not counted.
+
+    Raises:
+        DataError: naming the first bad row and why; or there is no good one. From a stream, when that row is reached.
+    """
+    encode = partial(_encode, replace(rows, data=None), function, list(features), rows.is_stream and not skip_bad_rows)
+    features = Features({**features, PROBLEM: Value("string")})
+    with quiet_datasets():
+        if rows.is_stream:
+            data = rows.data.map(
+                encode, batched=True, with_indices=True, remove_columns=rows.raw_columns, features=features
+            )
+            return data.filter(_is_good, input_columns=PROBLEM).remove_columns(PROBLEM), 0
+        data = rows.data.map(
+            encode,
+            batched=True,
+            with_indices=True,
+            remove_columns=rows.data.column_names,
+            features=features,
+            num_proc=num_proc,
+            new_fingerprint=Hasher.hash([rows.data._fingerprint, key, str(rows.parts), code_hash()]),
+        )
+    return _good(data, rows, skip_bad_rows)
+
+
+def _encode(rows: Rows, function: Callable, names: list[str], raises: bool, batch: dict, indices: list[int]) -> dict:
+    encoded: dict[str, list] = {name: [] for name in (*names, PROBLEM)}
+    for index, values in zip(indices, zip(*batch.values(), strict=True), strict=True):
+        problem, result, raw = None, dict.fromkeys(names), dict(zip(batch, values, strict=True))
+        try:
+            row = rows.read(raw)
+            if row is None:
+                continue
+            result = function(row)
+        except BadRow as error:
+            problem = f"{rows.where(index, raw)}: {error}"
+            if raises:
+                raise DataError(_refusal(problem)) from error
+        for name in names:
+            encoded[name].append(result[name])
+        encoded[PROBLEM].append(problem)
+    return encoded
+
+
+def _good(data: Dataset, rows: Rows, skip_bad_rows: bool) -> tuple[Dataset, int]:
+    problems = data.data.column(PROBLEM)
+    num_bad = len(problems) - problems.null_count
+    if num_bad and not skip_bad_rows:
+        first = pc.drop_null(problems)[0].as_py()
+        raise DataError(_refusal(first) + (f" ({num_bad} rows are bad)" if num_bad > 1 else ""))
+    if num_bad:
+        good = np.flatnonzero(pc.is_null(problems).to_numpy(zero_copy_only=False))
+        data = data.select(good)
+    if not len(data):
+        raise DataError(f"{rows.source}: all {num_bad} rows are bad; {pc.drop_null(problems)[0].as_py()}")
+    return data.remove_columns(PROBLEM), num_bad + rows.num_unreadable
+
+
+def _refusal(problem: str) -> str:
+    return f"{problem}; correct it, or leave such rows out with --skip_bad_rows"
+
+
+def _is_good(problem: str | None) -> bool:
+    return problem is None
+
+
+def code_hash() -> str:
+    """Of the modules that make rows, so that what an older version made of them is not found in the cache."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -154,3 +259,48 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     does = backend.to_str() if backend is not None else repr((tokenizer.name_or_path, tokenizer.get_vocab()))
     return sha256(f"{type(tokenizer)} {tokenizer} {does} {tokenizer.chat_template}".encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TokenizeText:
+    """Makes token ids of a row's text, and ends it.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): with a token that ends texts.
+        form ([`Format`]): reads a row.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    form: Format
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The values of `FEATURES`.
+
+        Raises:
+            BadRow: on a row without a text.
+        """
+        ids = self.tokenizer(ended(cast(str, self.form.read(row).completion), self.tokenizer))["input_ids"]
+        return {"input_ids": ids, "num_tokens": len(ids)}
+
+
+def cut_into_blocks(texts: Dataset | IterableDataset, max_length: int, *, joined: bool) -> Dataset | IterableDataset:
+    """Cuts tokenized texts into blocks, and keeps them in the cache of `datasets`.
+
+    Args:
+        texts (`datasets.Dataset` or `IterableDataset`): with the columns of `FEATURES`.
+        max_length (`int`): tokens of a block, at most.
+        joined (`bool`): whether a thousand texts at a time are joined before.
+    """
+    options: dict[str, Any] = {"batched": True, "features": FEATURES}
+    if isinstance(texts, Dataset):
+        options["new_fingerprint"] = Hasher.hash([texts._fingerprint, joined, max_length, code_hash()])
+    with quiet_datasets():
+        return texts.map(partial(_cut, joined, max_length), **options)
+
+
+def _cut(joined: bool, max_length: int, batch: dict[str, list]) -> dict[str, list]:
+    """One token left over has nothing to be predicted from."""
+    texts = [list(chain.from_iterable(batch["input_ids"]))] if joined else batch["input_ids"]
+    blocks = [text[start : start + max_length] for text in texts for start in range(0, len(text), max_length)]
+    blocks = [block for block in blocks if len(block) > 1]
+    return {"input_ids": blocks, "num_tokens": [len(block) for block in blocks]}

@@ -3,8 +3,8 @@
 import pytest
 from datasets import Dataset
 
-from hf_zero.recipes.data import blocks
-from hf_zero.recipes.data.blocks import FEATURES, cut_into_blocks
+from hf_zero.recipes.data import tokens
+from hf_zero.recipes.data.tokens import FEATURES, cut_into_blocks
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,5 @@ def test_blocks_are_cut_and_found_again_until_the_code_changes(joined, wanted, t
     first = cut_into_blocks(texts, 3, joined=joined)
     assert [list(ids) for ids in first["input_ids"]] == wanted
     assert cut_into_blocks(texts, 3, joined=joined)._fingerprint == first._fingerprint
-    monkeypatch.setattr(blocks, "code_hash", lambda: "of other code")
+    monkeypatch.setattr(tokens, "code_hash", lambda: "of other code")
     assert cut_into_blocks(texts, 3, joined=joined)._fingerprint != first._fingerprint

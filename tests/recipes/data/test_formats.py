@@ -5,9 +5,9 @@ import json
 import pytest
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data import BadRow, load_rows
 from hf_zero.recipes.data.formats import recognise
+from hf_zero.recipes.tasks import CommonArguments
 from tests.recipes.data.conftest import write_lines
 
 

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_zero.recipes.token_trainer import TokenTrainer
+from hf_zero.recipes.causal import TokenTrainer
 from hf_zero.trainer import ZeroTrainingArguments
 from tests.trainer.harness import reset_accelerate
 

@@ -10,8 +10,7 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.causal import check_packing
-from hf_zero.recipes.data.collate import Collate
-from hf_zero.recipes.data.packing import best_fit_decreasing
+from hf_zero.recipes.data.packing import Collate, best_fit_decreasing
 from tests.distributed import run_ranks
 from tests.recipes.data.conftest import chats, write_lines
 from tests.recipes.data.tasks import mean_token_loss, run

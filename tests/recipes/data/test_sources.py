@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset, Features, Value
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data import BadRow, check_sources, encode_rows, load_rows
+from hf_zero.recipes.tasks import CommonArguments
 
 
 ROWS = [{"text": "one, two", "label": "a"}, {"text": "NA", "label": "b"}]

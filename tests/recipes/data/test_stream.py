@@ -9,9 +9,9 @@ from datasets import Dataset, Features, Value
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.causal import CausalArguments, check_stream
-from hf_zero.recipes.common import CommonArguments
 from hf_zero.recipes.data import BadRow, encode_rows, load_rows
-from hf_zero.recipes.data.stream import Stream, shuffled
+from hf_zero.recipes.data.sources import Stream, shuffled
+from hf_zero.recipes.tasks import CommonArguments
 
 
 @pytest.mark.quick
