@@ -29,55 +29,24 @@ REPORT_FOLDER = "report"  # of its charts as PNGs, and what was measured
 RESOLVED_NAME = "resolved.yaml"
 HIDDEN_NAME = f"_{RESOLVED_NAME}"  # it names folders of this machine, and Trainer uploads nothing that begins so
 WEIGHTS = (
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "adapter_model.safetensors",
-    "pytorch_model.bin",
-    "pytorch_model-*-of-*.bin",
-    "adapter_model.bin",
+    *("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors"),
+    *("pytorch_model.bin", "pytorch_model-*-of-*.bin", "adapter_model.bin"),
 )
 # What a run leaves in its folder beside checkpoints, by exact names: the folder may hold files of the user's
 # (deepspeed_config.json, tokenizer_notes.txt), which stay.
 LEFT = (
     *WEIGHTS,
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates",
-    "training_args.bin",
-    TABLE_NAME,
-    "README.md",
-    REPORT_NAME,
-    REPORT_FOLDER,
-    LOG_NAME,
-    RESOLVED_NAME,
-    HIDDEN_NAME,
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", "generation_config.json"),
+    *("adapter_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "added_tokens.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates", "training_args.bin", TABLE_NAME, "README.md"),
+    *(REPORT_NAME, REPORT_FOLDER, LOG_NAME, RESOLVED_NAME, HIDDEN_NAME),
 )
 
 
 def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
-    """Writes the resolved configuration, from rank 0: from now on the run has not ended. All ranks call it.
-
-    Args:
-        trainer ([`ZeroTrainer`]): Of the run.
-        settings ([`Settings`]): Of the run.
-    """
+    """Writes the resolved configuration, from rank 0: from now on the run has not ended. All ranks call it."""
 
     def write() -> None:
         folder = Path(trainer.args.output_dir)
@@ -105,7 +74,7 @@ def write_artifacts(
         say (`Callable`): Prints, on rank 0.
     """
     comm = trainer._engine.comm
-    measured = Measured(watch.memory.gather(), watch.step.gather(), watch.memory.planned)
+    measured = watch.gather()
     trainer.memory_of_ranks = tuple(comm.all_gather_object(trainer.memory_report()))
 
     def write() -> None:
@@ -200,11 +169,7 @@ def repeating_command(settings: Settings, folder: str) -> str:
 
 
 def resolved_text(settings: Settings) -> str:
-    """YAML of all keys: those that differ from their defaults, then the others as they were.
-
-    Args:
-        settings ([`Settings`]): Of the run.
-    """
+    """YAML of all keys: those that differ from their defaults, then the others as they were."""
     set_by_user = settings.non_default()
     values = {key: value for key, value in settings.values().items() if key not in set_by_user}
     values = {key: value for key, value in values.items() if value not in (None, [])}

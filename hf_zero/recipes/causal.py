@@ -71,10 +71,6 @@ class CausalArguments(AdapterArguments, LoadArguments, CommonArguments):
 def check(arguments: CausalArguments, training: Mapping[str, Any]) -> None:
     """Refuses what cannot work, before a process is started.
 
-    Args:
-        arguments ([`CausalArguments`]): The parsed arguments.
-        training (`Mapping[str, Any]`): The fields of the training arguments.
-
     Raises:
         ConfigError: If the model is missing, or settings contradict each other.
         DataError: If a file is missing.

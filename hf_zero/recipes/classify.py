@@ -64,10 +64,6 @@ class Arguments(AdapterArguments, CommonArguments):
 def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
     """Refuses what cannot work, before a process is started.
 
-    Args:
-        arguments ([`Arguments`]): The parsed arguments.
-        training (`Mapping[str, Any]`): The fields of the training arguments.
-
     Raises:
         ConfigError: If the model is missing, or not exactly one data source is given.
         DataError: If a file is missing or lacks a column.

@@ -32,9 +32,6 @@ leave --num_processes out."""
 def main(argv: list[str]) -> int:
     """Runs one task or tool.
 
-    Args:
-        argv (`list[str]`): The command line without the program.
-
     Returns:
         `int`: The exit code: 0, 1 for a run that failed, 2 for a setting that cannot work, 130 after Ctrl-C.
     """
@@ -83,7 +80,7 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     world_size = check_settings(settings)
     check_resume(settings)
     if settings.dry_run:
-        from hf_zero.recipes.dry_run import dry_run
+        from hf_zero.recipes.plan import dry_run
 
         dry_run(settings, world_size)
         return

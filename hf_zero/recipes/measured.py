@@ -24,11 +24,7 @@ MEASURED_NAME = "measured.json"
 
 
 class MemoryRecorder(TrainerCallback):
-    """Keeps the largest value of every field of `MemoryReport` over all moments between backward and optimizer step.
-
-    Args:
-        trainer ([`ZeroTrainer`]): The trainer that is asked.
-    """
+    """Keeps the largest value of each field of `MemoryReport`, measured between backward and optimizer step."""
 
     largest: dict[str, int]  # bytes on this rank, by field; the optimizer state is in it from the second step on
     planned: dict[str, int]  # what was told of them before the first step, as `plan` tells it
@@ -96,11 +92,7 @@ class Step:
 
 
 class StepTrace(TrainerCallback):
-    """Watches the third step of a run, or its last where it has fewer; a run that is stopped before shows none.
-
-    Args:
-        trainer ([`ZeroTrainer`]): Of the run.
-    """
+    """Watches the third step of a run, or its last where it has fewer; a run that is stopped before shows none."""
 
     num_steps: int  # trained by this process, those of a checkpoint left out
 
@@ -245,3 +237,7 @@ class Watch:
         for callback in (watch.memory, watch.step, TrainingLog(trainer)):
             trainer.add_callback(callback)
         return watch
+
+    def gather(self) -> Measured:
+        """What they have found on all ranks. All ranks call it after training."""
+        return Measured(self.memory.gather(), self.step.gather(), self.memory.planned)

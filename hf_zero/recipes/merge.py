@@ -14,11 +14,8 @@ from hf_zero.checkpoint.folders import remove_replaced, sync_all, sync_path, tak
 from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.config import choose
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.loading import adapter_config, attach, load_base, load_model, one_line, quiet
+from hf_zero.recipes.loading import DTYPES, adapter_config, attach, load_base, load_model, one_line, quiet
 from hf_zero.trainer.checks import check_output_dir
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 POSITIONAL = ("folder", "the model folder")
@@ -40,10 +37,6 @@ class Arguments:
 
 def run(folder: str, arguments: Arguments) -> None:
     """Merges, saves, loads the result again, and only then gives it its name.
-
-    Args:
-        folder (`str`): the adapter.
-        arguments ([`Arguments`]): as parsed.
 
     Raises:
         ConfigError: `output_dir` cannot be used, or no base model is known.

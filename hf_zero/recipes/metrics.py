@@ -56,9 +56,6 @@ class Telemetry(TrainerCallback):
 
     Tokens are those that the model is trained on: padding is not counted. Time goes by except in evaluating and
     saving.
-
-    Args:
-        trainer ([`ZeroTrainer`]): Whose log it is.
     """
 
     @classmethod
@@ -222,11 +219,7 @@ class TrainingLog(TrainerCallback):
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of a log, oldest first; a last line that was cut off is left out.
-
-    Args:
-        path (`Path`): The file.
-    """
+    """The entries of a log, oldest first; a last line that was cut off is left out."""
     entries = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

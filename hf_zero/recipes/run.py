@@ -16,11 +16,7 @@ from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 
 def run_task(settings: Settings) -> None:
-    """All that a process of the run does.
-
-    Args:
-        settings ([`Settings`]): What to do; the rank comes from the environment.
-    """
+    """All that a process of the run does."""
     with transport_errors(settings.task):
         training = settings.training_arguments()
         has_ended = finished(settings, training)
@@ -33,10 +29,6 @@ def run_task(settings: Settings) -> None:
 
 def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     """Trains, and leaves what a run leaves. All ranks call it.
-
-    Args:
-        settings ([`Settings`]): What to do.
-        training ([`ZeroTrainingArguments`]): Of this process.
 
     Returns:
         [`ZeroTrainer`]: That has trained; its process group is still there.

@@ -233,9 +233,6 @@ def _flag(key: str, value: Any) -> list[str]:
 def check_settings(settings: Settings) -> int | None:
     """Refuses a run that cannot work, before a process is started or a weight is read.
 
-    Args:
-        settings ([`Settings`]): Of the run.
-
     Returns:
         `int` or `None`: How many processes a launcher such as torchrun has started; `None` when there is none.
 

@@ -53,10 +53,6 @@ class Arguments(TemplateArguments, CausalArguments):
 def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
     """Refuses what cannot work, before a process is started.
 
-    Args:
-        arguments ([`Arguments`]): The parsed arguments.
-        training (`Mapping[str, Any]`): The fields of the training arguments.
-
     Raises:
         ConfigError: If the model is missing, or settings contradict each other.
         DataError: If a file is missing.
