@@ -1,4 +1,4 @@
-"""The files that a run writes beside its model: its configuration, a report to look at, a model card."""
+"""The files that a run leaves beside its model: configuration, report and model card."""
 
 import importlib.util
 import json
@@ -46,7 +46,7 @@ LEFT = (
 
 
 def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
-    """Writes the resolved configuration, from rank 0: from now on the run has not ended. All ranks call it."""
+    """Writes the resolved configuration on rank 0, and removes an old report. All ranks call it."""
 
     def write() -> None:
         folder = Path(trainer.args.output_dir)
@@ -64,7 +64,7 @@ def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
 def write_artifacts(
     trainer: ZeroTrainer, settings: Settings, data: Data, watch: Watch, say: Callable[..., None]
 ) -> None:
-    """Writes report and model card, from rank 0. All ranks call it, after training and saving.
+    """Writes the report and the model card on rank 0. All ranks call it after training and saving.
 
     Args:
         trainer ([`ZeroTrainer`]): That has trained.
@@ -125,7 +125,7 @@ def _page(trainer, settings: Settings, data: Data, log, found: Measured, charts:
 
 
 def _sections(settings: Settings, charts: list[Chart]) -> dict[str, str]:
-    """Markdown for the model card."""
+    """Returns sections of Markdown for the model card."""
     sections = {"Recipe": fenced(yaml_text(_shown(settings)), "yaml")}
     if charts:
         pictures = [f"![{chart.title}]({REPORT_FOLDER}/{chart.name}.png)" for chart in charts]
@@ -134,7 +134,7 @@ def _sections(settings: Settings, charts: list[Chart]) -> dict[str, str]:
 
 
 def _shown(settings: Settings) -> dict[str, Any]:
-    """The keys of a run for others to see: files and folders of this machine go by their names."""
+    """Returns the keys of a run for others to see. Paths of this machine are replaced by the last part of each."""
     return {key: _name(value) for key, value in settings.non_default().items() if key != "output_dir"}
 
 
@@ -153,12 +153,12 @@ def _name(value: Any) -> Any:
 
 
 def resolved_name(settings: Settings) -> str:
-    """The name of the file that the configuration goes into."""
+    """Returns the name of the file for the configuration."""
     return HIDDEN_NAME if settings.training["push_to_hub"] else RESOLVED_NAME
 
 
 def repeating_command(settings: Settings, folder: str) -> str:
-    """The command line that repeats a run, from the folder in which it was started.
+    """Returns the command line that repeats a run, from the folder in which it was started.
 
     Args:
         settings ([`Settings`]): Of the run.
@@ -169,7 +169,7 @@ def repeating_command(settings: Settings, folder: str) -> str:
 
 
 def resolved_text(settings: Settings) -> str:
-    """YAML of all keys: those that differ from their defaults, then the others as they were."""
+    """Returns YAML of all keys: first those that differ from their defaults, then the others."""
     set_by_user = settings.non_default()
     values = {key: value for key, value in settings.values().items() if key not in set_by_user}
     values = {key: value for key, value in values.items() if value not in (None, [])}
@@ -182,7 +182,7 @@ def resolved_text(settings: Settings) -> str:
 
 
 def usage_command(folder: str, text: str | list | dict, pipeline_task: str = "text-classification") -> str:
-    """Writes a command that runs the trained model on a text, to be pasted into a shell as it is.
+    """Returns a shell command that runs the trained model on a text.
 
     Args:
         folder (`str`): Where the model was saved.
@@ -203,5 +203,5 @@ def usage_command(folder: str, text: str | list | dict, pipeline_task: str = "te
 
 
 def configuration_of(folder: Path) -> Path | None:
-    """The configuration that a run has left in a folder."""
+    """Returns the configuration file that a run has left in a folder, or `None`."""
     return next((path for name in (RESOLVED_NAME, HIDDEN_NAME) if (path := folder / name).exists()), None)

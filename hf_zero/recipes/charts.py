@@ -28,7 +28,7 @@ MAX_UNITS_DRAWN = 24
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
+    """A chart of the report.
 
     Args:
         name (`str`): of its file, without an ending.
@@ -43,12 +43,12 @@ class Chart:
     is_of_step: bool = False
 
     def save(self, folder: Path) -> str:
-        """Writes it as PNG; returns the file's name."""
+        """Writes the chart as PNG, and returns the name of the file."""
         self.figure.savefig(folder / f"{self.name}.png", dpi=120)
         return f"{self.name}.png"
 
     def svg(self) -> str:
-        """As an element to be put into a page."""
+        """Returns the chart as an SVG element for a page."""
         stream = io.StringIO()
         self.figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
         text = stream.getvalue()
@@ -56,7 +56,7 @@ class Chart:
 
 
 def draw(log: Sequence[dict[str, Any]], step: Step | None) -> list[Chart]:
-    """All charts for which there is something to show.
+    """Draws all charts that there is data for.
 
     Args:
         log (`Sequence[dict]`): the entries of the training's log.
@@ -76,13 +76,13 @@ def draw(log: Sequence[dict[str, Any]], step: Step | None) -> list[Chart]:
 
 
 def points(log: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """The steps at which a number was logged, and the numbers; of one step the last."""
+    """Returns the steps at which a number was logged, and the numbers; the last one of each step."""
     found = {entry["step"]: entry[key] for entry in log if isinstance(entry.get(key), (int, float))}
     return list(found), list(found.values())
 
 
 def metric_names(log: Sequence[dict[str, Any]]) -> list[str]:
-    """The metrics of evaluations, but for the loss."""
+    """Returns the names of the metrics of evaluations, without the loss."""
     names = dict.fromkeys(name for entry in log for name in entry if name.startswith("eval_"))
     return [name for name in names if name != "eval_loss" and not NO_METRICS.match(name)]
 
@@ -94,7 +94,7 @@ def _figure(width: float = SIZE[0], height: float = SIZE[1]) -> "Figure":
 
 
 def _axes(figure: "Figure", ylabel: str, last_step: int) -> "Axes":
-    """Over the steps of the run, from 0 to the last."""
+    """Adds axes over the steps of the run, from 0 to the last."""
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.add_subplot()
@@ -119,7 +119,7 @@ def _tidy(axes: "Axes") -> None:
 
 
 def _plot(axes: "Axes", key: str, xs: list[int], ys: list[float], label: str | None = None) -> None:
-    """What is logged as training goes on is a line; an evaluation is a marker, and nothing is known between two."""
+    """Plots numbers of training as a line, and numbers of evaluations as markers."""
     if key.startswith("eval_"):
         axes.plot(xs, ys, color=EVALUATION, linewidth=0.8, linestyle=":")
         axes.plot(xs, ys, color=EVALUATION, label=label, linestyle="", marker="o", markersize=6)
@@ -162,7 +162,7 @@ def _line(log: Sequence[dict[str, Any]], key: str, name: str, title: str) -> Cha
 
 
 def _memory(step: Step | None) -> Chart | None:
-    """Bytes by tensor class, stacked, over the moments of one step; a panel for each rank that is drawn."""
+    """Draws stacked bytes by tensor class over the moments of one step, with a panel for each rank."""
     if step is None:
         return None
     ranks = drawn_ranks(step)
@@ -205,12 +205,12 @@ def _mib(moments: list[Moment], name: str) -> list[float]:
 
 
 def ddp_nbytes(moment: Moment) -> int:
-    """What a rank would hold under DDP: parameters, gradients and optimizer state."""
+    """The bytes of parameters, gradients and optimizer state of a rank under DDP."""
     return sum(moment.nbytes[f"ddp_{name}_nbytes"] for name in ("parameter", "gradient", "optimizer"))
 
 
 def drawn_ranks(step: Step) -> list[int]:
-    """All ranks where they are few, otherwise those with the least and the most at any moment."""
+    """Returns all ranks if they are few, otherwise those with the lowest and the highest peak."""
     if len(step.moments) <= MAX_RANKS_DRAWN:
         return list(range(len(step.moments)))
     most = [max(_total(moment) for moment in moments) for moments in step.moments]
@@ -222,7 +222,7 @@ def _total(moment: Moment) -> int:
 
 
 def _wire(step: Step | None) -> Chart | None:
-    """What a rank sends or reads of each unit; of many units the first ones, the others summed."""
+    """Draws the MiB that a rank sends or reads of each unit. Units beyond the first ones are summed."""
     shown = _drawn_units(step) if step is not None else []
     if not shown:
         return None
@@ -245,12 +245,12 @@ def _drawn_units(step: Step) -> list[tuple[str, float]]:
 
 
 def _height_of_step(step: Step) -> float:
-    """In inches: both charts of a step are as high, since they stand beside one another."""
+    """The height in inches of both charts of a step, which stand side by side."""
     return max(0.6 + 2.3 * len(drawn_ranks(step)), 1.0 + 0.24 * len(_drawn_units(step)))
 
 
 def sent_by_unit(step: Step) -> list[tuple[str, float]]:
-    """What a rank sent of each unit, in bytes, the mean of all ranks; in the order of the units."""
+    """Returns the bytes that a rank sent of each unit, the mean of all ranks, in the order of the units."""
     names = dict.fromkeys(name for sent in step.sent_nbytes for name in sent)
     means = {name: sum(sent.get(name, 0) for sent in step.sent_nbytes) / len(step.sent_nbytes) for name in names}
     return [(name, nbytes) for name, nbytes in means.items() if nbytes]

@@ -1,4 +1,4 @@
-"""`python -m hf_zero.recipes <task> ...`: from the command line to a running task or tool, or to one clear line."""
+"""The command line `python -m hf_zero.recipes`, which runs a task or a tool, or prints one line that says why not."""
 
 import os
 import sys
@@ -54,7 +54,7 @@ def console() -> int:
 
 
 def _who() -> str:
-    """Who speaks: under a launcher such as torchrun every rank does."""
+    """The name before a message, with the rank under a launcher such as torchrun, where every rank prints."""
     rank = os.environ.get("RANK")
     return "hf_zero.recipes" if rank is None else f"hf_zero.recipes, rank {rank}"
 

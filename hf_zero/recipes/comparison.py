@@ -1,4 +1,4 @@
-"""Whether a run goes on with the same settings and the same model as an earlier one."""
+"""Compares a run with an earlier one, by its settings and by the config of its model."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -99,7 +99,7 @@ def _first_change(now: dict[str, Any], before: dict[str, Any], keys: Iterable[st
 
 
 def in_words(changed: Change) -> str:
-    """How a change is told."""
+    """Returns a change in words."""
     return f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"
 
 
@@ -109,7 +109,7 @@ def _compared(settings: Settings) -> list[str]:
 
 
 def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:
-    """Refuses to go on from the checkpoints of another model. What cannot be read is told when it is loaded.
+    """Refuses to go on from the checkpoints of another model. Configs that cannot be read are left to loading.
 
     Args:
         settings ([`Settings`]): Of the run.
@@ -166,7 +166,7 @@ def _config(path: str, revision: str | None = None) -> PretrainedConfig | None:
 
 
 def _sizes(config: PretrainedConfig, prefix: str = "") -> dict[str, Any]:
-    """The numbers that shapes follow from, those of a model's parts too."""
+    """Returns the numbers of a config that determine shapes, with those of the model's parts."""
     sizes = {
         prefix + key: value
         for key, value in config.to_dict().items()

@@ -1,4 +1,4 @@
-"""What an earlier run has left in `output_dir`: a run goes on from it, moves it aside, or replaces it if asked to."""
+"""Decides what becomes of an earlier run in `output_dir`: a run goes on from it, moves it aside or replaces it."""
 
 import json
 from functools import partial
@@ -23,7 +23,7 @@ EARLIER = "_earlier"
 
 
 def check_resume(settings: Settings) -> None:
-    """Refuses, before a process is started, to go on from what is not there or from another run.
+    """Refuses a run that could not go on from the checkpoints there are, or that would lose a model.
 
     Raises:
         ConfigError: If the checkpoint that is named is no folder, if task, model or data have changed, if a run
@@ -64,7 +64,7 @@ def _check_model_stays(settings: Settings, folder: Path) -> None:
 
 
 def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | None:
-    """The checkpoint to go on from; `None` to start anew. All ranks call it.
+    """Returns the checkpoint to go on from, or `None` to start anew. All ranks call it.
 
     Raises:
         CheckpointError: If there are checkpoints, and none that all ranks find complete: what they hold is not given
@@ -101,7 +101,7 @@ def resume_message(checkpoint: str) -> str:
 
 
 def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:
-    """Moves what a run before has left out of the way of a run that starts anew. All ranks call it.
+    """Moves the files of an earlier run into a folder of their own, for a run that starts anew. All ranks call it.
 
     Were its checkpoints left, the next `--resume auto` could take them for this run's.
 
@@ -137,7 +137,7 @@ def holds_model(folder: Path) -> bool:
 
 
 def left_in(folder: Path, *, with_model: bool) -> list[Path]:
-    """What an earlier run has left in a folder.
+    """Returns the files and folders that an earlier run has left.
 
     Args:
         folder (`Path`): Its `output_dir`.
@@ -170,7 +170,7 @@ def check_model_is_kept(settings: Settings, folder: Path) -> None:
 
 
 def check_finished_is_kept(settings: Settings, folder: Path) -> None:
-    """Refuses to go on from a checkpoint that a finished run has left behind it, unless a longer one is asked for.
+    """Refuses to train again after a finished run from an earlier checkpoint, unless a longer run is asked for.
 
     Args:
         settings ([`Settings`]): Of the run.
@@ -193,7 +193,7 @@ def check_finished_is_kept(settings: Settings, folder: Path) -> None:
 
 
 def _is_longer(settings: Settings, folder: Path, end: int) -> bool:
-    """Whether more is asked for than the run in a folder was, which has ended at a step."""
+    """Whether this run is longer than the one in a folder, which has ended at a step."""
     steps, epochs = (difference(settings, folder, [name]) for name in ("max_steps", "num_train_epochs"))
     if steps is not None:
         return steps[1] > end
@@ -201,7 +201,7 @@ def _is_longer(settings: Settings, folder: Path, end: int) -> bool:
 
 
 def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
-    """What to say where this very run has ended before. All ranks call it.
+    """Returns a message if this very run has ended before. All ranks call it.
 
     Returns:
         `str` or `None`: One line, the same on all ranks; `None` where there is something to do.
@@ -230,13 +230,13 @@ def _log_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def _end_of(folder: Path) -> int | None:
-    """The last step of the run that has left its finished model here; `None` where none has, or nothing tells."""
+    """Returns the last step of the finished run in a folder, or `None` if it is unknown."""
     log = _log_of(folder) if holds_model(folder) and (folder / REPORT_NAME).exists() else []
     return log[-1]["step"] if log else None
 
 
 def _why_another(settings: Settings, folder: Path) -> str | None:
-    """Why the model in a folder is not what this run would leave; `None` where it is."""
+    """Returns why the model in a folder is another run's, or `None` if it is this run's."""
     if configuration_of(folder) is None:
         return f"there is no {RESOLVED_NAME}"
     changed = difference(settings, folder)

@@ -1,4 +1,4 @@
-"""`env`: versions, devices, free memory and disk, and what is missing, for bug reports."""
+"""The tool `env`: prints versions, devices, free memory and missing packages, for bug reports."""
 
 import os
 import platform
@@ -43,7 +43,7 @@ def run(arguments: Arguments) -> None:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Everything, as name and text, in order."""
+    """Yields all facts as name and text."""
     yield "hf_zero", f"{_version(DISTRIBUTION)} ({Path(__file__).parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", platform.platform()
@@ -110,12 +110,12 @@ def _temporary() -> Path:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Returns the folder, or the nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _missing() -> Iterator[str]:
-    """What is required, or what an extra would bring, and is not there or too old."""
+    """Yields packages that are missing or too old, with the command that installs them."""
     requirements = _requirements()
     if not requirements:
         yield f"{DISTRIBUTION} is not installed as a package: pip install -e ."
@@ -130,7 +130,7 @@ def _missing() -> Iterator[str]:
 
 
 def _requirements() -> list[Requirement]:
-    """What pyproject.toml says, as it was installed; the package itself, which extras name, left out."""
+    """Returns the requirements of the installed package, without itself."""
     try:
         texts = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:

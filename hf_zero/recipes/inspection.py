@@ -1,4 +1,4 @@
-"""`verify FOLDER`: is it whole, are its values numbers, is it what was saved, and does it load?"""
+"""The tool `verify`: checks that a model folder is complete, finite, unchanged since it was saved, and loads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ OK, WRONG, OPEN = "ok", "wrong", "open"
 
 @dataclass
 class Arguments:
-    """What `verify` takes beside the folder."""
+    """Keys of `verify`."""
 
     base_model_name_or_path: str | None = field(
         default=None, metadata={"help": "For an adapter: its base model, instead of the one that its config names."}
@@ -70,7 +70,7 @@ def run(folder: str, arguments: Arguments) -> None:
 
 
 class Lacking(str):
-    """What a check says that cannot be made, since the folder has nothing for it."""
+    """The result of a check that the folder has no data for."""
 
 
 def _result(folder: str, name: str, check: Callable[[], str]) -> str:

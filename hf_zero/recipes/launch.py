@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine, through torch's own elastic agent, and brings their errors home."""
+"""Starts the processes of a run on this machine through torch's elastic agent, and raises their errors here."""
 
 import contextlib
 import json
@@ -39,12 +39,12 @@ with open(sys.argv[3], "rb") as file:
 
 
 class WorkerError(HfZeroError):
-    """A process of the run died of something that hf_zero did not raise itself."""
+    """A process of the run ended with an error that is none of hf_zero's own."""
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What one failed process wrote about its end."""
+    """The error file of a failed process."""
 
     rank: int
     timestamp: float
@@ -119,14 +119,14 @@ def _job(folder: str | Path, rank: int | str) -> str:
 
 
 def _write_jobs(folder: Path, num_processes: int, function: Callable[..., None], args: tuple) -> None:
-    """One file for each process, which removes it: settings may hold a token, and a launcher may be killed."""
+    """Writes one file for each process, which removes it, since settings may hold a token."""
     job = pickle.dumps(sys.path) + pickle.dumps((function, args))
     for rank in range(num_processes):
         Path(_job(folder, rank)).write_bytes(job)
 
 
 def run_rank(file) -> None:
-    """What each process does, once it can import hf_zero.
+    """Runs the function of a job. Each process calls it.
 
     Args:
         file: Its job, open, at the function and its arguments.
@@ -148,7 +148,7 @@ def run_rank(file) -> None:
 
 @contextmanager
 def _handing_on(agent) -> Iterator[list[int]]:
-    """Hands signals on to the processes, which take the time that they need to save. A second one kills them.
+    """Passes signals on to the processes, which then save. A second signal kills them.
 
     Yields:
         `list[int]`: What they have been sent so far.
@@ -202,7 +202,7 @@ def _end_of(folder: Path, failures: Mapping[int, Any], received: list[int], num_
 
 
 def _prepare_environment(num_processes: int) -> None:
-    """Set before the processes start: thread pools and gloo read these once, at import."""
+    """Sets variables that thread pools and gloo of the processes read at import."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -212,7 +212,7 @@ def _prepare_environment(num_processes: int) -> None:
 
 
 def _root_cause(reports: list[_Report], failures: Mapping[int, Any], num_processes: int) -> HfZeroError:
-    """When one rank fails the others lose touch with it: an error of ours comes first, then the earliest.
+    """Returns the first cause among the errors of several ranks: an error of hf_zero's, otherwise the earliest.
 
     Of a rank other than the first it is said which, unless all have raised the same.
     """

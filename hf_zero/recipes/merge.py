@@ -1,4 +1,4 @@
-"""`merge FOLDER --output_dir OUT`: a PEFT adapter and its base model become one plain model."""
+"""The tool `merge`: merges a PEFT adapter into its base model."""
 
 import secrets
 import shutil
@@ -23,7 +23,7 @@ POSITIONAL = ("folder", "the model folder")
 
 @dataclass
 class Arguments:
-    """What `merge` takes beside the folder."""
+    """Keys of `merge`."""
 
     output_dir: str | None = field(default=None, metadata={"help": "Where the merged model goes."})
     base_model_name_or_path: str | None = field(
@@ -36,7 +36,7 @@ class Arguments:
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Merges, saves, loads the result again, and only then gives it its name.
+    """Merges, saves beside `output_dir`, loads the result, and then renames it to `output_dir`.
 
     Raises:
         ConfigError: `output_dir` cannot be used, or no base model is known.
@@ -83,7 +83,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _tokenizer(adapter: Path, source: str):
-    """The tokenizer that the adapter brings, else the base model's, else none."""
+    """Loads the tokenizer of the adapter, or that of the base model; `None` if neither has one."""
     with quiet():
         if (adapter / "tokenizer_config.json").is_file():
             with one_line(adapter, "loading the tokenizer"):
@@ -95,7 +95,7 @@ def _tokenizer(adapter: Path, source: str):
 
 
 def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:
-    """Saves beside `output`, checks what was saved, and swaps it in by a rename."""
+    """Saves beside `output`, checks the saved files, and renames them."""
     output.parent.mkdir(parents=True, exist_ok=True)
     staged = output.parent / f".merging-{secrets.token_hex(4)}"
     try:

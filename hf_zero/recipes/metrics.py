@@ -1,4 +1,4 @@
-"""What is logged while a run trains: speed, utilization and memory, as lines of JSON and on the screen."""
+"""Metrics that are logged in training: speed, utilization and memory, in a JSON Lines file and on the screen."""
 
 import json
 import math
@@ -52,7 +52,7 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class Telemetry(TrainerCallback):
-    """Adds `zero/...` to the entries of the training's log, before those who report them see them.
+    """Adds the metrics `zero/...` to the entries of Trainer's log before other callbacks see them.
 
     Tokens are those that the model is trained on: padding is not counted. Time goes by except in evaluating and
     saving.
@@ -60,7 +60,7 @@ class Telemetry(TrainerCallback):
 
     @classmethod
     def attach(cls, trainer: ZeroTrainer) -> "Telemetry":
-        """Makes one, and puts it before all other callbacks of the trainer."""
+        """Adds it before all other callbacks of a trainer."""
         telemetry = cls(trainer)
         trainer.callback_handler.callbacks.insert(0, telemetry)
         return telemetry
@@ -132,7 +132,7 @@ class Telemetry(TrainerCallback):
 
 
 def counts_of(batch: Mapping[str, Any]) -> tuple[Tensor | int, Tensor | int]:
-    """The tokens of a batch without padding, and its rows; where rows are packed, those that they are packed of.
+    """Counts the tokens of a batch without padding, and its rows. Packed rows are counted one by one.
 
     Args:
         batch (`Mapping[str, Any]`): What the model is called with.
@@ -163,12 +163,12 @@ def _padded_tails(ids: Tensor, positions: Tensor, labels: Tensor | None) -> Tens
 
 
 def device_peak(device: torch.device) -> float | None:
-    """Dense bf16 operations per second of a device, where it is known."""
+    """Returns the dense bf16 operations per second of a device, or `None` if they are unknown."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int]:
-    """Bytes in use now, and at most so far: of the device's tensors, or of this process on a CPU."""
+    """Returns the bytes in use now and at their peak: of the device's tensors, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -180,7 +180,7 @@ def memory_in_use(device: torch.device) -> tuple[int, int]:
 
 
 class TrainingLog(TrainerCallback):
-    """Writes what is logged to a file, on rank 0. A run that is resumed goes on with the log of its checkpoint.
+    """Writes Trainer's log to a file on rank 0. A resumed run continues the log of its checkpoint.
 
     The last step is logged, whatever `logging_steps` is.
 
@@ -219,7 +219,7 @@ class TrainingLog(TrainerCallback):
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of a log, oldest first; a last line that was cut off is left out."""
+    """Reads the entries of a log, oldest first, without a last line that was cut off."""
     entries = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -230,16 +230,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _known(value: Any) -> Any:
-    """As JSON knows it: numbers that are not finite become null."""
+    """Replaces numbers that are not finite by `None`, since JSON has none."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Progress(ProgressCallback):
-    """Trainer's progress bar, with lines that are read more easily than dicts."""
+    """Trainer's progress bar, which prints log entries as readable lines."""
 
     @classmethod
     def attach(cls, trainer: Trainer) -> None:
-        """Takes the place of the trainer's progress bar, if it has one."""
+        """Replaces the progress bar of a trainer, if it has one."""
         if trainer.pop_callback(ProgressCallback) is not None:
             trainer.add_callback(cls())
 
@@ -249,7 +249,7 @@ class Progress(ProgressCallback):
 
 
 def line_of(logs: Mapping[str, Any], step: int, max_steps: int) -> str:
-    """One line for an entry of the log.
+    """Returns a line for an entry of the log.
 
     Args:
         logs (`Mapping[str, Any]`): The entry.
@@ -301,7 +301,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def training_flops(model: nn.Module, num_tokens: float, num_rows: float) -> float:
-    """Operations that forward and backward need for some tokens, as a model's utilization is counted.
+    """Returns the floating-point operations of forward and backward for a number of tokens.
 
     6 for each parameter that a token is multiplied by, 2 of them for its weight gradient where it has one, and
     12 * layers * width of the heads * tokens in a row for attention (PaLM, arXiv:2204.02311, appendix B). What is
@@ -328,7 +328,7 @@ def training_flops(model: nn.Module, num_tokens: float, num_rows: float) -> floa
 
 
 def _looked_up(model: nn.Module) -> nn.Parameter | None:
-    """The input embedding, unless it is the output's too."""
+    """Returns the weight of the input embedding, or `None` if the output layer shares it."""
     embedding = getattr(_of(model, "get_input_embeddings"), "weight", None)
     return None if embedding is getattr(_of(model, "get_output_embeddings"), "weight", None) else embedding
 
@@ -347,7 +347,7 @@ def _expert_share(config: object) -> float:
 
 
 def _attention_width(config: object) -> int:
-    """The heads' width, over all layers."""
+    """The width of all attention heads of all layers."""
     layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
     if not isinstance(layers, int) or not isinstance(heads, int) or not heads:
         return 0

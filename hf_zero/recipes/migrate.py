@@ -1,4 +1,4 @@
-"""`migrate FILE`: the flags that a configuration of DeepSpeed or accelerate stands for, and what has none."""
+"""The tool `migrate`: turns a configuration of DeepSpeed or accelerate into flags, and names keys without any."""
 
 import json
 import shlex
@@ -24,12 +24,12 @@ ABSENT = "not in the file, so {program}'s default"
 
 @dataclass
 class Arguments:
-    """`migrate` takes nothing beside the file."""
+    """`migrate` has no keys."""
 
 
 @dataclass
 class Migration:
-    """What became of each key.
+    """The flags, and what was found of each key.
 
     Args:
         replaced (`str`): What the flags are given in place of.
@@ -64,7 +64,7 @@ def run(file: str, arguments: Arguments) -> None:
 
 
 def read_config(file: str) -> Section:
-    """The object in a file of JSON or YAML.
+    """Reads the object in a JSON or YAML file.
 
     Raises:
         ConfigError: If there is none.
@@ -114,7 +114,7 @@ def migrated(config: Section) -> Migration:
 
 
 def rendered(migration: Migration) -> str:
-    """What is printed."""
+    """Returns the text to print."""
     lines = [f"{_flag(name, value):40} {migration.sources[name]}" for name, value in migration.flags.items()]
     for title, entries in (
         ("not quite the same", migration.unlike),
@@ -135,7 +135,7 @@ def _flag(name: str, value: str) -> str:
 
 
 def _keys(section: Section, rules: dict[str, Rule], prefix: str = "") -> Iterator[tuple[str, tuple[Any, Section]]]:
-    """Every key that has a rule, whatever it holds, and every value that is under none; with the key's section."""
+    """Yields the path of each key that has a rule, and of each value under no rule, with the value and its section."""
     for key, value in section.items():
         path = f"{prefix}{key}"
         if path not in rules and isinstance(value, dict) and value:
@@ -145,7 +145,7 @@ def _keys(section: Section, rules: dict[str, Rule], prefix: str = "") -> Iterato
 
 
 def _used(config: Section, result: Migration) -> Section:
-    """Of accelerate's keys those that count, and those of FSDP with the prefix that it lets one leave out."""
+    """Returns the keys that accelerate uses, and adds the prefix that it allows to leave out of FSDP's keys."""
     used = {key: value for key, value in config.items() if value not in ({}, None)}
     kind = str(config.get("distributed_type", "")).upper()
     for key in [key for owner, key in ENGINE_SECTIONS.items() if kind and owner != kind and key in used]:
@@ -172,7 +172,7 @@ def _apply_all(found: dict[str, tuple[Any, Section]], dialect: Dialect, result: 
 
 @dataclass(frozen=True)
 class _Key:
-    """A key with its value, its section, and what is to be said of where it comes from."""
+    """A key of a file, with its value, its section and a note on its origin."""
 
     path: str
     value: Any

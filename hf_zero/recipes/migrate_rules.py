@@ -1,4 +1,4 @@
-"""What a key of another program's configuration can be here, and how its value becomes flags."""
+"""Rules that turn the keys of another program's configuration into flags."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Convert = Callable[[Any, Section], Flags]
 
 @dataclass(frozen=True)
 class Flag:
-    """A key that flags stand for.
+    """A key that becomes flags.
 
     Args:
         names (`str`): Their names without dashes, apart by spaces.
@@ -33,7 +33,7 @@ class Flag:
 
     @property
     def flags(self) -> list[str]:
-        """The names, each by itself."""
+        """The names as a list."""
         return self.names.split()
 
 
@@ -66,7 +66,7 @@ class Missing:
 
 
 class NoCounterpart(Exception):
-    """The key has flags, this value has none."""
+    """Raised for a value that has no counterpart, of a key that has flags."""
 
 
 Rule = Flag | Always | Missing
@@ -75,7 +75,7 @@ Sections = Mapping[str, "Rule | Sections"]  # as the file has them
 
 @dataclass(frozen=True)
 class Default:
-    """What the other program takes for a key that its file does not have, where Trainer's own default is another.
+    """The other program's default of a key, if Trainer's default is different.
 
     Args:
         path (`str`): The key.
@@ -92,7 +92,7 @@ class Default:
     unless: str = ""
 
     def applies(self, values: Mapping[str, Any]) -> bool:
-        """Whether a file with these values, by key, leaves it to the program."""
+        """Whether a file with these values, by key, uses this default."""
         if self.path in values or self.unless in values:
             return False
         if not self.where:
@@ -102,7 +102,7 @@ class Default:
 
 @dataclass(frozen=True)
 class Dialect:
-    """All that is known about the configurations of one program.
+    """The rules for the configurations of one program.
 
     Args:
         program (`str`): Its name and version.
@@ -119,7 +119,7 @@ class Dialect:
 
 
 def flat(sections: Sections, prefix: str = "") -> dict[str, Rule]:
-    """The rules of nested sections by the whole path of each key, such as "zero_optimization.stage"."""
+    """Returns the rules of nested sections by the path of each key, such as "zero_optimization.stage"."""
     rules: dict[str, Rule] = {}
     for key, found in sections.items():
         rules |= flat(found, f"{prefix}{key}.") if isinstance(found, Mapping) else {f"{prefix}{key}": found}
@@ -127,17 +127,17 @@ def flat(sections: Sections, prefix: str = "") -> dict[str, Rule]:
 
 
 def each(keys: str, rule: Rule) -> dict[str, Rule]:
-    """One rule for several keys, which stand apart by spaces."""
+    """Returns the same rule for several keys, which are separated by spaces."""
     return dict.fromkeys(keys.split(), rule)
 
 
 def switch(names: str) -> Flag:
-    """Flags that are on where the key is."""
+    """Returns a rule for flags that are true if the key is."""
     return Flag(names, convert=lambda value, section: dict.fromkeys(names.split(), "True") if value else {})
 
 
 def one_of(name: str, values: dict[str, str], otherwise: str, note: str = "") -> Flag:
-    """A flag whose value is looked up; `otherwise` says why a value that is not there has no counterpart."""
+    """Returns a rule for a flag whose value is looked up. `otherwise` says why other values have no counterpart."""
 
     def convert(value: Any, section: Section) -> Flags:
         if str(value).lower() not in values:
@@ -148,7 +148,7 @@ def one_of(name: str, values: dict[str, str], otherwise: str, note: str = "") ->
 
 
 def offload(what: str, note: str = "") -> Flag:
-    """`zero_offload` with one value, where the key names a device that is not none."""
+    """Returns a rule that sets `zero_offload` if the key names a device."""
 
     def convert(value: Any, section: Section) -> Flags:
         if value not in ("cpu", "nvme", "none", None):
@@ -159,7 +159,7 @@ def offload(what: str, note: str = "") -> Flag:
 
 
 def swap_folder(device: str, note: str) -> Flag:
-    """The folder to offload to, where the device that the key's neighbour of this name says is a disk."""
+    """Returns a rule for the folder to offload to, used if the key `device` of the same section says nvme."""
     return Flag(
         "zero_offload_dir",
         note,

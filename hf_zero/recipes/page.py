@@ -1,4 +1,4 @@
-"""`report.html`: one file that shows a run, and needs nothing else."""
+"""The report page, a single HTML file without links to others, and the table of memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ SENT_NOTE = "MiB in one step, gathered and reduced together, the mean of the ran
 
 @dataclass(frozen=True)
 class Table:
-    """One table of the page; cells are shown as they are."""
+    """A table of the page."""
 
     name: str
     title: str
@@ -38,7 +38,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """What the page shows.
+    """The contents of the page.
 
     Args:
         title (`str`): the model's name.
@@ -65,7 +65,7 @@ class Page:
     configuration: str = ""
 
     def html(self) -> str:
-        """The whole page."""
+        """Returns the page as HTML."""
         environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
         return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(vars(self))
 
@@ -73,7 +73,7 @@ class Page:
 def results_of(
     log: Sequence[dict[str, Any]], metric: str | None = None, greater_is_better: bool | None = None
 ) -> list[tuple[str, str]]:
-    """The last metrics and the last loss of evaluation, and at which step it was best; without any, the training loss.
+    """Returns the results of the last evaluation and the best step, or the training loss if there was no evaluation.
 
     Args:
         log (`Sequence[dict]`): the entries of the training's log.
@@ -96,12 +96,12 @@ def _title(name: str) -> str:
 
 
 def _held_nbytes(report: dict[str, int]) -> int:
-    """What a rank holds on its device, of all tensor classes."""
+    """The bytes of all tensor classes that a rank holds on its device."""
     return _sum(report, [name for _, name in MEMORY_CLASSES])
 
 
 def memory_rows(per_rank: Sequence[dict[str, int]], planned: dict[str, int]) -> list[list[str]]:
-    """MiB by tensor class: each rank, what was planned, and DDP.
+    """Returns rows of MiB by tensor class: of each rank, as predicted, and for DDP.
 
     Args:
         per_rank (`Sequence[dict[str, int]]`): the fields of `MemoryReport`, by rank.
@@ -127,7 +127,7 @@ def _mib(nbytes: int) -> str:
 
 
 def tables_of(log: Sequence[dict[str, Any]], measured: Measured) -> list[Table]:
-    """The tables of a run.
+    """Returns the tables of the page.
 
     Args:
         log (`Sequence[dict]`): the entries of the training's log.
@@ -165,7 +165,7 @@ def _first_and_last(log: Sequence[dict[str, Any]], name: str) -> list[str]:
 def numbers_of(
     trainer: ZeroTrainer, precision: str, log: list[dict[str, Any]], measured: Measured
 ) -> list[tuple[str, str]]:
-    """The numbers below the result, as far as they are known."""
+    """Returns the numbers below the results, as far as they are known."""
     # on CPUs a process is measured: its libraries, activations and what its allocator keeps are in it
     is_process = trainer.args.device.type == "cpu"
     peak = "peak resident memory of a process" if is_process else "peak memory allocated on a device"
@@ -191,7 +191,7 @@ def numbers_of(
 
 
 def memory_table(per_rank: Sequence[dict[str, int]], zero_stage: int) -> str:
-    """Draws the bytes of each tensor class, as measured.
+    """Returns a table in plain text of the measured MiB of each tensor class.
 
     Args:
         per_rank (`Sequence[dict[str, int]]`): One dict per rank, with the fields of `MemoryReport`, in bytes.

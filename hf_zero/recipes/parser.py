@@ -1,4 +1,4 @@
-"""Parsers that raise instead of exiting, for tasks and tools alike, and what to say of a name that is unknown."""
+"""Parsers for tasks and tools, which raise where argparse would exit, and messages about unknown names."""
 
 import sys
 from argparse import ArgumentParser
@@ -90,7 +90,7 @@ KEYS: dict[str, str] = {
 
 
 def program() -> str:
-    """How this process was called, for usage and for commands that the user is told to run."""
+    """The name of the program as it was called, for the usage and for commands in messages."""
     return SCRIPT if Path(sys.argv[0]).stem == SCRIPT else MODULE
 
 
@@ -120,14 +120,14 @@ def parser_for(name: str, summary: str, kinds: Iterable[type]) -> Parser:
     from transformers import HfArgumentParser
 
     class DataclassParser(Parser, HfArgumentParser):
-        """The `error` of the first, the rest of the second."""
+        """Takes `error` from `Parser` and the rest from `HfArgumentParser`."""
 
     make: Callable[..., Parser] = DataclassParser  # its second base has the constructor
     return make(kinds, **settings)
 
 
 def unknown_message(where: str, key: str, known: Iterable[str]) -> str:
-    """What to say about a key that nobody knows.
+    """Returns the message about an unknown key.
 
     Args:
         where (`str`): the file it was found in, or "command line".
@@ -144,7 +144,7 @@ def unknown_message(where: str, key: str, known: Iterable[str]) -> str:
 
 
 def unknown_task_message(name: str, known: Iterable[str]) -> str:
-    """What to say about a task or tool that there is not.
+    """Returns the message about an unknown task or tool.
 
     Args:
         name (`str`): as it was written.
@@ -159,7 +159,7 @@ def _guess(found: str | None) -> str:
 
 
 def elsewhere(name: str, table: Mapping[str, str]) -> str | None:
-    """What to say of a name that something else goes by here; `None` where nothing is known of it.
+    """Returns what to use here for a name from another program, or `None` if the name is in no table.
 
     Args:
         name (`str`): as it was written, without dashes before it.

@@ -1,4 +1,4 @@
-"""`plan MODEL` and `--dry_run`: what each rank of a run will take, told by one process that trains nothing."""
+"""The tool `plan` and the key `--dry_run`: one process predicts the memory of each rank, and trains nothing."""
 
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,7 @@ QUIET = {"push_to_hub": False, "report_to": "none", "resume_from_checkpoint": No
 
 @dataclass
 class Arguments(AdapterArguments, ZeroArgumentsMixin):
-    """What `plan` takes beside the model: the settings of the run, under the names that a task has for them."""
+    """Keys of `plan`: settings of a run, under the names that tasks have for them."""
 
     num_processes: int = field(default=1, metadata={"help": "How many ranks."})
     bf16: bool = field(default=False, metadata={"help": "bf16 compute copy, fp32 masters."})
@@ -60,7 +60,7 @@ class Arguments(AdapterArguments, ZeroArgumentsMixin):
 
 
 def run(model: str, arguments: Arguments) -> None:
-    """Prints what each rank takes, and where the memory of a device is known, which settings fit it.
+    """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known.
 
     Args:
         model (`str`): where its config is.
@@ -144,7 +144,7 @@ def _class_of(name: str, config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def optimizer_of(optim: str) -> partial:
-    """What makes the optimizer that `--optim` names.
+    """Returns the class and arguments of the optimizer that `--optim` names.
 
     Raises:
         ConfigError: it does not run on shards, or its package is not installed.
@@ -159,7 +159,7 @@ def optimizer_of(optim: str) -> partial:
 
 
 def example_batch(model: PreTrainedModel, batch_size: int, length: int) -> dict[str, Tensor]:
-    """Makes a batch without data for a model, with labels: sequences of full length, none padded.
+    """Makes a batch on the meta device with labels, for sequences of full length without padding.
 
     Args:
         model (`PreTrainedModel`): its class says which labels it takes.
@@ -193,7 +193,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
 
 
 def dry_run(settings: Settings, world_size: int | None) -> None:
-    """Prints configuration, data, units and predicted memory.
+    """Prints the configuration, the data, the units and the predicted memory of a run.
 
     Data, model and trainer are made as the run would make them, so what it would refuse is refused here.
 
@@ -227,7 +227,7 @@ def dry_run(settings: Settings, world_size: int | None) -> None:
 
 
 def units_table(model: nn.Module) -> list[str]:
-    """The units that are gathered and reduced together, a line each; equal ones that follow one another share one.
+    """Returns one line for each unit, or for each group of equal units that follow one another.
 
     Args:
         model (`nn.Module`): Not sharded; its weights may still be in files.
@@ -250,7 +250,7 @@ def units_table(model: nn.Module) -> list[str]:
 
 
 def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> list[str]:
-    """What each rank is going to hold, as the planner says, and a reference model beside it.
+    """Returns the lines about the predicted memory of each rank, with that of a reference model if there is one.
 
     Args:
         trainer ([`ZeroTrainer`]): That has not trained.
@@ -274,7 +274,7 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> l
 
 
 def _widest(trainer: ZeroTrainer, batch: Mapping[str, Tensor], max_length: int | None) -> Mapping[str, Tensor]:
-    """As many rows as in a batch, as long as they can become; a batch that is not of tokens stays."""
+    """Returns a batch of tokens with rows of the greatest possible length; other batches stay as they are."""
     if "input_ids" not in batch or max_length is None:
         return batch
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
@@ -284,7 +284,7 @@ def _widest(trainer: ZeroTrainer, batch: Mapping[str, Tensor], max_length: int |
 
 
 def _reference(trainer: ZeroTrainer, num_ranks: int) -> list[str]:
-    """The frozen model that a trainer compares with; its forward is over before the step has its peak."""
+    """Returns the line about the frozen reference model. Its forward is over before memory is at its peak."""
     reference, config = getattr(trainer, "ref_model", None), trainer.args.zero_config()
     if reference is None:
         return []

@@ -1,4 +1,4 @@
-"""`push FOLDER --hub_model_id NAME`: a model folder becomes a repository on a hub."""
+"""The tool `push`: uploads a model folder to a hub."""
 
 import time
 from collections.abc import Callable
@@ -44,7 +44,7 @@ POSITIONAL = ("folder", "the model folder")
 
 @dataclass
 class Arguments:
-    """What `push` takes beside the folder."""
+    """Keys of `push`."""
 
     hub_model_id: str | None = field(default=None, metadata={"help": "The repository: user/name, or name alone."})
     private: bool = field(default=False, metadata={"help": "Make it private, if it is created now."})
@@ -59,7 +59,7 @@ class Arguments:
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Checks the folder, writes a card where it has none, uploads in one commit, and prints the address.
+    """Checks the folder, writes a model card if it has none, uploads in one commit, and prints the address.
 
     Args:
         folder (`str`): a model or a PEFT adapter.
@@ -100,7 +100,7 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _create(api: HfApi, arguments: Arguments) -> str:
-    """Makes the repository and the branch unless they are there; returns the full name."""
+    """Creates the repository and the branch if they are missing, and returns the full name."""
     url = api.create_repo(arguments.hub_model_id, private=arguments.private or None, exist_ok=True)
     if arguments.revision and arguments.revision != constants.DEFAULT_REVISION:
         api.create_branch(url.repo_id, branch=arguments.revision, exist_ok=True)

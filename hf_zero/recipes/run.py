@@ -1,4 +1,4 @@
-"""What a run does in every process, whatever its task: data, model, trainer, training, and what it leaves."""
+"""The steps of a run in each of its processes, the same for all tasks."""
 
 import signal
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 
 def run_task(settings: Settings) -> None:
-    """All that a process of the run does."""
+    """Runs a task in this process, unless the same run has ended before."""
     with transport_errors(settings.task):
         training = settings.training_arguments()
         has_ended = finished(settings, training)
@@ -28,7 +28,7 @@ def run_task(settings: Settings) -> None:
 
 
 def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
-    """Trains, and leaves what a run leaves. All ranks call it.
+    """Trains, and writes the model, the report and the model card. All ranks call it.
 
     Returns:
         [`ZeroTrainer`]: That has trained; its process group is still there.
@@ -62,7 +62,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
 
 
 def _stop_on_ctrl_c(trainer: ZeroTrainer, settings: Settings) -> None:
-    """Ctrl-C saves, as other signals do in every trainer; in a notebook it would be a surprise."""
+    """Makes Ctrl-C save a checkpoint, as other signals do for every trainer. In notebooks it would be unexpected."""
     trainer.stop_on_signal.signals += (signal.SIGINT,)
     again = "again" if settings.resume == AUTO else f"with --resume {AUTO}"
     again += " and without --overwrite_output_dir" if settings.overwrite_output_dir else ""

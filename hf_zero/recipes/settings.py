@@ -1,4 +1,4 @@
-"""The settings of a run: the command line over the YAML file over the defaults, and what is refused of them."""
+"""The settings of a run, read from the command line and a YAML file, and the checks before it starts."""
 
 import json
 import os
@@ -29,7 +29,7 @@ NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "l
 
 @dataclass(frozen=True)
 class Settings:
-    """One run, as asked for.
+    """The settings of one run, as the user gave them.
 
     Args:
         task (`str`): A key of `TASKS`.
@@ -61,7 +61,7 @@ class Settings:
         return {key: _plain(value) for key, value in values.items() if key not in NOT_OF_THE_RUN}
 
     def non_default(self) -> dict[str, Any]:
-        """Those of the values that differ from their defaults, the task first."""
+        """The values that differ from their defaults, the task first."""
         defaults = parse_settings(self.task, []).values()
         return {
             key: value for key, value in self.values().items() if key == "task" or value != defaults.get(key, value)
@@ -81,7 +81,7 @@ class Settings:
 
 @dataclass
 class LaunchArguments:
-    """What concerns the run as a whole."""
+    """Keys of the run as a whole."""
 
     task: str | None = field(
         default=None, metadata={"help": "Which task a YAML file is for; it has to be the one on the command line."}
@@ -129,13 +129,13 @@ def make_parser(task: str) -> Parser:
 
 
 def _kinds(task: str) -> tuple[type, type, type]:
-    """The dataclasses whose fields are keys: of the run, of the task, and of its training."""
+    """The three dataclasses whose fields are keys: of the run, of the task, and of its training."""
     module = TASKS[task].load()
     return LaunchArguments, module.Arguments, module.Training
 
 
 def parse_settings(task: str, argv: list[str]) -> Settings:
-    """Merges YAML and command line.
+    """Reads the settings from the command line and the YAML file that it names.
 
     Args:
         task (`str`): A key of `TASKS`.
@@ -270,7 +270,7 @@ def check_training_settings(settings: Mapping[str, Any], environment: Mapping[st
 
 
 def check_file_sizes(model: str | None) -> None:
-    """Refuses to train a model whose files could not be written here again, for all the room there is.
+    """Refuses a model whose largest file exceeds the size limit for files of this process.
 
     Args:
         model (`str`, *optional*): A folder; of a hub id the files need not be here yet.
@@ -317,7 +317,7 @@ def check_test_set(settings: Settings) -> None:
 
 
 def launched_world_size(num_processes: int | None, environment: Mapping[str, str] | None = None) -> int | None:
-    """Reads what an outer launcher such as torchrun has set, and holds it against `--num_processes`.
+    """Reads the number of processes from the variables of a launcher such as torchrun, and checks `--num_processes`.
 
     Args:
         num_processes (`int`, *optional*): What the user asked for, if anything.

@@ -1,4 +1,4 @@
-"""What other libraries say at every start, and nobody who runs a recipe can do anything about, is not printed.
+"""Silences messages of other libraries at start that users of a recipe cannot act on.
 
 One entry for each message. All other warnings, and all errors, are printed as ever.
 """
@@ -27,7 +27,7 @@ WARNED = (
 
 
 class Without(logging.Filter):
-    """Lets a logger say everything but one warning.
+    """A filter that drops one warning of a logger.
 
     Args:
         pattern (`str`): What its message begins with.
@@ -38,7 +38,7 @@ class Without(logging.Filter):
         self.pattern = re.compile(pattern, re.DOTALL)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is printed: an error is, whatever it says."""
+        """Whether a record is printed. Errors always are."""
         return record.levelno > logging.WARNING or not self.pattern.match(record.getMessage())
 
 
@@ -46,7 +46,7 @@ _FILTERS = {name: Without(pattern) for name, pattern in LOGGED.items()}
 
 
 def silence() -> None:
-    """Every process of a recipe calls it, before it imports the libraries. A second call changes nothing."""
+    """Adds the filters. Each process of a recipe calls it before it imports the libraries."""
     for name, without in _FILTERS.items():
         logging.getLogger(name).addFilter(without)
     for pattern in WARNED:

@@ -1,4 +1,4 @@
-"""Which recipes there are.
+"""The tasks and tools, and the arguments that tasks share.
 
 A task trains. It is a module with
 
@@ -23,7 +23,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Task:
-    """One kind of fine-tune, or one tool.
+    """A task or a tool.
 
     Args:
         summary (`str`): One line for `--help`.
@@ -75,7 +75,7 @@ TOOLS: dict[str, Task] = {
 
 @dataclass
 class SourceArguments:
-    """Which model is trained on which data."""
+    """Keys for the model and the data, under the names of TRL and transformers."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "A folder, package:<name>/<folder inside an installed package>, or a hub id."}
@@ -110,6 +110,6 @@ class SourceArguments:
 
 @dataclass
 class CommonArguments(SourceArguments):
-    """Likewise, for a task whose training arguments have no `max_length` of their own: a key has one source."""
+    """The same keys and `max_length`, for tasks whose training arguments have no `max_length`."""
 
     max_length: int = field(default=1024, metadata={"help": "Longer rows are cut to so many tokens."})
