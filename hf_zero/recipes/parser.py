@@ -97,6 +97,8 @@ def program() -> str:
 class Parser(ArgumentParser):
     """An `ArgumentParser` that raises [`ConfigError`] where argparse would exit."""
 
+    kinds: tuple[type, ...]  # the dataclasses whose fields are its keys
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
@@ -115,15 +117,18 @@ def parser_for(name: str, summary: str, kinds: Iterable[type]) -> Parser:
     """
     kinds = tuple(kinds)
     settings: dict[str, Any] = {"prog": f"{program()} {name}", "description": summary, "allow_abbrev": False}
-    if not any(fields(kind) for kind in kinds):
-        return Parser(**settings)
+    parser = _dataclass_parser()(kinds, **settings) if any(fields(kind) for kind in kinds) else Parser(**settings)
+    parser.kinds = kinds
+    return parser
+
+
+def _dataclass_parser() -> Callable[..., Parser]:
     from transformers import HfArgumentParser
 
     class DataclassParser(Parser, HfArgumentParser):
         """Takes `error` from `Parser` and the rest from `HfArgumentParser`."""
 
-    make: Callable[..., Parser] = DataclassParser  # its second base has the constructor
-    return make(kinds, **settings)
+    return DataclassParser
 
 
 def unknown_message(where: str, key: str, known: Iterable[str]) -> str:

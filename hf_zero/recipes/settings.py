@@ -121,17 +121,12 @@ def make_parser(task: str) -> Parser:
     Returns:
         [`Parser`]: It knows `--config`, `--num_processes`, the task's arguments and all training arguments.
     """
-    parser = parser_for(task, TASKS[task].summary, _kinds(task))
+    module = TASKS[task].load()
+    parser = parser_for(task, TASKS[task].summary, (LaunchArguments, module.Arguments, module.Training))
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
     # Its type has a list beside the name, of which HfArgumentParser takes the name alone.
     next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
     return parser
-
-
-def _kinds(task: str) -> tuple[type, type, type]:
-    """The three dataclasses whose fields are keys: of the run, of the task, and of its training."""
-    module = TASKS[task].load()
-    return LaunchArguments, module.Arguments, module.Training
 
 
 def parse_settings(task: str, argv: list[str]) -> Settings:
@@ -148,7 +143,7 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
         ConfigError: If a key is unknown (the nearest known one is named) or a value does not parse.
     """
     parser = make_parser(task)
-    _, own_arguments, training = kinds = _kinds(task)
+    _, own_arguments, training = kinds = parser.kinds
     known = {field.name for kind in kinds for field in fields(kind) if field.init}
     config = parser.parse_known_args(argv)[0].config
     from_file = _yaml_flags(config, known) if config else []
