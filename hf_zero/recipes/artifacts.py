@@ -157,6 +157,11 @@ def resolved_name(settings: Settings) -> str:
     return HIDDEN_NAME if settings.training["push_to_hub"] else RESOLVED_NAME
 
 
+def configuration_of(folder: Path) -> Path | None:
+    """Returns the configuration file that a run has left in a folder, or `None`."""
+    return next((path for name in (RESOLVED_NAME, HIDDEN_NAME) if (path := folder / name).exists()), None)
+
+
 def repeating_command(settings: Settings, folder: str) -> str:
     """Returns the command line that repeats a run, from the folder in which it was started.
 
@@ -200,8 +205,3 @@ def usage_command(folder: str, text: str | list | dict, pipeline_task: str = "te
     task, folder, text = (json.dumps(item, ensure_ascii=False) for item in (pipeline_task, folder, shown))
     code = f"from transformers import pipeline; print(pipeline({task}, {folder})({text}))"
     return f"{shlex.quote(str(python))} -c {shlex.quote(code)}"
-
-
-def configuration_of(folder: Path) -> Path | None:
-    """Returns the configuration file that a run has left in a folder, or `None`."""
-    return next((path for name in (RESOLVED_NAME, HIDDEN_NAME) if (path := folder / name).exists()), None)

@@ -171,19 +171,6 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     )
 
 
-def yaml_text(values: dict[str, Any]) -> str:
-    """Lines of `key: value`, in the order given."""
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
-
-
 def _resume(values: dict[str, Any]) -> str:
     """`resume`, or what the training argument of the longer name says."""
     given, resume = values["resume_from_checkpoint"], values["resume"]
@@ -223,6 +210,19 @@ def _flag(key: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
     return [f"--{key}={json.dumps(value, default=str) if isinstance(value, dict) else value}"]
+
+
+def yaml_text(values: dict[str, Any]) -> str:
+    """Lines of `key: value`, in the order given."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
 
 
 def check_settings(settings: Settings) -> int | None:
