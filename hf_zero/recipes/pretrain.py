@@ -23,7 +23,7 @@ from hf_zero.recipes.causal import (
 from hf_zero.recipes.data import Data, Rows, encode_rows, load_rows
 from hf_zero.recipes.data.formats import recognise
 from hf_zero.recipes.data.rows import column, plural
-from hf_zero.recipes.data.tokens import FEATURES, TokenizeText, cut_into_blocks, tokenizer_key
+from hf_zero.recipes.data.tokens import TEXT_FEATURES, TokenizeText, cut_into_blocks, tokenizer_key
 from hf_zero.trainer import ZeroTrainingArguments
 
 
@@ -59,7 +59,7 @@ def _blocks(
     texts, num_bad = encode_rows(
         rows,
         TokenizeText(tokenizer, form),
-        FEATURES,
+        TEXT_FEATURES,
         skip_bad_rows=arguments.skip_bad_rows,
         key=f"{tokenizer_key(tokenizer)} {form.columns}",
         num_proc=arguments.dataset_num_proc,

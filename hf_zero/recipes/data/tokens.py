@@ -35,7 +35,7 @@ TOKEN_FEATURES = Features(
     }
 )
 STATS = ["num_counted", "num_cut", "diverged"]  # what is used up when rows are accounted for
-FEATURES = Features({"input_ids": List(Value("int32")), "num_tokens": Value("int32")})
+TEXT_FEATURES = Features({"input_ids": List(Value("int32")), "num_tokens": Value("int32")})
 
 
 def encode_rows(
@@ -274,7 +274,7 @@ class TokenizeText:
     form: Format
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The values of `FEATURES`.
+        """The values of `TEXT_FEATURES`.
 
         Raises:
             BadRow: on a row without a text.
@@ -287,11 +287,11 @@ def cut_into_blocks(texts: Dataset | IterableDataset, max_length: int, *, joined
     """Cuts tokenized texts into blocks, and keeps them in the cache of `datasets`.
 
     Args:
-        texts (`datasets.Dataset` or `IterableDataset`): with the columns of `FEATURES`.
+        texts (`datasets.Dataset` or `IterableDataset`): with the columns of `TEXT_FEATURES`.
         max_length (`int`): tokens of a block, at most.
         joined (`bool`): whether a thousand texts at a time are joined before.
     """
-    options: dict[str, Any] = {"batched": True, "features": FEATURES}
+    options: dict[str, Any] = {"batched": True, "features": TEXT_FEATURES}
     if isinstance(texts, Dataset):
         options["new_fingerprint"] = Hasher.hash([texts._fingerprint, joined, max_length, code_hash()])
     with quiet_datasets():
