@@ -28,7 +28,7 @@ def storage_nbytes(tensors: Iterable) -> int:
 
 def hf_zero_host_nbytes(engine, optimizer) -> int:
     """What the engine's bus has handed out, and the optimizer state of what rests away."""
-    state = [optimizer.state.get(run.param, {}) for run in optimizer.slices if run.flat.is_away]
+    state = [optimizer.state.get(run.param, {}) for run in optimizer.slices if run.unit.is_away]
     return engine.bus.host_nbytes + storage_nbytes(value for values in state for value in values.values())
 
 

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from benchmarks.memory import TensorMeter
 from hf_zero.comm.pairwise import SUM_NBYTES
 from hf_zero.engine import ZeroEngine
+from hf_zero.engine.rest import SharedRest
 from tests import models
 from tests.distributed import run_ranks
 from tests.training import Sharded, adamw
@@ -129,7 +130,9 @@ def _held(subject: Sharded) -> dict[str, int]:
     flats = [flat for unit in engine.units for flat in unit.flats]
     # one for all ranks: each rank's part of it
     common = {
-        flat.common.untyped_storage().data_ptr(): engine.comm.num_ranks for flat in flats if flat.common is not None
+        flat.master.untyped_storage().data_ptr(): engine.comm.num_ranks
+        for flat in flats
+        if isinstance(flat.rest, SharedRest)
     }
     found: dict[str, dict[int, int]] = {"compute": {}, "grad": {}, "state": {}}
 

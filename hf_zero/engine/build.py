@@ -17,12 +17,13 @@ from hf_zero.engine.access import RanksInStep, remember, unit_of
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
-from hf_zero.engine.gradient import Gradient, GradientSlots
+from hf_zero.engine.gradient import GradientSlots, gradient_of
 from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.placeholder import Placeholders
+from hf_zero.engine.rest import rest_of
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
@@ -93,28 +94,26 @@ def build(
     patches = unpack_layers(model)
     parts = partition(model)
     specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
-    pattern = _keep_in_fp32(model)
-    groups = [_grouped(spec, config.compute_dtype, pattern) for spec in specs]
     placeholders = Placeholders(comm.device)
     bus = bus or Bus(comm.device, comm.counters)
-    lay_out = partial(_lay_out, config=config, comm=comm, placeholders=placeholders, host_transfer=HostTransfer(bus))
-    plans = _plans(specs, config, comm)
-    flats = [[lay_out(group, plan) for group in groups_of] for groups_of, plan in zip(groups, plans)]
-    for flat in (flat for flats_of in flats for flat in flats_of):
-        flat.allocate()
-    disk = _rest_on_disk([flat for flats_of in flats for flat in flats_of], config.offload_dir, bus)
     arenas = Arenas.of(comm)
-    slots = _make_slots(flats, config, comm, arenas.gathered)
-    _read_sources([flat for flats_of in flats for flat in flats_of], comm)
+    lay_out = partial(_lay_out, config=config, comm=comm, placeholders=placeholders, transfer=HostTransfer(bus))
+    stays = _keep_in_fp32(model)
     units = []
-    for index, (spec, flats_of, slot) in enumerate(zip(specs, flats, slots)):
-        for flat in flats_of:
-            flat.fill()
-            flat.reshard() if flat.is_sharded else flat.unshard()
-            flat.mark_clean()
-        gradients = [Gradient(flat, config.reduce_dtype, arenas.reduced) for flat in flats_of if flat.trainable]
-        units.append(Unit(spec.name, flats_of, gradients, index=index))
-        units[-1].slot = slot
+    for index, (spec, plan) in enumerate(zip(specs, _plans(specs, config, comm))):
+        own = [lay_out(group, plan) for group in _grouped(spec, config.compute_dtype, stays)]
+        gradients = [gradient_of(flat, config.reduce_dtype, arenas.reduced) for flat in own if flat.trainable]
+        units.append(Unit(spec.name, own, gradients, index=index))
+    flats = [flat for unit in units for flat in unit.flats]
+    for flat in flats:
+        flat.allocate()
+    disk = _rest_on_disk(flats, config.offload_dir, bus)
+    _place_slots(units, config, comm, arenas.gathered)
+    _read_sources(flats, comm)
+    for flat in flats:
+        flat.fill()
+        flat.reshard() if flat.rest.is_sharded else flat.unshard()
+        flat.mark_clean()
     if disk is not None:
         _make_disk_prefetchers(disk, units)
     remember(units)
@@ -180,57 +179,42 @@ def _plans(specs: list[UnitSpec], config: ZeroConfig, comm: Comm) -> list[StageP
 
 
 def _lay_out(
-    group, plan: StagePlan, config: ZeroConfig, comm: Comm, placeholders: Placeholders, host_transfer: HostTransfer
+    group, plan: StagePlan, config: ZeroConfig, comm: Comm, placeholders: Placeholders, transfer: HostTransfer
 ) -> Flat:
     infos = [ParamInfo(name, local_of(p).shape, p.dtype, p.requires_grad) for name, p, _ in group]
     layout = Layout.of([tuple(info.shape) for info in infos], comm.num_ranks)
-    params, dtype = [p for _, p, _ in group], group[0][2]
+    params, dtype, trainable = [p for _, p, _ in group], group[0][2], infos[0].trainable
     # parameters that are asked to compute in half precision, and are trained, have a master of more
-    is_cast = config.compute_dtype is not None and infos[0].trainable
+    is_cast = config.compute_dtype is not None and trainable
     is_half = dtype in (torch.bfloat16, torch.float16)
-    return Flat(
-        infos,
-        params,
-        layout,
-        plan=plan,
-        comm=comm,
-        dtype=dtype,
-        master_dtype=torch.float32 if is_cast and is_half else dtype,
-        placeholders=placeholders,
-        host_transfer=host_transfer,
-    )
+    master_dtype = torch.float32 if is_cast and is_half else dtype
+    rest = rest_of(layout, plan, comm, transfer, dtype=dtype, master_dtype=master_dtype, trainable=trainable)
+    return Flat(infos, params, layout, plan=plan, comm=comm, dtype=dtype, rest=rest, placeholders=placeholders)
 
 
-def _make_slots(flats: list[list[Flat]], config: ZeroConfig, comm: Comm, arena: Arena) -> list[Slot | None]:
+def _place_slots(units: list[Unit], config: ZeroConfig, comm: Comm, arena: Arena) -> None:
     """Gives every unit whose whole values do not rest a slot in which they appear, which blocks share.
 
     A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
     """
-    sizes = {
-        index: parts_nbytes(slot_parts(flats_of))
-        for index, flats_of in enumerate(flats)
-        if not all(flat.rests_whole for flat in flats_of)
-    }
-    blocks = [index for index in sizes if index > 0]
-    largest = max((sizes[index] for index in blocks), default=0)
+    sizes = {unit: parts_nbytes(slot_parts(unit.flats)) for unit in units if slot_parts(unit.flats)}
+    blocks = [unit for unit in sizes if unit is not units[0]]
+    largest = max((sizes[unit] for unit in blocks), default=0)
     if config.keep_gathered == "auto":
-        kept = _fitting(largest, flats, comm) if largest else 0
+        kept = _fitting(largest, units, comm) if largest else 0
     else:
         kept = int(config.keep_gathered)
     num_slots = min(len(blocks), config.prefetch_units + 1 + kept)
-    wanted = [largest] * num_slots + [nbytes for index, nbytes in sizes.items() if index == 0]
+    wanted = [largest] * num_slots + [nbytes for unit, nbytes in sizes.items() if unit is units[0]]
     for nbytes in wanted:
         arena.expect(nbytes, torch.uint8)
-    made = [Slot(arena.take(nbytes, torch.uint8)) for nbytes in wanted]
-    slots = {index: made[position % num_slots] for position, index in enumerate(blocks)}
-    if 0 in sizes:
-        slots[0] = made[-1]
-    for index, slot in slots.items():
-        bind_to_slot(flats[index], slot)
-    return [slots.get(index) for index in range(len(flats))]
+    slots = [Slot(arena.take(nbytes, torch.uint8)) for nbytes in wanted]
+    for unit in sizes:
+        unit.slot = slots[-1] if unit is units[0] else slots[blocks.index(unit) % num_slots]
+        bind_to_slot(unit.flats, unit.slot)
 
 
-def _fitting(nbytes: int, flats: list[list[Flat]], comm: Comm) -> int:
+def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
     """Counts the buffers of `nbytes` that fit half of what is free on every rank beside gradients and Adam's state."""
     if comm.device.type == "cuda":
         free = torch.cuda.mem_get_info(comm.device)[0]
@@ -238,8 +222,8 @@ def _fitting(nbytes: int, flats: list[list[Flat]], comm: Comm) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # were all on this host
     else:
         free = 0
-    trained = (flat for flats_of in flats for flat in flats_of if flat.trainable and not flat.is_away)
-    to_come = sum(12 * flat.layout.shard_numel for flat in trained)
+    here = [gradient for unit in units for gradient in unit.gradients if gradient.rests_at is MemoryTier.DEVICE]
+    to_come = sum(12 * gradient.flat.layout.shard_numel for gradient in here)
     own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
     return int(comm.all_gather_vector(own).min())
 
@@ -274,20 +258,16 @@ def _read_sources(flats: list[Flat], comm: Comm) -> None:
 
 def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOffload | None":
     """Takes room in files for the masters that rest there, and for the compute shards that do."""
-    masters = [flat for flat in flats if flat.master_at is MemoryTier.DISK]
+    masters = [flat.rest.masters for flat in flats if flat.rest.masters.tier is MemoryTier.DISK]
     if not masters:
         return None
     from hf_zero.storage import DiskOffload  # here alone: who offloads nothing to disk does not load it
 
-    compute_shards = [flat for flat in masters if flat.has_compute_shard and flat.plan.compute_at is MemoryTier.DISK]
-    parts = [(flat.held[1] - flat.held[0], flat.master_dtype) for flat in masters]
-    parts += [(flat.held[1] - flat.held[0], flat.dtype) for flat in compute_shards]
-    disk = DiskOffload(masters[0].comm, folder, bus, parts, casts=bool(compute_shards))
-    tensors = iter(disk.tensors)
-    for flat in masters:
-        flat.on_disk = next(tensors)
-    for flat in compute_shards:
-        flat.compute_shard_on_disk = next(tensors)
+    copies = [copy for flat in flats if (copy := flat.rest.compute_shard) and copy.tier is MemoryTier.DISK]
+    parts = [(shard.numel, shard.dtype) for shard in [*masters, *copies]]
+    disk = DiskOffload(flats[0].comm, folder, bus, parts, casts=bool(copies))
+    for shard, tensor in zip([*masters, *copies], disk.tensors):
+        shard.on_disk = tensor
     return disk
 
 
@@ -295,9 +275,9 @@ def _make_disk_prefetchers(disk: "DiskOffload", units: list[Unit]) -> None:
     """Gives units whose values rest on disk their prefetchers: a block is read at once, the root, which may be much
     larger, in windows."""
     for unit in units:
-        flats = [flat for flat in unit.flats if flat.source_on_disk is not None]
+        flats = [flat for flat in unit.flats if flat.rest.source is not None and flat.rest.source.on_disk is not None]
         if flats:
-            tensors = [flat.source_on_disk for flat in flats]
+            tensors = [flat.rest.source.on_disk for flat in flats]
             unit.disk_prefetcher = disk.prefetcher(tensors, partial(_own_ranges, flats), in_windows=unit is units[0])
 
 

@@ -353,7 +353,7 @@ class ZeroEngine(Uncopyable):
         """
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
-        if not self._is_backward_open and not gradient.rests_where_collected:
+        if not self._is_backward_open and not gradient.is_reduced_once:
             self.open_backward()
         if unit.phase is not Phase.UNSHARDED:
             raise LifecycleError(
@@ -606,7 +606,7 @@ class ZeroEngine(Uncopyable):
             writes.take_here(self)
         for unit in self.units:
             for flat in unit.flats:
-                masters = flat.masters(writes=resident) if values else [(flat.master, flat.held)]
+                masters = flat.rest.masters.pieces(writes=resident) if values else [(flat.master, flat.held)]
                 for master, covers in masters:
                     yield from flat.named_shards(master, covers, flat.held if resident else flat.owned)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
-from hf_zero.config import Residency
+from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.arena import Arena, Slot
@@ -17,37 +17,33 @@ WITNESS_NUMEL = 1024
 
 
 class Gradient:
-    """The gradient of one flat buffer between two optimizer steps.
+    """The gradient of one flat buffer between two optimizer steps; the classes below say where its average rests.
 
     Args:
         flat (`Flat`): the buffer.
-        sum_dtype (`torch.dtype`): in which gradients are summed over the ranks; they also rest in it, unless the
-            master is of lower precision.
-        arena (`Arena`): where the averages rest that lie on the device and not where they were collected.
+        sum_dtype (`torch.dtype`): in which gradients are summed over the ranks.
+        dtype (`torch.dtype`): in which they rest.
+        arena (`Arena`): for averages that rest on the device and not where they were collected.
     """
 
-    full: Tensor | None  # this rank's summand; None while no slot is lent (sharded gradients only)
-    reduced: Tensor | None  # the average, over the range that the optimizer updates; None until the first reduction
+    rests_at = MemoryTier.DEVICE
+    full: Tensor | None = None  # this rank's summand; None while no slot is lent (sharded gradients only)
+    reduced: Tensor | None = None  # the average, over the range that the optimizer updates; None until there is one
     is_persistent: bool  # `full` stays between backward passes, because it is the resting place of the summand
-    rests_where_collected: bool  # `reduced` is (a range of) `full`: reduced once a step, after its last micro-batch
+    is_reduced_once: bool  # in each step, after its last micro-batch: no precision is lost by adding up in `full`
     # 0-d, a sum of few elements of what this rank has added to the average since the last step; None where nothing.
     # Afterwards nothing else tells from which rank a value came that is not finite.
-    witness: Tensor | None
+    witness: Tensor | None = None
+    _other: Tensor | None = None  # the second of two places on the host, see `hand_over`
 
-    def __init__(self, flat: Flat, sum_dtype: torch.dtype, arena: Arena):
+    def __init__(self, flat: Flat, sum_dtype: torch.dtype, dtype: torch.dtype, arena: Arena):
         self.flat = flat
-        self.sum_dtype = torch.float64 if flat.dtype is torch.float64 else sum_dtype
-        self.dtype = min(self.sum_dtype, flat.master.dtype, key=lambda dtype: dtype.itemsize)
-        self.full = None
-        self.reduced = None
-        self.witness = None
-        self._other: Tensor | None = None  # the second of two places on the host, see `hand_over`
+        self.sum_dtype = sum_dtype
+        self.dtype = dtype
+        self._arena = arena
         self.views: list[Tensor] = []
         self.is_persistent = flat.plan.grad is not Residency.SHARDED
-        self.rests_where_collected = self.is_persistent and flat.dtype is self.dtype
-        self._arena = None if flat.is_away or self.rests_where_collected else arena
-        if self._arena is not None:
-            self._arena.expect(self._held_numel, self.dtype)
+        self.is_reduced_once = self.is_persistent and flat.dtype is dtype
         self.is_spent = False  # the optimizer has taken it already
         self.is_reduced = False  # `reduced` holds a gradient of this step
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
@@ -72,7 +68,7 @@ class Gradient:
         Raises:
             `LifecycleError`: when the gradients of this step are reduced already and rest where they were collected.
         """
-        if self.is_spent or (self.rests_where_collected and self.is_reduced):
+        if self.is_spent or (self.is_reduced_once and self.is_reduced):
             raise LifecycleError(
                 f"{self.flat.infos[index].name}: a backward came after the gradients were clipped, or applied while "
                 "they came, and before the optimizer step; step first, or use stage 2 or 3 and no in_backward"
@@ -102,7 +98,7 @@ class Gradient:
 
     def reduce(self, what: str) -> Pending:
         """Averages what was collected over the ranks, into `reduced`. Where no gradient came, zero counts."""
-        full, flat = self.full, self.flat
+        full = self.full
         self.flush()
         for start, stop in self._pads:  # each time: clipping by a norm that is not finite reaches the padding too
             full[start:stop].zero_()
@@ -115,19 +111,15 @@ class Gradient:
             self.full, self.views = None, []
         adds, self.is_reduced = self.is_reduced, True
         if self.reduced is None:
-            self.reduced = self._make_reduced()
-        if not flat.is_away:
-            return self._average(full, self.reduced, adds, what)
-        if flat.comm.num_ranks == 1:  # at once: the buffer is free again when the copy is made
-            return flat.host_transfer.down(self.reduced, full, accumulate=adds)
-        summed = self._in_place(full) if flat.dtype is self.dtype else self._scratch()
-        averaging = self._average(full, summed, False, what)
+            self.reduced = self._make_reduced(full)
+        return self._reduce_into_rest(full, adds, what)
 
-        def finish():
-            averaging.wait()
-            flat.host_transfer.down(self.reduced, summed, accumulate=adds).wait()
+    def _make_reduced(self, full: Tensor) -> Tensor:
+        """Makes memory for the average of what is collected in `full`."""
+        raise NotImplementedError
 
-        return Pending(finish)
+    def _reduce_into_rest(self, full: Tensor, adds: bool, what: str) -> Pending:
+        return self._average(full, self.reduced, adds, what)
 
     def _update_witness(self) -> None:
         """Adds to the witness. The smallest parameter serves: it is mostly a vector that a layer adds or multiplies
@@ -147,30 +139,6 @@ class Gradient:
             return pending
         pending.wait()
         return flat.comm.all_gather(result, out, what=what)
-
-    def _make_reduced(self) -> Tensor:
-        if self.flat.is_away:
-            return self.flat.host_transfer.bus.empty(self._held_numel, self.dtype, locked=self._goes_straight)
-        if self.rests_where_collected:
-            return self._in_place(self.full)
-        return self._arena.take(self._held_numel, self.dtype)
-
-    @property
-    def _held_numel(self) -> int:
-        return self.flat.held[1] - self.flat.held[0]
-
-    @property
-    def _goes_straight(self) -> bool:
-        """Whether what comes down may be of the dtype that it rests in."""
-        return self.flat.comm.num_ranks > 1 or self.dtype is self.flat.dtype
-
-    def _scratch(self) -> Tensor:
-        """Makes device memory for an average on its way to the host."""
-        return torch.empty(self.reduced.shape, dtype=self.dtype, device=self.flat.comm.device)
-
-    def _in_place(self, full: Tensor) -> Tensor:
-        """Returns the part of the collected gradients that their average may overwrite."""
-        return full[slice(*self.flat.held)]
 
     def owned_range(self) -> Tensor:
         """The averaged gradient of the range that this rank owns."""
@@ -199,12 +167,72 @@ class Gradient:
         """Forgets the gradients. Shards of them go back to their arena; on the host they stay."""
         self.is_reduced = self.is_spent = False
         self.witness = None
-        if not self.is_persistent and not self.flat.is_away and self.reduced is not None:
-            self._arena.give(self.reduced)
-            self.reduced = None
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
         self._destinations, self._grads = [], []
+
+
+class GradientInPlace(Gradient):
+    """The average rests where gradients are collected, which it overwrites."""
+
+    def _make_reduced(self, full: Tensor) -> Tensor:
+        return full[slice(*self.flat.held)]
+
+
+class GradientInArena(Gradient):
+    """The average rests in an arena of the device: a shard, or of more precision than what is collected."""
+
+    def _make_reduced(self, full: Tensor) -> Tensor:
+        return self._arena.take(self.flat.rest.masters.numel, self.dtype)
+
+    def clear(self) -> None:
+        super().clear()
+        if not self.is_persistent and self.reduced is not None:
+            self._arena.give(self.reduced)
+            self.reduced = None
+
+
+class GradientOnHost(Gradient):
+    """The average is sent down to the host's memory and rests there."""
+
+    rests_at = MemoryTier.HOST
+
+    def _make_reduced(self, full: Tensor) -> Tensor:
+        masters = self.flat.rest.masters
+        # what comes down may be of the dtype that it rests in
+        locked = self.dtype is self.flat.dtype or self.flat.comm.num_ranks > 1
+        return masters.transfer.bus.empty(masters.numel, self.dtype, locked=locked)
+
+    def _reduce_into_rest(self, full: Tensor, adds: bool, what: str) -> Pending:
+        transfer = self.flat.rest.masters.transfer
+        if self.flat.comm.num_ranks == 1:  # at once: the buffer is free again when the copy is made
+            return transfer.down(self.reduced, full, accumulate=adds)
+        if self.dtype is self.flat.dtype:
+            summed = full[slice(*self.flat.held)]
+        else:
+            summed = torch.empty(self.reduced.shape, dtype=self.dtype, device=full.device)
+        averaging = self._average(full, summed, False, what)
+
+        def finish():
+            averaging.wait()
+            transfer.down(self.reduced, summed, accumulate=adds).wait()
+
+        return Pending(finish)
+
+
+def gradient_of(flat: Flat, sum_dtype: torch.dtype, arena: Arena) -> Gradient:
+    """Chooses where the gradient of a buffer rests, and in which dtype: that of the sum, unless the master is of lower
+    precision. See `Gradient`."""
+    sum_dtype = torch.float64 if flat.dtype is torch.float64 else sum_dtype
+    dtype = min(sum_dtype, flat.rest.masters.dtype, key=lambda dtype: dtype.itemsize)
+    kind: type[Gradient] = GradientInArena
+    if flat.rest.masters.tier is not MemoryTier.DEVICE:
+        kind = GradientOnHost
+    elif flat.plan.grad is not Residency.SHARDED and flat.dtype is dtype:
+        kind = GradientInPlace
+    else:
+        arena.expect(flat.rest.masters.numel, dtype)
+    return kind(flat, sum_dtype, dtype, arena)
 
 
 class GradientSlots:

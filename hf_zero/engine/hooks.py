@@ -175,7 +175,9 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
                 "load inside `with hf_zero.gathered(model, writeback=True):`"
             )
         fits = values.shape == p.shape and not is_dtensor(p)
-        is_finer = flat.master_dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
+        is_finer = (
+            flat.rest.masters.dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
+        )
         if fits and is_finer and unit.keeps_writes and not flat.plan.lags:
             flat.write_master(index, values)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
+from hf_zero.config import MemoryTier
 from hf_zero.engine.away import refuse_uses, refuse_writes
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
@@ -73,7 +74,7 @@ class Unit(Uncopyable):
         self.index = index
         self.flats = flats
         self.gradients = gradients
-        self.is_sharded = any(flat.is_sharded for flat in flats)
+        self.is_sharded = any(flat.rest.is_sharded for flat in flats)
         self.phase = Phase.SHARDED if self.is_sharded else Phase.UNSHARDED
         self.slot: Slot | None = None  # where the whole values appear; None when they never leave
         self.gradient_slots: GradientSlots | None = None  # None when every gradient buffer persists
@@ -94,7 +95,7 @@ class Unit(Uncopyable):
     @property
     def is_away(self) -> bool:
         """Whether what the optimizer updates rests elsewhere than on the device."""
-        return any(gradient.flat.is_away for gradient in self.gradients)
+        return any(gradient.rests_at is MemoryTier.HOST for gradient in self.gradients)
 
     @property
     def is_unsharded(self) -> bool:
@@ -116,7 +117,7 @@ class Unit(Uncopyable):
     def _begin_all_gather(self) -> None:
         self.phase = moved(self.name, self.phase, Phase.GATHERING)
         arriving = self.disk_prefetcher.load() if self.disk_prefetcher is not None else None
-        self._all_gathers = [flat.all_gather(self.name, arriving) for flat in self.flats]
+        self._all_gathers = [flat.rest.all_gather(flat.full, self.name, arriving) for flat in self.flats]
 
     def _take_slot(self) -> None:
         if self.slot is not None:
@@ -190,17 +191,17 @@ class Unit(Uncopyable):
         flats = [flat for flat in self.flats if flat.trainable or not only_trained]
         for flat in flats:
             if not only_trained:
-                flat.refreshing = None  # it is of former values
-            flat.refresh().wait()
+                flat.rest.refreshing = None  # it is of former values
+            flat.rest.refresh().wait()
         if self.is_sharded and flats:
             self.evict()
-        return [flat.all_gather(self.name) for flat in flats if flat.needs_spread]
+        return [flat.rest.all_gather(flat.full, self.name) for flat in flats if not flat.rest.is_sharded]
 
     @property
     def reduces_each_backward(self) -> bool:
         """Whether its gradients are reduced at the end of every backward: sharded ones, and those in half precision,
         which would lose what later micro-batches add."""
-        return any(not gradient.rests_where_collected for gradient in self.gradients)
+        return any(not gradient.is_reduced_once for gradient in self.gradients)
 
     @property
     def has_collected(self) -> bool:
@@ -288,7 +289,7 @@ class Unit(Uncopyable):
 
     def _copy_to(self, fulls: list[Tensor]) -> None:
         for flat, full in zip(self.flats, fulls):
-            if full is not flat.common:  # there the masters are the values
+            if full is not flat.rest.whole:  # there the masters are the values
                 full.copy_(flat.full)
 
     def _leave_slot(self) -> None:
@@ -310,7 +311,7 @@ class Unit(Uncopyable):
         if at_step:
             chosen = [gradient for gradient in self.gradients if not gradient.is_reduced]
         else:
-            chosen = [gradient for gradient in self.gradients if not gradient.rests_where_collected]
+            chosen = [gradient for gradient in self.gradients if not gradient.is_reduced_once]
         pendings = [gradient.reduce(self.name) for gradient in chosen]
         if self.gradients[0].flat.comm.num_ranks == 1:  # it has been, already
             then()
@@ -359,11 +360,11 @@ def reassign_slots(units: list[Unit]) -> None:
 
 def slot_parts(flats: list[Flat]) -> list[tuple[int, torch.dtype]]:
     """Returns what a slot must hold for a unit with these buffers, see `Slot.views`."""
-    return [flat.slot_part for flat in flats if not flat.rests_whole]
+    return [flat.slot_part for flat in flats if flat.rest.whole is None]
 
 
 def bind_to_slot(flats: list[Flat], slot: Slot) -> None:
     """Lets the whole values of a unit's buffers appear in a slot, as far as they need one."""
-    moving = [flat for flat in flats if not flat.rests_whole]
+    moving = [flat for flat in flats if flat.rest.whole is None]
     for flat, full in zip(moving, slot.views(slot_parts(flats))):
         flat.bind(full)

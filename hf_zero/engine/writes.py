@@ -34,7 +34,7 @@ def take(engine: "ZeroEngine") -> None:
         `LifecycleError`: on all ranks, when one of them has written what the others have not, or what cannot be taken
             over. At stage 3, where there is nothing to compare, on the rank alone that has written what is given up.
     """
-    flats = [flat for unit in engine.units for flat in unit.flats if flat.trainable and not flat.is_sharded]
+    flats = [flat for unit in engine.units for flat in unit.flats if flat.trainable and not flat.rest.is_sharded]
     failure: LifecycleError | None = None
     try:
         _refuse_replaced(engine)
@@ -44,7 +44,7 @@ def take(engine: "ZeroEngine") -> None:
         failure = error
     comm = engine.comm
     if comm.num_ranks == 1:
-        flats = [flat for flat in flats if flat.has_master]  # of the others, values and masters are one
+        flats = [flat for flat in flats if flat.rest.has_copy]  # of the others, values and masters are one
     if not flats:
         if failure is not None:
             raise failure
@@ -63,7 +63,7 @@ def take(engine: "ZeroEngine") -> None:
 
 def _sum_of(flat: Flat) -> Tensor:
     """Returns a sum by which changed values show; where there is no master, only by which unlike ranks show."""
-    return bits_of(flat.full) if flat.has_master else flat.full.view(torch.int64).sum()
+    return bits_of(flat.full) if flat.rest.has_copy else flat.full.view(torch.int64).sum()
 
 
 def take_here(engine: "ZeroEngine") -> None:
@@ -80,14 +80,14 @@ def take_here(engine: "ZeroEngine") -> None:
 
 
 def _follow(engine: "ZeroEngine", flat: Flat) -> None:
-    if not flat.has_master or flat.refreshing is not None:
+    if not flat.rest.has_copy or flat.rest.refreshing is not None:
         return  # values and master are one, or the engine itself is writing
     if engine.plan.lags:
         raise LifecycleError(
             f"{flat.infos[0].name} or a parameter beside it: was written while a delayed update of it is under way; "
             + _INSIDE
         )
-    flat.follow_written()
+    flat.rest.follow_written(flat.full)
     flat.mark_clean()
 
 

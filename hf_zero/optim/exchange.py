@@ -241,7 +241,7 @@ def _part(tensor: Tensor, covers: tuple[int, int], move: Move) -> Tensor:
 
 def _is_at_hand(flat: Flat) -> bool:
     """Whether every rank can read all masters where they lie: they are the compute copies, or common memory."""
-    return flat.rests_whole and not flat.has_master
+    return flat.rest.whole is not None and not flat.rest.has_copy
 
 
 # Integers only: which rank updates which range of a parameter that may not be cut just anywhere.

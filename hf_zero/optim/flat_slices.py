@@ -65,7 +65,7 @@ class FlatSlice:
     @property
     def on_disk(self) -> "DiskTensor | None":
         """Where the master rests on disk."""
-        return self.flat.on_disk
+        return self.flat.rest.masters.on_disk
 
     @property
     def is_held(self) -> bool:
@@ -148,7 +148,7 @@ def make_slices(
             for low, high in FlatSlice(unit, gradient, start, stop, -1, None).cuts(groups.__getitem__):
                 first = next(flat.layout.param_slices(low, high), None)
                 group = -1 if first is None else groups[first.index]
-                for cut in flat.cut(low, high) if group >= 0 else ():
+                for cut in flat.rest.masters.cut(low, high) if group >= 0 else ():
                     flat_slice = FlatSlice(unit, gradient, *cut, group, None)
                     flat_slice.param = nn.Parameter(flat.master.detach()[flat_slice.within])
                     slices.append(flat_slice)

@@ -127,7 +127,7 @@ class HostUpdate:
             self._step(grads, scale)
             for flat in unit.flats if self.when is not When.DELAYED else ():
                 if flat.trainable:
-                    flat.begin_refresh()
+                    flat.rest.begin_refresh()
         self.done.add(unit)
 
     def _update_in_turn(self, swap: "Swap", grads: dict[FlatSlice, Tensor], scale: Tensor | None) -> None:
@@ -137,7 +137,7 @@ class HostUpdate:
                 flat = turn.slices[0].flat
                 start, stop = turn.window
                 covers = flat.held[0] + start, flat.held[0] + stop
-                transfer = flat.refreshing = flat.send(turn.master, covers)
+                transfer = flat.rest.refreshing = flat.rest.send(turn.master, covers)
                 if isinstance(transfer, Transfer):
                     turn.uses.append(Pending(transfer.synchronize))
 

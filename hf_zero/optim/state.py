@@ -207,7 +207,7 @@ class StateRecords(torch.optim.Optimizer):
         """Yields every tensor of the state on this rank, and where it rests; of composite ones, their parts."""
         for flat_slice in self.slices:
             for tensor in self._tensors_of(flat_slice):
-                yield tensor, flat_slice.flat.master_at
+                yield tensor, flat_slice.flat.rest.masters.tier
 
     def _tensors_of(self, flat_slice: FlatSlice) -> list[Tensor]:
         return [tensor for _, tensor in _plain_tensors(self.state.get(flat_slice.param, {}), flat_slice.is_whole)]
@@ -219,12 +219,14 @@ class StateRecords(torch.optim.Optimizer):
         for flat_slice in self.slices:
             if flat_slice.param in self.state:
                 tensors = (tensor for tensor in self._tensors_of(flat_slice) if tensor.dim())
-                yield from ((tensor.dtype, tensor.numel(), flat_slice.flat.master_at) for tensor in tensors)
+                yield from ((tensor.dtype, tensor.numel(), flat_slice.flat.rest.masters.tier) for tensor in tensors)
             elif self._inner_of[flat_slice.group] not in self._exchanges:
                 key = (flat_slice.group, flat_slice.param.dtype)
                 if key not in dtypes:
                     dtypes[key] = list(self._state_dtypes(*key).values())
-                yield from ((dtype, flat_slice.param.numel(), flat_slice.flat.master_at) for dtype in dtypes[key])
+                yield from (
+                    (dtype, flat_slice.param.numel(), flat_slice.flat.rest.masters.tier) for dtype in dtypes[key]
+                )
 
     @property
     def late_state(self) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat
-from hf_zero.engine.gradient import Gradient
+from hf_zero.engine.gradient import Gradient, GradientInPlace
 from hf_zero.sharding.arena import parts_nbytes
 
 
@@ -55,11 +55,11 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
     numel: Counter[tuple[str, torch.dtype, Residency, MemoryTier]] = Counter()
     for flat in (flat for unit in engine.units for flat in unit.flats):
         name = "parameters" if flat.trainable else "frozen parameters"
-        is_apart = flat.has_master or flat.has_compute_shard
-        dtype = flat.master_dtype if flat.is_sharded and not is_apart else flat.dtype
+        masters, has_copy = flat.rest.masters, flat.rest.has_copy
+        dtype = masters.dtype if flat.rest.is_sharded and not has_copy else flat.dtype
         numel[name, dtype, plan.compute, flat.plan.compute_at] += _held(flat, plan.compute)
-        if is_apart:
-            numel["masters", flat.master_dtype, plan.master, flat.master_at] += _held(flat, plan.master)
+        if has_copy:
+            numel["masters", masters.dtype, plan.master, masters.tier] += _held(flat, plan.master)
     for gradient in engine.gradients():
         _count_gradient(gradient, numel)
     for dtype, count, tier in optimizer.expected_state() if optimizer is not None else ():
@@ -108,10 +108,11 @@ def _count_gradient(gradient: Gradient, numel: Counter) -> None:
     plan, flat = gradient.flat.plan, gradient.flat
     if gradient.is_persistent:
         numel["gradients", flat.dtype, Residency.PARTIAL, MemoryTier.DEVICE] += flat.layout.full_numel
-    if flat.is_away or not gradient.rests_where_collected:
+    if not isinstance(gradient, GradientInPlace):
         at_rest = Residency.REPLICATED if plan.grad is Residency.REPLICATED else Residency.SHARDED
-        tier = MemoryTier.HOST if flat.is_away else MemoryTier.DEVICE
-        numel["reduced gradients", gradient.dtype, at_rest, tier] += _held(flat, at_rest) * (1 + plan.lags)
+        numel["reduced gradients", gradient.dtype, at_rest, gradient.rests_at] += _held(flat, at_rest) * (
+            1 + plan.lags
+        )
 
 
 def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:

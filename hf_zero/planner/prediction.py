@@ -244,7 +244,7 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
     flats = [flat for unit in engine.units for flat in unit.flats]
     for flat in [flat for flat in flats if flat.trainable] if hasattr(engine.model, "peft_config") else flats:
         for info in flat.infos:
-            is_wider = torch.promote_types(flat.master_dtype, info.save_dtype) != info.save_dtype
-            width = info.save_dtype.itemsize + (flat.master_dtype.itemsize if is_wider else 0)
+            is_wider = torch.promote_types(flat.master.dtype, info.save_dtype) != info.save_dtype
+            width = info.save_dtype.itemsize + (flat.master.dtype.itemsize if is_wider else 0)
             nbytes += info.shape.numel() * width
     return nbytes

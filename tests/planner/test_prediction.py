@@ -52,7 +52,7 @@ def _train(name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str
             meter.mark(f"rest-{step}")
             host = measure(engine, optimizer).host_nbytes
             mapped = engine.bus.host_nbytes  # not among what the allocator hands out
-            staging = engine.root.flats[0].host_transfer.nbytes
+            staging = engine.root.flats[0].rest.masters.transfer.nbytes
             optimizer.step()
             optimizer.zero_grad()
         sent = engine.comm.counters.total_sent_nbytes - before

@@ -1,0 +1,403 @@
+"""Where the values of one flat buffer rest between uses, and how they become whole: one class for each kind of rest.
+
+| kind | whole compute copy | masters | where |
+|---|---|---|---|
+| `ReplicatedRest` | rests on each rank | a range of it | stages 0 to 2 |
+| `ReplicatedCopyRest` | rests on each rank | a tensor of more precision, or off the device | stages 0 to 2 |
+| `SharedRest` | none, or the masters of all ranks | in memory that all ranks of the host read | stage 3 on CPUs |
+| `ShardedRest` | none: gathered from the masters | this rank's range, on the device, the host or disk | stage 3 |
+| `ShardedCopyRest` | none: gathered from a shard of it | elsewhere or of another dtype | stage 3, offloaded |
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm import Comm, Pending
+from hf_zero.config import MemoryTier, Residency, StagePlan
+from hf_zero.engine.host_transfer import HostTransfer
+from hf_zero.engine.placeholder import Placeholders
+from hf_zero.sharding.layout import Layout
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import DiskTensor
+
+
+Range = tuple[int, int]  # [start, stop), counted in the buffer
+
+
+class DeviceShard:
+    """A range of a flat buffer that rests in the device's memory.
+
+    Args:
+        covers (`Range`): the range.
+        dtype (`torch.dtype`): of the values.
+        comm (`Comm`): the data-parallel ranks.
+        transfer (`HostTransfer`): to and from the host's memory.
+        locked (`bool`): where it lies on the host, the device copies from and to it by itself.
+    """
+
+    tier = MemoryTier.DEVICE
+    on_disk: "DiskTensor | None" = None  # where the values rest, `values` being NaN; None: in memory
+    values: Tensor  # 1-D
+
+    def __init__(self, covers: Range, dtype: torch.dtype, comm: Comm, transfer: HostTransfer, *, locked: bool):
+        self.covers = covers
+        self.numel = covers[1] - covers[0]
+        self.dtype = dtype
+        self._comm = comm
+        self.transfer = transfer
+        self._locked = locked
+
+    def allocate(self) -> None:
+        """Makes memory for the values, zero."""
+        self.values = torch.zeros(self.numel, dtype=self.dtype, device=self._comm.device)
+
+    def pieces(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
+        """The values, whole or in pieces that are in memory one after the other, each with the range that it covers.
+
+        Args:
+            writes (`bool`): what is written to them lasts.
+            only (`Range`, *optional*): the pieces in which anything of this range of the buffer lies.
+        """
+        yield self.values, self.covers
+
+    def cut(self, start: int, stop: int) -> list[Range]:
+        """Cuts a part of the range where another one of the pieces begins."""
+        return [(start, stop)]
+
+    def copy_to(self, target: Tensor, values: Tensor) -> Pending:
+        """Copies one of the pieces to the device; it may be overwritten after a `Bus.synchronize`."""
+        target.copy_(values)
+        return Pending()
+
+    def write(self, values: Tensor, covers: Range) -> Pending:
+        """Overwrites a part with values that lie on the host, which may be overwritten after a `Bus.synchronize`."""
+        return self.transfer.up(self._part(covers), values)
+
+    def _part(self, covers: Range) -> Tensor:
+        return self.values[covers[0] - self.covers[0] : covers[1] - self.covers[0]]
+
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None) -> Pending:
+        """Copies the values to their range of `full`, cast if need be, and sends them from there."""
+        own = full[slice(*self.covers)].copy_(self.values)
+        return self._comm.all_gather(full, own, what=what)
+
+
+class HostShard(DeviceShard):
+    """A range of a flat buffer that rests in the host's memory."""
+
+    tier = MemoryTier.HOST
+
+    def allocate(self) -> None:
+        self.values = self.transfer.bus.empty(self.numel, self.dtype, locked=self._locked)
+
+    def copy_to(self, target: Tensor, values: Tensor) -> Pending:
+        return self.transfer.up(target, values)
+
+    def write(self, values: Tensor, covers: Range) -> Pending:
+        self._part(covers).copy_(values)
+        return Pending()
+
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None) -> Pending:
+        own, bus = full[slice(*self.covers)], self.transfer.bus
+        with bus.on_side_stream("up"):  # what computes meanwhile waits for neither copy nor collective
+            transfer = bus.up(own, self.values) if arriving is None else arriving
+            gathering = self._comm.all_gather(full, own, what=what)
+
+        def finish():
+            transfer.wait()
+            gathering.wait()
+
+        return Pending(finish)
+
+
+class DiskShard(HostShard):
+    """A range of a flat buffer that rests on disk, whose pieces are windows."""
+
+    tier = MemoryTier.DISK
+    on_disk: "DiskTensor"
+
+    def allocate(self) -> None:
+        self.values = Placeholders(self.transfer.bus.host).of(torch.Size([self.numel]), self.dtype)
+
+    def pieces(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
+        first = self.covers[0]
+        within = None if only is None else (only[0] - first, only[1] - first)
+        for start, values in self.on_disk.pieces(writes=writes, only=within):
+            yield values, (first + start, first + start + values.numel())
+
+    def cut(self, start: int, stop: int) -> list[Range]:
+        first = self.covers[0]
+        cuts = [(first + low, first + high) for low, high in self.on_disk.windows]
+        return [(max(low, start), min(high, stop)) for low, high in cuts if low < stop and start < high]
+
+    def write(self, values: Tensor, covers: Range) -> Pending:
+        self.on_disk.write(covers[0] - self.covers[0], values)
+        return Pending()
+
+
+def copy_overlap(memory: Tensor, covers: Range, values: Tensor, what: Range) -> None:
+    """Copies what two ranges of a buffer have in common: into `memory`, which is `covers` of it, from `values`, which
+    are `what` of it."""
+    low, high = max(covers[0], what[0]), min(covers[1], what[1])
+    if low < high:
+        memory[low - covers[0] : high - covers[0]].copy_(values[low - what[0] : high - what[0]])
+
+
+SHARDS = {shard.tier: shard for shard in (DeviceShard, HostShard, DiskShard)}
+
+
+class Rest:
+    """Where the values of one flat buffer rest on this rank; this base is what the kinds have in common.
+
+    Args:
+        masters (`DeviceShard`): the values that the optimizer updates, as far as this rank does it.
+        compute_shard (`DeviceShard`, *optional*): this rank's range of the compute copy, where that rests.
+        numel (`int`): elements of the whole buffer.
+        comm (`Comm`): the data-parallel ranks.
+        dtype (`torch.dtype`): of the compute copy.
+    """
+
+    is_sharded = True  # the whole values appear only while they are used
+    has_copy = False  # a compute copy rests beside the masters, and follows them
+    whole: Tensor | None = None  # the whole compute copy, where it is at hand without a gather
+    refreshing: Pending | None = None  # the compute copy is being made to follow the masters already
+
+    def __init__(
+        self, masters: DeviceShard, compute_shard: DeviceShard | None, numel: int, comm: Comm, dtype: torch.dtype
+    ):
+        self.masters = masters
+        self.compute_shard = compute_shard
+        # what all-gathers take; None where the whole values rest on each rank
+        self.source = (compute_shard or masters) if self.is_sharded else None
+        self._numel = numel
+        self._holds_all = masters.numel == numel
+        self._comm = comm
+        self._dtype = dtype
+
+    def allocate(self) -> None:
+        """Allocates the memory in which whole values rest on this rank, or are shared by all."""
+
+    def allocate_masters(self) -> None:
+        """Makes the memory in which masters rest, to be filled through `at_rest`."""
+        self.masters.allocate()
+
+    def at_rest(self, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
+        """All memory in which values rest, to be written, each with the range that it covers; see `masters.pieces`."""
+        yield from self.masters.pieces(writes=True, only=only)
+
+    def take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
+        """Takes over values of rank 0.
+
+        Args:
+            values (`Tensor`): 1-D, of the masters' dtype, overwritten by rank 0's.
+            start (`int`): where they begin in the buffer.
+            ranges (`list[Range]`): which of them to take, counted in the buffer.
+        """
+        self._comm.broadcast_(values)
+        for memory, covers in self.at_rest((start, start + values.numel())):
+            for each in ranges:
+                copy_overlap(memory, covers, values[each[0] - start : each[1] - start], each)
+
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
+        """Brings the whole values into `full`, from what each rank has of them.
+
+        Args:
+            full (`Tensor`): memory for them.
+            what (`str`): the unit's name, for messages.
+            arriving (`Pending`, *optional*): of this rank's range, which is on its way there from the disk.
+        """
+        return self.source.all_gather(full, what, arriving)
+
+    def barrier(self) -> None:
+        """Waits for all ranks, where they read one another's masters."""
+
+    def refresh(self) -> Pending:
+        """Lets the compute copy of the range that the masters cover follow them, unless that has begun already."""
+        refreshing, self.refreshing = self.refreshing, None
+        return self._send_all() if refreshing is None else refreshing
+
+    def begin_refresh(self) -> None:
+        """Begins what the next `refresh` returns."""
+        self.refreshing = self._send_all()
+
+    def _send_all(self) -> Pending:
+        last = Pending()
+        for values, covers in self.masters.pieces(writes=False) if self.has_copy else ():
+            last = self.send(values, covers)
+            if self.masters.tier is MemoryTier.DISK:
+                self.masters.transfer.bus.synchronize()  # the next piece may come into its memory
+        return last
+
+    def send(self, values: Tensor, covers: Range) -> Pending:
+        """Writes the compute copy of a range, if there is one beside the masters.
+
+        Args:
+            values (`Tensor`): the masters there, to be overwritten after a `Bus.synchronize`.
+            covers (`Range`): the range, counted in the buffer.
+        """
+        return Pending()
+
+    def follow_written(self, full: Tensor) -> None:
+        """Lets the masters follow what was written to the whole values. What was not written keeps its master: the
+        compute copy may be a rounded one."""
+        for master, (start, stop) in self.masters.pieces(writes=True):
+            values = full[start:stop].to(master.device)
+            written = values != master.to(values.dtype)
+            master.copy_(torch.where(written, values.to(master.dtype), master))
+
+    def release(self) -> None:
+        """Gives up all memory."""
+        self.whole = self.compute_shard = self.source = self.masters.values = self.masters.on_disk = None
+
+    def whole_master(self, what: str) -> Tensor:
+        """Returns the masters of the whole buffer, on every rank; to be read only."""
+        if self._holds_all and self.masters.tier is not MemoryTier.DISK:
+            return self.masters.values
+        whole = torch.empty(self._numel, dtype=self.masters.dtype, device=self._comm.device)
+        for master, (start, stop) in self.masters.pieces(writes=False):
+            whole[start:stop].copy_(master)
+        if not self._holds_all:
+            self._comm.all_gather(whole, whole[slice(*self.masters.covers)], what=what).wait()
+        return whole
+
+
+class _Whole(Rest):
+    is_sharded = False
+
+    def allocate(self) -> None:
+        self.whole = self._comm.empty(self._numel, self._dtype)
+
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
+        if self._holds_all:
+            return Pending()
+        return self._comm.all_gather(full, full[slice(*self.masters.covers)], what=what)
+
+
+class ReplicatedRest(_Whole):
+    """The whole compute copy rests on each rank, and the masters are a range of it."""
+
+    def allocate_masters(self) -> None:
+        self.masters.values = self.whole.zero_()[slice(*self.masters.covers)]
+
+    def at_rest(self, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
+        yield self.whole, (0, self._numel)
+
+    def follow_written(self, full: Tensor) -> None:
+        """Does nothing: the values are the masters."""
+
+    def whole_master(self, what: str) -> Tensor:
+        return self.whole
+
+
+class ReplicatedCopyRest(_Whole):
+    """The whole compute copy rests on each rank; the masters are of more precision, or lie elsewhere."""
+
+    has_copy = True
+
+    def allocate_masters(self) -> None:
+        self.masters.allocate()
+        self.whole.zero_()
+
+    def at_rest(self, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
+        yield from super().at_rest(only)
+        yield self.whole, (0, self._numel)
+
+    def send(self, values: Tensor, covers: Range) -> Pending:
+        return self.masters.copy_to(self.whole[slice(*covers)], values)
+
+
+class SharedRest(Rest):
+    """The masters of all ranks lie in memory that all of them read: whole values are at hand, unless they are cast."""
+
+    _common: Tensor
+
+    def allocate(self) -> None:
+        self._common = self._comm.shared_memory.common(self._numel, self.masters.dtype)
+        self.masters.values = self._common[slice(*self.masters.covers)]
+        if self.masters.dtype is self._dtype:
+            self.whole = self._common
+
+    def allocate_masters(self) -> None:
+        """Does nothing: there is memory already."""
+
+    def take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
+        for each in ranges if self._comm.rank == 0 else ():
+            copy_overlap(self._common, (0, self._numel), values[each[0] - start : each[1] - start], each)
+
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
+        if full is not self._common:
+            self._comm.shared_memory.read(full, self._common, what=what)
+        return Pending()
+
+    def barrier(self) -> None:
+        self._comm.shared_memory.barrier()
+
+    def whole_master(self, what: str) -> Tensor:
+        return self._common
+
+    def release(self) -> None:
+        super().release()
+        self._common = None
+
+
+class ShardedRest(Rest):
+    """Each rank holds the masters of its range, from which the whole values are gathered."""
+
+
+class ShardedCopyRest(ShardedRest):
+    """Each rank holds its range of the masters, and of the compute copy, from which the whole values are gathered: the
+    masters are elsewhere, of another dtype, or changing meanwhile."""
+
+    has_copy = True
+
+    def send(self, values: Tensor, covers: Range) -> Pending:
+        return self.compute_shard.write(values, covers)
+
+    def follow_written(self, full: Tensor) -> None:
+        super().follow_written(full)
+        self.refresh().wait()
+
+
+def rest_of(
+    layout: Layout,
+    plan: StagePlan,
+    comm: Comm,
+    transfer: HostTransfer,
+    *,
+    dtype: torch.dtype,
+    master_dtype: torch.dtype,
+    trainable: bool,
+) -> Rest:
+    """Chooses where the values of a buffer rest.
+
+    Args:
+        layout (`Layout`): of the buffer.
+        plan (`StagePlan`): of its unit.
+        comm (`Comm`): the data-parallel ranks.
+        transfer (`HostTransfer`): to and from the host's memory.
+        dtype (`torch.dtype`): of the compute copy.
+        master_dtype (`torch.dtype`): of the masters.
+        trainable (`bool`): what is not has neither state nor gradients, so it rests where parameters rest.
+    """
+    covers = (0, layout.full_numel) if plan.master is Residency.REPLICATED else layout.owned(comm.rank)
+    master_at = plan.master_at if trainable else plan.compute_at
+    # the device takes and gives values of its own dtype alone
+    masters = SHARDS[master_at](covers, master_dtype, comm, transfer, locked=master_dtype is dtype)
+    is_same = master_dtype is dtype and master_at is plan.compute_at
+    compute_shard = None
+    kind: type[Rest]
+    if plan.compute is not Residency.SHARDED:
+        kind = ReplicatedRest if is_same else ReplicatedCopyRest
+    elif master_at is MemoryTier.DEVICE:
+        kind = SharedRest if comm.shared_memory is not None else ShardedRest
+    elif is_same and not (trainable and plan.lags):
+        kind = ShardedRest
+    else:
+        kind = ShardedCopyRest
+        compute_shard = SHARDS[plan.compute_at](covers, dtype, comm, transfer, locked=True)
+    return kind(masters, compute_shard, layout.full_numel, comm, dtype)
