@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from hf_zero.checkpoint.save import Weights, plan_weights
 from hf_zero.checkpoint.tensor_names import named_tensors
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
-from hf_zero.engine import ZeroEngine, gathered
+from hf_zero.engine import ZeroEngine, gathered, materialize
 from hf_zero.errors import CheckpointError, UnsupportedError
 
 
@@ -153,3 +154,21 @@ def _read_by_peft(model: nn.Module) -> list[nn.Parameter]:
     read = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
     read += [model.prompt_encoder] if hasattr(model, "prompt_encoder") else []
     return [p for module in read for p in module.parameters()]
+
+
+def read_for_adapter(model: nn.Module, config: Any) -> None:
+    """Reads those weights that are still in files and that PEFT computes the adapter's first values from: of modules
+    that are trained whole, and, for kinds such as DoRA and PiSSA, of all.
+
+    Args:
+        model (`nn.Module`): about to get the adapter.
+        config (`PeftConfig`): describes it.
+    """
+    kind = getattr(config, "init_lora_weights", True)
+    if getattr(config, "use_dora", False) or kind not in (True, False, "gaussian", "orthogonal"):
+        materialize(model)
+        return
+    copied = tuple(getattr(config, "modules_to_save", None) or ())
+    for name, module in model.named_modules():
+        if name in copied or name.endswith(tuple(f".{each}" for each in copied)):
+            materialize(module)

@@ -24,7 +24,14 @@ from hf_zero.recipes.data.packing import Collate, pack
 from hf_zero.recipes.data.sources import Stream, shuffled
 from hf_zero.recipes.data.tokens import IGNORED, sample_of
 from hf_zero.recipes.loading import check_model, check_positions, quiet, resolve_model
-from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
+from hf_zero.recipes.lora import (
+    AdapterArguments,
+    QuantizationArguments,
+    adapt,
+    check_adapter,
+    check_quantization,
+    quantization_of,
+)
 from hf_zero.recipes.measured import MemoryRecorder
 from hf_zero.recipes.tasks import CommonArguments, SourceArguments
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -35,7 +42,7 @@ PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layer
 
 
 @dataclass
-class LoadArguments(SourceArguments):
+class LoadArguments(QuantizationArguments, SourceArguments):
     """Which language model is loaded, and how."""
 
     dtype: str = field(
@@ -78,6 +85,7 @@ def check(arguments: CausalArguments, training: Mapping[str, Any]) -> None:
     """
     check_sources(arguments)
     check_adapter(arguments)
+    check_quantization(arguments, use_peft=arguments.use_peft)
     if arguments.max_length < 2:
         raise ConfigError(f"max_length {arguments.max_length}: expected 2 or more")
     check_dtype(arguments)
@@ -213,12 +221,9 @@ def load_causal_model(arguments: LoadArguments, tokenizer: PreTrainedTokenizerBa
         ConfigError: it does not load as a language model, or does not fit the tokenizer.
     """
     path = resolve_model(arguments.model_name_or_path)
-    options = {"revision": arguments.model_revision} if arguments.model_revision else {}
-    if arguments.attn_implementation:
-        options["attn_implementation"] = arguments.attn_implementation
     with quiet():
         try:
-            model = load_pretrained(AutoModelForCausalLM, path, dtype=arguments.dtype, **options)
+            model = load_pretrained(AutoModelForCausalLM, path, **load_options(arguments))
         except (CheckpointError, ConfigError):
             raise
         except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -226,6 +231,18 @@ def load_causal_model(arguments: LoadArguments, tokenizer: PreTrainedTokenizerBa
             raise ConfigError(f"{path}: does not load as a causal language model ({reason})") from error
     _check_vocabulary(model, arguments.model_name_or_path, tokenizer)
     return model
+
+
+def load_options(arguments: LoadArguments) -> dict[str, Any]:
+    """What the arguments say to `from_pretrained`, beside the name of the model."""
+    options: dict[str, Any] = {"dtype": arguments.dtype}
+    if arguments.model_revision:
+        options["revision"] = arguments.model_revision
+    if arguments.attn_implementation:
+        options["attn_implementation"] = arguments.attn_implementation
+    if (quantization := quantization_of(arguments, arguments.dtype)) is not None:
+        options["quantization_config"] = quantization
+    return options
 
 
 def check_packing(model: PreTrainedModel) -> None:

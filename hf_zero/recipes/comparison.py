@@ -105,7 +105,7 @@ def in_words(changed: Change) -> str:
 
 def _compared(settings: Settings) -> list[str]:
     own = [field.name for field in fields(settings.arguments) if field.name not in FREE]
-    return ["task", *own, *TASKS[settings.task].decisive, *ORDER]
+    return ["task", *own, *getattr(TASKS[settings.task].load(), "decisive", ()), *ORDER]
 
 
 def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:

@@ -191,12 +191,13 @@ def num_positions(arguments: SourceArguments) -> int | None:
     return found - (text.pad_token_id or 0) - 1 if text.model_type in BEHIND_PADDING else found
 
 
-def check_positions(arguments: SourceArguments, max_length: int | None) -> None:
+def check_positions(arguments: SourceArguments, max_length: int | None, key: str = "max_length") -> None:
     """Refuses rows that are longer than the model takes.
 
     Args:
         arguments ([`SourceArguments`]): with the name of the model.
         max_length (`int`, *optional*): of the rows, in tokens.
+        key (`str`): under which it was given.
 
     Raises:
         ConfigError: naming both.
@@ -204,8 +205,7 @@ def check_positions(arguments: SourceArguments, max_length: int | None) -> None:
     limit = num_positions(arguments)
     if limit is not None and max_length is not None and max_length > limit:
         raise ConfigError(
-            f"max_length {max_length}: {arguments.model_name_or_path} has {limit} positions; set --max_length {limit} "
-            "or less"
+            f"{key} {max_length}: {arguments.model_name_or_path} has {limit} positions; set --{key} {limit} or less"
         )
 
 

@@ -1,13 +1,14 @@
-"""Keys for LoRA adapters, under the names of TRL, and making an adapter."""
+"""Keys for LoRA adapters, also on a base in 4 or 8 bits, under the names of TRL, and making an adapter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils import is_peft_available
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import is_bitsandbytes_available, is_peft_available
 
+from hf_zero.checkpoint.adapters import read_for_adapter
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError
 
@@ -28,6 +29,33 @@ class AdapterArguments:
     lora_dropout: float = field(default=0.05, metadata={"help": "Dropout of what the adapter reads."})
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": f"Names of the modules that get an adapter; by default {ALL_LINEAR}."}
+    )
+    lora_target_parameters: list[str] | None = field(
+        default=None, metadata={"help": "Names of parameters that get one, such as those of experts."}
+    )
+    lora_modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules that are trained whole, and saved with the adapter."}
+    )
+    use_rslora: bool = field(
+        default=False, metadata={"help": "The adapter counts lora_alpha / sqrt(lora_r) (arXiv 2312.03732)."}
+    )
+    use_dora: bool = field(
+        default=False, metadata={"help": "Magnitudes of the weights are trained beside (DoRA, arXiv 2402.09353)."}
+    )
+
+
+@dataclass
+class QuantizationArguments:
+    """Whether the base of the adapter is quantized, and how."""
+
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "The model is read into 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314)."}
+    )
+    load_in_8bit: bool = field(default=False, metadata={"help": "The model is read into 8 bits by bitsandbytes."})
+    bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "nf4 or fp4."})
+    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "The scales of the 4 bits are quantized too."})
+    bnb_4bit_quant_storage: str | None = field(
+        default=None, metadata={"help": "The dtype in which the 4 bits are kept, such as bfloat16; by default uint8."}
     )
 
 
@@ -53,6 +81,55 @@ def check_adapter(arguments: AdapterArguments) -> None:
         raise ConfigError(f"lora_dropout {arguments.lora_dropout}: expected 0 or more, and less than 1")
 
 
+def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> None:
+    """Refuses what cannot work, before anything is loaded.
+
+    Args:
+        arguments ([`QuantizationArguments`]): The parsed arguments.
+        use_peft (`bool`): Whether an adapter is trained: quantized weights themselves are not.
+
+    Raises:
+        ConfigError: no adapter is trained, values contradict each other, or bitsandbytes is not there.
+    """
+    is_quantized = arguments.load_in_4bit or arguments.load_in_8bit
+    if is_quantized and not use_peft:
+        raise ConfigError("load_in_4bit, load_in_8bit: quantized weights are not trained; add --use_peft")
+    if arguments.load_in_4bit and arguments.load_in_8bit:
+        raise ConfigError("load_in_4bit and load_in_8bit are both given; give one of them")
+    if not arguments.load_in_4bit:
+        for name, default in (
+            ("bnb_4bit_quant_type", "nf4"),
+            ("use_bnb_nested_quant", False),
+            ("bnb_4bit_quant_storage", None),
+        ):
+            if getattr(arguments, name) != default:
+                raise ConfigError(f"{name}: describes a model in 4 bits; add --load_in_4bit, or leave it out")
+    if arguments.bnb_4bit_quant_type not in ("nf4", "fp4"):
+        raise ConfigError(f"bnb_4bit_quant_type {arguments.bnb_4bit_quant_type!r}: expected nf4 or fp4")
+    if is_quantized and not is_bitsandbytes_available():
+        raise ConfigError("load_in_4bit, load_in_8bit: bitsandbytes is not installed; pip install bitsandbytes")
+
+
+def quantization_of(arguments: QuantizationArguments, dtype: str) -> "BitsAndBytesConfig | None":
+    """How the base of the adapter is quantized, as TRL describes it; `None` where it is not.
+
+    Args:
+        arguments ([`QuantizationArguments`]): say which way.
+        dtype (`str`): of what is not quantized, and in which is computed.
+    """
+    if arguments.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if not arguments.load_in_4bit:
+        return None
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=None if dtype == "auto" else dtype,
+        bnb_4bit_quant_type=arguments.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=arguments.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=arguments.bnb_4bit_quant_storage,
+    )
+
+
 def lora_config(
     arguments: AdapterArguments, task_type: str | None = "CAUSAL_LM", new_modules: Sequence[str] = ()
 ) -> "LoraConfig | None":
@@ -71,13 +148,17 @@ def lora_config(
     from peft import LoraConfig
 
     targets = _targets(arguments)
+    more = {} if arguments.lora_target_parameters is None else {"target_parameters": arguments.lora_target_parameters}
     return LoraConfig(
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
         target_modules=targets[0] if targets == [ALL_LINEAR] else targets,
         task_type=task_type,
-        modules_to_save=list(new_modules) or None,
+        modules_to_save=[*new_modules, *(arguments.lora_modules_to_save or ())] or None,
+        use_rslora=arguments.use_rslora,
+        use_dora=arguments.use_dora,
+        **more,
     )
 
 
@@ -106,6 +187,7 @@ def adapt(
         return model
     from peft import get_peft_model
 
+    read_for_adapter(model, config)
     try:
         with placeholders(model):
             return get_peft_model(model, config)
@@ -115,4 +197,5 @@ def adapt(
 
 
 def _targets(arguments: AdapterArguments) -> list[str]:
-    return arguments.lora_target_modules or [ALL_LINEAR]
+    """Where only parameters are named, no module gets an adapter."""
+    return arguments.lora_target_modules or ([] if arguments.lora_target_parameters else [ALL_LINEAR])

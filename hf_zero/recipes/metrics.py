@@ -126,7 +126,9 @@ class Telemetry(TrainerCallback):
 
     def _count(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            num_tokens, num_rows = counts_of(kwargs or {"input_ids": args[0]})
+            # TRL's trainers call the model with their loss function, which takes the batch as it is
+            batch = kwargs or next((arg for arg in args if isinstance(arg, Mapping)), {"input_ids": args[0]})
+            num_tokens, num_rows = counts_of(batch)
             self._counts[0] += num_tokens
             self._counts[1] += num_rows
 

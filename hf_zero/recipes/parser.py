@@ -12,7 +12,6 @@ from hf_zero.errors import ConfigError, nearest
 
 SCRIPT = "hf-zero"
 MODULE = "python -m hf_zero.recipes"
-_IN_A_SCRIPT = "is not a recipe; train it in a script, with hf_zero.trl.{}"
 _QUANTIZED = "recipes load no quantized models; load it in a script with quantization_config, for hf_zero.ZeroTrainer"
 
 
@@ -22,12 +21,10 @@ def _called(name: str, others: str, remark: str = "") -> dict[str, str]:
 
 
 COMMANDS: dict[str, str] = {
-    **dict.fromkeys(("distill", "distillation"), _IN_A_SCRIPT.format("ZeroDistillationTrainer")),
-    **{name: _IN_A_SCRIPT.format(f"Zero{name.upper()}Trainer") for name in ("grpo", "kto", "rloo")},
-    "reward": _IN_A_SCRIPT.format("ZeroRewardTrainer"),
-    "ppo": "is not supported; the nearest are hf_zero.trl.ZeroGRPOTrainer and ZeroRLOOTrainer, in a script",
+    "distillation": "it is called distill here",
+    "ppo": "is not supported; the nearest are grpo and rloo",
     "orpo": "is not supported; the nearest is dpo",
-    "train": "name what is trained: sft, pretrain, dpo or classify",
+    "train": "name what is trained, such as sft, dpo or classify",
     "qlora": _QUANTIZED,
     "launch": "name a task; --num_processes starts its processes",
     "export": "a run leaves a folder that from_pretrained loads; merge makes one of an adapter and its base model",

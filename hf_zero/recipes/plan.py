@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -221,7 +222,7 @@ def dry_run(settings: Settings, world_size: int | None) -> None:
         _print_section("configuration", yaml_text(settings.non_default()).splitlines())
         _print_section("data", [*data.notes, "first row:", *_indented(data.sample)])
         _print_section("model", units_table(trainer.model))
-        max_length = {**settings.training, **vars(settings.arguments)}["max_length"]
+        max_length = {**settings.training, **vars(settings.arguments)}.get("max_length")
         _print_section("memory of each rank", predicted(trainer, settings.num_processes or 1, max_length))
     print("\ndry run: nothing was trained or written")
 
@@ -258,7 +259,8 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> l
         max_length (`int`, *optional*): What rows of tokens are cut to: the longest that a step may see.
     """
     args = trainer.args
-    batch = _widest(trainer, next(iter(trainer.get_train_dataloader())), max_length)
+    batch = next(iter(trainer.get_train_dataloader()))
+    batch = _generated(trainer, batch) if isinstance(batch, list) else _widest(trainer, batch, max_length)
     prediction = predict_with(
         trainer.model,
         args.zero_config(),
@@ -281,6 +283,16 @@ def _widest(trainer: ZeroTrainer, batch: Mapping[str, Tensor], max_length: int |
     num_rows, width = batch["input_ids"].shape
     longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
     return example_batch(model, num_rows, max(width, longest))
+
+
+def _generated(trainer: ZeroTrainer, rows: list[dict[str, Any]]) -> Mapping[str, Tensor]:
+    """As many rows as a step takes at once, as long as the prompts of these rows with what is generated to them."""
+    tokenize, args = trainer.processing_class, trainer.args
+    prompts = [row["prompt"] for row in rows]
+    texts = [p if isinstance(p, str) else tokenize.apply_chat_template(p, tokenize=False) for p in prompts]
+    longest = max(len(ids) for ids in tokenize(texts)["input_ids"])
+    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    return example_batch(model, args.per_device_train_batch_size, longest + args.max_completion_length)
 
 
 def _reference(trainer: ZeroTrainer, num_ranks: int) -> list[str]:

@@ -1,6 +1,6 @@
 """The tasks and tools, and the arguments that tasks share.
 
-A task trains. It is a module with
+A task trains. It is a module, or a [`TrlTask`], with
 
 - `Arguments`, a dataclass over `CommonArguments`, and `Training`, the class of its training arguments;
 - `check(arguments, training)`, which refuses what cannot work before a process is started; `training` is a mapping
@@ -9,7 +9,9 @@ A task trains. It is a module with
 - `load_model(arguments, training, data)`: the model, its weights still in files where that can be;
 - `make_trainer(model, arguments, training, data)`;
 - `before(trainer, data, say)` and `after(trainer, data, memory, arguments, say)`, called by all ranks around the
-  training; only rank 0's `say` prints.
+  training; only rank 0's `say` prints;
+- `decisive`, if need be: which of its training arguments decide, as its own arguments do, what it learns of its
+  rows. A run that goes on has to keep them.
 
 A tool does one thing in this process. It is a module with `Arguments`, `POSITIONAL`, and `run`. POSITIONAL is None for
 `run(arguments)`; with `("folder", "the model folder")`, name and help, the command line takes one value without a key,
@@ -18,7 +20,7 @@ for `run(folder, arguments)`.
 
 import importlib
 from dataclasses import dataclass, field
-from types import ModuleType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,20 @@ class Task:
 
     Args:
         summary (`str`): One line for `--help`.
-        module (`str`): Where it lives; imported only when it is asked for, so that `--help` stays quick.
-        decisive (`tuple[str, ...]`): Which of its training arguments decide, as its own arguments do, what it learns
-            of its rows: a run that goes on has to keep them.
+        place (`str`): Its module, and behind a colon its name there, if it is not the module itself. Imported only
+            when it is asked for, so that `--help` stays quick.
         holds_out (`bool`): Whether it tests on a part of its rows where no test set is given.
     """
 
     summary: str
-    module: str
-    decisive: tuple[str, ...] = ()
+    place: str
     holds_out: bool = False
 
-    def load(self) -> ModuleType:
-        """Imports the module, and with it torch and transformers."""
-        return importlib.import_module(self.module)
+    def load(self) -> Any:
+        """Imports it, and with it torch and transformers."""
+        module, _, name = self.place.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
 
 
 TASKS: dict[str, Task] = {
@@ -49,15 +51,12 @@ TASKS: dict[str, Task] = {
     ),
     "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft"),
     "pretrain": Task("train a language model further on plain texts", "hf_zero.recipes.pretrain"),
-    "dpo": Task(
-        "teach a language model which of two answers to prefer",
-        "hf_zero.recipes.dpo",
-        decisive=(
-            *("max_length", "truncation_mode", "loss_type", "loss_weights", "beta", "ld_alpha", "label_smoothing"),
-            *("f_divergence_type", "f_alpha_divergence_coef", "use_weighting", "discopop_tau"),
-            *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
-        ),
-    ),
+    "dpo": Task("teach a language model which of two answers to prefer", "hf_zero.recipes.trl_tasks:DPO"),
+    "reward": Task("train a model to score answers, the preferred one higher", "hf_zero.recipes.trl_tasks:REWARD"),
+    "kto": Task("teach a language model by answers that are marked good or bad", "hf_zero.recipes.trl_tasks:KTO"),
+    "grpo": Task("reinforce what a language model answers, compared in groups", "hf_zero.recipes.trl_tasks:GRPO"),
+    "rloo": Task("reinforce what a language model answers, each against the others", "hf_zero.recipes.trl_tasks:RLOO"),
+    "distill": Task("teach a language model to answer as a larger one does", "hf_zero.recipes.trl_tasks:DISTILL"),
 }
 
 TOOLS: dict[str, Task] = {

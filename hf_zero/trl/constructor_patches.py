@@ -2,21 +2,24 @@
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.checkpoint.adapters import read_for_adapter
 from hf_zero.engine import materialize, placeholders
 from hf_zero.engine.source import source_of
 
 
-def _adapt(original, model: nn.Module, *args, **kwargs):
+def _adapt(original, model: nn.Module, peft_config, *args, **kwargs):
     """Replaces `get_peft_model`, which puts adapters on the device where the weights seem to be."""
+    read_for_adapter(model, peft_config)
     with placeholders(model):
-        return original(model, *args, **kwargs)
+        return original(model, peft_config, *args, **kwargs)
 
 
 def _clone_template(original, model: nn.Module, *args, **kwargs):
@@ -37,7 +40,11 @@ def _hash(original, model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-_REPLACEMENTS = {"get_peft_model": _adapt, "clone_chat_template": _clone_template, "hash_module": _hash}
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "get_peft_model": _adapt,
+    "clone_chat_template": _clone_template,
+    "hash_module": _hash,
+}
 
 
 @contextmanager

@@ -36,8 +36,8 @@ def test_of_a_name_that_nobody_has_the_nearest_is_named(name, nearest, capsys):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("grpo", "train it in a script, with hf_zero.trl.ZeroGRPOTrainer"),
-        ("train", "name what is trained: sft, pretrain, dpo or classify"),
+        ("ppo", "the nearest are grpo and rloo"),
+        ("train", "name what is trained, such as sft, dpo or classify"),
         ("qxz", "nothing here is called like it; see --help"),
     ],
 )

@@ -1,81 +1,19 @@
 """Preferences, from a file to a model that has learned them."""
 
 import json
-import random
 import re
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from hf_zero.errors import ConfigError, DataError
+from tests.recipes.preferences import ANSWERS, as_chats, preferences, write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
-
-COLOURS = ["red", "blue", "green", "white", "black", "yellow"]
-THINGS = ["door", "house", "car", "bird", "boat", "tree", "stone", "lamp"]
-
-
-def preferences(count: int, seed: int = 0) -> list[dict]:
-    """The chosen answer repeats the thing that was asked for, the rejected one does not."""
-    draw = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        thing, colour = draw.choice(THINGS), draw.choice(COLOURS)
-        rows.append({"prompt": f"the {thing} is", "chosen": f" {colour} {colour}", "rejected": f" a {thing}"})
-    return rows
-
-
-def as_chats(rows: list[dict]) -> list[dict]:
-    def turn(role: str, text: str) -> list[dict]:
-        return [{"role": role, "content": text.strip()}]
-
-    return [{"prompt": turn("user", r["prompt"]), **{k: turn("assistant", r[k]) for k in ANSWERS}} for r in rows]
-
-
-ANSWERS = ("chosen", "rejected")
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory) -> Path:
-    """Two layers of a few thousand weights, and a tokenizer trained on the rows."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tiny_llama")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=360, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator([text for row in preferences(100) for text in row.values()], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def flags(model: Path, data: Path, **settings) -> list[str]:
@@ -271,11 +209,14 @@ def test_without_trl_one_line_says_what_to_install(monkeypatch, capsys):
     from hf_zero.recipes.cli import main
 
     monkeypatch.setitem(sys.modules, "trl", None)
-    for name in ("hf_zero.trl.trainers", "hf_zero.trl.mixin", "hf_zero.recipes.dpo"):
+    for name in ("hf_zero.trl.trainers", "hf_zero.trl.mixin", "hf_zero.recipes.trl_task"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in ("ZeroDPOConfig", "ZeroDPOTrainer"):
+    monkeypatch.delitem(sys.modules, "hf_zero.recipes.trl_tasks", raising=False)
+    for name in hf_zero.trl.__all__:
         monkeypatch.delitem(vars(hf_zero.trl), name, raising=False)
     assert main(["dpo", "--help"]) == 2
-    assert re.fullmatch(r"hf_zero.recipes: dpo: .*; pip install 'hf-zero\[trl\]'\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"hf_zero.recipes: TRL cannot be imported .*; pip install 'hf-zero\[trl\]'\n", capsys.readouterr().err
+    )
     assert main(["--help"]) == 0
     assert "  dpo " in capsys.readouterr().out

@@ -15,6 +15,13 @@ from hf_zero.recipes.tasks import TASKS
 from tests.recipes.ranks import run_on_ranks
 
 
+# Flags of tasks whose rows have no largest length.
+GENERATING = ["--max_completion_length=16"]
+FLAGS = {
+    "grpo": [*GENERATING, "--reward_funcs=think_format_reward"],
+    "rloo": [*GENERATING, "--reward_funcs=think_format_reward"],
+    "distill": [*GENERATING, "--teacher_{model}"],
+}
 FINISHED = (RESOLVED_NAME, REPORT_NAME, "model.safetensors")
 
 
@@ -23,14 +30,16 @@ def call(tmp_path, command_line):
     """The command line over a folder in which a run has left some files; gives what `command_line` gives."""
 
     def call(task: str, *more: str, left=FINISHED) -> tuple[int, str, bool]:
-        out, argv = tmp_path / "out", [*command_line.argv, "--max_length=64"]
+        model = command_line.argv[0].lstrip("-")
+        own = [flag.format(model=model) for flag in FLAGS.get(task, ["--max_length=64"])]
+        out, argv = tmp_path / "out", [*command_line.argv, *own]
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         texts = {RESOLVED_NAME: resolved_text(parse_settings(task, argv))}
         texts[LOG_NAME] = '{"step": 100}\n'
         for name in left:
             (out / name).mkdir() if name.startswith("checkpoint") else (out / name).write_text(texts.get(name, ""))
-        return command_line(task, "--max_length=64", *more)
+        return command_line(task, *own, *more)
 
     return call
 

@@ -1,50 +1,63 @@
-"""Rows of preferences: a prompt, an answer that was chosen and one that was rejected."""
+"""Rows of answers and of prompts, as TRL's trainers take them: texts, or lists of messages.
+
+| class | columns |
+|---|---|
+| `Preferences` | `chosen` and `rejected`, and `prompt` or what both begin with |
+| `Judged` | `prompt`, `completion`, and `label`: whether the completion is good |
+| `Prompts` | `prompt`; other columns are kept, for functions that judge what is generated |
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from datasets import Features, List, Value
+import pyarrow as pa
+from datasets import Dataset, Features, List, Value
+from datasets.features.features import get_nested_type
 
+from hf_zero.errors import DataError
 from hf_zero.recipes.data.rows import BadRow, Rows, text_of
 
 
 ANSWERS = ("chosen", "rejected")
 COLUMNS = ("prompt", *ANSWERS)
+_MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 
 @dataclass(frozen=True)
-class Preferences:
-    """How rows of one data set become `prompt`, `chosen` and `rejected`.
+class Answers:
+    """How rows of one data set are read. The first row says whether they are chats.
 
     Args:
-        columns (`tuple[str, ...]`): those of the three that the rows have. Without a prompt, what the two answers
-            begin with alike is it.
-        is_chat (`bool`): whether they are lists of messages, and not texts.
+        columns (`tuple[str, ...]`): those columns of texts or messages that the rows have.
+        is_chat (`bool`): whether these hold lists of messages, and not texts.
+        others (`datasets.Features`): further columns that are kept.
     """
 
     columns: tuple[str, ...]
     is_chat: bool
+    others: Features = field(default_factory=Features)
+
+    REQUIRED: ClassVar[tuple[str, ...]]
+    SHOWN: ClassVar[tuple[str, ...]]  # what one conversation consists of
 
     @classmethod
-    def of(cls, rows: Rows) -> "Preferences":
-        """How these rows are read: the first one says whether they are chats.
+    def of(cls, rows: Rows) -> "Answers":
+        """How these rows are read.
 
         Raises:
             DataError: a column is missing.
         """
-        rows.require(ANSWERS)
-        columns = tuple(column for column in COLUMNS if column in rows.columns)
-        return cls(columns, isinstance(rows.example["chosen"], list))
+        rows.require(cls.REQUIRED)
+        return cls(cls.SHOWN, isinstance(rows.example[cls.SHOWN[-1]], list))
 
     @property
     def features(self) -> Features:
         """What `read` gives."""
-        kind = List({"role": Value("string"), "content": Value("string")}) if self.is_chat else Value("string")
-        return Features(dict.fromkeys(COLUMNS, kind))
+        return Features({**dict.fromkeys(self.columns, _MESSAGES if self.is_chat else Value("string")), **self.others})
 
     def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes a prompt and two answers of a row.
+        """Makes what the trainer takes of a row.
 
         Raises:
             BadRow: something is missing, or not what the other rows have.
@@ -52,10 +65,97 @@ class Preferences:
         if row.get("tools"):
             raise BadRow("column 'tools' holds tools, which are not supported")
         check = _chat if self.is_chat else text_of
-        values = {column: check(row.get(column), column) for column in self.columns}
-        if "prompt" in values:
-            return values
-        return _with_prompt(values["chosen"], values["rejected"])
+        return {column: check(row.get(column), column) for column in self.columns}
+
+    def chat_of(self, row: Mapping[str, Any]) -> list[dict[str, str]] | None:
+        """The conversation that a row which was read holds; `None` where rows are texts."""
+        return [message for column in self.SHOWN for message in row[column]] if self.is_chat else None
+
+
+class Preferences(Answers):
+    """A prompt, an answer that was chosen and one that was rejected."""
+
+    REQUIRED = ANSWERS
+    SHOWN = ("prompt", "chosen")
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Preferences":
+        """How these rows are read. Without a prompt, what the two answers begin with alike is it."""
+        rows.require(cls.REQUIRED)
+        return cls(COLUMNS if "prompt" in rows.columns else ANSWERS, isinstance(rows.example["chosen"], list))
+
+    @property
+    def features(self) -> Features:
+        return Features(dict.fromkeys(COLUMNS, _MESSAGES if self.is_chat else Value("string")))
+
+    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().read(row)
+        return values if "prompt" in values else _with_prompt(values["chosen"], values["rejected"])
+
+
+class Judged(Answers):
+    """A prompt, a completion, and whether it is good."""
+
+    REQUIRED = ("prompt", "completion", "label")
+    SHOWN = ("prompt", "completion")
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Judged":
+        made = super().of(rows)
+        return cls(made.columns, made.is_chat, Features({"label": Value("bool")}))
+
+    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(label := row.get("label"), bool):
+            raise BadRow(f"column 'label' holds {label!r}, expected true or false")
+        return {**super().read(row), "label": label}
+
+
+class Prompts(Answers):
+    """A prompt; the model generates the answers. Other columns come to the functions that judge them."""
+
+    REQUIRED = SHOWN = ("prompt",)
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Prompts":
+        made = super().of(rows)
+        others = {name: value for name, value in rows.example.items() if name != "prompt"}
+        return cls(made.columns, made.is_chat, Dataset.from_list([others]).features if others else Features())
+
+    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().read(row)
+        for name, feature in self.others.items():
+            values[name] = row.get(name)
+            if values[name] is not None and not _fits(values[name], feature):
+                raise BadRow(f"column {name!r} holds a {type(values[name]).__name__}, other rows something else")
+        return values
+
+
+def format_of(formats: tuple[type[Answers], ...], rows: Rows) -> Answers:
+    """How rows are read: by the first of several formats all of whose columns they have.
+
+    Args:
+        formats (`tuple[type[Answers], ...]`): one at least.
+        rows ([`Rows`]): to be read.
+
+    Raises:
+        DataError: naming the columns that are there and those that are expected.
+    """
+    for kind in formats:
+        if set(kind.REQUIRED) <= set(rows.columns):
+            return kind.of(rows)
+    if len(formats) == 1:
+        return formats[0].of(rows)
+    expected = ", or ".join(" and ".join(kind.REQUIRED) for kind in formats)
+    raise DataError(f"{rows.source}: columns found {rows.columns}, expected {expected}; rename them")
+
+
+def _fits(value: Any, feature: Any) -> bool:
+    """Whether Arrow takes a value into a column of this kind."""
+    try:
+        pa.array([value], get_nested_type(feature))
+    except (ValueError, TypeError):  # those of pyarrow are such
+        return False
+    return True
 
 
 def _chat(value: Any, column: str) -> list[dict[str, str]]:

@@ -1,0 +1,236 @@
+"""What the tasks have in common whose trainer is one of TRL's: rows, model, adapter, trainer, and what is said."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+
+from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes.artifacts import usage_command
+from hf_zero.recipes.causal import (
+    LoadArguments,
+    TemplateArguments,
+    check_dtype,
+    check_stream,
+    check_template,
+    load_causal_model,
+    load_tokenizer,
+)
+from hf_zero.recipes.classification.models import head_of
+from hf_zero.recipes.data import Data, check_sources, encode_rows, load_rows
+from hf_zero.recipes.data.chat import template_notes
+from hf_zero.recipes.data.preferences import Answers, format_of
+from hf_zero.recipes.data.rows import plural
+from hf_zero.recipes.data.sources import shuffled
+from hf_zero.recipes.loading import check_model, check_positions
+from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
+from hf_zero.recipes.measured import MemoryRecorder
+from hf_zero.recipes.tasks import SourceArguments
+
+
+try:
+    from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
+except ImportError as error:
+    reason = error.__cause__ or error
+    raise ConfigError(f"TRL cannot be imported ({reason}); pip install 'hf-zero[trl]'") from error
+
+
+# Keys of TRL's configs that change how a run computes, and not what it learns.
+_INDECISIVE = frozenset(
+    "model_init_kwargs trust_remote_code dataset_num_proc pad_to_multiple_of padding_free activation_offloading "
+    "precompute_ref_log_probs precompute_ref_batch_size cache_implementation log_completions log_multimodal "
+    "num_completions_to_print log_unique_prompts log_completions_hub_repo ds3_gather_for_generation".split()
+)
+
+
+@dataclass
+class TrlArguments(AdapterArguments, LoadArguments, SourceArguments):
+    """What a task takes beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
+
+
+@dataclass
+class TrlTemplateArguments(TemplateArguments, TrlArguments):
+    """Likewise, where it has none."""
+
+
+@dataclass(frozen=True)
+class TrlTask:
+    """A task that one of TRL's trainers trains. It has the attributes that `tasks` describes.
+
+    Args:
+        trainer (`type`): of `hf_zero.trl`.
+        formats (`tuple[type[Answers], ...]`): how rows may be read, the first that fits.
+        test_line (`Callable`): what to say of the metrics of the test rows.
+        Arguments (`type`): keys beside those of the trainer's configuration.
+        load (`Callable`): loads the model, by the arguments and the tokenizer.
+        parts (`Callable`): what the trainer takes beside model, arguments and data, by all that is known.
+        check_more (`Callable`): refuses what cannot work, by the arguments and the fields of the configuration.
+        say_more (`Callable`): says what became of the rows, by the trainer and the data.
+        peft_task (`str`): PEFT's name for what the model does.
+        pipeline (`str`): the pipeline of transformers that the trained model is tried with.
+        generates (`bool`): whether answers are generated in training.
+    """
+
+    trainer: type[ZeroTrlTrainerMixin]
+    formats: tuple[type[Answers], ...]
+    test_line: Callable[[Mapping[str, float]], str]
+    Arguments: type[TrlArguments] = TrlTemplateArguments
+    load: Callable[[Any, Any], PreTrainedModel] = load_causal_model
+    parts: Callable[..., dict[str, Any]] = field(default=lambda task, arguments, training, data: {})
+    check_more: Callable[[Any, Mapping[str, Any]], None] = field(default=lambda arguments, training: None)
+    say_more: Callable[[Any, Data, Callable[..., None]], None] = field(default=lambda trainer, data, say: None)
+    peft_task: str = "CAUSAL_LM"
+    pipeline: str = "text-generation"
+    generates: bool = False
+
+    @property
+    def Training(self) -> type[ZeroTrlArgumentsMixin]:
+        """The class of the training arguments."""
+        return self.trainer.config_class
+
+    @property
+    def decisive(self) -> tuple[str, ...]:
+        """Which of the training arguments decide what is learned: TRL's own but for those of how it is computed."""
+        of_trainer = {each.name for each in fields(TrainingArguments)}
+        found = [base for base in self.Training.__mro__ if base.__module__.startswith("trl.")]
+        names = {each.name for base in found for each in fields(base)} - of_trainer - _INDECISIVE
+        return tuple(sorted(name for name in names if not name.startswith(("vllm_", "use_vllm", "use_transformers"))))
+
+    def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
+        """Refuses what cannot work, before a process is started.
+
+        Args:
+            arguments ([`TrlArguments`]): The parsed arguments.
+            training (`Mapping[str, Any]`): The fields of the training arguments.
+
+        Raises:
+            ConfigError: If the model is missing, settings contradict each other, or one of TRL's has no effect here.
+            DataError: If a file is missing.
+            CheckpointError: If the weights are truncated.
+        """
+        check_sources(arguments)
+        check_adapter(arguments)
+        check_quantization(arguments, use_peft=arguments.use_peft)
+        check_dtype(arguments)
+        if isinstance(arguments, TemplateArguments):
+            check_template(arguments)
+        self._check_training(training)
+        self.check_more(arguments, training)
+        if self.generates and arguments.dataset_streaming:
+            raise ConfigError("dataset_streaming: prompts are drawn several times each; leave it out")
+        check_stream(arguments, training)
+        check_model(arguments)
+        key = "max_completion_length" if self.generates else "max_length"
+        check_positions(arguments, training[key], key)
+
+    def _check_training(self, training: Mapping[str, Any]) -> None:
+        if training["model_init_kwargs"]:
+            raise ConfigError("model_init_kwargs: has no effect; give dtype, attn_implementation or model_revision")
+        if training["label_smoothing_factor"]:
+            own = "; give label_smoothing, that of DPO's loss" if "label_smoothing" in training else "; leave it out"
+            raise ConfigError(f"label_smoothing_factor: has no effect{own}")
+        if training["trust_remote_code"]:
+            name = f"hf_zero.trl.{self.trainer.__name__}"
+            raise ConfigError(f"trust_remote_code: not supported; train such a model with {name}")
+
+    def load_data(self, arguments: TrlArguments, training: Any) -> Data:
+        """Reads the rows. TRL tokenizes them when it makes the trainer.
+
+        Raises:
+            ConfigError: If a setting does not fit the rows.
+            DataError: If the data cannot be trained on.
+        """
+        tokenizer = load_tokenizer(arguments)
+        with training.main_process_first():
+            train, form, notes = self._load_split(arguments, training, "train")
+            test, _, test_notes = self._load_split(arguments, training, "test")
+        source = arguments.dataset_name or arguments.train_file
+        first = next(iter(train), None)
+        if first is None:
+            raise DataError(f"{source}: no good row, expected one at least; correct them")
+        if arguments.dataset_streaming:
+            train = shuffled(train, arguments, training)
+        holder = arguments if isinstance(arguments, TemplateArguments) else training
+        notes += template_notes(tokenizer, holder.chat_template_path, chat=form.chat_of(first), source=source)
+        holder.chat_template_path = None  # the tokenizer has it now
+        return Data(
+            train=train,
+            test=test,
+            processing_class=tokenizer,
+            collate=None,
+            source=source,
+            notes=[*notes, *test_notes],
+            sample="\n".join(f"{name}: {value!r}" for name, value in first.items()),
+            extra={"prompt": first["prompt"]},
+        )
+
+    def _load_split(
+        self, arguments: TrlArguments, training: Any, split: str
+    ) -> tuple[Dataset | IterableDataset | None, Answers | None, list[str]]:
+        """The rows, how they were read, and what there is to say of them."""
+        rows = load_rows(arguments, split)
+        if rows is None:
+            return None, None, []
+        form = format_of(self.formats, rows)
+        data, num_bad = encode_rows(
+            rows,
+            form.read,
+            form.features,
+            skip_bad_rows=arguments.skip_bad_rows,
+            key=f"{type(form).__name__} {form}",
+            num_proc=getattr(training, "dataset_num_proc", None),
+        )
+        notes = [f"{split}: a stream of rows" if rows.is_stream else f"{split}: {plural(len(data), 'row')}"]
+        if num_bad:
+            notes.append(f"{split}: {plural(num_bad, 'bad row')} left out")
+        return data, form, notes
+
+    def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
+        """The model to train, its weights still in their files; TRL puts the adapter on it, if there is to be one.
+
+        Raises:
+            ConfigError: It does not load, or does not fit the settings.
+        """
+        return self.load(arguments, data.processing_class)
+
+    def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
+        """The trainer, with what else it needs beside the model.
+
+        Raises:
+            DataError: If no row fits into `max_length`.
+        """
+        new_modules = head_of(model) if self.peft_task == "SEQ_CLS" else ()
+        trainer = self.trainer(
+            model=model,
+            args=training,
+            train_dataset=data.train,
+            eval_dataset=data.test,
+            processing_class=data.processing_class,
+            peft_config=lora_config(arguments, self.peft_task, new_modules),
+            **self.parts(self, arguments, training, data),
+        )
+        if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):
+            raise DataError(
+                f"{data.source}: every prompt has {training.max_length} tokens or more; set a larger --max_length"
+            )
+        return trainer
+
+    def before(self, trainer: Any, data: Data, say: Callable[..., None]) -> None:
+        """Says what of the rows does not fit."""
+        self.say_more(trainer, data, say)
+
+    def after(
+        self, trainer: Any, data: Data, memory: MemoryRecorder, arguments: TrlArguments, say: Callable[..., None]
+    ) -> None:
+        """Says how good the model is now, and how to use it."""
+        if data.test is not None:
+            say(f"test rows: {self.test_line(trainer.evaluate())}")
+        folder = trainer.args.output_dir
+        say(f"saved to {folder}")
+        prompt = data.extra["prompt"]
+        if self.pipeline == "text-classification" and not isinstance(prompt, str):  # which takes no messages
+            prompt = prompt[-1]["content"]
+        say(f"try it: {usage_command(folder, prompt, self.pipeline)}")

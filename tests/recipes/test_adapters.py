@@ -1,0 +1,110 @@
+"""Adapters of every kind that the keys describe, trained by `sft` on two ranks and loaded by PEFT."""
+
+import json
+
+import pytest
+
+from hf_zero.errors import ConfigError
+from tests.recipes.preferences import preferences, write_rows
+from tests.recipes.ranks import logged, run_on_ranks
+
+
+pytest.importorskip("peft")
+
+FLAGS = {
+    "learning_rate": 1e-2,
+    "max_length": 48,
+    "max_steps": 4,
+    "per_device_train_batch_size": 4,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_peft": True,
+    "lora_r": 4,
+    "output_dir": "out",
+}
+
+
+def flags(model, data, **settings) -> list[str]:
+    settings = {**FLAGS, "model_name_or_path": model, "train_file": data, **settings}
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+@pytest.fixture
+def data(tmp_path):
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(32)]
+    return write_rows(tmp_path / "rows.jsonl", rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        pytest.param({"use_dora": True, "use_rslora": True}, {"use_dora": True, "use_rslora": True}, id="dora"),
+        pytest.param({"lora_modules_to_save": "lm_head"}, {"modules_to_save": ["lm_head"]}, id="modules-to-save"),
+        pytest.param({"load_in_4bit": True}, {}, id="4-bits"),
+        pytest.param(
+            {"load_in_4bit": True, "use_bnb_nested_quant": True, "bnb_4bit_quant_storage": "float32"},
+            {},
+            id="4-bits-nested",
+            marks=pytest.mark.full("more cases"),
+        ),
+        pytest.param({"load_in_8bit": True}, {}, id="8-bits", marks=pytest.mark.full("more cases")),
+    ],
+)
+def test_an_adapter_learns_and_peft_loads_it(tiny_llama, data, tmp_path, settings, told):
+    from peft import AutoPeftModelForCausalLM
+
+    if any("bit" in name for name in settings):
+        pytest.importorskip("bitsandbytes", reason="what quantizes the base")
+    first, second = run_on_ranks(["sft", *flags(tiny_llama, data, zero_stage=3, **settings)], tmp_path)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    losses = logged(tmp_path / "out", "loss")
+    assert losses[-1] < losses[0]
+    described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert told.items() <= described.items()
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert any(bool(param.any()) for name, param in model.named_parameters() if "lora_B" in name)
+
+
+def test_parameters_by_name_get_an_adapter(tiny_llama, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from hf_zero.recipes.lora import AdapterArguments, adapt
+
+    model = adapt(
+        AutoModelForCausalLM.from_pretrained(tiny_llama),
+        AdapterArguments(use_peft=True, lora_dropout=0.0, lora_target_parameters=["mlp.up_proj.weight"]),
+    )
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trained and all("mlp.up_proj" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_peft": False, "lora_r": 16, "load_in_4bit": True}, "quantized weights are not trained; add --use_peft"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_4bit and load_in_8bit are both given"),
+        ({"use_bnb_nested_quant": True}, "use_bnb_nested_quant: describes a model in 4 bits; add --load_in_4bit"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4': expected nf4 or fp4"),
+        ({"use_peft": False, "lora_r": 16, "use_dora": True}, "use_dora: describes an adapter, and none is trained"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(tiny_llama, data, settings, message):
+    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.tasks import TASKS
+
+    parsed = parse_settings("sft", flags(tiny_llama, data, **settings))
+    with pytest.raises(ConfigError, match=message):
+        TASKS["sft"].load().check(parsed.arguments, parsed.training)
+
+
+def test_the_keys_are_those_of_trl():
+    from dataclasses import fields
+
+    trl = pytest.importorskip("trl")
+    from hf_zero.recipes.causal import LoadArguments
+    from hf_zero.recipes.lora import AdapterArguments
+
+    known = {each.name for kind in (AdapterArguments, LoadArguments) for each in fields(kind)}
+    # the task decides what the model does
+    assert {each.name for each in fields(trl.ModelConfig)} - known == {"lora_task_type"}

@@ -1,0 +1,192 @@
+"""Tasks of TRL's trainers beside `dpo`: from a file to a model, on two ranks, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_zero.errors import ConfigError, DataError
+from tests.recipes.preferences import preferences, write_rows
+from tests.recipes.ranks import logged, run_on_ranks
+
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+REWARDS = """
+def short(completions, colour, **_):
+    return [float(any(name in text for name in colour)) - len(text) / 100 for text in completions]
+
+number = 3
+"""
+GENERATING = {"num_generations": 2, "max_completion_length": 6, "max_steps": 2}
+
+
+def judged(count: int) -> list[dict]:
+    rows = preferences(count)
+    answers = (("chosen", True), ("rejected", False))
+    return [
+        {"prompt": row["prompt"], "completion": row[name], "label": good} for row in rows for name, good in answers
+    ]
+
+
+def prompts(count: int) -> list[dict]:
+    return [{"prompt": row["prompt"], "colour": row["chosen"].split()[0]} for row in preferences(count)]
+
+
+def flags(task: str, model: Path, data: Path, **settings) -> list[str]:
+    settings = {
+        "model_name_or_path": model,
+        "train_file": data,
+        "test_file": data,
+        "output_dir": "out",
+        "learning_rate": 3e-3,
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        **({"max_length": 48} if task in ("reward", "kto") else {}),
+        **settings,
+    }
+    return [task, *(f"--{name}={value}" for name, value in settings.items())]
+
+
+CASES = [
+    pytest.param("reward", preferences, {}, r"test rows: [\d.]+ of the chosen answers score higher", id="reward"),
+    pytest.param("kto", judged, {}, r"test rows: loss [\d.]+", id="kto", marks=pytest.mark.full("slow")),
+    pytest.param(
+        "kto", preferences, {}, r"test rows: loss [\d.]+", id="kto-preferences", marks=pytest.mark.full("more cases")
+    ),
+    pytest.param(
+        "grpo",
+        prompts,
+        {**GENERATING, "reward_funcs": "rewards.py:short", "beta": 0.1},
+        r"test rows: the mean reward of a generated answer is -?[\d.]+",
+        id="grpo",
+    ),
+    pytest.param(
+        "rloo",
+        prompts,
+        {**GENERATING, "reward_funcs": "rewards.py:short"},
+        r"test rows: the mean reward of a generated answer is -?[\d.]+",
+        id="rloo",
+        marks=pytest.mark.full("slow"),
+    ),
+    pytest.param(
+        "distill",
+        prompts,
+        {"max_completion_length": 6, "max_steps": 2, "teacher_model_name_or_path": "MODEL"},
+        r"test rows: loss -?[\d.]+",
+        id="distill",
+        marks=pytest.mark.full("slow"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "rows", "settings", "line"), CASES)
+def test_two_processes_train_and_leave_a_model(tiny_llama, tmp_path, task, rows, settings, line):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    data = write_rows(tmp_path / "rows.jsonl", rows(16))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    settings = {name: tiny_llama if value == "MODEL" else value for name, value in settings.items()}
+    first, second = run_on_ranks(flags(task, tiny_llama, data, zero_stage=3, **settings), tmp_path)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert re.search(line, first.out) and second.out == ""
+    assert len(logged(tmp_path / "out", "loss")) == settings.get("max_steps", 6)
+    kind = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
+    _, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+
+
+def test_a_reward_model_learns_what_is_preferred(tiny_llama, tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", preferences(32))
+    first, second = run_on_ranks(
+        flags("reward", tiny_llama, data, max_steps=30, learning_rate=1e-2, zero_stage=2), tmp_path
+    )
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    losses = logged(tmp_path / "out", "loss")
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.fixture
+def load(tiny_llama, tmp_path, monkeypatch):
+    """Reads rows as a run would, before it loads the model."""
+
+    def call(task: str, rows: list, **settings):
+        from hf_zero.recipes.settings import parse_settings
+        from hf_zero.recipes.tasks import TASKS
+        from tests.trainer.harness import reset_accelerate
+
+        monkeypatch.chdir(tmp_path)
+        Path("rewards.py").write_text(REWARDS)
+        reset_accelerate()
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        Path("rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        settings = parse_settings(task, flags(task, tiny_llama, Path("rows.jsonl"), **settings)[1:])
+        module = TASKS[task].load()
+        module.check(settings.arguments, settings.training)
+        return module.load_data(settings.arguments, settings.training_arguments())
+
+    return call
+
+
+REWARDED = {**GENERATING, "reward_funcs": "rewards.py:short"}
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "message"),
+    [
+        ("kto", [*judged(1), {"prompt": "a", "completion": "b", "label": 1}], "line 3: column 'label' holds 1"),
+        ("kto", [{"prompt": "a"}], "expected prompt and completion and label, or chosen and rejected"),
+        ("grpo", [*prompts(1), {"prompt": "", "colour": "red"}], "line 2: nothing in column 'prompt'"),
+        ("grpo", [*prompts(1), {"prompt": "a", "colour": 3}], "line 2: column 'colour' holds a int"),
+        ("grpo", [{"text": "a"}], "column expected 'prompt'"),
+        ("reward", [{"chosen": "a"}], "column expected 'rejected'"),
+    ],
+)
+def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
+    with pytest.raises(DataError, match=message):
+        load(task, rows, **(REWARDED if task == "grpo" else {}))
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "message"),
+    [
+        ("grpo", {}, "reward_funcs: nothing judges the answers; give --reward_funcs file.py:function"),
+        ("grpo", {"reward_funcs": "nice"}, "reward_funcs 'nice': expected one of accuracy_reward"),
+        ("grpo", {"reward_funcs": "none.py:short"}, "reward_funcs none.py:short: there is no file none.py"),
+        ("grpo", {"reward_funcs": "rewards.py:number"}, "rewards.py has no function 'number'"),
+        ("grpo", {"reward_model_name_or_path": "./none"}, "reward_model_name_or_path"),
+        ("distill", {}, "teacher_model_name_or_path: is missing"),
+        ("grpo", {**REWARDED, "dataset_streaming": True, "max_steps": 3}, "dataset_streaming: prompts are drawn"),
+        ("reward", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; leave it out"),
+    ],
+)
+def test_settings_that_a_task_cannot_take_are_refused(load, task, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load(task, prompts(2), **settings)
+
+
+def test_prompts_keep_their_other_columns_for_the_rewards(load):
+    data = load("grpo", prompts(3), **REWARDED)
+    assert list(data.train) == prompts(3)
+
+
+@pytest.mark.parametrize(("task", "rows", "settings", "line"), CASES)
+def test_a_dry_run_tells_the_memory(tiny_llama, tmp_path, task, rows, settings, line, monkeypatch, capsys):
+    from hf_zero.recipes.cli import main
+    from tests.trainer.harness import reset_accelerate
+
+    monkeypatch.chdir(tmp_path)
+    reset_accelerate()
+    data = write_rows(tmp_path / "rows.jsonl", rows(8))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    settings = {name: tiny_llama if value == "MODEL" else value for name, value in settings.items()}
+    assert main([*flags(task, tiny_llama, data, zero_stage=3, **settings), "--dry_run"]) == 0, capsys.readouterr().err
+    told = capsys.readouterr().out
+    assert re.search(r"a micro-batch: \d+ rows x \d+ tokens", told) and "memory of each rank" in told
+    assert not (tmp_path / "out").exists()
