@@ -25,6 +25,7 @@ FLOORS = {
     "activation": 4,
     "planner": 5,
     "accelerator": 5,
+    "lightning": 5,
     "trainer": 6,
     "trl": 7,
     "recipes": 8,

@@ -1,0 +1,176 @@
+"""`ZeroStrategy`: the Trainer of Lightning over sharded models."""
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+
+try:
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError(
+        f"hf_zero.lightning: needs Lightning, which is not installed ({error}); pip install lightning",
+        name="lightning",
+    ) from error
+
+from hf_zero.activation import shard_with
+from hf_zero.checkpoint import Checkpoint, check_checkpoint, load_state, load_weights, plan_state, plan_weights
+from hf_zero.comm.agreement import on_first, run_on_all_ranks
+from hf_zero.config import ZeroConfig, ZeroSettings
+from hf_zero.engine import ZeroEngine
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.optim import ShardedOptimizer
+
+
+# What Lightning itself keeps beside weights and optimizer, in the folder of a checkpoint.
+REST_NAME = "lightning.ckpt"
+
+
+class ZeroStrategy(DDPStrategy):
+    """Shards a `LightningModule` in place, where `DDPStrategy` wraps it: `Trainer(strategy=ZeroStrategy(stage=3))`.
+
+    A checkpoint is a folder: the whole model in safetensors files, under the names of the module's `state_dict`, the
+    state of the optimizer beside it in `zero/`, and the rest in `lightning.ckpt`, whose own `state_dict` is empty. All
+    ranks write and read their own ranges, so a run can go on at another stage and with another number of ranks.
+
+    Args:
+        stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
+            3 also the parameters.
+        compute_dtype (`torch.dtype`, *optional*): casts the parameters; trainable ones keep an fp32 master. Without
+            it, the `precision` of the Trainer works as under DDP.
+        settings: further fields of `ZeroConfig`.
+
+    Raises:
+        `ConfigError`: for a setting that is not valid.
+    """
+
+    _engine: ZeroEngine  # holds the module, once it is set up
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    _loaded: Path  # the checkpoint that is being loaded
+
+    def __init__(
+        self, *, stage: int = 3, compute_dtype: torch.dtype | None = None, **settings: Unpack[ZeroSettings]
+    ) -> None:
+        self.zero_config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
+        seconds = self.zero_config.timeout_seconds
+        super().__init__(**({} if seconds is None else {"timeout": timedelta(seconds=seconds)}))
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Always true: weights are read into the shards."""
+        return True
+
+    def setup(self, trainer) -> None:
+        """Shards the module, and puts its optimizer onto the shards.
+
+        Raises:
+            `ConfigError`: for a precision with a loss scale, or several optimizers.
+        """
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigError("precision 16-mixed: its loss scale knows nothing of shards; use bf16-mixed")
+        self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._engine = shard_with(self.model, self.zero_config, device=self.root_device)
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
+            loop.inference_mode = False  # tensors of that mode cannot be used in a backward
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer) -> None:
+        """Makes the optimizer of the module's `configure_optimizers`, and puts it onto the shards."""
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) > 1:
+            raise ConfigError(
+                f"configure_optimizers: gives {len(self.optimizers)} optimizers; give one with several parameter "
+                "groups, or hf_zero.CombinedOptimizer(first, second)"
+            )
+        self.optimizers = [ShardedOptimizer(self._engine, optimizer) for optimizer in self.optimizers]
+
+    def setup_precision_plugin(self) -> None:
+        """Lets gradients be clipped over all shards: Lightning would take this rank's for all."""
+        super().setup_precision_plugin()
+        self.precision_plugin.clip_grad_by_norm = lambda _, limit: self.optimizers[0].clip_grad_norm_(limit)
+        self.precision_plugin.clip_grad_by_value = lambda _, limit: self.optimizers[0].clip_grad_value_(limit)
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Refuses a loss that was made of parameters whose data was away, such as a penalty on all."""
+        self._engine.refuse_misuse()
+
+    def on_validation_start(self) -> None:
+        """Finishes updates that run late, so that what is evaluated is what a checkpoint of now would hold."""
+        self._engine.finish_updates()
+
+    # Checkpoints: weights and state are not in Lightning's own dictionary
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any | None = None
+    ) -> None:
+        """Writes a folder, which appears when it is complete. All ranks call it.
+
+        Raises:
+            `CheckpointError`: on all ranks. Nothing is left, and nothing lost.
+        """
+        engine, state = self._engine, None
+        if self.optimizers and "optimizer_states" in checkpoint:
+            state = plan_state(engine, self.optimizers[0], step=checkpoint["global_step"])
+        saved = Checkpoint.begin(engine, filepath, weights=plan_weights(engine), state=state)
+        try:
+            rest = on_first(engine.comm, lambda: torch.save(checkpoint, saved.path / REST_NAME))
+            run_on_all_ranks(engine.comm, f"saving {filepath}", rest)
+        except BaseException:
+            saved.discard()
+            raise
+        saved.finish()
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads what Lightning itself keeps; weights and state follow.
+
+        Raises:
+            `CheckpointError`: on all ranks, for a folder that is incomplete or damaged, or a file of another strategy.
+        """
+        folder = Path(checkpoint_path)
+
+        def look_through() -> None:
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder}: is no folder that ZeroStrategy saved; load its weights into the module"
+                )
+            check_checkpoint(folder)
+
+        run_on_all_ranks(self._engine.comm, f"loading {folder}", look_through)
+        self._loaded = folder
+        return super().load_checkpoint(folder / REST_NAME, weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load_weights(self._engine, self._loaded)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        load_state(self._engine, self.optimizers[0], self._loaded)
+
+    def teardown(self) -> None:
+        """Ends the run. The module stays sharded and where it is."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
