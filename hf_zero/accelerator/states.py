@@ -30,7 +30,7 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.adapters import is_adapter_model, load_adapters, plan_prompts, save_adapters
 from hf_zero.checkpoint.folders import remove_folder, restore_replaced
-from hf_zero.checkpoint.replacing import added
+from hf_zero.checkpoint.staging import added
 from hf_zero.checkpoint.tensor_names import named_tensors
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine, engine_of, gathered
@@ -220,7 +220,7 @@ def _begin(
         state = plan_state(engine, optimizer, step=optimizer.num_steps, **last_step.facts(engine))
     is_adapter = is_adapter_model(engine.model)
     weights = plan_prompts(engine) if is_adapter else plan_weights(engine, max_shard_size=max_shard_size)
-    return Checkpoint.begin(engine, folder, weights=weights, state=state)
+    return Checkpoint.begin(engine, folder, weights, state)
 
 
 def _finish(checkpoint: Checkpoint, engine: ZeroEngine) -> None:

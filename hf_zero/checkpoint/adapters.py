@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.load import load_weights
-from hf_zero.checkpoint.save import Weights, plan_weights
+from hf_zero.checkpoint.save import plan_weights
+from hf_zero.checkpoint.staging import StagedFiles
 from hf_zero.checkpoint.tensor_names import named_tensors
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
@@ -62,7 +63,7 @@ def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
         run_on_all_ranks(engine.comm, f"saving adapters to {folder}", write)
 
 
-def plan_prompts(engine: ZeroEngine) -> Weights | None:
+def plan_prompts(engine: ZeroEngine) -> StagedFiles | None:
     """What has to be saved of a PEFT model beside its adapters: the parameters of learned prompts, which PEFT's own
     file has no place for. All ranks call it.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.file_layout import TensorEntry
+from hf_zero.checkpoint.format import TensorEntry
 from hf_zero.checkpoint.strided import Copy, Unaligned, reversed_copy, within
 from hf_zero.checkpoint.tensor_names import SavedTensor
 from hf_zero.checkpoint.trace import Trace

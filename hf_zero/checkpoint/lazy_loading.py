@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.conversion import Header, Origin, origin_of, without_progress_bars
-from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.format import FileLayout, TensorEntry
 from hf_zero.checkpoint.load import read_origin
-from hf_zero.checkpoint.open_files import OpenFiles
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.trace import Trace
 from hf_zero.checkpoint.weight_files import WeightFiles

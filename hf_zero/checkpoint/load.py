@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.conversion import Origin, Origins, is_pretrained, origins_by_name, origins_in
-from hf_zero.checkpoint.interfaces import Engine
-from hf_zero.checkpoint.manifest import recorded
-from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
+from hf_zero.checkpoint.files import OpenFiles, Ranges
+from hf_zero.checkpoint.manifest import check_ranges, recorded
 from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors, shortened
 from hf_zero.checkpoint.transfer import incoming
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
 from hf_zero.comm.agreement import run_on_all_ranks
-from hf_zero.engine import Sharded, require_engine
+from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
 
 
@@ -87,7 +86,7 @@ def load_weights(
 
     subject = f"loading {folder}"
     report, files, ranges, table = run_on_all_ranks(engine.comm, subject, read)
-    check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, table.tensors_in(), folder)
+    check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, table, folder)
     engine.mark_updated()
     return report
 
@@ -154,7 +153,7 @@ def _offer_buffers(
         ) from error
 
 
-def _read_all(engine: Engine, opened: OpenFiles, tensors: Sequence[SavedTensor], origins: Origins) -> None:
+def _read_all(engine: ZeroEngine, opened: OpenFiles, tensors: Sequence[SavedTensor], origins: Origins) -> None:
     for shard in engine.named_shards(resident=True):
         if shard.name in origins.of:
             read_origin(opened, origins.of[shard.name], shard.start, shard.tensor)

@@ -1,21 +1,41 @@
-"""The manifest: what is no tensor of a run's state, in JSON: how it was sharded, hyperparameters, counters."""
+"""What a complete checkpoint is: the manifest of its state, and the check that all of it is there as it was saved.
 
+`check_checkpoint` compares all that a run reads but the values of tensors, `check_ranges` tensors while a run reads
+them, `check_checksums` a whole folder. All ask the folder's table of checksums. `check_pretrained` is for folders of
+any program: that they can be loaded from.
+"""
+
+import contextlib
 import json
 import math
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.plain import is_file_name, is_inner_path, parse_json, read_bytes
-from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable, FileSum
-from hf_zero.errors import CheckpointError
+from hf_zero.checkpoint.files import Ranges
+from hf_zero.checkpoint.format import (
+    FileLayout,
+    crc_of_whole,
+    is_file_name,
+    parse_json,
+    read_bytes,
+    read_json,
+)
+from hf_zero.checkpoint.table import COPY_AGAIN, STATE_PATTERNS, TABLE_NAME, Checksums, ChecksumTable
+from hf_zero.checkpoint.tensor_names import shortened
+from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles, is_weight_file
+from hf_zero.comm import Comm
+from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.errors import CheckpointError, MissingCheckpointError
 
 
+CONFIG_NAMES = ("config.json", "adapter_config.json")
 STATE_FOLDER = "zero"
 FORMAT_VERSION = 3
-FORMER_VERSION = 2  # the manifest held the checksums, of tensors alone
 MANIFEST_NAME = "manifest.json"
 
 TAKE_ANOTHER = "resume from another checkpoint"
@@ -84,23 +104,192 @@ class Manifest:
         return cls(**{part.name: content[part.name] for part in fields(cls)})
 
 
-def recorded(folder: str | os.PathLike) -> ChecksumTable | None:
-    """The checksums of a folder: its table or, of a checkpoint of the former version, what its manifest has.
+def check_checkpoint(folder: str | os.PathLike) -> None:
+    """Checks that what a run reads of a checkpoint is complete and, but for the values of tensors, as it was saved.
 
-    Returns:
-        [`ChecksumTable`] or `None`: `None` for a model that was saved without any.
+    Costs a read of headers and small files; `check_checksums` reads the tensors, too, and what people may have edited.
 
     Raises:
-        `CheckpointError`: the table is damaged, or has gone from a checkpoint that had one.
+        `CheckpointError`: says what is missing or damaged.
+    """
+    folder = Path(folder)
+    table = recorded(folder)
+    if table is not None:
+        table.check_files(folder)
+    check_weights(folder)
+    check_configs(folder)
+    if (folder / STATE_FOLDER).is_dir():
+        read_state(folder)
+
+
+def read_state(folder: str | os.PathLike) -> tuple[Manifest, WeightFiles, ChecksumTable]:
+    """Reads of a checkpoint's state all but the values of tensors: its manifest, its files, and its checksums.
+
+    Raises:
+        `CheckpointError`: it is missing, damaged or incomplete.
+    """
+    manifest, table = Manifest.read(folder), recorded(folder) or ChecksumTable()
+    layouts = {name: FileLayout.read(Path(folder) / STATE_FOLDER / name) for name in manifest.state_files}
+    for name, layout in layouts.items():
+        table.check_layout(folder, f"{STATE_FOLDER}/{name}", layout)
+    return manifest, WeightFiles.of(layouts), table
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The files and tensors that agree with their checksums.
+
+    Args:
+        num_tensors (`int`): of safetensors files.
+        num_files (`int`): of all kinds.
+        left_out (`tuple[str, ...]`): files of the run's state, all of which have stayed behind when the folder was
+            pushed or copied without them.
+    """
+
+    num_tensors: int
+    num_files: int
+    left_out: tuple[str, ...]
+
+
+def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -> Compared | None:
+    """Compares every file and tensor with the checksums that were saved with a folder, what training reads first.
+
+    Args:
+        folder (`str` or `os.PathLike`): the checkpoint, or model.
+        known (`Checksums`, *optional*): of the tensors in files that have been read already; the others are read.
+
+    Returns:
+        [`Compared`] or `None`: `None` for a folder that was saved without checksums.
+
+    Raises:
+        `CheckpointError`: names the file, and the tensor, that differs or lacks.
+    """
+    folder = Path(folder)
+    table = recorded(folder)
+    if table is None:
+        return None
+    state = [name for name in table.files if any(fnmatch(name, pattern) for pattern in STATE_PATTERNS)]
+    # A part of the state is none.
+    left_out = () if any((folder / name).exists() for name in state) else tuple(state)
+    table.check_files(folder, without=left_out)
+    tensors = [unit for unit in table.tensors if unit[0] not in left_out]
+    table.check_tensors(folder, tensors, known)
+    if changed := table.changed_files(folder):
+        raise CheckpointError(
+            f"{folder}: weights and state are as they were saved, {shortened(changed)} changed since, or went; if "
+            f"nobody edited that, {COPY_AGAIN}"
+        )
+    return Compared(len(tensors), len(table.files) - len(left_out), left_out)
+
+
+def recorded(folder: str | os.PathLike) -> ChecksumTable | None:
+    """The checksums of a folder; `None` for a model that was saved without any.
+
+    Raises:
+        `CheckpointError`: they are damaged, or have gone from a checkpoint that had them.
     """
     table = ChecksumTable.covering(folder)
-    if table is not None or not manifest_path(folder).is_file():
-        return table
-    content = _content(folder)
-    path, files, tensors = manifest_path(folder), content.get("files"), content.get("checksums")
-    if not isinstance(files, dict) or not isinstance(tensors, dict) or not _is_former(files, tensors):
-        raise CheckpointError(f"{path}: files and checksums are not what a run writes; {TAKE_ANOTHER}")
-    return ChecksumTable({name: FileSum(nbytes, None, tensors.get(name, {})) for name, nbytes in files.items()})
+    if table is None and manifest_path(folder).is_file():
+        _content(folder)  # which refuses it
+    return table
+
+
+def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
+    """Checks that a folder can be loaded from: a config, weights, and safetensors files that are whole.
+
+    Costs a read of the headers. Weights in other formats than safetensors are left to transformers.
+
+    Args:
+        folder (`str` or `os.PathLike`): the model.
+        variant (`str`, *optional*): such as "fp16", for `model.fp16.safetensors`.
+
+    Raises:
+        `CheckpointError`: says what is missing or damaged.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
+    if not any((folder / name).exists() for name in CONFIG_NAMES):
+        raise CheckpointError(f"{folder}: there is no config.json in it; give the folder of a saved model")
+    check_configs(folder)
+    check_weights(folder, variant=variant)
+
+
+def check_configs(folder: str | os.PathLike) -> None:
+    """Checks that the configs in a folder can be understood.
+
+    Raises:
+        `CheckpointError`: naming the one that cannot.
+    """
+    for name in CONFIG_NAMES:
+        with contextlib.suppress(FileNotFoundError):
+            read_json(Path(folder) / name, "copy or download it again")
+
+
+def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
+    """Checks what `check_pretrained` checks also of a model without a config."""
+    folder = Path(folder)
+    names = [ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME]
+    if variant is not None:
+        names.append(f"model.{variant}.safetensors")
+    present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]
+    for name in present:
+        WeightFiles.read(folder, name)
+    for name in (ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME):  # variants name their index otherwise
+        parts = [path.name for path in folder.glob("*.safetensors") if is_weight_file(path.name, name)]
+        if parts and name not in present:
+            raise CheckpointError(
+                f"{folder}: holds {min(parts)} but no {name}.index.json, which says what lies in such files: it is "
+                "incomplete; copy or download it again"
+            )
+    other_formats = ("*.bin", "*.bin.index.json", "*.safetensors", "*.gguf")
+    if not present and not any(any(folder.glob(pattern)) for pattern in other_formats):
+        raise MissingCheckpointError(
+            f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; give the folder of a saved model"
+        )
+
+
+def check_ranges(
+    comm: Comm,
+    subject: str,
+    ranges: Iterable[Ranges],
+    files: WeightFiles,
+    table: ChecksumTable,
+    folder: str | os.PathLike,
+    subfolder: str = "",
+) -> None:
+    """Compares what was read with what was written. Collective.
+
+    A tensor that the ranks have read in ranges that do not add up to it (one that is transposed on loading) is read
+    again for its checksum, by one of them.
+
+    Args:
+        comm (`Comm`): the ranks.
+        subject (`str`): for messages.
+        ranges (`Iterable[Ranges]`): what each rank has read. A tensor that none has read is not compared.
+        files (`WeightFiles`): the files that they were read from.
+        table (`ChecksumTable`): of the folder.
+        folder (`str` or `os.PathLike`): the checkpoint.
+        subfolder (`str`): where in it the files lie.
+
+    Raises:
+        `CheckpointError`: naming the file and the tensor whose bytes have changed.
+    """
+    ranges = list(ranges)
+    saved, again = set(table.tensors), []
+    for tensor, name in files.file_of.items():
+        parts = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
+        path = os.path.join(subfolder, name)
+        if (path, tensor) not in saved or not parts:
+            continue
+        found = crc_of_whole(parts, files.entry(tensor).nbytes)
+        if found is None:
+            again.append((path, tensor))
+        else:
+            table.check_tensor(Path(folder) / path, path, tensor, found)
+    if again:
+        own = sorted(again)[comm.rank :: comm.num_ranks]
+        run_on_all_ranks(comm, subject, lambda: table.check_tensors(folder, own))
 
 
 def manifest_path(folder: str | os.PathLike) -> Path:
@@ -124,22 +313,17 @@ def _content(folder: str | os.PathLike) -> dict:
         raise CheckpointError(f"{path}: has changed since it was saved; {TAKE_ANOTHER}")
     content = parse_json(raw, path, TAKE_ANOTHER)
     version = content.get("format_version")
-    if version not in (FORMAT_VERSION, FORMER_VERSION):
+    if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path}: format version {version}, this hf_zero reads {FORMER_VERSION} and {FORMAT_VERSION}; "
+            f"{path}: format version {version}, this hf_zero reads {FORMAT_VERSION}; "
             "resume with the version of hf_zero that saved it"
         )
-    if expected is None and version == FORMAT_VERSION:
+    if expected is None:
         lacks = "is missing" if table is None else "does not list it"
         raise CheckpointError(
             f"{path}: {Path(folder) / TABLE_NAME} {lacks}: the checkpoint is incomplete; {TAKE_ANOTHER}"
         )
     return content
-
-
-def _is_former(files: dict, tensors: dict) -> bool:
-    sums = [crc for found in tensors.values() for crc in (found.values() if isinstance(found, dict) else [None])]
-    return all(map(is_inner_path, files)) and all(type(number) is int for number in (*files.values(), *sums))
 
 
 def _check_types(content: dict, path: Path) -> None:

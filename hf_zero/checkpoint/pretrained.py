@@ -1,6 +1,5 @@
 """`hf_zero.load_pretrained`: the model as transformers builds it, its weights left in files until it is sharded."""
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -8,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint.lazy_loading import lazy_loading
-from hf_zero.checkpoint.plain import read_json
+from hf_zero.checkpoint.manifest import check_pretrained
 from hf_zero.checkpoint.quantized import checkpoint_quantizer
-from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.engine.source import source_of
-from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
+from hf_zero.errors import CheckpointError, ConfigError
 
 
 if TYPE_CHECKING:
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONFIG_NAMES = ("config.json", "adapter_config.json")
 # Arguments of `from_pretrained` that give parameters a place of their own, which sharding is to give.
 _PLACING = ("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "device_mesh", "distributed_config")
 # Those that say where a checkpoint is found.
@@ -157,58 +154,3 @@ def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
         raise CheckpointError(
             f"{name}: the model cannot be loaded ({reason}); check the name, or give a local folder"
         ) from error
-
-
-def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """Checks that a folder can be loaded from: a config, weights, and safetensors files that are whole.
-
-    Costs a read of the headers. Weights in other formats than safetensors are left to transformers.
-
-    Args:
-        folder (`str` or `os.PathLike`): the model.
-        variant (`str`, *optional*): such as "fp16", for `model.fp16.safetensors`.
-
-    Raises:
-        `CheckpointError`: says what is missing or damaged.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: does not exist; give the folder of a saved model")
-    if not any((folder / name).exists() for name in CONFIG_NAMES):
-        raise CheckpointError(f"{folder}: there is no config.json in it; give the folder of a saved model")
-    check_configs(folder)
-    check_weights(folder, variant=variant)
-
-
-def check_configs(folder: str | os.PathLike) -> None:
-    """Checks that the configs in a folder can be understood.
-
-    Raises:
-        `CheckpointError`: naming the one that cannot.
-    """
-    for name in CONFIG_NAMES:
-        with contextlib.suppress(FileNotFoundError):
-            read_json(Path(folder) / name, "copy or download it again")
-
-
-def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """Checks what `check_pretrained` checks also of a model without a config."""
-    folder = Path(folder)
-    names = [ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME]
-    if variant is not None:
-        names.append(f"model.{variant}.safetensors")
-    present = [name for name in names if any((folder / file).exists() for file in (name, f"{name}.index.json"))]
-    for name in present:
-        WeightFiles.read(folder, name)
-    for name in (ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME):  # variants name their index otherwise
-        parts = [path.name for path in folder.glob("*.safetensors") if is_weight_file(path.name, name)]
-        if parts and name not in present:
-            raise CheckpointError(
-                f"{folder}: holds {min(parts)} but no {name}.index.json, which says what lies in such files: it is "
-                "incomplete; copy or download it again"
-            )
-    other_formats = ("*.bin", "*.bin.index.json", "*.safetensors", "*.gguf")
-    if not present and not any(any(folder.glob(pattern)) for pattern in other_formats):
-        raise MissingCheckpointError(
-            f"{folder}: found neither {WEIGHTS_NAME} nor {WEIGHTS_NAME}.index.json; give the folder of a saved model"
-        )

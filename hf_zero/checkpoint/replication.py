@@ -4,23 +4,66 @@ Each rank has written its ranges to the files that it sees. The ranges are known
 gone through in one order by all writers, and bytes travel in bounded pieces without further words.
 """
 
+import secrets
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.checksum import RangeChecksum
-from hf_zero.checkpoint.filesystem_groups import FilesystemGroups
-from hf_zero.checkpoint.open_files import OpenFiles, Ranges
-from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES
+from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles, Ranges
+from hf_zero.checkpoint.format import RangeChecksum
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, reraise, run_on_all_ranks
 from hf_zero.errors import CheckpointError
 
 
-_FAILURES = (CheckpointError, OSError)  # of one rank's disk: the exchange goes on, so that no other rank waits
+@dataclass(frozen=True)
+class FilesystemGroups:
+    """The ranks, grouped by the folder that they see.
+
+    Args:
+        members (`tuple[tuple[int, ...], ...]`): the ranks of each group in rising order; the first is its writer.
+        rank (`int`): this one.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @classmethod
+    def find(cls, comm: Comm, folder: Path) -> "FilesystemGroups":
+        """Finds out which ranks see what is written into `folder`, which exists on every rank. Collective."""
+        if comm.num_ranks == 1:
+            return cls(((0,),), 0)
+        members, left = [], set(range(comm.num_ranks))
+        token, subject = comm.broadcast_object(secrets.token_hex(8)), f"looking at {folder}"
+        while left:
+            writer = min(left)
+            # Asked for by its name, which nobody has looked up before: a network file system lists folders late.
+            probe = folder / f".probe-{token}-{writer}"
+            run_on_all_ranks(comm, subject, probe.touch if comm.rank == writer else lambda: None)
+            sees = collect_from_all_ranks(comm, subject, probe.exists)
+            run_on_all_ranks(comm, subject, probe.unlink if comm.rank == writer else lambda: None)
+            members.append(tuple(rank for rank in sorted(left) if sees[rank] or rank == writer))
+            left.difference_update(members[-1])
+        return cls(tuple(members), comm.rank)
+
+    @property
+    def writers(self) -> list[int]:
+        """One rank of each group."""
+        return [ranks[0] for ranks in self.members]
+
+    @property
+    def is_writer(self) -> bool:
+        return self.rank in self.writers
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all ranks see the same folder."""
+        return len(self.members) == 1
 
 
 def replicate_ranges(
@@ -41,21 +84,15 @@ def replicate_ranges(
         files (`WeightFiles`): what they hold.
         ranges (`list[Ranges]`): by rank, what was written.
     """
-    failure: Exception | None = None
+    failures: list[Exception] = []
     if groups.is_writer:
         with OpenFiles(folder, files, writable=True) as opened:
             bounce = torch.empty(PIECE_NBYTES, dtype=torch.uint8)
-            for ranks in groups.members:
-                for tensor, part in _written_by(ranks, ranges):
-                    try:
-                        _copy(comm, groups, opened, tensor, part, source=ranks[0], bounce=bounce)
-                    except _FAILURES as error:
-                        failure = failure or error
-            try:
+            for source, tensor, part in _written(groups, ranges):
+                _copy(comm, groups.writers, source, opened, tensor, part, bounce, failures)
+            with _noted(failures):
                 opened.sync()
-            except _FAILURES as error:
-                failure = failure or error
-    run_on_all_ranks(comm, subject, lambda: reraise(failure))
+    run_on_all_ranks(comm, subject, lambda: reraise(failures[0] if failures else None))
 
 
 def replicate_files(comm: Comm, subject: str, groups: FilesystemGroups, folder: Path, known: set[str]) -> None:
@@ -87,45 +124,49 @@ def replicate_files(comm: Comm, subject: str, groups: FilesystemGroups, folder: 
     run_on_all_ranks(comm, subject, write)
 
 
-def _written_by(ranks: tuple[int, ...], ranges: list[Ranges]) -> Iterator[tuple[str, RangeChecksum]]:
-    for rank in ranks:
-        for tensor, parts in ranges[rank].items():
-            for part in parts:
-                yield tensor, part
+def _written(groups: FilesystemGroups, ranges: list[Ranges]) -> Iterator[tuple[int, str, RangeChecksum]]:
+    """Yields (writer, tensor, range) of all ranges, in the same order on every rank."""
+    for ranks in groups.members:
+        for rank in ranks:
+            for tensor, parts in ranges[rank].items():
+                for part in parts:
+                    yield ranks[0], tensor, part
 
 
 def _copy(
     comm: Comm,
-    groups: FilesystemGroups,
+    writers: list[int],
+    source: int,
     opened: OpenFiles,
     tensor: str,
     part: RangeChecksum,
-    *,
-    source: int,
     bounce: torch.Tensor,
+    failures: list[Exception],
 ) -> None:
-    """Copies one range from the writer `source` to all others. A rank that fails goes on, so that the others can."""
-    failure: Exception | None = None
+    """Copies one range from the writer `source` to all others, through the memory of `bounce`."""
     done = RangeChecksum(part.begin, 0, 0)
     while done.nbytes < part.nbytes:
-        piece = bounce[: min(len(bounce), part.nbytes - done.nbytes)]
+        piece = bounce[: part.nbytes - done.nbytes]
         view = piece.numpy().data
-        try:
-            if comm.rank == source:
-                opened.read_bytes(tensor, part.begin + done.nbytes, view)
-        except _FAILURES as error:
-            failure = failure or error
-        for writer in groups.writers:
-            if comm.rank == source and writer != source:
-                comm.send(piece, writer)
-        if comm.rank != source:
+        if comm.rank == source:
+            with _noted(failures):
+                opened.file_of(tensor).read_bytes(tensor, part.begin + done.nbytes, view)
+            for writer in writers:
+                if writer != source:
+                    comm.send(piece, writer)
+        else:
             comm.receive(piece, source)
-        try:
-            if comm.rank != source and failure is None:
-                opened.write_bytes(tensor, done, view)
-        except _FAILURES as error:
-            failure = error
+            with _noted(failures):
+                opened.file_of(tensor).write_bytes(tensor, done, view)
         done = RangeChecksum(part.begin, done.nbytes + len(view), zlib.crc32(view, done.crc))
-    if failure is None and done.crc != part.crc:
-        failure = CheckpointError(f"{opened.folder}: tensor {tensor!r} was damaged on its way; save again")
-    reraise(failure)
+    if done.crc != part.crc and not failures:
+        failures.append(CheckpointError(f"{opened.folder}: tensor {tensor!r} was damaged on its way; save again"))
+
+
+@contextmanager
+def _noted(failures: list[Exception]) -> Iterator[None]:
+    """Notes what this rank's disk cannot do. The exchange goes on, so that no other rank waits."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        failures.append(error)

@@ -1,26 +1,26 @@
-"""A sharded model written as a folder that `from_pretrained` loads: each rank its own ranges, nothing gathered."""
+"""A sharded model written as a folder that `from_pretrained` loads, alone or with its state, by all ranks at once."""
 
 import copy
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.conversion import FileTensor, file_tensors
-from hf_zero.checkpoint.folders import remove_replaced, take_name
-from hf_zero.checkpoint.interfaces import Engine
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
-from hf_zero.checkpoint.replacing import inside, move_into
-from hf_zero.checkpoint.staging import Staged, StagedFiles, connected
+from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, connected, inside, move_into
+from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
 from hf_zero.checkpoint.transfer import outgoing
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
-from hf_zero.comm.agreement import collect_from_all_ranks
-from hf_zero.engine import Sharded, require_engine
+from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
+from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError
 
@@ -64,43 +64,28 @@ def save_pretrained(
     weights = plan_weights(
         engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
     )
-    comm, destination = connected(engine.comm), Path(folder)
-    held = collect_from_all_ranks(
-        comm, f"saving to {folder}", lambda: destination.is_file() or _holds_something(destination)
-    )
-    staged = Staged.open(comm, destination, [weights.part], inside=any(held))
-    staged.write_beside(weights.write_beside)
-    staged.write([weights.part])
-
-    def publish(path: Path) -> None:
-        if any(held):
-            _publish(path, staged.destination, weights.part.files, weights_name)
-        else:
-            take_name(path, staged.destination)
-
-    staged.publish(publish, after=lambda: remove_replaced(staged.destination))
+    comm = connected(engine.comm)
+    holds_something = any(collect_from_all_ranks(comm, f"saving to {folder}", lambda: _holds_something(Path(folder))))
+    staged = Staged.open(comm, folder, [weights], inside=holds_something)
+    staged.write([weights])
+    if holds_something:
+        staged.publish(lambda path: _publish(path, staged.destination, weights.files, weights_name))
+    else:
+        staged.publish()
 
 
 def _holds_something(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model as it will be saved: its safetensors files, and what lies beside them, written into a given folder."""
-
-    part: StagedFiles
-    write_beside: Callable[[Path], None]
+    return folder.is_file() or folder.is_dir() and any(folder.iterdir())
 
 
 def plan_weights(
-    engine: Engine,
+    engine: ZeroEngine,
     *,
     max_shard_size: int | str = "50GB",
     weights_name: str = WEIGHTS_NAME,
     keys: Mapping[str, str] | None = None,
     write_beside: Callable[[Path], None] | None = None,
-) -> Weights:
+) -> StagedFiles:
     """What `save_pretrained` writes, which see for the arguments."""
     model = engine.model
     if keys is None and hasattr(model, "peft_config"):
@@ -123,7 +108,7 @@ def plan_weights(
             (staged / files.index_name).write_text(files.index_text(num_parameters), encoding="utf-8")
         (write_beside or (lambda path: _write_configs(model, tensors, path)))(staged)
 
-    return Weights(StagedFiles(files, lambda: _pieces(engine, tensors, content, _computed(engine, content))), beside)
+    return StagedFiles(files, lambda: _pieces(engine, tensors, content, _computed(engine, content)), beside)
 
 
 def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:
@@ -137,29 +122,24 @@ def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:
 
 
 def _pieces(
-    engine: Engine, tensors: Sequence[SavedTensor], content: Sequence[FileTensor], computed: Mapping[str, Tensor]
+    engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Sequence[FileTensor], computed: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, int, Tensor]]:
     """This rank's part of the files: (key, first element, 1-D values)."""
     copies_of: dict[str, list] = {}
     for written in content:
         for copied in written.copies:
             copies_of.setdefault(copied.name, []).append((written.entry.name, copied))
-    for shard in engine.named_shards():
-        for key, copied in copies_of.get(shard.name, ()):
-            for first, values in outgoing(copied, shard.start, shard.tensor):
+    shards = ((shard.name, shard.start, shard.tensor) for shard in engine.named_shards())
+    buffers = [(saved.name, 0, saved.buffer.reshape(-1)) for saved in tensors if saved.buffer is not None]
+    for name, start, run in chain(shards, buffers if engine.comm.rank == 0 else ()):
+        for key, copied in copies_of.get(name, ()):
+            for first, values in outgoing(copied, start, run):
                 yield key, first, values
-    if engine.comm.rank == 0:
-        for saved in tensors:
-            if saved.buffer is None:
-                continue
-            for key, copied in copies_of.get(saved.name, ()):
-                for first, values in outgoing(copied, 0, saved.buffer.reshape(-1)):
-                    yield key, first, values
     for key, values in computed.items():
         yield key, 0, values
 
 
-def _computed(engine: Engine, content: Sequence[FileTensor]) -> dict[str, Tensor]:
+def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> dict[str, Tensor]:
     """Tensors that are computed rather than copied, which takes whole parameters: one at a time, and divided over the
     ranks, of which this is one's part. No model of transformers has such tensors; conversions of users may."""
     buffers = {name: buffer.detach().cpu().reshape(-1) for name, buffer in engine.model.named_buffers()}
@@ -174,7 +154,7 @@ def _computed(engine: Engine, content: Sequence[FileTensor]) -> dict[str, Tensor
     return own
 
 
-def _gathered(engine: Engine, names: Sequence[str], owner: int) -> dict[str, Tensor]:
+def _gathered(engine: ZeroEngine, names: Sequence[str], owner: int) -> dict[str, Tensor]:
     """Whole parameters, 1-D and in the dtype in which they are saved, on one rank. All ranks call it."""
     dtype_of = {info.name: info.save_dtype for info in engine.param_infos() if info.name in names}
     runs = [
@@ -229,3 +209,134 @@ def _publish(staged: Path, folder: Path, files: WeightFiles, weights_name: str) 
             os.replace(staged / files.index_name, folder / files.index_name)
         for path in stale:
             path.unlink()
+
+
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    model: Sharded,
+    optimizer: Optimizer | None,
+    folder: str | os.PathLike,
+    *,
+    max_shard_size: int | str = "50GB",
+    background: Snapshots | None = None,
+    **facts,
+) -> "Checkpoint":
+    """Saves a model folder with its optimizer's state, as one: `folder` appears when it is complete and on disk.
+
+    Collective. Every rank writes its own ranges of the files; a folder of that name is replaced. On hosts that do not
+    share the file system each gets the whole.
+
+    Args:
+        model (`nn.Module` or [`ShardedModel`]): the sharded model.
+        optimizer ([`Optimizer`], *optional*): its optimizer; without it no state is written.
+        folder (`str` or `os.PathLike`): the checkpoint.
+        max_shard_size (`int` or `str`): bytes of tensors in one file, such as `"5GB"`.
+        background ([`Snapshots`], *optional*): copies the values and lets a thread write them; give the same object
+            to every save, which reuses its memory. The next save waits for this one.
+        facts: `step`, `loss`, `grad_norm` and `extra` of the manifest.
+
+    Returns:
+        [`Checkpoint`]: to `wait` for, which raises what went wrong in the background.
+
+    Raises:
+        `CheckpointError`: no room, no permission, or the system refused a write. Nothing is left, and nothing lost.
+    """
+    engine = require_engine(model)
+    checkpoint = Checkpoint.begin(
+        engine,
+        folder,
+        plan_weights(engine, max_shard_size=max_shard_size),
+        None if optimizer is None else plan_state(engine, optimizer, **facts),
+    )
+    checkpoint.finish(background)
+    return checkpoint
+
+
+class Checkpoint:
+    """A checkpoint that is being saved: from `begin` to `finish`, small files may be written into its `path`.
+
+    Args:
+        staged (`Staged`): its temporary folder.
+        parts (`Sequence[StagedFiles]`): its safetensors files.
+    """
+
+    def __init__(self, staged: Staged, parts: Sequence[StagedFiles]):
+        self._staged = staged
+        self._parts = parts
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @classmethod
+    def begin(
+        cls, engine: ZeroEngine, folder: str | os.PathLike, weights: StagedFiles | None, state: StagedFiles | None
+    ) -> "Checkpoint":
+        """Checks the space, and makes the temporary folder, with all small files of the parts in it. Collective.
+
+        Args:
+            engine ([`ZeroEngine`]): the sharded model.
+            folder (`str` or `os.PathLike`): the checkpoint.
+            weights ([`StagedFiles`], *optional*): what `plan_weights` gives; `None` where the caller writes them.
+            state ([`StagedFiles`], *optional*): what `plan_state` gives.
+        """
+        parts = [part for part in (weights, state) if part is not None]
+        return cls(Staged.open(connected(engine.comm), folder, parts), parts)
+
+    @property
+    def path(self) -> Path:
+        """The temporary folder."""
+        return self._staged.path
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's own name."""
+        return self._staged.destination
+
+    def finish(self, background: Snapshots | None = None, after: Callable[[], None] | None = None) -> None:
+        """Writes the tensors and gives the folder its name, on this thread or on another.
+
+        Args:
+            background ([`Snapshots`], *optional*): see `save_checkpoint`.
+            after (`Callable`, *optional*): called by one rank of each file system when the folder is complete in all.
+        """
+        if background is None:
+            self._write(after)
+            return
+        comm = self._staged.comm
+        try:
+            self._parts = run_on_all_ranks(comm, f"copying {self.folder}", lambda: background.take(self._parts))
+        except BaseException:
+            self._staged.discard()
+            raise
+        comm.user = self  # until it is waited for, by the caller or by the next save
+        self._thread = threading.Thread(target=self._write_aside, args=(after,), name=f"saving {self.folder.name}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is complete.
+
+        Raises:
+            `CheckpointError`: it could not be saved; on all ranks.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = self._staged.comm.user = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def discard(self) -> None:
+        """Gives the checkpoint up before `finish`."""
+        self._staged.discard()
+
+    def _write_aside(self, after: Callable[[], None] | None) -> None:
+        try:
+            self._write(after)
+        except BaseException as error:
+            logger.error("hf_zero: %s", error)  # at once; it is raised when the checkpoint is waited for
+            self._failure = error
+
+    def _write(self, after: Callable[[], None] | None) -> None:
+        self._staged.write(self._parts)
+        self._staged.publish(after=after)

@@ -5,19 +5,27 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.checksum import MANY, RangeChecksum, crc_of_whole
-from hf_zero.checkpoint.filesystem_groups import FilesystemGroups
-from hf_zero.checkpoint.folders import STAGED_PREFIX, make_folder, make_staged, remove_left_over, sync_all, sync_path
-from hf_zero.checkpoint.open_files import OpenFiles, Ranges
-from hf_zero.checkpoint.replication import replicate_files, replicate_ranges
-from hf_zero.checkpoint.safetensors_file import SafetensorsFile
-from hf_zero.checkpoint.table import Checksums, ChecksumTable
+from hf_zero.checkpoint.files import OpenFiles, Ranges, SafetensorsFile
+from hf_zero.checkpoint.folders import (
+    STAGED_PREFIX,
+    make_folder,
+    make_staged,
+    remove_left_over,
+    remove_replaced,
+    sync_all,
+    sync_path,
+    take_name,
+)
+from hf_zero.checkpoint.format import MANY, crc_of_whole
+from hf_zero.checkpoint.replication import FilesystemGroups, replicate_files, replicate_ranges
+from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
@@ -26,17 +34,20 @@ from hf_zero.errors import CheckpointError, NoRoomError, size_text
 
 @dataclass(frozen=True)
 class StagedFiles:
-    """The safetensors files of one folder that is saved.
+    """The safetensors files of one folder that is saved, and what lies beside them.
 
     Args:
         files (`WeightFiles`): the files, the same on all ranks.
         pieces (`Callable`): gives this rank's (tensor name, first element, 1-D values); the ranks' together tile all
             tensors. All ranks take all of them, so that collectives may be between them.
-        subfolder (`str`): where the files lie, relative to the destination.
+        write_beside (`Callable`): writes small files into the folder that is saved; one rank of each file system calls
+            it.
+        subfolder (`str`): where the safetensors files lie, relative to the destination.
     """
 
     files: WeightFiles
     pieces: Callable[[], Iterable[tuple[str, int, Tensor]]]
+    write_beside: Callable[[Path], None]
     subfolder: str = ""
 
 
@@ -69,7 +80,7 @@ class Staged:
     def open(
         cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[StagedFiles], *, inside: bool = False
     ) -> "Staged":
-        """Makes the temporary folder with all safetensors files in it at their full size.
+        """Makes the temporary folder with all safetensors files in it at their full size, and what lies beside them.
 
         Args:
             comm (`Comm`): the ranks.
@@ -107,6 +118,8 @@ class Staged:
             for name, layout in part.files.layouts.items():
                 SafetensorsFile.create(folder / name, layout).close()
         self.path.mkdir(exist_ok=True)
+        for part in parts:
+            part.write_beside(self.path)
 
     def write(self, parts: Sequence[StagedFiles]) -> None:
         """Writes all ranks' pieces to disk.
@@ -126,17 +139,13 @@ class Staged:
                 for name, crcs in run_on_all_ranks(self.comm, self._subject, check).items():
                     self._checksums[os.path.join(part.subfolder, name)] = crcs
 
-    def write_beside(self, write: Callable[[Path], None]) -> None:
-        """Lets each place's writer write small files into the temporary folder."""
-        self._on_writers(lambda: write(self.path))
-
-    def publish(self, publish: Callable[[Path], None], after: Callable[[], None] | None = None) -> None:
+    def publish(self, publish: Callable[[Path], None] | None = None, after: Callable[[], None] | None = None) -> None:
         """Writes the table of checksums, sees to it that everything is on disk, and gives it its name.
 
         Args:
-            publish (`Callable`): called by each place's writer with the temporary folder.
-            after (`Callable`, *optional*): called by the same when it is published, and on disk, in every place: what
-                it replaces can go.
+            publish (`Callable`, *optional*): called by each place's writer with the temporary folder. By default that
+                takes the destination's name; what it replaces goes when this is on disk in every place.
+            after (`Callable`, *optional*): called by the same writers at the end.
         """
         with self._or_discard():
             if not self.groups.is_one:
@@ -145,10 +154,12 @@ class Staged:
         def act():
             ChecksumTable.of_folder(self.path, self._checksums).write(self.path)
             sync_all(self.path)
-            publish(self.path)
+            (publish or partial(take_name, destination=self.destination))(self.path)
             sync_path(self.root.parent)
 
         self._on_writers(act)
+        if publish is None:
+            self._on_writers(lambda: remove_replaced(self.destination))
         if after is not None:
             self._on_writers(after)
         self.discard()
@@ -210,11 +221,14 @@ def _checked(ranges: list[Ranges], files: WeightFiles, subject: str, reread: Pat
     """
     checksums: Checksums = {name: {} for name in files.layouts}
     for tensor, name in files.file_of.items():
-        found = list(_ranges_of(tensor, ranges))
+        found = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
         expected, written = files.entry(tensor).nbytes, sum(part.nbytes for part in found)
         crc = crc_of_whole(found, expected)
         if crc is None and written == expected and any(part.begin == MANY for part in found):
-            crc = 0 if reread is None else _read_again(reread / name, tensor)
+            crc = 0
+            if reread is not None:
+                with SafetensorsFile.open(reread / name, files.layouts[name]) as file:
+                    crc = file.checksum(tensor)
         if crc is None:
             raise CheckpointError(
                 f"{subject}: the ranks wrote {written} of the {expected} bytes of tensor {tensor!r}, nothing was "
@@ -224,11 +238,102 @@ def _checked(ranges: list[Ranges], files: WeightFiles, subject: str, reread: Pat
     return checksums
 
 
-def _read_again(path: Path, tensor: str) -> int:
-    with SafetensorsFile.open(path) as file:
-        return file.checksum(tensor)
+@contextmanager
+def inside(staged: Path, folder: Path, *, replaces: Callable[[str], bool]) -> Iterator[None]:
+    """While files of a staged folder take their names in one that holds something, the latter has no checksums: no
+    moment's mixture of both is taken for damage. Afterwards they are those of all files that were saved there.
+
+    Args:
+        staged (`Path`): the temporary folder, with its own table.
+        folder (`Path`): the destination.
+        replaces (`Callable[[str], bool]`): says of a file of a former save whether it goes now.
+    """
+    new = ChecksumTable.read(staged)
+    assert new is not None, f"{staged} has no table"
+    try:
+        before = ChecksumTable.read(folder) or ChecksumTable()
+    except CheckpointError:  # whatever was wrong there: what is saved now is known
+        before = ChecksumTable()
+    (folder / TABLE_NAME).unlink(missing_ok=True)
+    yield
+    before.replaced(new, gone=filter(replaces, before.files)).write(folder)
 
 
-def _ranges_of(tensor: str, ranges: list[Ranges]) -> Iterator[RangeChecksum]:
-    for ranges_of_rank in ranges:
-        yield from ranges_of_rank.get(tensor, ())
+def move_into(source: Path, target: Path) -> None:
+    """Gives a file its name in a folder that holds something, or every file below a folder."""
+    if not source.is_dir():
+        os.replace(source, target)
+        return
+    target.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        move_into(path, target / path.name)
+
+
+@contextmanager
+def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
+    """A temporary folder for small files that are added to what `folder` holds, with their checksums. Collective; any
+    rank may write into it, and what one of them cannot do all of them hear of before its end.
+
+    Args:
+        comm (`Comm`): the ranks.
+        folder (`str` or `os.PathLike`): the destination, made where it is missing.
+    """
+    staged = Staged.open(connected(comm), folder, [], inside=True)
+    try:
+        yield staged.path
+    except BaseException:
+        staged.discard()
+        raise
+    staged.publish(lambda path: _add(path, staged.destination))
+
+
+def _add(staged: Path, folder: Path) -> None:
+    with inside(staged, folder, replaces=lambda name: False):
+        for path in staged.iterdir():
+            is_kept = path.name == CARD_NAME and (folder / path.name).exists()
+            if path.name != TABLE_NAME and not is_kept:
+                move_into(path, folder / path.name)
+
+
+_CHUNK_NBYTES = 64 * 2**20
+_ALIGNMENT = 64
+
+
+class Snapshots:
+    """Copies pieces of checkpoints, in the dtypes of their files, one checkpoint at a time.
+
+    The memory is page-locked where pieces lie on a GPU, grows to the size of this rank's part of a checkpoint, and
+    stays: fresh memory would cost more time than the copy.
+    """
+
+    def __init__(self):
+        self._chunks: list[Tensor] = []
+        self._next = 0  # the chunk that is being filled
+        self._used = 0  # bytes of it
+
+    def take(self, parts: Sequence[StagedFiles]) -> list[StagedFiles]:
+        """Returns the same parts with their pieces copied. What was taken before is overwritten."""
+        self._next = self._used = 0
+        taken, on_gpu = [], False
+        for part in parts:
+            pieces = []
+            for name, start, values in part.pieces():
+                copy = self._place(values.numel(), part.files.entry(name).dtype, pinned=values.is_cuda)
+                copy.copy_(values.detach(), non_blocking=True)
+                on_gpu = on_gpu or values.is_cuda
+                pieces.append((name, start, copy))
+            taken.append(replace(part, pieces=partial(iter, pieces)))
+        if on_gpu:
+            torch.cuda.synchronize()
+        return taken
+
+    def _place(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        nbytes = numel * dtype.itemsize
+        while self._next < len(self._chunks) and self._used + nbytes > len(self._chunks[self._next]):
+            self._next, self._used = self._next + 1, 0
+        if self._next == len(self._chunks):
+            size = max(nbytes, _CHUNK_NBYTES)
+            self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+        place = self._chunks[self._next][self._used : self._used + nbytes].view(dtype)
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return place

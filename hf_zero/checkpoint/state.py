@@ -6,32 +6,53 @@ of parameters whose saved weights are of another dtype, `zero/manifest.json` the
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
-from hf_zero.checkpoint.folders import sync_path
-from hf_zero.checkpoint.interfaces import Engine, Optimizer, Shard
-from hf_zero.checkpoint.manifest import MANIFEST_NAME, STATE_FOLDER, Manifest, manifest_path, recorded
-from hf_zero.checkpoint.open_files import OpenFiles, Ranges, check_ranges
-from hf_zero.checkpoint.pretrained import check_configs, check_weights
-from hf_zero.checkpoint.replacing import inside
-from hf_zero.checkpoint.staging import Staged, StagedFiles, connected
-from hf_zero.checkpoint.table import ChecksumTable
+from hf_zero.checkpoint.files import OpenFiles, Ranges
+from hf_zero.checkpoint.folders import remove_replaced, take_name
+from hf_zero.checkpoint.format import FileLayout, TensorEntry
+from hf_zero.checkpoint.manifest import (
+    STATE_FOLDER,
+    Manifest,
+    check_ranges,
+    manifest_path,
+    read_state,
+)
+from hf_zero.checkpoint.staging import Staged, StagedFiles, connected, inside
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
-from hf_zero.engine import Sharded, require_engine
+from hf_zero.engine import NamedShard, Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
 
 
 OPTIMIZER_NAME = "optimizer.safetensors"
 MASTER_NAME = "master.safetensors"
+
+
+class Optimizer(Protocol):
+    """An optimizer whose state lies with the ranks that update."""
+
+    def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
+        """(state key such as "exp_avg", shard): of the parameter's shape, or of one of its own (factors, scales); see
+        `ZeroEngine.named_shards`."""
+
+    def named_scalar_state(self) -> dict[str, dict[str, float]]:
+        """{parameter: {"step": 12.0}} for the parameters of which this rank holds parts."""
+
+    def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
+        """Comes before the tensors are loaded, and makes their place."""
+
+    def groups_state(self) -> list[dict]:
+        """Hyperparameters of each group as JSON knows them, and "param_names"."""
+
+    def load_groups_state(self, groups: list[dict]) -> None: ...
 
 
 def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, *, extra: dict | None = None) -> None:
@@ -48,29 +69,16 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
     """
     engine = require_engine(model)
     state = plan_state(engine, optimizer, extra=extra or {})
-    staged = Staged.open(connected(engine.comm), folder, [state.part], inside=True)
-    staged.write([state.part])
-    staged.write_beside(state.write_manifest)
+    staged = Staged.open(connected(engine.comm), folder, [state], inside=True)
+    staged.write([state])
     staged.publish(lambda path: _publish(path, staged.destination))
 
 
-@dataclass(frozen=True)
-class State:
-    """What a run needs beside its weights to go on, as it will be saved."""
-
-    part: StagedFiles
-    manifest: Manifest
-
-    def write_manifest(self, folder: Path) -> None:
-        """Writes the manifest of a checkpoint into a folder."""
-        manifest_path(folder).write_text(self.manifest.text(), encoding="utf-8")
-
-
-def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
+def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:
     """Plans what `save_state` writes. Collective.
 
     Args:
-        engine ([`Engine`]): the sharded model.
+        engine ([`ZeroEngine`]): the sharded model.
         optimizer ([`Optimizer`]): its optimizer.
         facts: fields of `Manifest` that only the caller knows.
 
@@ -85,13 +93,16 @@ def plan_state(engine: Engine, optimizer: Optimizer, **facts) -> State:
         layouts[MASTER_NAME] = FileLayout.build(masters)
     scalars = _merged_scalars(comm, subject, optimizer, entries)
     manifest = _manifest(engine, layouts, groups=optimizer.groups_state(), scalars=scalars, **facts)
-    run_on_all_ranks(comm, subject, manifest.text)
+    text = run_on_all_ranks(comm, subject, manifest.text)
 
     def pieces() -> Iterator[tuple[str, int, Tensor]]:
         for name, shard in chain(_state_pieces(optimizer), _master_pieces(engine)):
             yield name, shard.start, shard.tensor
 
-    return State(StagedFiles(WeightFiles.of(layouts), pieces, STATE_FOLDER), manifest)
+    def write_manifest(folder: Path) -> None:
+        manifest_path(folder).write_text(text, encoding="utf-8")
+
+    return StagedFiles(WeightFiles.of(layouts), pieces, write_manifest, STATE_FOLDER)
 
 
 def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> Manifest:
@@ -114,20 +125,23 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     engine = require_engine(model)
     engine.begin_update()
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
-    manifest = run_on_all_ranks(comm, subject, lambda: Manifest.read(folder))
-    table = run_on_all_ranks(comm, subject, lambda: recorded(folder) or ChecksumTable())
-    files = run_on_all_ranks(comm, subject, lambda: _read_files(folder, manifest, table))
+    manifest, files, table = run_on_all_ranks(comm, subject, lambda: read_state(folder))
+    masters = files.layouts[MASTER_NAME].entries if MASTER_NAME in files.layouts else {}
 
-    def read() -> tuple[set[str], Ranges]:
+    def read() -> Ranges:
         optimizer.load_groups_state(manifest.groups)
         optimizer.load_scalar_state(manifest.scalars)
+        held = engine.named_shards(resident=True) if masters else ()
+        saved = ((shard.name, shard) for shard in held if shard.name in masters)
         with OpenFiles(state_folder, files) as opened:
-            names = _read_state(opened, optimizer) | _read_masters(opened, engine)
-            return names, opened.ranges
+            for name, shard in chain(_state_pieces(optimizer, resident=True), saved):
+                opened.check_shape(name, tuple(shard.shape))
+                opened.read_range(name, shard.start, shard.tensor)
+            return opened.ranges
 
-    names, ranges = zip(*collect_from_all_ranks(comm, subject, read))
-    consumed = set().union(*names)
-    check_ranges(comm, subject, ranges, files, table.tensors_in(STATE_FOLDER), state_folder)
+    ranges = collect_from_all_ranks(comm, subject, read)
+    check_ranges(comm, subject, ranges, files, table, folder, STATE_FOLDER)
+    consumed = set().union(*ranges)
     left = [name for name in files.file_of if name not in consumed and files.entry(name).numel]
     if left:
         raise CheckpointError(
@@ -138,25 +152,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     return manifest
 
 
-def check_checkpoint(folder: str | os.PathLike) -> None:
-    """Checks that what a run reads of a checkpoint is complete and, but for the values of tensors, as it was saved.
-
-    Costs a read of headers and small files; `hf_zero.checkpoint.verify.check_checksums` reads the tensors, too, and
-    what people may have edited since.
-
-    Raises:
-        `CheckpointError`: says what is missing or damaged.
-    """
-    folder = Path(folder)
-    table = recorded(folder) or ChecksumTable()
-    table.check_files(folder)
-    check_weights(folder)
-    check_configs(folder)
-    if (folder / STATE_FOLDER).is_dir():
-        _read_files(folder, Manifest.read(folder), table)
-
-
-def _manifest(engine: Engine, layouts: Mapping[str, FileLayout], **content) -> Manifest:
+def _manifest(engine: ZeroEngine, layouts: Mapping[str, FileLayout], **content) -> Manifest:
     dtypes = {name: {entry.dtype for entry in layout.entries.values()} for name, layout in layouts.items()}
     dtypes["weights"] = {info.save_dtype for info in engine.param_infos()}
     return Manifest(
@@ -167,17 +163,17 @@ def _manifest(engine: Engine, layouts: Mapping[str, FileLayout], **content) -> M
     )
 
 
-def masters_nbytes(engine: Engine) -> int:
+def masters_nbytes(engine: ZeroEngine) -> int:
     """Bytes of this rank's part of the masters that are saved beside the weights."""
     return sum(shard.tensor.numel() * shard.tensor.element_size() for _, shard in _master_pieces(engine, values=False))
 
 
-def _state_pieces(optimizer: Optimizer, values: bool = True) -> Iterator[tuple[str, Shard]]:
-    for key, shard in optimizer.named_state_shards(values=values):
+def _state_pieces(optimizer: Optimizer, **settings: bool) -> Iterator[tuple[str, NamedShard]]:
+    for key, shard in optimizer.named_state_shards(**settings):
         yield f"{shard.name}.{key}", shard
 
 
-def _master_pieces(engine: Engine, values: bool = True) -> Iterator[tuple[str, Shard]]:
+def _master_pieces(engine: ZeroEngine, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
     """The masters that the saved weights cannot hold."""
     save_dtype_of = {info.name: info.save_dtype for info in engine.param_infos()}
     for shard in engine.named_shards(values=values):
@@ -219,50 +215,7 @@ def _merged_scalars(
     return merged
 
 
-def _read_files(folder: str | os.PathLike, manifest: Manifest, table: ChecksumTable) -> WeightFiles:
-    """The state's files, their headers as they were saved."""
-    layouts = {name: FileLayout.read(Path(folder) / STATE_FOLDER / name) for name in manifest.state_files}
-    for name, layout in layouts.items():
-        table.check_layout(folder, f"{STATE_FOLDER}/{name}", layout)
-    return WeightFiles.of(layouts)
-
-
-def _read_state(opened: OpenFiles, optimizer: Optimizer) -> set[str]:
-    consumed = set()
-    for key, shard in optimizer.named_state_shards(resident=True):
-        name = f"{shard.name}.{key}"
-        _read_shard(opened, name, shard)
-        consumed.add(name)
-    return consumed
-
-
-def _read_masters(opened: OpenFiles, engine: Engine) -> set[str]:
-    masters = opened.files.layouts.get(MASTER_NAME)
-    consumed: set[str] = set()
-    if masters is None:
-        return consumed
-    for shard in engine.named_shards(resident=True):
-        if shard.name in masters.entries:
-            _read_shard(opened, shard.name, shard)
-            consumed.add(shard.name)
-    return consumed
-
-
-def _read_shard(opened: OpenFiles, name: str, shard: Shard) -> None:
-    opened.check_shape(name, tuple(shard.shape))
-    opened.read_range(name, shard.start, shard.tensor)
-
-
 def _publish(staged: Path, folder: Path) -> None:
-    new = staged / STATE_FOLDER
     with inside(staged, folder, replaces=lambda name: name.startswith(f"{STATE_FOLDER}/")):
-        manifest = manifest_path(folder)
-        manifest.parent.mkdir(exist_ok=True)
-        manifest.unlink(missing_ok=True)
-        for name in (OPTIMIZER_NAME, MASTER_NAME):
-            if (new / name).exists():
-                os.replace(new / name, manifest.parent / name)
-            else:
-                (manifest.parent / name).unlink(missing_ok=True)
-        os.replace(new / MANIFEST_NAME, manifest)
-        sync_path(manifest.parent)
+        take_name(staged / STATE_FOLDER, folder / STATE_FOLDER)
+        remove_replaced(folder / STATE_FOLDER)

@@ -15,12 +15,12 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from itertools import groupby
 from pathlib import Path
 
-from hf_zero.checkpoint.file_layout import FileLayout
+from hf_zero.checkpoint.files import PIECE_NBYTES, SafetensorsFile
 from hf_zero.checkpoint.folders import write_whole
-from hf_zero.checkpoint.plain import is_inner_path, parse_json, read_bytes
-from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES, SafetensorsFile
+from hf_zero.checkpoint.format import FileLayout, is_inner_path, parse_json, read_bytes
 from hf_zero.errors import CheckpointError
 
 
@@ -65,13 +65,12 @@ class FileSum:
 
     Args:
         nbytes (`int`): its size.
-        crc32 (`int`, *optional*): of all its bytes or, where it has tensors, of its header. `None` in checkpoints of
-            former versions, which did not keep it.
+        crc32 (`int`): of all its bytes or, where it has tensors, of its header.
         tensors (`Mapping[str, int]`, *optional*): CRC-32 of each tensor's bytes, for safetensors files.
     """
 
     nbytes: int
-    crc32: int | None
+    crc32: int
     tensors: Mapping[str, int] | None = None
 
     def entry(self) -> dict:
@@ -142,17 +141,10 @@ class ChecksumTable:
         left = {name: found for name, found in self.files.items() if name not in gone}
         return ChecksumTable(left | dict(new.files))
 
-    def crc32_of(self, file: str, tensor: str) -> int:
-        """Returns the checksum of a tensor's bytes."""
-        return (self.files[file].tensors or {})[tensor]
-
-    def tensors_in(self, subfolder: str = "") -> Checksums:
-        """The checksums of the tensors in one folder, by the files' names."""
-        return {
-            os.path.basename(name): dict(found.tensors)
-            for name, found in self.files.items()
-            if found.tensors is not None and os.path.dirname(name) == subfolder
-        }
+    @property
+    def tensors(self) -> list[tuple[str, str]]:
+        """(file, tensor) of every tensor that has a checksum, in the order of the files."""
+        return [(name, tensor) for name, found in self.files.items() for tensor in found.tensors or ()]
 
     def check_files(self, folder: str | os.PathLike, *, without: Iterable[str] = ()) -> int:
         """Compares what a run reads to go on, but not the tensors: sizes, headers, and other files whole.
@@ -205,6 +197,38 @@ class ChecksumTable:
                 f"{COPY_AGAIN}"
             )
 
+    def check_tensors(
+        self, folder: str | os.PathLike, tensors: Iterable[tuple[str, str]], known: Checksums | None = None
+    ) -> None:
+        """Compares tensors with their checksums.
+
+        Args:
+            folder (`str` or `os.PathLike`): where the files lie.
+            tensors (`Iterable[tuple[str, str]]`): (file, tensor), out of `tensors`, all of one file together.
+            known (`Checksums`, *optional*): of files that have been read already; the others are read.
+
+        Raises:
+            `CheckpointError`: names the file and the tensor that differs.
+        """
+        for name, units in groupby(tensors, key=lambda unit: unit[0]):
+            path = Path(folder) / name
+            if known is not None and name in known:
+                for _, tensor in units:
+                    self.check_tensor(path, name, tensor, known[name][tensor])
+                continue
+            with SafetensorsFile.open(path) as opened:
+                for _, tensor in units:
+                    self.check_tensor(path, name, tensor, opened.checksum(tensor))
+
+    def check_tensor(self, path: Path, name: str, tensor: str, found: int) -> None:
+        """Compares the checksum of one tensor, of the file `name` at `path`, with the one that was saved."""
+        expected = (self.files[name].tensors or {})[tensor]
+        if found != expected:
+            raise CheckpointError(
+                f"{path}: tensor {tensor!r} has checksum {found:08x}, it was saved with {expected:08x}: the file "
+                f"was damaged since; {COPY_AGAIN}"
+            )
+
     def check_layout(self, folder: str | os.PathLike, name: str, layout: FileLayout) -> None:
         """Compares the header of a safetensors file with the one that was saved.
 
@@ -219,7 +243,7 @@ class ChecksumTable:
         if strange := sorted(set(expected.tensors) ^ set(layout.entries)):
             where = "was saved, and is not in the file" if strange[0] in expected.tensors else "is in the file only"
             raise CheckpointError(f"{path}: tensor {strange[0]!r} {where}; {COPY_AGAIN}")
-        if expected.crc32 not in (None, found := zlib.crc32(layout.header)):
+        if expected.crc32 != (found := zlib.crc32(layout.header)):
             raise CheckpointError(
                 f"{path}: its header has checksum {found:08x}, it was saved with {expected.crc32:08x}: it has changed "
                 f"since; {COPY_AGAIN}"
@@ -285,4 +309,4 @@ def _file_sum(name: str, entry: object, path: Path) -> FileSum:
     values = [entry.get("nbytes"), crc, *(tensors.values() if isinstance(tensors, dict) else ())]
     if not (tensors is None or isinstance(tensors, dict)) or not all(type(value) is int for value in values):
         raise CheckpointError(f"{path}: what it says of {name!r} is no size and checksums; {COPY_AGAIN}")
-    return FileSum(entry["nbytes"], crc, tensors)
+    return FileSum(entry["nbytes"], values[1], tensors)

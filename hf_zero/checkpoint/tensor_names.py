@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.file_layout import TensorEntry
-from hf_zero.checkpoint.interfaces import Parameter
+from hf_zero.checkpoint.format import TensorEntry
+from hf_zero.engine import ParamInfo
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SavedTensor:
         self.buffer.copy_(flat.view(self.shape))
 
 
-def saved_tensors(model: nn.Module, parameters: Sequence[Parameter]) -> list[SavedTensor]:
+def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[SavedTensor]:
     """The tensors of a model folder, in the order of `model.state_dict()`.
 
     Tied tensors appear once, under the name that the model's class declares as the source of the tie (its first name
@@ -50,7 +50,7 @@ def saved_tensors(model: nn.Module, parameters: Sequence[Parameter]) -> list[Sav
 
     Args:
         model (`nn.Module`): parameters may be placeholders: identities and names count, no value is read.
-        parameters (`Sequence[Parameter]`): the engine's parameters.
+        parameters (`Sequence[ParamInfo]`): the engine's parameters.
     """
     info_of = {info.name: info for info in parameters}
     tie_targets = set(getattr(model, "all_tied_weights_keys", None) or ())

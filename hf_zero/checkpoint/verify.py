@@ -1,23 +1,21 @@
-"""Verifies the bytes of a checkpoint: checksums, values that are numbers, tensors that belong together.
+"""Verifies the values of a checkpoint: numbers that are finite, tensors that belong together.
 
 Everything streams: no more than one piece of a tensor is in memory at a time.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
-from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, recorded
-from hf_zero.checkpoint.safetensors_file import SafetensorsFile
+from hf_zero.checkpoint.files import SafetensorsFile
+from hf_zero.checkpoint.format import FileLayout, TensorEntry
+from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest
 from hf_zero.checkpoint.state import MASTER_NAME
-from hf_zero.checkpoint.table import COPY_AGAIN, STATE_PATTERNS, ChecksumTable
+from hf_zero.checkpoint.table import COPY_AGAIN
 from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.errors import CheckpointError
 
@@ -61,87 +59,6 @@ def scan_file(path: str | os.PathLike) -> dict[str, TensorScan]:
             return {name: _scan(file, entry) for name, entry in file.layout.entries.items()}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {COPY_AGAIN}") from error
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The files and tensors that agree with their checksums.
-
-    Args:
-        num_tensors (`int`): of safetensors files.
-        num_files (`int`): of all kinds.
-        left_out (`tuple[str, ...]`): files of the run's state, all of which have stayed behind when the folder was
-            pushed or copied without them.
-        are_whole (`bool`): whether files were compared whole; otherwise tensors alone have checksums.
-    """
-
-    num_tensors: int
-    num_files: int
-    left_out: tuple[str, ...]
-    are_whole: bool
-
-
-def check_checksums(folder: str | os.PathLike, scans: Scans | None = None) -> Compared | None:
-    """Compares every file with the checksums that were saved with a folder, what training reads before the rest.
-
-    Args:
-        folder (`str` or `os.PathLike`): the checkpoint, or model.
-        scans (`Scans`, *optional*): of its files, where they have been read already; files that lack there are read.
-
-    Returns:
-        [`Compared`] or `None`: `None` for a folder that was saved without checksums.
-
-    Raises:
-        `CheckpointError`: names the file, and the tensor, that differs or lacks.
-    """
-    folder = Path(folder)
-    table = recorded(folder)
-    if table is None:
-        return None
-    left_out = _left_out(folder, table)
-    table.check_files(folder, without=left_out)
-    units = [unit for unit in tensors_of(table) if unit[0] not in left_out]
-    scans = scans or {}
-    unread = [unit for unit in units if unit[0] not in scans]
-    check_tensors(folder, unread, table)
-    for file, tensor in set(units) - set(unread):
-        _refuse(folder / file, tensor, scans[file][tensor].crc32, table.crc32_of(file, tensor))
-    if changed := table.changed_files(folder):
-        raise CheckpointError(
-            f"{folder}: weights and state are as they were saved, {shortened(changed)} changed since, or went; if "
-            f"nobody edited that, {COPY_AGAIN}"
-        )
-    num_files = len(table.files) - len(left_out)
-    return Compared(len(units), num_files, left_out, all(found.crc32 is not None for found in table.files.values()))
-
-
-def check_tensors(folder: str | os.PathLike, tensors: Iterable[tuple[str, str]], table: ChecksumTable) -> None:
-    """Reads tensors and compares them with their checksums: one rank's part of `check_checksums`.
-
-    Args:
-        folder (`str` or `os.PathLike`): the checkpoint.
-        tensors (`Iterable[tuple[str, str]]`): of `tensors_of`.
-        table (`ChecksumTable`): with their checksums.
-
-    Raises:
-        `CheckpointError`: names the file and the tensor that differs.
-    """
-    for file, names in groupby(tensors, key=lambda unit: unit[0]):
-        path = Path(folder) / file
-        with SafetensorsFile.open(path) as opened:
-            for _, tensor in names:
-                _refuse(path, tensor, opened.checksum(tensor), table.crc32_of(file, tensor))
-
-
-def tensors_of(table: ChecksumTable) -> list[tuple[str, str]]:
-    """Returns (file, tensor) of every tensor that has a checksum, in the order of the files."""
-    return [(file, tensor) for file, found in table.files.items() for tensor in found.tensors or ()]
-
-
-def _left_out(folder: str | os.PathLike, table: ChecksumTable) -> tuple[str, ...]:
-    """The files of the run's state, where none of them is there. A part of them is no state."""
-    state = [name for name in table.files if any(fnmatch(name, pattern) for pattern in STATE_PATTERNS)]
-    return () if any((Path(folder) / name).exists() for name in state) else tuple(state)
 
 
 def check_finite(folder: str | os.PathLike, scans: Scans) -> int:
@@ -243,13 +160,6 @@ def _check_groups(folder: str | os.PathLike, manifest: Manifest, owner_of: Mappi
                     f"{Path(folder) / STATE_FOLDER}: {name} has no {lacking[0]}, others of its group do: "
                     "the state is incomplete; use another checkpoint"
                 )
-
-
-def _refuse(path: Path, tensor: str, found: int, expected: int) -> None:
-    if found != expected:
-        raise CheckpointError(
-            f"{path}: tensor {tensor!r} has checksum {found:08x}, saved was {expected:08x}; {COPY_AGAIN}"
-        )
 
 
 def _scan(file: SafetensorsFile, entry: TensorEntry) -> TensorScan:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
-from hf_zero.checkpoint.plain import is_file_name, read_json
+from hf_zero.checkpoint.format import FileLayout, TensorEntry, is_file_name, read_json
 from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 

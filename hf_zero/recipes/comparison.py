@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from transformers import AutoConfig, PretrainedConfig
 
-from hf_zero.checkpoint.plain import read_json
+from hf_zero.checkpoint.format import read_json
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.artifacts import configuration_of
 from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, quiet, resolve_model

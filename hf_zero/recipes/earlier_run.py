@@ -45,7 +45,7 @@ def check_resume(settings: Settings) -> None:
     checkpoint = Path(settings.resume)
     if not checkpoint.is_dir():
         raise ConfigError(f"resume {settings.resume!r}: no such folder; give auto, never or a checkpoint's folder")
-    check_resumable(checkpoint, needs_config=True)
+    check_resumable(checkpoint)
     check_unchanged(settings, checkpoint.absolute().parent)
     check_same_model(settings, [checkpoint])
     if checkpoint.resolve().parent != folder.resolve():
@@ -82,7 +82,6 @@ def _newest_complete(training: ZeroTrainingArguments) -> str | None:
         training.output_dir,
         is_first=training.process_index == 0,
         strict=training.zero_resume_strict,
-        needs_config=True,
     )
     if choice.folder is None and choice.faults:
         reasons = "; ".join(f"{Path(path).name}: {fault}" for path, fault in choice.faults.items())

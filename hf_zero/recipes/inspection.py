@@ -7,10 +7,9 @@ from pathlib import Path
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
-from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.manifest import STATE_FOLDER, check_checksums, manifest_path
 from hf_zero.checkpoint.verify import (
     Scans,
-    check_checksums,
     check_finite,
     check_optimizer_state,
     check_ties,
@@ -139,11 +138,11 @@ class Inspection:
         return f"complete and finite, {count} tensors in {len(names)} files"
 
     def check_checksums(self) -> str:
-        found = check_checksums(self.folder, {**self._scanned(), **self._state})
+        scans = {**self._scanned(), **self._state}
+        known = {file: {name: scan.crc32 for name, scan in found.items()} for file, found in scans.items()}
+        found = check_checksums(self.folder, known)
         if found is None:
             return Lacking("none were saved with this folder, so its values are compared with nothing")
-        if not found.are_whole:
-            return f"{found.num_tensors} tensors as they were saved; a former version, which kept none of other files"
         left_out = f"; without the {len(found.left_out)} files of the run's state" if found.left_out else ""
         return f"{found.num_tensors} tensors and {found.num_files} files as they were saved{left_out}"
 

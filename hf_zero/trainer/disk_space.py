@@ -52,7 +52,7 @@ def check_room(trainer: ZeroTrainerBase) -> None:
         return
     engine = trainer._engine
     # an adapter is small, and what it takes is known when PEFT writes it
-    model = 0 if is_adapter_model(trainer.model) else plan_weights(engine).part.files.nbytes
+    model = 0 if is_adapter_model(trainer.model) else plan_weights(engine).files.nbytes
     checkpoint = model if args.save_only_model else model + state_nbytes(trainer)
     final = model * trainer.leaves_model
     folder = Path(args.output_dir)

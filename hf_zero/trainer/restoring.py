@@ -182,9 +182,9 @@ class RestoringMixin(ZeroTrainerBase):
         if isinstance(given, (str, os.PathLike)):
             restore_replaced(Path(given).parent)
         if given is True:
-            given = chosen(self.args, needs_config=self._has_config())
+            given = chosen(self.args)
         elif given:
-            refuse_damaged(Path(given), needs_config=self._has_config())
+            refuse_damaged(Path(given))
         self._warn_of_token(given)
         self.resumed = resumed_from(given or None)
         return given
@@ -194,10 +194,6 @@ class RestoringMixin(ZeroTrainerBase):
             warning = token_warning(checkpoint)
             if warning is not None:
                 logger.warning("%s", warning)
-
-    def _has_config(self) -> bool:
-        """Tells whether a checkpoint of the model has a config in its folder."""
-        return not is_adapter_model(self.model) and hasattr(getattr(self.model, "config", None), "save_pretrained")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint)

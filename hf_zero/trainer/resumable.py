@@ -20,11 +20,9 @@ from hf_zero.checkpoint import Manifest, check_checkpoint
 from hf_zero.checkpoint.folders import restore_replaced
 from hf_zero.checkpoint.foreign import detect
 from hf_zero.checkpoint.foreign.trusted import check_archive, load_small
-from hf_zero.checkpoint.manifest import FORMAT_VERSION, TAKE_ANOTHER, manifest_path, recorded
-from hf_zero.checkpoint.plain import read_json
-from hf_zero.checkpoint.pretrained import CONFIG_NAMES
+from hf_zero.checkpoint.format import read_json
+from hf_zero.checkpoint.manifest import TAKE_ANOTHER, manifest_path, recorded
 from hf_zero.checkpoint.table import TABLE_NAME
-from hf_zero.checkpoint.verify import check_tensors, tensors_of
 from hf_zero.errors import CheckpointError, MissingCheckpointError
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.batches import Position
@@ -49,7 +47,7 @@ class Choice:
     faults: dict[str, str]
 
 
-def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False, needs_config: bool = False) -> Choice:
+def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Choice:
     """Returns the newest checkpoint that is as it was saved, on every rank. All ranks call it, and get the same.
 
     What is small is read by every rank, the tensors are divided over the ranks that see the same files. What is
@@ -59,7 +57,6 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False, needs
         output_dir (`str`): where the checkpoints lie.
         is_first (`bool`): whether this rank speaks for all.
         strict (`bool`): takes the newest or none.
-        needs_config (`bool`): whether checkpoints of this run have a config.
 
     Raises:
         `CheckpointError`: the newest is damaged, and `strict` was asked for.
@@ -70,7 +67,7 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False, needs
     names = {name for found in gather_object([[path.name for path in checkpoints_in(folder)]]) for name in found}
     faults: dict[str, str] = {}
     for path in sorted((folder / name for name in names), key=age_of, reverse=True):
-        fault = fault_of(path, needs_config=needs_config, reads_tensors=True)
+        fault = fault_of(path, reads_tensors=True)
         if fault is None:
             if is_first and faults:
                 logger.warning("going on from %s", path)
@@ -87,12 +84,11 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False, needs
     return Choice(None, faults)
 
 
-def fault_of(folder: Path, *, needs_config: bool, reads_tensors: bool) -> CheckpointError | None:
+def fault_of(folder: Path, *, reads_tensors: bool) -> CheckpointError | None:
     """Returns what keeps a checkpoint from being resumed from. All ranks call it, and get the same.
 
     Args:
         folder (`Path`): the checkpoint.
-        needs_config (`bool`): see `check_resumable`.
         reads_tensors (`bool`): reads the tensors, too. Otherwise they are compared when they are loaded.
 
     Returns:
@@ -102,7 +98,7 @@ def fault_of(folder: Path, *, needs_config: bool, reads_tensors: bool) -> Checkp
     if not all(sees):
         found = "is not seen by every rank" if any(sees) else "does not exist"
         return MissingCheckpointError(f"{folder}: {found}; resume from another checkpoint")
-    own = _fault(lambda: check_resumable(folder, needs_config=needs_config))
+    own = _fault(lambda: check_resumable(folder))
     seen = gather_object([(own, _identity(folder))])
     fault = next((fault for fault, _ in seen if fault is not None), None)
     if fault is not None or not reads_tensors:
@@ -116,7 +112,7 @@ def fault_of(folder: Path, *, needs_config: bool, reads_tensors: bool) -> Checkp
 def _check_own_tensors(folder: Path, index: int, count: int) -> None:
     table = recorded(folder)
     if table is not None:
-        check_tensors(folder, tensors_of(table)[index::count], table)
+        table.check_tensors(folder, table.tensors[index::count])
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:
@@ -129,7 +125,7 @@ def _identity(folder: Path) -> tuple[int, ...] | None:
     return None
 
 
-def chosen(args: ZeroArgumentsMixin, *, needs_config: bool) -> str:
+def chosen(args: ZeroArgumentsMixin) -> str:
     """Returns the checkpoint that `resume_from_checkpoint=True` means. All ranks call it, and get the same.
 
     Raises:
@@ -139,7 +135,6 @@ def chosen(args: ZeroArgumentsMixin, *, needs_config: bool) -> str:
         args.output_dir,
         is_first=args.process_index == 0,
         strict=args.zero_resume_strict,
-        needs_config=needs_config,
     )
     if choice.folder is None:
         raise MissingCheckpointError(
@@ -148,13 +143,13 @@ def chosen(args: ZeroArgumentsMixin, *, needs_config: bool) -> str:
     return choice.folder
 
 
-def refuse_damaged(folder: Path, *, needs_config: bool) -> None:
+def refuse_damaged(folder: Path) -> None:
     """Refuses a checkpoint that was named, before anything is loaded. All ranks call it, and raise the same.
 
     Raises:
         `CheckpointError`: saying what is missing or damaged.
     """
-    fault = fault_of(folder, needs_config=needs_config, reads_tensors=False)
+    fault = fault_of(folder, reads_tensors=False)
     if fault is not None:
         raise fault
     if PartialState().is_main_process:
@@ -168,13 +163,12 @@ def _warn_of_changed(folder: Path) -> None:
         logger.warning("%s: changed since it was saved, and is not read here: %s", folder, ", ".join(changed))
 
 
-def check_resumable(folder: str | Path, *, needs_config: bool = False) -> None:
+def check_resumable(folder: str | Path) -> None:
     """Checks that a folder can be resumed from: the files that are read are as they were saved, but for the values of
     tensors, which are compared later.
 
     Args:
         folder (`str` or `Path`): the checkpoint.
-        needs_config (`bool`): whether checkpoints of this run have a config. One with checksums needs not be told.
 
     Raises:
         `CheckpointError`: saying what is missing or damaged.
@@ -182,8 +176,6 @@ def check_resumable(folder: str | Path, *, needs_config: bool = False) -> None:
     folder = Path(folder)
     if detect(folder) is None:
         check_checkpoint(folder)
-        if needs_config and not any((folder / name).is_file() for name in CONFIG_NAMES):
-            raise CheckpointError(f"{folder / CONFIG_NAMES[0]}: is missing; resume from another checkpoint")
     check_belonging(folder)
 
 
@@ -269,7 +261,7 @@ def _position_in(saved: Any) -> int | None:
 def _check_schedule(folder: Path, manifest: Manifest) -> None:
     path, expected = folder / SCHEDULER_NAME, manifest.extra.get("schedule")
     if not path.is_file():
-        if manifest.format_version == FORMAT_VERSION and expected is None:
+        if expected is None:
             return  # the run had none
         raise CheckpointError(f"{path}: is missing, so the schedule would start anew; {TAKE_ANOTHER}")
     saved = load_small(path)

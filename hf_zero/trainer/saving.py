@@ -17,8 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state, plan_weights, save_pretrained, save_state
 from hf_zero.checkpoint.adapters import is_adapter_model, plan_prompts, save_adapters
-from hf_zero.checkpoint.replacing import added
-from hf_zero.checkpoint.save import Weights
+from hf_zero.checkpoint.staging import StagedFiles, added
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.compat import check_overrides
@@ -83,7 +82,13 @@ class Saver:
             self._snapshots = snapshots
 
     def begin(
-        self, engine: ZeroEngine, optimizer: ShardedOptimizer | None, folder: str, *, weights: Weights | None, **facts
+        self,
+        engine: ZeroEngine,
+        optimizer: ShardedOptimizer | None,
+        folder: str,
+        *,
+        weights: StagedFiles | None,
+        **facts,
     ) -> Checkpoint:
         """Checks the space for a checkpoint and makes its temporary folder. Collective.
 
@@ -91,15 +96,15 @@ class Saver:
             engine (`ZeroEngine`): the model.
             optimizer (`ShardedOptimizer`, *optional*): `None` to save the model alone.
             folder (`str`): the checkpoint.
-            weights (`Weights`, *optional*): to be written by all ranks, beside what the caller puts into the folder.
+            weights (`StagedFiles`, *optional*): to be written by all ranks, beside what the caller writes there.
             facts: for the manifest.
         """
         self._push = None  # of a checkpoint that could not be saved
         self._current = Checkpoint.begin(
             engine,
             folder,
-            weights=weights,
-            state=plan_state(engine, optimizer, **facts) if optimizer is not None else None,
+            weights,
+            plan_state(engine, optimizer, **facts) if optimizer is not None else None,
         )
         return self._current
 

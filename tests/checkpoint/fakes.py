@@ -1,12 +1,11 @@
 """An engine and an optimizer that only slice, and ranks that are real gloo processes."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
+from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.comm import connect
 from tests import distributed
 
@@ -129,14 +128,6 @@ def expected_moment(info, key: str) -> torch.Tensor:
     return torch.arange(info.shape.numel(), dtype=torch.float32) / 7 + offset
 
 
-def as_former_version(folder: Path) -> None:
-    """Makes a checkpoint what it was before there was a table: the manifest had the checksums of the tensors."""
-    table = {name: found for name, found in ChecksumTable.read(folder).files.items() if found.tensors is not None}
-    (folder / TABLE_NAME).unlink()
-    path = folder / "zero" / "manifest.json"
-    content = json.loads(path.read_text(encoding="utf-8")) | {
-        "format_version": 2,
-        "files": {name: found.nbytes for name, found in table.items()},
-        "checksums": {name: found.tensors for name, found in table.items()},
-    }
-    path.write_text(json.dumps(content), encoding="utf-8")
+def resealed(folder: Path) -> None:
+    """Writes the table of a folder anew, as if what lies there now had been saved."""
+    ChecksumTable.of_folder(folder, {}).write(folder)

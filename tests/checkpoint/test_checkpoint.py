@@ -21,10 +21,10 @@ from hf_zero.checkpoint import (
     save_checkpoint,
     save_pretrained,
 )
-from hf_zero.checkpoint.filesystem_groups import FilesystemGroups
-from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.manifest import check_checksums
+from hf_zero.checkpoint.replication import FilesystemGroups
 from hf_zero.checkpoint.table import ChecksumTable
-from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
@@ -189,19 +189,22 @@ def test_hosts_that_share_no_file_system_get_the_whole_each(tmp_path, monkeypatc
         assert check_checksums(folder).num_files == len(found) - 1
 
 
+class FullForOthers(OpenFiles):
+    """What other hosts have written of one tensor finds no room."""
+
+    def file_of(self, tensor):
+        file = super().file_of(tensor)
+        if tensor == "model.norm.weight":
+            file.write_bytes = lambda *_: (_ for _ in ()).throw(CheckpointError("disk full"))
+        return file
+
+
 def fail_on_one_disk(comm, folder):
     own = folder / f"host{comm.rank}"
     own.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 1:
-            original = OpenFiles.write_bytes
-
-            def full(self, tensor, after, view):
-                if tensor == "model.norm.weight":
-                    raise CheckpointError("disk full")
-                return original(self, tensor, after, view)
-
-            patch.setattr(OpenFiles, "write_bytes", full)
+            patch.setattr("hf_zero.checkpoint.replication.OpenFiles", FullForOthers)
         with pytest.raises(CheckpointError, match="disk full"):
             save(comm, own)
     comm.barrier()
@@ -237,7 +240,7 @@ def test_every_moment_of_the_state_comes_back(tmp_path):
 def test_a_save_leaves_another_that_is_under_way_in_the_same_folder_alone(tmp_path):
     engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
     begun = Checkpoint.begin(
-        engine, tmp_path / "slow", weights=plan_weights(engine), state=plan_state(engine, FakeOptimizer(engine))
+        engine, tmp_path / "slow", plan_weights(engine), plan_state(engine, FakeOptimizer(engine))
     )
     (tmp_path / "_saving-killed").mkdir()
     (tmp_path / "_saving-killed" / ".lock").touch()
@@ -250,16 +253,15 @@ def test_a_save_leaves_another_that_is_under_way_in_the_same_folder_alone(tmp_pa
 
 def save_in_many_ranges(comm, folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_zero.checkpoint.open_files.MAX_RANGES", 1)  # every rank writes each tensor in two
+        patch.setattr("hf_zero.checkpoint.files.MAX_RANGES", 1)  # every rank writes each tensor in two
         save(comm, folder, "many")
 
 
 def test_a_tensor_written_in_more_ranges_than_are_kept_has_its_checksum_all_the_same(tmp_path):
     run_ranks(save_in_many_ranges, 2, tmp_path)
     save(world_of_one(), tmp_path, "reference")
-    assert (
-        ChecksumTable.read(tmp_path / "many").tensors_in() == ChecksumTable.read(tmp_path / "reference").tensors_in()
-    )
+    many, reference = (ChecksumTable.read(tmp_path / name).files for name in ("many", "reference"))
+    assert {name: many[name].tensors for name in many} == {name: reference[name].tensors for name in reference}
 
 
 def wait_in_the_next_save(comm, folder):
@@ -286,7 +288,7 @@ def publish_on_one_disk_only(comm, folder):
             patch.setattr(folders.os, "rename", lambda *paths: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         engine = FakeEngine(models.tied_llama(), comm, **HALF)
         checkpoint = Checkpoint.begin(
-            engine, own / "checkpoint-2", weights=plan_weights(engine), state=plan_state(engine, FakeOptimizer(engine))
+            engine, own / "checkpoint-2", plan_weights(engine), plan_state(engine, FakeOptimizer(engine))
         )
         with pytest.raises(CheckpointError, match="Input/output error"):
             checkpoint.finish(after=lambda: removed.append(own))

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_zero.checkpoint.file_layout import FileLayout
 from hf_zero.checkpoint.foreign import dcp
 from hf_zero.checkpoint.foreign.deepspeed import tag_folder
 from hf_zero.checkpoint.foreign.trusted import load_mapped, load_small
+from hf_zero.checkpoint.format import FileLayout
 from hf_zero.errors import CheckpointError
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 import hf_zero
 from hf_zero.checkpoint import load_pretrained, pretrained_class
-from hf_zero.checkpoint.safetensors_file import SafetensorsFile
+from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoint import models

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_zero.checkpoint import save, staging
-from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.save import save_pretrained
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.errors import CheckpointError

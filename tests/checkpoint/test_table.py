@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_zero.checkpoint import check_checkpoint, save_checkpoint, save_pretrained, save_state
+from hf_zero.checkpoint.manifest import check_checksums
 from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
-from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, world_of_one

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from hf_zero.checkpoint.manifest import check_checksums
 from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable, is_read
-from hf_zero.checkpoint.verify import check_checksums
 from hf_zero.errors import CheckpointError
 from hf_zero.recipes.cli import main
 from hf_zero.trainer.resumable import check_resumable, newest_whole, refuse_damaged, schedule_position
 from tests import models
-from tests.checkpoint.fakes import as_former_version
+from tests.checkpoint.fakes import resealed
 from tests.distributed import run_ranks
 from tests.trainer.harness import Rows, assert_equal, make, train
 
@@ -118,7 +118,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_an_edited_tokenizer_and_verify_nam
     folder = output_dir / "checkpoint-4"
     (folder / "vocab.txt").write_text("a\nb\nc\nd\n")
     warning = f"{folder}: changed since it was saved, and is not read here: vocab.txt"
-    refuse_damaged(folder, needs_config=True)
+    refuse_damaged(folder)
     assert caplog.messages == [warning]
     assert newest_whole(str(output_dir), is_first=True).folder == str(folder)
     assert caplog.messages == [warning] * 2
@@ -182,23 +182,21 @@ def test_files_of_different_steps_are_noticed_even_where_their_checksums_agree(o
         ("rng_state_1.pth", b"", "rng_state_1.pth: cannot be read"),
         ("scheduler.pt", None, "scheduler.pt: is missing, so the schedule would start anew"),
         ("scheduler.pt", b"", "scheduler.pt: cannot be read"),
-        ("config.json", None, "config.json: is missing"),
         ("config.json", b"{", "config.json: cannot be read"),
         ("config.json", b"[" * 200_000, "config.json: cannot be read"),
         ("trainer_state.json", b'{"global_step": ' + b"[" * 200_000, "trainer_state.json: cannot be read"),
         ("trainer_state.json", None, "trainer_state.json: is missing"),
     ],
 )
-def test_a_checkpoint_of_the_former_version_without_a_file_is_refused(output_dir, name, change, message):
+def test_a_checkpoint_whose_table_was_written_over_damage_is_refused(output_dir, name, change, message):
     folder = output_dir / "checkpoint-4"
-    as_former_version(folder)
-    check_resumable(folder, needs_config=True)
     if change is None:
         (folder / name).unlink()
     else:
         (folder / name).write_bytes(change)
+    resealed(folder)
     with pytest.raises(CheckpointError, match=message) as error:
-        check_resumable(folder, needs_config=True)
+        check_resumable(folder)
     assert "\n" not in str(error.value)
 
 
@@ -233,7 +231,7 @@ def test_a_schedule_that_does_not_save_its_position_is_compared_with_nothing(out
 
 def test_a_named_checkpoint_that_does_not_exist_is_one_line(output_dir):
     with pytest.raises(CheckpointError, match="checkpoint-9: does not exist"):
-        refuse_damaged(output_dir / "checkpoint-9", needs_config=True)
+        refuse_damaged(output_dir / "checkpoint-9")
 
 
 def _falls_back(folder):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import BertForSequenceClassification
 
 from hf_zero.checkpoint import check_checkpoint, plan_state, staging
-from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, CommError, ConfigError, HubError
 from hf_zero.trainer import disk_space
@@ -114,7 +114,7 @@ def _sizes(folder, stage):
         trainer.train()
     state = plan_state(engine_of(trainer.model), trainer._zero_optimizer)
     # padding of shards is counted, headers are not
-    assert seen[0] == pytest.approx(state.part.files.nbytes, rel=0.15)
+    assert seen[0] == pytest.approx(state.files.nbytes, rel=0.15)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.checkpoint import Manifest, check_checkpoint, folders
-from hf_zero.checkpoint.open_files import OpenFiles
+from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.errors import CheckpointError
 from tests import models
 from tests.distributed import free_port, run_ranks
@@ -69,7 +69,7 @@ def _keeps_two(folder, aside):
         original(staged, destination)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_zero.checkpoint.checkpoint.take_name", take_name)
+        patch.setattr("hf_zero.checkpoint.staging.take_name", take_name)
         train(3, folder, save_total_limit=2, zero_async_save=aside, **{**SAVING, "max_steps": 8})
     return seen
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_zero.checkpoint.foreign.parts import Box, ForeignState, ForeignTensor
 from hf_zero.checkpoint.foreign.trusted import load_bytes, load_index
 from hf_zero.checkpoint.foreign.whole import full_state, full_weights, state_by_name
-from hf_zero.checkpoint.plain import is_file_name
+from hf_zero.checkpoint.format import is_file_name
 from hf_zero.errors import CheckpointError
 
 

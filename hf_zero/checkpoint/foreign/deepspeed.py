@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor, Piece, pieces_of
 from hf_zero.checkpoint.foreign.trusted import load_mapped
-from hf_zero.checkpoint.plain import is_file_name
+from hf_zero.checkpoint.format import is_file_name
 from hf_zero.errors import CheckpointError
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hf_zero.checkpoint.foreign import dcp, deepspeed, whole
 from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor
+from hf_zero.checkpoint.format import read_json
 from hf_zero.checkpoint.manifest import manifest_path
-from hf_zero.checkpoint.plain import read_json
 
 
 @dataclass(frozen=True)

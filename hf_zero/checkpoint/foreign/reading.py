@@ -14,8 +14,8 @@ from torch import nn
 
 from hf_zero.checkpoint.foreign.detect import ForeignFormat, detect
 from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor
-from hf_zero.checkpoint.interfaces import Engine, Optimizer
 from hf_zero.checkpoint.load import ignored_pattern, load_weights
+from hf_zero.checkpoint.state import Optimizer
 from hf_zero.checkpoint.tensor_names import saved_tensors, shortened
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
@@ -54,7 +54,7 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     the first value is written. Of a PEFT model, frozen weights that were left out keep their values.
 
     Args:
-        engine ([`Engine`]): the sharded model.
+        engine ([`ZeroEngine`]): the sharded model.
         folder (`str` or `os.PathLike`): the checkpoint, any number of ranks having written it.
 
     Raises:
@@ -84,13 +84,13 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     engine.mark_updated()
 
 
-def load_foreign_state(engine: Engine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
+def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
     """Loads a foreign checkpoint's optimizer state and hyperparameters. Collective. Load the weights first.
 
     A parameter without state in the checkpoint has had no gradient there and starts without state here.
 
     Args:
-        engine ([`Engine`]): the sharded model.
+        engine ([`ZeroEngine`]): the sharded model.
         optimizer ([`Optimizer`]): of the same kind, over the same trainable parameters.
         folder (`str` or `os.PathLike`): the checkpoint.
 
@@ -162,7 +162,7 @@ def _by_own_name(model: nn.Module, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_weights(
-    engine: Engine,
+    engine: ZeroEngine,
     folder: str | os.PathLike,
     found: Mapping[str, ForeignTensor],
     buffers: Mapping[str, tuple[int, ...]],

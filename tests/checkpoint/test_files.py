@@ -6,9 +6,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_zero.checkpoint.checksum import RangeChecksum
-from hf_zero.checkpoint.file_layout import DTYPE_OF_CODE, FileLayout, TensorEntry
-from hf_zero.checkpoint.safetensors_file import PIECE_NBYTES, SafetensorsFile
+from hf_zero.checkpoint.files import PIECE_NBYTES, SafetensorsFile
+from hf_zero.checkpoint.format import DTYPE_OF_CODE, FileLayout, RangeChecksum, TensorEntry
 from hf_zero.errors import CheckpointError
 
 

@@ -1,4 +1,4 @@
-"""One safetensors file: its layout from names, dtypes and shapes alone, and ranges of its tensors read and written.
+"""Safetensors files, open: ranges of their tensors written and read, in one file or in the files of a folder.
 
 The format (https://github.com/huggingface/safetensors#format) is 8 bytes of little-endian header length, a JSON header
 padded with spaces to a multiple of 8, and the tensors' bytes, little-endian and row-major, without holes. Every offset
@@ -9,14 +9,15 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.checksum import RangeChecksum
-from hf_zero.checkpoint.file_layout import FileLayout, TensorEntry
+from hf_zero.checkpoint.format import MANY, FileLayout, RangeChecksum, TensorEntry
+from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.errors import CheckpointError, size_text
 
 
@@ -270,3 +271,79 @@ def _outgoing(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         piece = bounce[: source.numel()]
         piece.copy_(source)
         yield _bytes_of(piece)
+
+
+# A transposed tensor is written row by row: its ranges would take more memory than the tensor.
+MAX_RANGES = 1000
+Ranges = dict[str, list[RangeChecksum]]  # by tensor
+
+
+class OpenFiles:
+    """The files of a folder, each opened when its first tensor is asked for. A context manager.
+
+    Args:
+        folder (`str` or `os.PathLike`): where they lie.
+        files (`WeightFiles`): what they hold.
+        writable (`bool`): whether they were created with this layout and are to be written, or are read.
+        keeps_all (`bool`): notes every range; otherwise no more than `MAX_RANGES` of a tensor, and then their sum.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike, files: WeightFiles, *, writable: bool = False, keeps_all: bool = False
+    ):
+        self.folder = Path(folder)
+        self.files = files
+        self._writable = writable
+        self._keeps_all = keeps_all
+        self._open: dict[str, SafetensorsFile] = {}
+        self.ranges: Ranges = {}  # what this process has written or read
+
+    def write_range(self, tensor: str, start: int, values: Tensor) -> None:
+        """See `SafetensorsFile.write_range`; the range is noted."""
+        self.note(tensor, self.file_of(tensor).write_range(tensor, start, values))
+
+    def read_range(self, tensor: str, start: int, out: Tensor) -> None:
+        """See `SafetensorsFile.read_range`; the range is noted."""
+        self.note(tensor, self.file_of(tensor).read_range(tensor, start, out))
+
+    def note(self, tensor: str, found: RangeChecksum) -> None:
+        """Takes a range of a tensor into `ranges`."""
+        noted = self.ranges.setdefault(tensor, [])
+        noted.append(found)
+        if not self._keeps_all and (len(noted) > MAX_RANGES or noted[0].begin == MANY):
+            noted[:] = [RangeChecksum(MANY, sum(part.nbytes for part in noted), 0)]
+
+    def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:
+        """Raises `CheckpointError` where the files have the tensor in another shape, or not at all."""
+        file = self.file_of(tensor)
+        found = file.layout.entries[tensor].shape
+        if found != shape:
+            raise CheckpointError(
+                f"{file.path}: tensor {tensor!r} has shape {list(found)}, the model's has {list(shape)}; "
+                "load with the config saved beside it"
+            )
+
+    def sync(self) -> None:
+        """Returns when everything that was written here has reached the disk."""
+        for file in self._open.values():
+            file.sync()
+
+    def __enter__(self) -> "OpenFiles":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def file_of(self, tensor: str) -> SafetensorsFile:
+        """The open file that holds a tensor."""
+        if tensor not in self.files.file_of:
+            raise CheckpointError(
+                f"{self.folder}: tensor {tensor!r} is missing, its files hold {len(self.files.file_of)} others; "
+                "use a checkpoint of this model"
+            )
+        name = self.files.file_of[tensor]
+        if name not in self._open:
+            open_file = SafetensorsFile.open_for_writing if self._writable else SafetensorsFile.open
+            self._open[name] = open_file(self.folder / name, self.files.layouts[name])
+        return self._open[name]

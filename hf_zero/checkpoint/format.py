@@ -1,10 +1,20 @@
-"""The layout of a safetensors file: header bytes and offsets from a list of tensors, and back from a file."""
+"""What the bytes of a checkpoint's files mean: headers of safetensors files, checksums of their tensors, and JSON.
+
+The CRC-32s of ranges combine into that of a tensor, whoever wrote or read which of them, so it can be checked by any
+number of ranks, each of which sees only its own ranges, and by any other program (zlib.crc32 of the tensor's bytes in
+the file). That CRC(A + B) follows from CRC(A), CRC(B) and the length of B is linear algebra over GF(2): appending n
+zero bytes multiplies the remainder by x^(8n) (Ross Williams, "A painless guide to CRC error detection algorithms",
+1993; zlib's crc32_combine).
+"""
 
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
 
@@ -186,3 +196,121 @@ def _parse_entry(name: str, described: dict) -> tuple[TensorEntry, int, int]:
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"shape {shape} or bytes [{begin}, {end}) of {name!r} are not natural numbers")
     return TensorEntry(name, DTYPE_OF_CODE[code], tuple(shape)), begin, end
+
+
+MANY = -1  # as the begin of a range: the sum of many, whose places were not kept
+_POLYNOMIAL = 0xEDB88320  # of CRC-32, the coefficient of x^0 in the highest bit
+_ONE, _X = 1 << 31, 1 << 30
+
+
+class RangeChecksum(NamedTuple):
+    """The CRC-32 of bytes [begin, begin + nbytes) of a tensor in a file."""
+
+    begin: int
+    nbytes: int
+    crc: int
+
+
+def crc_of_whole(ranges: Iterable[RangeChecksum], nbytes: int) -> int | None:
+    """Returns the CRC-32 of a tensor of `nbytes` bytes from those of `ranges`, in any order and possibly repeated.
+
+    Returns:
+        `int` or `None`: `None` where the ranges leave a gap, or overlap without being equal.
+    """
+    crc, position = 0, 0
+    for part in sorted(set(ranges)):
+        if part.begin == position:
+            crc = _appended(crc, part)
+            position += part.nbytes
+        elif part.begin + part.nbytes > position:
+            return None
+    return crc if position == nbytes else None
+
+
+def _appended(crc: int, part: RangeChecksum) -> int:
+    return _times(_shift(part.nbytes), crc) ^ part.crc if crc else part.crc
+
+
+@lru_cache(maxsize=1024)  # the blocks of a model have the same few lengths
+def _shift(nbytes: int) -> int:
+    """Returns x^(8 nbytes) modulo the polynomial."""
+    power, square = _ONE, _X
+    exponent = 8 * nbytes
+    while exponent:
+        if exponent & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        exponent >>= 1
+    return power
+
+
+def _times(a: int, b: int) -> int:
+    """Returns the product of two polynomials modulo the polynomial."""
+    product, bit = 0, _ONE
+    while bit and a & (2 * bit - 1):
+        if a & bit:
+            product ^= b
+        bit >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+# The longest that belongs to a checkpoint is the log of a run: some hundred bytes for each logged step.
+MAX_JSON_NBYTES = 512 * 2**20
+
+
+def read_json(path: str | os.PathLike, remedy: str = "resume from another checkpoint") -> dict:
+    """The object that a JSON file holds.
+
+    Args:
+        path (`str` or `os.PathLike`): the file.
+        remedy (`str`): the end of the message, what to do.
+
+    Raises:
+        `FileNotFoundError`: there is none.
+        `CheckpointError`: it cannot be read, is no JSON, too long or nested too deeply, or is no object.
+    """
+    return parse_json(read_bytes(path, remedy), path, remedy)
+
+
+def read_bytes(path: str | os.PathLike, remedy: str) -> bytes:
+    """The content of a file that is to hold JSON, no more than is taken; see `read_json`."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_JSON_NBYTES + 1)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: cannot be read ({reason}); {remedy}") from error
+    if len(content) > MAX_JSON_NBYTES:
+        raise CheckpointError(f"{path}: has more than {MAX_JSON_NBYTES} bytes, which no run writes; {remedy}")
+    return content
+
+
+def parse_json(content: bytes, path: str | os.PathLike, remedy: str) -> dict:
+    """The object in a file's content; see `read_json`."""
+    try:
+        found = json.loads(content.decode())
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds a {type(found).__name__}, wanted an object; {remedy}")
+    return found
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether it names a file of one folder: not a path that could lead out of it, and nothing the system refuses."""
+    return is_inner_path(name) and "/" not in name and len(os.fsencode(name)) <= 255
+
+
+def is_inner_path(name: Any) -> bool:
+    """Whether it is a relative path that stays below the folder that it is counted from."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except ValueError:  # half a character
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and str(path) == name and name != "." and ".." not in path.parts
