@@ -149,8 +149,8 @@ def _docstrings_in(path: Path) -> Iterator[str]:
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
     """A node and all statements in it. Expressions, of which there are many more, hold no docstrings."""
     yield node
-    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-        inner = getattr(node, field, None)
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        inner = getattr(node, name, None)
         for child in inner if isinstance(inner, list) else ():
             yield from _statements(child)
 

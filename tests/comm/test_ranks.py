@@ -127,7 +127,7 @@ def _said(folder: Path) -> tuple[str, list[str]]:
 
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("kind, name", CASES)
-@pytest.mark.full("more cases", after=24)
+@pytest.mark.full("more cases", after=12)
 def test_a_rank_that_is_killed_is_named_by_all_others(kind, name, tmp_path):
     with pytest.raises(RemoteError):
         run_ranks(_lose_one, 3, kind, name, tmp_path)

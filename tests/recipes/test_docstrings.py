@@ -88,6 +88,7 @@ def test_the_side_of_a_text_never_changes():
     assert sides == [number in (0, 2, 6) for number in range(12)]
 
 
+@pytest.mark.full("slow")
 def test_another_process_finds_the_same_rows_in_the_same_order(examples):
     code = "from hf_zero.recipes.docstrings import *; print(repr(load_docstrings()).encode().hex()[:4000])"
     environment = {**os.environ, "PYTHONHASHSEED": "1234"}

@@ -152,6 +152,7 @@ def test_an_error_of_one_rank_names_it_and_that_of_all_or_of_the_first_names_non
     assert str(_root_cause(of_all[1:], {}, num_processes=2)) == "no rows"
 
 
+@pytest.mark.full("slow")
 def test_an_error_of_no_known_kind_keeps_its_traceback_once(capfd):
     with pytest.raises(WorkerError, match="rank [01] failed: KeyError: 'of no kind we know'"):
         launch(2, stumble)
