@@ -257,7 +257,7 @@ def _read_sources(flats: list[Flat], comm: Comm) -> None:
 
 
 def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOffload | None":
-    """Takes room in files for the masters that rest there, and for the compute shards that do."""
+    """Reserves room in files for the masters that rest there, and for the compute shards that do."""
     masters = [flat.rest.masters for flat in flats if flat.rest.masters.tier is MemoryTier.DISK]
     if not masters:
         return None

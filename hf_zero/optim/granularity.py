@@ -114,8 +114,8 @@ def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGr
             )
 
 
-def refuse_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fresh optimizer has state already, because its class makes it when it is built.
+def has_early_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fresh optimizer has state already, because its class makes it when it is built (Adagrad).
 
     Raises:
         `LifecycleError`: when it has state because it has stepped.

@@ -17,7 +17,7 @@ from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange, make_partitions
 from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_slices, named_groups
 from hf_zero.optim.gradients import measure_norm, trace
-from hf_zero.optim.granularity import granularity_of, inner_optimizers, refuse_divided, refuse_stepped, refuse_unknown
+from hf_zero.optim.granularity import granularity_of, has_early_state, inner_optimizers, refuse_divided, refuse_unknown
 from hf_zero.optim.host import Gradients, HostSteps, PartialStep, When, lent
 from hf_zero.optim.state import StateRecords
 from hf_zero.sharding.arena import trim
@@ -67,7 +67,7 @@ class ShardedOptimizer(StateRecords):
         granularities = [granularity_of(inner) for inner in self._inner_of]
         if engine.divided_over is not None:
             refuse_divided(optimizer, granularities)
-        self._make_state_early = [inner for inner in self._inners if refuse_stepped(inner)]
+        self._make_state_early = [inner for inner in self._inners if has_early_state(inner)]
         optimizer.state.clear()
         frozen = [flat for unit in engine.units for flat in unit.flats if not flat.trainable]
         self._frozen = [(info.name, p) for flat in frozen for info, p in zip(flat.infos, flat.params)]

@@ -1,7 +1,7 @@
 """The state of an optimizer over shards, by parameter name, for any number of ranks and any stage."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -215,18 +215,14 @@ class StateRecords(torch.optim.Optimizer):
     def expected_state(self) -> Iterator[tuple[torch.dtype, int, MemoryTier]]:
         """Yields dtype, number of elements and memory tier of every state tensor on this rank, without single numbers;
         before the first step without those of optimizers that are not elementwise."""
-        dtypes: dict[tuple[int, torch.dtype], list[torch.dtype]] = {}
+        state_dtypes = cache(self._state_dtypes)
         for flat_slice in self.slices:
-            if flat_slice.param in self.state:
-                tensors = (tensor for tensor in self._tensors_of(flat_slice) if tensor.dim())
-                yield from ((tensor.dtype, tensor.numel(), flat_slice.flat.rest.masters.tier) for tensor in tensors)
-            elif self._inner_of[flat_slice.group] not in self._exchanges:
-                key = (flat_slice.group, flat_slice.param.dtype)
-                if key not in dtypes:
-                    dtypes[key] = list(self._state_dtypes(*key).values())
-                yield from (
-                    (dtype, flat_slice.param.numel(), flat_slice.flat.rest.masters.tier) for dtype in dtypes[key]
-                )
+            group, param, found = flat_slice.group, flat_slice.param, []
+            if param in self.state:
+                found = [(tensor.dtype, tensor.numel()) for tensor in self._tensors_of(flat_slice) if tensor.dim()]
+            elif self._inner_of[group] not in self._exchanges:
+                found = [(dtype, param.numel()) for dtype in state_dtypes(group, param.dtype).values()]
+            yield from ((*each, flat_slice.flat.rest.masters.tier) for each in found)
 
     @property
     def late_state(self) -> list[str]:

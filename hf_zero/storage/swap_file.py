@@ -108,7 +108,7 @@ class SwapFile:
         return self._descriptor != self._plain
 
     def reserve(self, comm: Comm, nbytes: int) -> int:
-        """Takes room at the end of the file, full of zeros, so that a full disk is found now. Collective.
+        """Reserves room at the end of the file, full of zeros, so that a full disk is found now. Collective.
 
         Args:
             comm (`Comm`): the ranks.
