@@ -3,27 +3,23 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.access import remember
 from hf_zero.engine.divided import with_local
+from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.engine.partition import is_on
 from hf_zero.engine.patch import Patch
 from hf_zero.errors import LifecycleError
 
 
-if TYPE_CHECKING:
-    from hf_zero.engine.engine import ZeroEngine
-
-
 PLAIN_AGAIN = "do it before it is sharded, or after hf_zero.ShardedModel(model).unshard()"
 
 
-def guard(engine: "ZeroEngine") -> None:
+def guard(engine: ModelUnits) -> None:
     """Lets nobody move, cast or resize the parameters of a sharded model past the engine."""
     for module in engine.model.modules():
         engine.handles.append(Patch(module, "_apply", partial(_apply, engine, module)))
@@ -31,7 +27,7 @@ def guard(engine: "ZeroEngine") -> None:
             engine.handles.append(Patch(module, "resize_token_embeddings", partial(_resize, engine, module)))
 
 
-def _resize(engine: "ZeroEngine", module: nn.Module, num_rows: int | None = None, *args, **kwargs) -> nn.Module:
+def _resize(engine: ModelUnits, module: nn.Module, num_rows: int | None = None, *args, **kwargs) -> nn.Module:
     """Replaces transformers' method, which would give an embedding data of another shape.
 
     Raises:
@@ -45,7 +41,7 @@ def _resize(engine: "ZeroEngine", module: nn.Module, num_rows: int | None = None
     return embedding
 
 
-def _apply(engine: "ZeroEngine", module: nn.Module, fn, recurse: bool = True) -> nn.Module:
+def _apply(engine: ModelUnits, module: nn.Module, fn, recurse: bool = True) -> nn.Module:
     """Replaces what `module.to(...)`, `module.half()` and their like call: parameters stay as the engine has them.
 
     Raises:
@@ -60,7 +56,7 @@ def _apply(engine: "ZeroEngine", module: nn.Module, fn, recurse: bool = True) ->
     return module
 
 
-def _samples(engine: "ZeroEngine") -> list[Tensor]:
+def _samples(engine: ModelUnits) -> list[Tensor]:
     """Returns one number for each dtype in which the parameters are shown, on their device."""
     dtypes = {flat.cast or flat.dtype for unit in engine.units for flat in unit.flats}
     return [torch.ones((), dtype=dtype, device=engine.comm.device) for dtype in sorted(dtypes, key=str)]
@@ -79,8 +75,8 @@ def _is_kept(before: Tensor, after: Tensor) -> bool:
 
 
 @contextmanager
-def computing_in(engine: "ZeroEngine", dtype: torch.dtype) -> Iterator[None]:
-    """See `ZeroEngine.computing_in`."""
+def computing_in(engine: ModelUnits, dtype: torch.dtype) -> Iterator[None]:
+    """See `ShardedModel.computing_in`."""
     if engine.is_cast:
         raise LifecycleError("computing_in inside computing_in: leave the outer one first")
     modules = list(engine.model.modules())
@@ -116,7 +112,7 @@ def _shown(param: nn.Parameter, away: Tensor) -> nn.Parameter:
     return nn.Parameter(with_local(param, away), requires_grad=False)
 
 
-def _show(engine: "ZeroEngine") -> None:
+def _show(engine: ModelUnits) -> None:
     """Makes the parameters whole or placeholders, as their units say."""
     for unit in engine.units:
         for flat in unit.flats:

@@ -1,15 +1,10 @@
 """Turns an engine's model back into a plain one."""
 
-from typing import TYPE_CHECKING
-
 from hf_zero.engine.access import forget
+from hf_zero.engine.model_units import ModelUnits
 
 
-if TYPE_CHECKING:
-    from hf_zero.engine.engine import ZeroEngine
-
-
-def restore(engine: "ZeroEngine") -> None:
+def restore(engine: ModelUnits) -> None:
     """Takes everything off the model that the engine put onto it, and gives its parameters memory of their own. Each
     buffer is given up before the next is made whole."""
     while engine.handles:

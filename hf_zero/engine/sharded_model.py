@@ -7,9 +7,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hf_zero.engine import writes
+from hf_zero.engine.casting import computing_in
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
 from hf_zero.engine.patch import Uncopyable
+from hf_zero.engine.restore import restore
 from hf_zero.errors import LifecycleError
 
 
@@ -78,7 +81,7 @@ class ShardedModel(Uncopyable):
         Raises:
             `LifecycleError`: inside another one.
         """
-        return self._engine.computing_in(dtype)
+        return computing_in(self._engine, dtype)
 
     def unshard(self) -> nn.Module:
         """Gives the model back as it was before `hf_zero.shard`: a plain module, whole on every rank, with the present
@@ -94,7 +97,12 @@ class ShardedModel(Uncopyable):
             `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, or when someone wrote to a parameter whose
                 data is away.
         """
-        return self._engine.unshard()
+        self._engine.finish_updates()
+        self._engine.refuse_held("unshard")
+        writes.take_here(self._engine)
+        self._engine.clear_gradients()
+        restore(self._engine)
+        return self.model
 
 
 # What stands for a sharded model: itself, its handle, and within the package its engine.

@@ -9,25 +9,20 @@ written alone, and the step is refused. At stage 3 what can be written is a copy
 `writeback` is the way, a placeholder refuses, and what is noticed later than that raises.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from hf_zero.engine.access import unit_of
 from hf_zero.engine.flat import Flat
+from hf_zero.engine.model_units import ModelUnits
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.bits import bits_of
-
-
-if TYPE_CHECKING:
-    from hf_zero.engine.engine import ZeroEngine
 
 
 _INSIDE = "write inside `with hf_zero.gathered(parameter, writeback=True):`"
 
 
-def take(engine: "ZeroEngine") -> None:
+def take(engine: ModelUnits) -> None:
     """Takes over into the masters what was written on all ranks. All ranks call it before they update.
 
     Raises:
@@ -66,7 +61,7 @@ def _sum_of(flat: Flat) -> Tensor:
     return bits_of(flat.full) if flat.rest.has_copy else flat.full.view(torch.int64).sum()
 
 
-def take_here(engine: "ZeroEngine") -> None:
+def take_here(engine: ModelUnits) -> None:
     """Takes writes over as `take` does, on this rank alone, before masters are read.
 
     Raises:
@@ -79,7 +74,7 @@ def take_here(engine: "ZeroEngine") -> None:
             _follow(engine, flat)
 
 
-def _follow(engine: "ZeroEngine", flat: Flat) -> None:
+def _follow(engine: ModelUnits, flat: Flat) -> None:
     if not flat.rest.has_copy or flat.rest.refreshing is not None:
         return  # values and master are one, or the engine itself is writing
     if engine.plan.lags:
@@ -91,7 +86,7 @@ def _follow(engine: "ZeroEngine", flat: Flat) -> None:
     flat.mark_clean()
 
 
-def refuse_lost(engine: "ZeroEngine") -> None:
+def refuse_lost(engine: ModelUnits) -> None:
     """Refuses values that were written to copies which are given up, or put in place of data that is away, and uses of
     such data.
 
@@ -119,7 +114,7 @@ def refuse_lost(engine: "ZeroEngine") -> None:
                 )
 
 
-def _refuse_replaced(engine: "ZeroEngine") -> None:
+def _refuse_replaced(engine: ModelUnits) -> None:
     for params, key, param, name in engine.registered:
         other = params.get(key)
         if other is not param and isinstance(other, nn.Parameter) and unit_of(other) is None:
@@ -129,14 +124,14 @@ def _refuse_replaced(engine: "ZeroEngine") -> None:
             )
 
 
-def _take_assigned(engine: "ZeroEngine") -> None:
+def _take_assigned(engine: ModelUnits) -> None:
     for unit in engine.units:
         for flat in unit.flats if not unit.is_sharded else ():
             for index in flat.assigned():
                 flat.take_assigned(index)
 
 
-def _refuse_unlike(engine: "ZeroEngine", flats: list[Flat], rows: Tensor) -> None:
+def _refuse_unlike(engine: ModelUnits, flats: list[Flat], rows: Tensor) -> None:
     """Raises on all ranks when the ranks' parameters are not the same, or one of them could not go on."""
     failed = next((rank for rank, is_well in enumerate(rows[:, -1].tolist()) if not is_well), None)
     if failed is not None:

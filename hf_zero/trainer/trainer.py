@@ -17,7 +17,7 @@ from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
 from hf_zero.checkpoint.quantized import refuse_quantized_model
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.compat import check_overrides
-from hf_zero.engine import engine_of, materialize
+from hf_zero.engine import ShardedModel, engine_of, materialize
 from hf_zero.engine.access import named_writes
 from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import ConfigError
@@ -166,7 +166,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
         if dtype is not None and not self.is_in_train:
             if self._zero_optimizer is not None:
                 self._zero_optimizer.eval()  # schedule-free ones: Trainer does it when the model is shown already
-            shown = engine.computing_in(dtype)
+            shown = ShardedModel(self.model).computing_in(dtype)
         with transport_errors(description), shown, evened(self, dataloader) as dataloader:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix, **kwargs

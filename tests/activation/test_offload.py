@@ -159,7 +159,7 @@ def _is_taken_off() -> None:
     assert "Around" in type(layer._gradient_checkpointing_func).__name__
     engine = trained.engine
     assert checkpointing_of(engine) is not None
-    model = engine.unshard()
+    model = hf_zero.ShardedModel(engine).unshard()
     assert checkpointing_of(engine) is None
     assert "Around" not in type(layer._gradient_checkpointing_func).__name__
     assert not model._forward_pre_hooks and not layer._forward_pre_hooks

@@ -78,9 +78,9 @@ def _keeps_what_a_parameter_is(folder: str) -> None:
     assert away.dtype is torch.bfloat16 and away.to_local().isnan().all()
     numel = sum(info.shape.numel() for unit in subject.engine.units for flat in unit.flats for info in flat.infos)
     assert numel < 0.6 * sum(p.numel() for p in model.parameters()), "each rank holds its half and the norms"
-    with torch.no_grad(), subject.engine.computing_in(torch.float32):
+    with torch.no_grad(), hf_zero.ShardedModel(subject.engine).computing_in(torch.float32):
         assert torch.isfinite(model(input_ids=torch.arange(3, 9)[None]).logits).all()
-    model = subject.engine.unshard()
+    model = hf_zero.ShardedModel(subject.engine).unshard()
     after = {name: (id(p), p.shape, p.dtype, type(p), p.placements) for name, p in _divided(model)}
     assert after == before
     plain = loaded(folder)

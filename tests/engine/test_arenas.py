@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hf_zero
 from hf_zero.engine import build
 from hf_zero.sharding.arena import Arena, Arenas
 from tests import models
@@ -63,7 +64,7 @@ def _train(stage: int, keeps: bool) -> tuple[list[torch.Tensor], list[set[int]],
     if stage > 1:  # gradients are no more, their memory is where it is kept
         assert arenas.reduced.used_nbytes == 0 and (arenas.reduced.capacity_nbytes > 0) is keeps
         assert (arenas.collected.capacity_nbytes > 0) is keeps
-    subject.engine.unshard()
+    hf_zero.ShardedModel(subject.engine).unshard()
     assert subject.engine.arenas is None and all(arena.capacity_nbytes == 0 for arena in arenas)
     return found, addresses, capacities
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_zero
-from hf_zero.engine import away, engine_of
+from hf_zero.engine import away, engine_of, placeholder_guard
 from hf_zero.engine.placeholder import Placeholders, is_untouched
 from hf_zero.errors import LifecycleError, NonFiniteError
 from tests.distributed import run_ranks
@@ -223,12 +223,12 @@ def _no_backward():
     hf_zero.shard(model, stage=3, **SETTINGS)
     model(inputs(dist.get_rank(), 0))
     guard = _get_current_dispatch_mode_stack()[-1]
-    for _ in range(away.NUM_BEHIND_FORWARD):
+    for _ in range(placeholder_guard.NUM_BEHIND_FORWARD):
         torch.zeros(())
         assert not guard.is_over
     torch.zeros(())
     assert guard.is_over
-    away.PlaceholderGuard.remove_those_over()
+    placeholder_guard.PlaceholderGuard.remove_those_over()
     assert guard not in _get_current_dispatch_mode_stack()
 
 

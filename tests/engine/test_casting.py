@@ -38,7 +38,7 @@ def _seen_in_bf16():
         engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
         optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.SGD, lr=0.1)
         before = weights_of(model)
-        with engine.computing_in(torch.bfloat16):
+        with hf_zero.ShardedModel(engine).computing_in(torch.bfloat16):
             assert torch.equal(model.eval()(x), wanted), f"stage {stage}"
             model.to(torch.bfloat16)  # it is that already
             with pytest.raises(LifecycleError, match="cannot be moved or cast"):
@@ -46,7 +46,11 @@ def _seen_in_bf16():
             with pytest.raises(LifecycleError, match="write outside"):
                 with hf_zero.gathered(model.head.bias, writeback=True):
                     pass
-            for inside in (engine.computing_in(torch.float16).__enter__, engine.unshard, optimizer.step):
+            for inside in (
+                hf_zero.ShardedModel(engine).computing_in(torch.float16).__enter__,
+                hf_zero.ShardedModel(engine).unshard,
+                optimizer.step,
+            ):
                 with pytest.raises(LifecycleError, match="leave"):
                     inside()
         assert_away(model, engine)
@@ -70,7 +74,7 @@ def _no_resize():
         assert model.resize_token_embeddings(models.VOCAB) is model.get_input_embeddings()
         with pytest.raises(LifecycleError, match="sharded with 61 rows; .*ShardedModel.*unshard"):
             model.resize_token_embeddings(models.VOCAB + 3)
-        engine.unshard().resize_token_embeddings(models.VOCAB + 3)
+        hf_zero.ShardedModel(engine).unshard().resize_token_embeddings(models.VOCAB + 3)
         assert model.lm_head.weight.shape[0] == models.VOCAB + 3
 
 

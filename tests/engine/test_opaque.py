@@ -112,11 +112,11 @@ def _shown_and_given_back(stage, dtype):
     engine = engine_of(hf_zero.shard(model, stage=stage, shared_memory=False))
     with torch.no_grad():
         assert torch.equal(model(**batch), wanted)
-        with engine.computing_in(torch.float64):
+        with hf_zero.ShardedModel(engine).computing_in(torch.float64):
             double = {key: value.double() for key, value in batch.items()}
             torch.testing.assert_close(model(**double).float(), wanted, rtol=1e-5, atol=0.0)
             assert all(type(block.weight) is Codes for block in model.blocks)
-    engine.unshard()
+    hf_zero.ShardedModel(engine).unshard()
     assert torch.equal(model(**batch), wanted), "after unshard"
 
 

@@ -42,7 +42,7 @@ def _plain_again(stage: int, name: str, dtype) -> None:
     masters = {}
     for shard in engine.named_shards(resident=stage == 0):
         masters.setdefault(shard.name, []).append((shard.start, shard.tensor.clone()))
-    assert engine.unshard() is model
+    assert hf_zero.ShardedModel(engine).unshard() is model
     # nothing of ours is left on it
     assert _attributes(model) == untouched, _attributes(model) ^ untouched
     assert {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)} == identities
@@ -85,7 +85,7 @@ def _compiled(stage: int) -> None:
         hf_zero.compile_blocks(engine, backend="aot_eager")
     torch.testing.assert_close(loss_of(model(**batch)), wanted, rtol=1e-6, atol=0.0)
     slots = [weakref.ref(unit.slot.buffer) for unit in engine.units if unit.slot is not None]
-    engine.unshard()
+    hf_zero.ShardedModel(engine).unshard()
     assert _attributes(model) == attributes
     assert all(slot() is None for slot in slots), "who keeps the engine keeps no buffers"
     assert torch.equal(loss_of(model(**batch)), wanted)
@@ -125,8 +125,8 @@ def _refused_inside_gathered() -> None:
     engine = hf_zero.shard(model, stage=3)
     with hf_zero.gathered(model):
         with pytest.raises(LifecycleError, match="unshard inside hf_zero.gathered"):
-            engine.unshard()
-    twin = pickle.loads(pickle.dumps(engine.unshard()))
+            hf_zero.ShardedModel(engine).unshard()
+    twin = pickle.loads(pickle.dumps(hf_zero.ShardedModel(engine).unshard()))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 

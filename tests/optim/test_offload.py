@@ -341,7 +341,7 @@ def _write_and_leave(stage: int, offload: str) -> None:
         with hf_zero.gathered(weight, writeback=True):
             weight.data[0] = 0.5
         run(subject, "llama")
-        model = subject.engine.unshard()
+        model = hf_zero.ShardedModel(subject.engine).unshard()
         ends.append({name: p.detach() for name, p in model.named_parameters()})
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]) and value.dtype is ends[1][name].dtype, name

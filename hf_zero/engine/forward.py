@@ -1,0 +1,123 @@
+"""A forward: when units are gathered, unsharded and resharded in it."""
+
+import torch
+
+from hf_zero.engine.model_units import ModelUnits
+from hf_zero.engine.schedule import Stack
+from hf_zero.engine.unit import Unit
+from hf_zero.errors import LifecycleError
+
+
+class ForwardPass:
+    """The outermost forward that is under way, or the time between two, in which blocks may be called by hand.
+
+    Before a block runs, its unit is unsharded and the next one's all-gather is started; after it, the unit is
+    resharded, its values staying in the slot until another unit comes.
+
+    Args:
+        engine (`ModelUnits`): the model.
+
+    Attributes:
+        depth (`int`): how many forwards of hooked modules are under way, one in another.
+        has_backward (`bool`): whether a backward is to follow.
+        running (`list[Unit]`): units whose forward is under way.
+    """
+
+    def __init__(self, engine: ModelUnits):
+        self._engine = engine
+        self._schedule = engine.schedule
+        self.depth = 0
+        self.has_backward = True
+        self.running: list[Unit] = []
+        self._last: Unit | None = None  # the block that has just been called, still unsharded
+
+    def begin(self) -> None:
+        """Begins the forward of the model or of a module that holds blocks or root parameters."""
+        if self.depth == 0:
+            self._schedule.begin_pass()
+            self.has_backward = torch.is_grad_enabled()
+        self.depth += 1
+        self._engine.unshard_root()
+        if self.depth == 1 and self._engine.blocks:
+            self._engine.blocks[0].prefetch_from_disk()
+
+    def end(self, stack: Stack | None, failed: bool) -> None:
+        """Ends such a forward: what is left of its stack is passed over, so that all ranks gather the same."""
+        if stack is not None:
+            rest = stack.finish()
+            self._take([] if failed else rest, stack)
+            stack.carries_grad = False
+        self.depth = max(0, self.depth - 1)
+
+    def leaves_alone(self, unit: Unit) -> bool:
+        """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
+        and no backward will come to it."""
+        return unit.num_gathered > 0 and self.depth > 0 and not self.has_backward and not torch.is_grad_enabled()
+
+    def before_block(self, unit: Unit, inputs_need_grad: bool, sees_order: bool) -> None:
+        """Prepares a block's forward: its parameters become whole, and the next unit is on its way.
+
+        Args:
+            unit (`Unit`): the block's.
+            inputs_need_grad (`bool`): whether gradients flow through what the block is given.
+            sees_order (`bool`): whether the order in which blocks are called is still to be found.
+        """
+        self.reshard_last()
+        stack = self._schedule.stack_of[unit]
+        if sees_order:
+            stack.see(unit)
+        stack.carries_grad = stack.carries_grad or inputs_need_grad
+        self._take(stack.advance(unit), stack)
+        unit.unshard()
+        num_ahead = self._engine.config.prefetch_units
+        prefetch(unit, self._schedule.after(unit, num_ahead + 1), self.running, num_ahead)
+
+    def after_block(self, unit: Unit) -> None:
+        """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
+        hooks that users put on the block still find them."""
+        if unit not in self.running:
+            unit.end_use()
+            self._last = unit
+
+    def reshard_last(self) -> None:
+        """Reshards the block that was called last."""
+        last, self._last = self._last, None
+        if last is not None and last not in self.running:
+            last.reshard()
+
+    def _take(self, units: list[Unit], stack: Stack) -> None:
+        """Gathers units of a stack. Those that a backward will come to are noted: by what all ranks know, whether or
+        not this one skips a block."""
+        if self.depth == 0:
+            self.has_backward = torch.is_grad_enabled()  # a block that is called by hand
+        for unit in units:
+            stack.carries_grad = stack.carries_grad or unit.is_trainable
+            if self.has_backward and stack.carries_grad:
+                self._schedule.record(unit)
+            self._all_gather(unit)
+
+    def _all_gather(self, unit: Unit) -> None:
+        holder = unit.slot.holder if unit.slot is not None else None
+        if holder is not unit and holder in self.running:
+            raise LifecycleError(
+                f"unit {unit.name!r}: is called inside the forward of unit {holder.name!r}, and both use one buffer; "
+                "raise prefetch_units by one"
+            )
+        unit.all_gather()
+
+
+def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:
+    """Gathers the units that come next, as far as there is room, and has the one behind them read from disk.
+
+    Args:
+        unit (`Unit`): the unit that is used now.
+        candidates (`list[Unit]`): those that are likely to come next, one more than are gathered.
+        running (`list[Unit]`): units whose forward is under way.
+        count (`int`): how many are gathered.
+    """
+    for position, candidate in enumerate(candidates):
+        is_taken = candidate.slot is unit.slot or (candidate.slot and candidate.slot.holder in running)
+        if is_taken or position == count:
+            candidate.prefetch_from_disk()
+            break
+        candidate.all_gather()

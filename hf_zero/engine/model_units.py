@@ -1,0 +1,166 @@
+"""The units of one model, and what they share."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from torch import nn
+
+from hf_zero.comm import Bus, Comm, Pending
+from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.config import ZeroConfig
+from hf_zero.engine.gradient import Gradient
+from hf_zero.engine.patch import Uncopyable
+from hf_zero.engine.placeholder import Placeholders
+from hf_zero.engine.schedule import Schedule
+from hf_zero.engine.unit import Unit
+from hf_zero.errors import CommError, LifecycleError
+from hf_zero.sharding.arena import Arenas
+
+
+if TYPE_CHECKING:
+    from hf_zero.storage import DiskOffload
+
+
+class Updates(Protocol):
+    """The part of an optimizer step that is made outside of `step`: in backward, or beside the next forward."""
+
+    def finish_update(self) -> None:
+        """Finishes an update that is under way: masters can then be read, and compute copies have followed."""
+
+    def abandon(self) -> None:
+        """Ends a step whose gradients are dropped: what was done of it already stays done."""
+
+
+def _nothing() -> None:
+    """Does nothing, where a callback is optional."""
+
+
+class ModelUnits(Uncopyable):
+    """A model's units, with the ranks, the settings and the memory that they share.
+
+    Args:
+        model (`nn.Module`): the model, whose parameters the units hold.
+        config (`ZeroConfig`): the settings.
+        comm (`Comm`): the data-parallel ranks.
+        root (`Unit`): the parameters outside of all blocks.
+        schedule (`Schedule`): the blocks' units.
+        modules (`dict[Unit, nn.Module]`): each block's module.
+        placeholders (`Placeholders`): what parameters read while their data is away.
+        bus (`Bus`): the way to the host's memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ZeroConfig,
+        comm: Comm,
+        *,
+        root: Unit,
+        schedule: Schedule,
+        modules: dict[Unit, nn.Module],
+        placeholders: Placeholders,
+        bus: Bus,
+    ):
+        self.model = model
+        self.bus = bus
+        self.placeholders = placeholders
+        self.config = config
+        self.comm = comm
+        self.plan = config.plan(comm.num_ranks)
+        self.root = root
+        self.schedule = schedule
+        self.modules = modules
+        self.divided_over: Comm | None = None  # the tensor-parallel ranks; None where each holds whole parameters
+        self.compiled_with: dict | None = None  # options of `torch.compile`; None while blocks run eagerly
+        self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
+        self.units = [root, *self.blocks]
+        self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
+        self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
+        self.handles: list = []  # of all that was put onto the model: each has `remove()`
+        self._reducing: list[Pending] = []
+        self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
+        self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
+        for unit in self.units:
+            unit.finish_updates = self.finish_updates
+        # of the trainable parameters: the dict of the module that has it, its key there, itself, its name
+        self.registered: list[tuple[dict, str, nn.Parameter, str]] = []
+
+    @property
+    def stage(self) -> int:
+        return self.config.stage
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the parameters are shown in another dtype, see `ShardedModel.computing_in`."""
+        return any(flat.cast for unit in self.units for flat in unit.flats)
+
+    def gradients(self) -> Iterator[Gradient]:
+        """The gradients of all trainable buffers, in a fixed order."""
+        for unit in self.units:
+            yield from unit.gradients
+
+    def unshard_root(self) -> None:
+        """Makes the parameters outside of all blocks whole."""
+        self.root.all_gather()
+        self.root.unshard()
+
+    def reduce(self, unit: Unit, at_step: bool = False) -> None:
+        """Begins to reduce a unit's gradients: its backward is over, or all are, `at_step`."""
+        if at_step:
+            self._reducing.append(unit.reduce_gradients(at_step=True))
+        else:
+            on_reduced = partial(self.on_reduced, unit) if self.on_reduced else _nothing
+            self._reducing.append(unit.reduce_gradients(on_reduced))
+
+    def wait_for_reductions(self) -> None:
+        """Waits for all reductions under way; what goes to the host may still be on its way."""
+        for pending in self._reducing:
+            pending.wait()
+        self._reducing.clear()
+        for slots in {
+            id(unit.gradient_slots): unit.gradient_slots for unit in self.units if unit.gradient_slots
+        }.values():
+            slots.wait_for_all()
+
+    def wait_for_host(self) -> None:
+        """Waits for what the bus's threads do. Where one rank's have failed, all ranks raise.
+
+        Raises:
+            `CommError`: another rank's have failed; on that one, whatever it was.
+        """
+        if self.plan.is_offloaded:
+            run_on_all_ranks(self.comm, "an update on the host", self.bus.wait_for_jobs, CommError)
+
+    def finish_updates(self) -> None:
+        """Finishes updates that are under way, before the masters are read. All ranks call it."""
+        for updates in list(self.updates):
+            updates.finish_update()
+
+    def refuse_misuse(self) -> None:
+        """Refuses parameters that were used or written to while their data was away.
+
+        Raises:
+            `LifecycleError`: with a parameter's name.
+        """
+        for unit in self.units:
+            if not unit.is_unsharded:
+                unit.refuse_misuse()
+
+    def refuse_held(self, what: str) -> None:
+        """Refuses something while a context holds the parameters.
+
+        Args:
+            what (`str`): what is refused, for the message.
+
+        Raises:
+            `LifecycleError`: inside `hf_zero.gathered` or `computing_in`.
+        """
+        if self.is_cast:
+            raise LifecycleError(f"{what} inside computing_in(...): leave it first")
+        for unit in self.units:
+            if unit.num_gathered:
+                raise LifecycleError(
+                    f"unit {unit.name!r}: {what} inside hf_zero.gathered(...); leave the context first"
+                )
