@@ -2,8 +2,8 @@
 
 from hf_zero.planner.advice import Advice, advise
 from hf_zero.planner.classes import TensorClass, by_field, render_classes, tensor_classes
+from hf_zero.planner.memory_report import MemoryReport, measure
 from hf_zero.planner.prediction import Prediction, predict, predict_with
-from hf_zero.planner.report import MemoryReport, measure
 
 
 __all__ = [
