@@ -151,8 +151,10 @@ class Flat:
         numel = self.layout.full_numel
         for start in range(0, numel, TAKEN_NUMEL):
             stop = min(start + TAKEN_NUMEL, numel)
-            values = torch.zeros(stop - start, dtype=self.master.dtype, device=self.comm.device)
             pieces = [piece for piece in self.layout.param_slices(start, stop) if not self.is_read[piece.index]]
+            if not pieces:  # all of it was read, on every rank: its memory would be taken for nothing
+                continue
+            values = torch.zeros(stop - start, dtype=self.master.dtype, device=self.comm.device)
             for piece in pieces:
                 own = local_of(self.params[piece.index]).reshape(-1)[piece.start : piece.start + piece.numel]
                 values[piece.offset : piece.offset + piece.numel].copy_(own)
