@@ -30,8 +30,8 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.checkpoint.adapters import is_adapter_model, load_adapters, plan_prompts, save_adapters
 from hf_zero.checkpoint.folders import remove_folder, restore_replaced
+from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.staging import added
-from hf_zero.checkpoint.tensor_names import named_tensors
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine, engine_of, gathered
 from hf_zero.errors import CheckpointError, ConfigError, LifecycleError

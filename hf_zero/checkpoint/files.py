@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.format import MANY, FileLayout, RangeChecksum, TensorEntry
+from hf_zero.checkpoint.format import FileLayout, RangeChecksum, TensorEntry
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.errors import CheckpointError, size_text
 
@@ -273,8 +273,6 @@ def _outgoing(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         yield _bytes_of(piece)
 
 
-# A transposed tensor is written row by row: its ranges would take more memory than the tensor.
-MAX_RANGES = 1000
 Ranges = dict[str, list[RangeChecksum]]  # by tensor
 
 
@@ -285,16 +283,12 @@ class OpenFiles:
         folder (`str` or `os.PathLike`): where they lie.
         files (`WeightFiles`): what they hold.
         writable (`bool`): whether they were created with this layout and are to be written, or are read.
-        keeps_all (`bool`): notes every range; otherwise no more than `MAX_RANGES` of a tensor, and then their sum.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike, files: WeightFiles, *, writable: bool = False, keeps_all: bool = False
-    ):
+    def __init__(self, folder: str | os.PathLike, files: WeightFiles, *, writable: bool = False):
         self.folder = Path(folder)
         self.files = files
         self._writable = writable
-        self._keeps_all = keeps_all
         self._open: dict[str, SafetensorsFile] = {}
         self.ranges: Ranges = {}  # what this process has written or read
 
@@ -308,10 +302,7 @@ class OpenFiles:
 
     def note(self, tensor: str, found: RangeChecksum) -> None:
         """Takes a range of a tensor into `ranges`."""
-        noted = self.ranges.setdefault(tensor, [])
-        noted.append(found)
-        if not self._keeps_all and (len(noted) > MAX_RANGES or noted[0].begin == MANY):
-            noted[:] = [RangeChecksum(MANY, sum(part.nbytes for part in noted), 0)]
+        self.ranges.setdefault(tensor, []).append(found)
 
     def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:
         """Raises `CheckpointError` where the files have the tensor in another shape, or not at all."""

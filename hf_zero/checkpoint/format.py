@@ -198,7 +198,6 @@ def _parse_entry(name: str, described: dict) -> tuple[TensorEntry, int, int]:
     return TensorEntry(name, DTYPE_OF_CODE[code], tuple(shape)), begin, end
 
 
-MANY = -1  # as the begin of a range: the sum of many, whose places were not kept
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, the coefficient of x^0 in the highest bit
 _ONE, _X = 1 << 31, 1 << 30
 

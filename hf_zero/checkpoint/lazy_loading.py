@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.conversion import Header, Origin, origin_of, without_progress_bars
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.format import FileLayout, TensorEntry
 from hf_zero.checkpoint.load import read_origin
-from hf_zero.checkpoint.tensor_names import shortened
+from hf_zero.checkpoint.names import Header, Origin, origin_of, shortened, without_progress_bars
 from hf_zero.checkpoint.trace import Trace
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.engine.source import set_source, source_of

@@ -10,12 +10,21 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.conversion import Origin, Origins, is_pretrained, origins_by_name, origins_in
-from hf_zero.checkpoint.files import OpenFiles, Ranges
+from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles, Ranges
 from hf_zero.checkpoint.manifest import check_ranges, recorded
+from hf_zero.checkpoint.names import (
+    Origin,
+    Origins,
+    SavedTensor,
+    is_pretrained,
+    origins_by_name,
+    origins_in,
+    renamed,
+    saved_tensors,
+    shortened,
+)
 from hf_zero.checkpoint.table import ChecksumTable
-from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors, shortened
-from hf_zero.checkpoint.transfer import incoming
+from hf_zero.checkpoint.trace import within
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
@@ -61,22 +70,12 @@ def load_weights(
     engine = require_engine(model)
     engine.begin_update()
     tensors = saved_tensors(engine.model, engine.param_infos())
-    if keys is not None:
-        tensors = renamed(tensors, keys)
+    tensors = tensors if keys is None else renamed(tensors, keys)
 
     def read() -> tuple[LoadReport, WeightFiles, Ranges, ChecksumTable]:
-        table = recorded(folder) or ChecksumTable()
-        files = WeightFiles.read(folder, weights_name)
-        for name, layout in files.layouts.items():
-            table.check_layout(folder, name, layout)
-        if files.index_name is not None:
-            table.check_file(folder, files.index_name)
-        entries = {name: files.entry(name) for name in files.file_of}
-        converts = keys is None and is_pretrained(engine.model)
-        origins = origins_in(engine.model, tensors, entries) if converts else origins_by_name(tensors, entries)
-        report = _report(origins, ignored_pattern(engine.model))
-        if strict:
-            _refuse_differences(folder, report)
+        files, table = _recorded_files(folder, weights_name)
+        origins = _origins(engine.model, tensors, files, converts=keys is None)
+        report = _report(folder, origins, ignored_pattern(engine.model), strict=strict)
         grown = _buffers_of_other_shapes(tensors, origins)
         _refuse_mismatches(folder, origins, spared=grown)
         with OpenFiles(folder, files) as opened:
@@ -91,6 +90,23 @@ def load_weights(
     return report
 
 
+def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[WeightFiles, ChecksumTable]:
+    """The files of a folder, their headers and index as they were saved, and the checksums of their tensors."""
+    table, files = recorded(folder) or ChecksumTable(), WeightFiles.read(folder, weights_name)
+    for name, layout in files.layouts.items():
+        table.check_layout(folder, name, layout)
+    if files.index_name is not None:
+        table.check_file(folder, files.index_name)
+    return files, table
+
+
+def _origins(model: nn.Module, tensors: Sequence[SavedTensor], files: WeightFiles, *, converts: bool) -> Origins:
+    entries = {name: files.entry(name) for name in files.file_of}
+    if converts and is_pretrained(model):
+        return origins_in(model, tensors, entries)
+    return origins_by_name(tensors, entries)
+
+
 def ignored_pattern(model: nn.Module) -> re.Pattern | None:
     """Names that the model's class expects in old files and does without."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -98,19 +114,17 @@ def ignored_pattern(model: nn.Module) -> re.Pattern | None:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
 
 
-def _report(origins: Origins, ignored: re.Pattern | None) -> LoadReport:
+def _report(folder: str | os.PathLike, origins: Origins, ignored: re.Pattern | None, *, strict: bool) -> LoadReport:
+    """The differences of a folder from the model; refuses them where it is `strict`."""
     unexpected = [name for name in origins.unexpected if ignored is None or not ignored.search(name)]
-    return LoadReport(origins.missing, tuple(unexpected))
-
-
-def _refuse_differences(folder: str | os.PathLike, report: LoadReport) -> None:
-    if report.missing or report.unexpected:
-        parts = []
-        if report.missing:
-            parts.append(f"{len(report.missing)} tensors of the model are missing ({shortened(report.missing)})")
-        if report.unexpected:
-            parts.append(f"{len(report.unexpected)} are not the model's ({shortened(report.unexpected)})")
+    parts = []
+    if origins.missing:
+        parts.append(f"{len(origins.missing)} tensors of the model are missing ({shortened(origins.missing)})")
+    if unexpected:
+        parts.append(f"{len(unexpected)} are not the model's ({shortened(unexpected)})")
+    if strict and parts:
         raise CheckpointError(f"{folder}: {', '.join(parts)}; give a folder that was saved from this model")
+    return LoadReport(origins.missing, tuple(unexpected))
 
 
 def _refuse_mismatches(folder: str | os.PathLike, origins: Origins, *, spared: Collection[str]) -> None:
@@ -180,12 +194,22 @@ def read_origin(
         out (`Tensor`): the run, 1-D.
         through (`torch.dtype`, *optional*): rounds the values to this dtype on the way.
     """
-    if origin.computation is None:
-        incoming(origin.copies, start, out, opened.read_range, through=through)
+    dtype = through or out.dtype
+    if origin.computation is not None:
+        values = {}
+        for name in origin.computation.sources:
+            values[name] = origin.computation.room_for(name)
+            opened.read_range(name, 0, values[name])
+        out.copy_(origin.computation.of(values)[start : start + out.numel()].to(dtype))
         return
-    values = {}
-    for name in origin.computation.sources:
-        values[name] = origin.computation.room_for(name)
-        opened.read_range(name, 0, values[name])
-    whole = origin.computation.of(values)
-    out.copy_(whole[start : start + out.numel()].to(through or out.dtype))
+    for run in within(origin.runs, start, start + out.numel()):
+        target = out[run.target - start :][: run.numel]
+        if dtype is out.dtype:
+            opened.read_range(run.name, run.source, target)
+            continue
+        piece_numel = PIECE_NBYTES // dtype.itemsize
+        for first in range(0, run.numel, piece_numel):
+            piece = target[first : first + piece_numel]
+            rounded = torch.empty(piece.numel(), dtype=dtype)
+            opened.read_range(run.name, run.source + first, rounded)
+            piece.copy_(rounded)

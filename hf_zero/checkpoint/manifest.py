@@ -25,8 +25,8 @@ from hf_zero.checkpoint.format import (
     read_bytes,
     read_json,
 )
+from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.table import COPY_AGAIN, STATE_PATTERNS, TABLE_NAME, Checksums, ChecksumTable
-from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import run_on_all_ranks

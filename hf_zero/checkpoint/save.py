@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.conversion import FileTensor, file_tensors
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
+from hf_zero.checkpoint.names import FileTensor, SavedTensor, file_tensors, renamed, saved_tensors
 from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, connected, inside, move_into
 from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.checkpoint.table import TABLE_NAME
-from hf_zero.checkpoint.tensor_names import SavedTensor, renamed, saved_tensors
-from hf_zero.checkpoint.transfer import outgoing
+from hf_zero.checkpoint.trace import Run
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
@@ -108,7 +107,7 @@ def plan_weights(
             (staged / files.index_name).write_text(files.index_text(num_parameters), encoding="utf-8")
         (write_beside or (lambda path: _write_configs(model, tensors, path)))(staged)
 
-    return StagedFiles(files, lambda: _pieces(engine, tensors, content, _computed(engine, content)), beside)
+    return StagedFiles(files, lambda: _pieces(engine, tensors, content), beside)
 
 
 def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:
@@ -122,51 +121,59 @@ def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:
 
 
 def _pieces(
-    engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Sequence[FileTensor], computed: Mapping[str, Tensor]
+    engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Sequence[FileTensor]
 ) -> Iterator[tuple[str, int, Tensor]]:
     """This rank's part of the files: (key, first element, 1-D values)."""
-    copies_of: dict[str, list] = {}
+    yield from _computed(engine, content)
+    runs_of: dict[str, list[tuple[str, Run]]] = {}
     for written in content:
-        for copied in written.copies:
-            copies_of.setdefault(copied.name, []).append((written.entry.name, copied))
-    shards = ((shard.name, shard.start, shard.tensor) for shard in engine.named_shards())
+        for run in written.origin.runs:
+            runs_of.setdefault(run.name, []).append((written.entry.name, run))
+    held = ((shard.name, shard.start, shard.tensor) for shard in engine.named_shards())
     buffers = [(saved.name, 0, saved.buffer.reshape(-1)) for saved in tensors if saved.buffer is not None]
-    for name, start, run in chain(shards, buffers if engine.comm.rank == 0 else ()):
-        for key, copied in copies_of.get(name, ()):
-            for first, values in outgoing(copied, start, run):
-                yield key, first, values
-    for key, values in computed.items():
-        yield key, 0, values
+    for name, start, values in chain(held, buffers if engine.comm.rank == 0 else ()):
+        for key, run in runs_of.get(name, ()):
+            first, last = max(start, run.source), min(start + values.numel(), run.source + run.numel)
+            if first < last:
+                yield key, run.target + first - run.source, values[first - start : last - start]
 
 
-def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> dict[str, Tensor]:
-    """Tensors that are computed rather than copied, which takes whole parameters: one at a time, and divided over the
-    ranks, of which this is one's part. No model of transformers has such tensors; conversions of users may."""
+def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> Iterator[tuple[str, int, Tensor]]:
+    """Tensors that are computed, which takes whole parameters: one at a time, each on one of the ranks, and divided
+    over them. All ranks go through it."""
     buffers = {name: buffer.detach().cpu().reshape(-1) for name, buffer in engine.model.named_buffers()}
-    computations = [(found.entry.name, found.computation) for found in content if found.computation is not None]
-    own = {}
-    for index, (key, computation) in enumerate(computations):
-        owner = index % engine.comm.num_ranks
-        whole = _gathered(engine, computation.sources, owner)
-        if engine.comm.rank == owner:
+    computed = [written for written in content if written.origin.computation is not None]
+    for index, written in enumerate(computed):
+        computation = written.origin.computation
+        assert computation is not None
+        whole = _gathered(engine, computation.sources, owner=index % engine.comm.num_ranks)
+        if whole is not None:
             values = {name: buffers[name].clone() for name in computation.sources if name in buffers} | whole
-            own[key] = computation.of(values)
-    return own
+            yield written.entry.name, 0, computation.of(values)
 
 
-def _gathered(engine: ZeroEngine, names: Sequence[str], owner: int) -> dict[str, Tensor]:
+def _gathered(engine: ZeroEngine, names: Sequence[str], *, owner: int) -> dict[str, Tensor] | None:
     """Whole parameters, 1-D and in the dtype in which they are saved, on one rank. All ranks call it."""
-    dtype_of = {info.name: info.save_dtype for info in engine.param_infos() if info.name in names}
-    runs = [
-        (shard.name, shard.start, shard.tensor.to("cpu", dtype_of[shard.name], copy=True))  # it lasts for its turn
+    comm = connected(engine.comm)  # which sends what lies on the CPU
+    infos = {info.name: info for info in engine.param_infos() if info.name in names}
+    own = [
+        (shard.name, shard.start, shard.tensor.to("cpu", infos[shard.name].save_dtype, copy=True))  # while it lasts
         for shard in engine.named_shards()
-        if shard.name in dtype_of
+        if shard.name in infos
     ]
-    everyones = [run for runs_of_rank in engine.comm.all_gather_object(runs) for run in runs_of_rank]
-    if engine.comm.rank != owner:
-        return {}
-    everyones.sort(key=lambda run: run[:2])
-    return {name: torch.cat([values for known, _, values in everyones if known == name]) for name in dtype_of}
+    places = comm.all_gather_object([(name, start, values.numel()) for name, start, values in own])
+    if comm.rank != owner:
+        for _, _, values in own:
+            comm.send(values, owner)
+        return None
+    whole = {name: torch.empty(info.shape.numel(), dtype=info.save_dtype) for name, info in infos.items()}
+    for rank, found in enumerate(places):
+        for index, (name, start, numel) in enumerate(found):
+            if rank == owner:
+                whole[name][start : start + numel] = own[index][2]
+            else:
+                comm.receive(whole[name][start : start + numel], rank)
+    return whole
 
 
 def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Path) -> None:

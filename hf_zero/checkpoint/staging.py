@@ -23,7 +23,7 @@ from hf_zero.checkpoint.folders import (
     sync_path,
     take_name,
 )
-from hf_zero.checkpoint.format import MANY, crc_of_whole
+from hf_zero.checkpoint.format import crc_of_whole
 from hf_zero.checkpoint.replication import FilesystemGroups, replicate_files, replicate_ranges
 from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable
 from hf_zero.checkpoint.weight_files import WeightFiles
@@ -130,12 +130,10 @@ class Staged:
         with self._or_discard():
             for part in parts:
                 folder = self.path / part.subfolder
-                write = partial(_write, folder, part, keeps_all=not self.groups.is_one)
-                ranges = collect_from_all_ranks(self.comm, self._subject, write)
+                ranges = collect_from_all_ranks(self.comm, self._subject, partial(_write, folder, part))
                 if not self.groups.is_one:
                     replicate_ranges(self.comm, self._subject, self.groups, folder, part.files, ranges)
-                reread = folder if self.groups.is_writer else None
-                check = partial(_checked, ranges, part.files, self._subject, reread)
+                check = partial(_checked, ranges, part.files, self._subject)
                 for name, crcs in run_on_all_ranks(self.comm, self._subject, check).items():
                     self._checksums[os.path.join(part.subfolder, name)] = crcs
 
@@ -197,10 +195,10 @@ def connected(comm: Comm) -> Comm:
     return own
 
 
-def _write(folder: Path, part: StagedFiles, *, keeps_all: bool) -> Ranges:
+def _write(folder: Path, part: StagedFiles) -> Ranges:
     """Writes this rank's part of the bytes, flushed to disk, and returns the ranges that it wrote of each tensor."""
     failure: Exception | None = None
-    with OpenFiles(folder, part.files, writable=True, keeps_all=keeps_all) as opened:
+    with OpenFiles(folder, part.files, writable=True) as opened:
         for tensor, start, values in part.pieces():
             if failure is None:
                 try:
@@ -213,22 +211,14 @@ def _write(folder: Path, part: StagedFiles, *, keeps_all: bool) -> Ranges:
         return opened.ranges
 
 
-def _checked(ranges: list[Ranges], files: WeightFiles, subject: str, reread: Path | None) -> Checksums:
+def _checked(ranges: list[Ranges], files: WeightFiles, subject: str) -> Checksums:
     """The checksums of all tensors, made of all ranks' ranges. The files were reserved full of zeros: a range that
-    nobody wrote would go unnoticed for ever.
-
-    A tensor that was written in too many ranges to keep them is read again, from `reread`, by those who record it.
-    """
+    nobody wrote would go unnoticed for ever."""
     checksums: Checksums = {name: {} for name in files.layouts}
     for tensor, name in files.file_of.items():
         found = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
         expected, written = files.entry(tensor).nbytes, sum(part.nbytes for part in found)
         crc = crc_of_whole(found, expected)
-        if crc is None and written == expected and any(part.begin == MANY for part in found):
-            crc = 0
-            if reread is not None:
-                with SafetensorsFile.open(reread / name, files.layouts[name]) as file:
-                    crc = file.checksum(tensor)
         if crc is None:
             raise CheckpointError(
                 f"{subject}: the ranks wrote {written} of the {expected} bytes of tensor {tensor!r}, nothing was "

@@ -23,8 +23,8 @@ from hf_zero.checkpoint.manifest import (
     manifest_path,
     read_state,
 )
+from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.staging import Staged, StagedFiles, connected, inside
-from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks

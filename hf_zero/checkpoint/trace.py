@@ -1,22 +1,47 @@
 """Traces where every element of a converted tensor comes from, by tensors without data.
 
 Conversion code runs as it is, on meta tensors. Views are read off their storage, offset and strides; what makes new
-storage out of old (a clone, a concatenation) is written down as rectangular copies. Other operations are kept on a
-tape and can be done again, on real values, for as much of it as one result needs.
+storage out of old (a clone, a concatenation) is written down as runs of elements. Other operations are kept on a tape
+and can be done again, on real values, for as much of it as one result needs.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hf_zero.checkpoint.strided import Copy, Dim, Unaligned, compose, contiguous_strides, merged
 
-
+# A tensor of more runs is computed: a transposed matrix has as many as elements. Experts that are stacked have one or
+# two each.
+MAX_RUNS = 4096
 _CLONES = (torch.ops.aten.clone, torch.ops.aten._to_copy)
+
+
+class Run(NamedTuple):
+    """Elements [source, source + numel) of a flattened tensor, which are elements [target, target + numel) of another
+    that is made of it."""
+
+    name: str
+    source: int
+    target: int
+    numel: int
+
+
+def within(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
+    """Yields the parts of runs, given in the order of the target, that are its elements [start, stop)."""
+    for index in range(max(0, bisect_right(runs, start, key=lambda run: run.target) - 1), len(runs)):
+        name, source, target, numel = runs[index]
+        if target >= stop:
+            return
+        first, last = max(start, target), min(stop, target + numel)
+        if first < last:
+            yield Run(name, source + first - target, first, last - first)
 
 
 class Trace(TorchDispatchMode):
@@ -24,42 +49,36 @@ class Trace(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self._written: dict[int, list[Copy] | None] = {}  # by storage; None: elements were computed, not copied
+        self._written: dict[int, list[Run] | None] = {}  # by storage; None: elements were computed, not copied
         self._kept: list[Tensor] = []  # a storage's number is its own as long as it lives
-        self._roots: dict[int, tuple[str, Tensor]] = {}
+        self._roots: dict[str, Tensor] = {}
         self._tape: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Makes a tensor without data, under whose name its elements are found again."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")
-        self._kept.append(tensor)
-        self._roots[_storage(tensor)] = (name, tensor)
-        self._written[_storage(tensor)] = [Copy(name, 0, 0, merged([Dim(tensor.numel(), 1, 1)]))]
+        self._roots[name] = tensor
+        self._written[_storage(tensor)] = [Run(name, 0, 0, tensor.numel())]
         return tensor
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the elements of a tensor come out of tensors of `new`."""
         return tensor.device.type == "meta" and _storage(tensor) in self._written
 
-    def copies_of(self, tensor: Tensor) -> list[Copy]:
-        """The copies that make a tensor, laid out row by row, out of tensors of `new`.
-
-        Raises:
-            `Unaligned`: when it is not made by copies alone.
-        """
-        copies = self._composed(tensor, contiguous_strides(tensor.shape), 0)
-        if sum(copy.numel for copy in copies) != tensor.numel():
-            raise Unaligned
-        return copies
+    def runs_of(self, tensor: Tensor) -> list[Run] | None:
+        """The runs that make a tensor, laid out row by row, out of tensors of `new`; `None` when it is not made by
+        copying alone, or of more than `MAX_RUNS` pieces."""
+        runs = self._copied(tensor, torch.empty(tensor.shape, device="meta").stride(), 0)
+        return runs if runs is not None and sum(run.numel for run in runs) == tensor.numel() else None
 
     def source(self, name: str) -> Tensor:
         """The tensor of `new` that has this name."""
-        return next(tensor for known, tensor in self._roots.values() if known == name)
+        return self._roots[name]
 
     def sources_of(self, tensor: Tensor) -> list[str]:
         """Names of all tensors of `new` that a tensor is computed from."""
         needed = self._needed(tensor)[1]
-        return [name for storage, (name, _) in self._roots.items() if storage in needed]
+        return [name for name, root in self._roots.items() if _storage(root) in needed]
 
     def values_of(self, tensor: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """Does the operations again that led to a tensor.
@@ -72,7 +91,7 @@ class Trace(TorchDispatchMode):
             `Tensor`: with data, row by row.
         """
         tape, needed = self._needed(tensor)
-        held = {storage: values[name] for storage, (name, _) in self._roots.items() if storage in needed}
+        held = {_storage(root): values[name] for name, root in self._roots.items() if _storage(root) in needed}
         for function, args, kwargs, outputs in tape:
             real = function(*_real(args, held), **_real(kwargs, held))
             results = [leaf for leaf in tree_flatten(real)[0] if isinstance(leaf, Tensor)]
@@ -103,44 +122,46 @@ class Trace(TorchDispatchMode):
     def _note(self, out: Tensor, packet, args, kwargs, inputs: list[Tensor]) -> None:
         if not any(self.knows(tensor) for tensor in inputs):
             return
-        try:
-            if packet in _CLONES and out.dtype is inputs[0].dtype:
-                copies = self._composed(inputs[0], out.stride(), out.storage_offset())
-            elif packet is torch.ops.aten.cat:
-                copies = self._side_by_side(out, inputs, _dim_of(out, args, kwargs))
-            elif packet is torch.ops.aten.stack:
-                dim = _dim_of(out, args, kwargs)
-                copies = self._side_by_side(out, [_with_dim(tensor, dim) for tensor in inputs], dim)
-            else:
-                copies = None
-        except Unaligned:
-            copies = None
-        self._written[_storage(out)] = copies
+        runs = None
+        if packet in _CLONES and out.dtype is inputs[0].dtype:
+            runs = self._copied(inputs[0], out.stride(), out.storage_offset())
+        elif packet is torch.ops.aten.cat:
+            runs = self._side_by_side(out, inputs, _dim_of(out, args, kwargs))
+        elif packet is torch.ops.aten.stack:
+            dim = _dim_of(out, args, kwargs)
+            runs = self._side_by_side(out, [_with_dim(tensor, dim) for tensor in inputs], dim)
+        self._written[_storage(out)] = runs
 
-    def _side_by_side(self, out: Tensor, inputs: list[Tensor], dim: int) -> list[Copy]:
-        copies, position = [], 0
+    def _side_by_side(self, out: Tensor, inputs: list[Tensor], dim: int) -> list[Run] | None:
+        runs: list[Run] = []
+        position = 0
         for tensor in inputs:
-            if tensor.dtype is not out.dtype:
-                raise Unaligned
             if tensor.dim() != out.dim():
                 continue  # torch passes over an empty vector
-            copies += self._composed(tensor, out.stride(), out.storage_offset() + position * out.stride(dim))
+            offset = out.storage_offset() + position * out.stride(dim)
+            copied = self._copied(tensor, out.stride(), offset) if tensor.dtype is out.dtype else None
+            if copied is None:
+                return None
+            runs += copied
             position += tensor.shape[dim]
-        return copies
+        return _joined(runs)
 
-    def _composed(self, view: Tensor, strides: tuple[int, ...], offset: int) -> list[Copy]:
-        """The copies by which the elements of a view come to lie with these strides."""
+    def _copied(self, view: Tensor, strides: Sequence[int], offset: int) -> list[Run] | None:
+        """The runs by which the elements of a view come to lie with these strides."""
         if not view.numel():
             return []
         written = self._written.get(_storage(view)) if view.device.type == "meta" else None
-        if written is None:
-            raise Unaligned
-        dims = tuple(Dim(*loop) for loop in zip(view.shape, view.stride(), strides) if loop[0] != 1)
-        outer = Copy("", view.storage_offset(), offset, dims)
-        if len(written) == 1 and _storage(view) in self._roots:
-            name = self._roots[_storage(view)][0]
-            return [Copy(name, outer.source, offset, merged(dims))]
-        return [found for inner in written if (found := compose(inner, outer)) is not None]
+        loops = _loops(view, strides)
+        numel = loops.pop()[0] if loops and loops[-1][1:] == (1, 1) else 1
+        if written is None or prod(size for size, _, _ in loops) > MAX_RUNS:
+            return None
+        runs: list[Run] = []
+        for steps in product(*(range(size) for size, _, _ in loops)):
+            source = view.storage_offset() + sum(step * loop[1] for step, loop in zip(steps, loops))
+            target = offset + sum(step * loop[2] for step, loop in zip(steps, loops))
+            for name, first, at, count in within(written, source, source + numel):
+                runs.append(Run(name, first, target + at - source, count))
+        return _joined(runs)
 
     def _needed(self, tensor: Tensor) -> tuple[list, set[int]]:
         """The part of the tape that a tensor depends on, and all storages that take part."""
@@ -155,6 +176,31 @@ class Trace(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _loops(view: Tensor, strides: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Loops (size, step in the source, step in the target) over the elements of a view that come to lie with these
+    strides: as few as possible, the largest steps of the target first."""
+    loops: list[tuple[int, int, int]] = []
+    given = (loop for loop in zip(view.shape, view.stride(), strides) if loop[0] != 1)
+    for size, source, target in sorted(given, key=lambda loop: loop[2], reverse=True):
+        if loops and loops[-1][1:] == (size * source, size * target):
+            loops[-1] = (loops[-1][0] * size, source, target)
+        else:
+            loops.append((size, source, target))
+    return loops
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Joins runs that continue one another. They are then in the order of the target."""
+    joined: list[Run] = []
+    for run in sorted(runs, key=lambda run: run.target):
+        name, source, target, numel = joined[-1] if joined else ("", 0, 0, 0)
+        if joined and (name, source + numel, target + numel) == run[:3]:
+            joined[-1] = Run(name, source, target, numel + run.numel)
+        else:
+            joined.append(run)
+    return joined
 
 
 def _dim_of(out: Tensor, args, kwargs) -> int:

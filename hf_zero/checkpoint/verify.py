@@ -14,9 +14,9 @@ from torch import Tensor
 from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.checkpoint.format import FileLayout, TensorEntry
 from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest
+from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.state import MASTER_NAME
 from hf_zero.checkpoint.table import COPY_AGAIN
-from hf_zero.checkpoint.tensor_names import shortened
 from hf_zero.errors import CheckpointError
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, 
 from transformers.utils import is_peft_available
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
-from hf_zero.checkpoint.tensor_names import shortened
+from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.tasks import SourceArguments

@@ -14,7 +14,7 @@ from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 from hf_zero.accelerator import ZeroAccelerator
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
-from hf_zero.checkpoint.quantized import refuse_quantized_model
+from hf_zero.checkpoint.pretrained import refuse_quantized_model
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.compat import check_overrides
 from hf_zero.engine import ShardedModel, engine_of, materialize

@@ -251,19 +251,6 @@ def test_a_save_leaves_another_that_is_under_way_in_the_same_folder_alone(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["quick", "slow"]
 
 
-def save_in_many_ranges(comm, folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_zero.checkpoint.files.MAX_RANGES", 1)  # every rank writes each tensor in two
-        save(comm, folder, "many")
-
-
-def test_a_tensor_written_in_more_ranges_than_are_kept_has_its_checksum_all_the_same(tmp_path):
-    run_ranks(save_in_many_ranges, 2, tmp_path)
-    save(world_of_one(), tmp_path, "reference")
-    many, reference = (ChecksumTable.read(tmp_path / name).files for name in ("many", "reference"))
-    assert {name: many[name].tensors for name in many} == {name: reference[name].tensors for name in reference}
-
-
 def wait_in_the_next_save(comm, folder):
     engine = FakeEngine(models.tied_llama(), comm, **HALF)
     first = save_checkpoint(engine, FakeOptimizer(engine), folder / "first", background=Snapshots())

@@ -62,6 +62,18 @@ def test_two_ranks_write_and_read_what_transformers_does(tmp_path, model_type):
     run_ranks(round_trip, 2, tmp_path, model_type)
 
 
+def round_trip_of_whole_tensors(comm, folder, model_type):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_zero.checkpoint.trace.MAX_RUNS", 1)
+        round_trip(comm, folder, model_type)
+
+
+@pytest.mark.parametrize("model_type", known("mixtral", "inkling2_text", "kimi_k25"))
+@pytest.mark.full("more cases", after=1)
+def test_what_is_made_of_too_many_runs_is_converted_whole(tmp_path, model_type):
+    run_ranks(round_trip_of_whole_tensors, 2, tmp_path, model_type)
+
+
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("model_type", known(*ON_ONE_RANK))
 @pytest.mark.full("more cases", after=10)

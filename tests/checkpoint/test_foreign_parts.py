@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from hf_zero.checkpoint.foreign.dcp import _Folder, read_weights
-from hf_zero.checkpoint.foreign.detect import Carried, carried, detect
-from hf_zero.checkpoint.foreign.parts import Box, ForeignTensor, Piece, pieces_of, window_of
+from hf_zero.checkpoint.foreign.parts import Box, ForeignTensor, boxes_of, slabs
+from hf_zero.checkpoint.foreign.reading import Carried, carried, detect
 from hf_zero.checkpoint.foreign.trusted import load_index
 from hf_zero.errors import CheckpointError
 
@@ -48,7 +48,7 @@ def test_no_other_attribute_is_given_to_an_index(tmp_path, owner, name):
 
 def test_any_range_is_read_across_pieces_and_converted():
     parts = [torch.arange(5.0), torch.arange(5.0, 6.0), torch.arange(6.0, 20.0)]
-    tensor = ForeignTensor.build("t", (3, 5), pieces_of(parts, 2, 15))
+    tensor = ForeignTensor.build("t", (3, 5), boxes_of(parts, 2, 15), is_flat=True)
     for start in range(15):
         for stop in range(start, 16):
             out = torch.empty(stop - start, dtype=torch.bfloat16)
@@ -57,10 +57,20 @@ def test_any_range_is_read_across_pieces_and_converted():
 
 
 @pytest.mark.parametrize("places", [[(0, 3)], [(1, 5)], [(0, 2), (3, 3)], [(0, 4), (3, 3)]])
-def test_pieces_that_do_not_tile_the_tensor_are_refused(places):
-    pieces = [Piece(start, numel, window_of(torch.zeros(numel))) for start, numel in places]
-    with pytest.raises(CheckpointError, match=r"t: its pieces .* its shape \[2, 3\] has 6"):
-        ForeignTensor.build("t", (2, 3), pieces)
+def test_parts_that_do_not_tile_the_flattened_tensor_are_refused(places):
+    boxes = [Box((start,), (numel,), lambda: pytest.fail("nobody reads it")) for start, numel in places]
+    with pytest.raises(CheckpointError, match=r"t: its parts .* its shape \[2, 3\] 6"):
+        ForeignTensor.build("t", (2, 3), boxes, is_flat=True)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (3, 1, 4), (2, 2, 3)])
+def test_a_range_of_a_flattened_tensor_is_a_few_rectangles(shape):
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    for start in range(whole.numel()):
+        for stop in range(start, whole.numel() + 1):
+            found = [whole[tuple(slice(*bounds) for bounds in slab)].flatten() for slab in slabs(shape, start, stop)]
+            assert [index for part in found for index in part.tolist()] == list(range(start, stop))
+            assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +115,7 @@ def test_a_box_is_loaded_only_where_a_range_lies_in_it():
 def test_boxes_that_do_not_tile_the_tensor_are_refused(places):
     boxes = [Box(offsets, sizes, lambda: pytest.fail("nobody reads it")) for offsets, sizes in places]
     with pytest.raises(CheckpointError, match=r"t: its parts .* its shape \[2, 3\] 6"):
-        ForeignTensor.of_boxes("t", (2, 3), boxes)
+        ForeignTensor.build("t", (2, 3), boxes, is_flat=False)
 
 
 def test_experts_divided_on_their_last_dimension_take_no_memory_for_each_row(tmp_path):

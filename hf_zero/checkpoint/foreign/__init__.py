@@ -1,7 +1,14 @@
 """Checkpoints that other programs left: DeepSpeed, torch's distributed checkpoints, FSDP and plain Trainer runs."""
 
-from hf_zero.checkpoint.foreign.detect import Carried, ForeignFormat, carried, detect
-from hf_zero.checkpoint.foreign.reading import load_foreign, load_foreign_state, load_foreign_weights
+from hf_zero.checkpoint.foreign.reading import (
+    Carried,
+    ForeignFormat,
+    carried,
+    detect,
+    load_foreign,
+    load_foreign_state,
+    load_foreign_weights,
+)
 
 
 __all__ = [

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor, Piece, pieces_of
+from hf_zero.checkpoint.foreign.parts import Box, ForeignState, ForeignTensor, boxes_of
 from hf_zero.checkpoint.foreign.trusted import load_mapped
 from hf_zero.checkpoint.format import is_file_name
 from hf_zero.errors import CheckpointError
@@ -175,10 +175,10 @@ class _Files:
     def tensor(self, name: str, location: _ParamLocation, parts: Sequence[Tensor]) -> ForeignTensor:
         """A parameter, or state of its shape, from the ranks' flat parts of its group."""
         if self.layout == 2:
-            pieces = pieces_of(parts, location.offset, math.prod(location.shape))
+            boxes = boxes_of(parts, location.offset, math.prod(location.shape))
         else:
-            pieces = _cut(parts, location, self.part_numel(location.shape))
-        return ForeignTensor.build(name, location.shape, pieces)
+            boxes = _cut(parts, location, self.part_numel(location.shape))
+        return ForeignTensor.build(name, location.shape, boxes, is_flat=True)
 
     def frozen(self) -> dict[str, ForeignTensor]:
         """The parameters that were not trained, at stage 3; those of other stages lie among the model's tensors."""
@@ -190,7 +190,8 @@ class _Files:
         for name, shape in shapes.items():
             own = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
             location = _ParamLocation(0, 0, tuple(shape))
-            tensors[name] = ForeignTensor.build(name, shape, _cut(own, location, self.part_numel(shape)))
+            boxes = _cut(own, location, self.part_numel(shape))
+            tensors[name] = ForeignTensor.build(name, shape, boxes, is_flat=True)
         return tensors
 
     def state_of(self, rank: int, group: int) -> Mapping[str, Any]:
@@ -210,12 +211,12 @@ class _Files:
         return {}
 
 
-def _cut(parts: Sequence[Tensor], location: _ParamLocation, part_numel: int) -> Iterator[Piece]:
+def _cut(parts: Sequence[Tensor], location: _ParamLocation, part_numel: int) -> Iterator[Box]:
     """Builds a parameter that is cut into equal parts, one in each rank's flat tensor, the last one padded."""
     numel = math.prod(location.shape)
     for rank, part in enumerate(parts):
         start = rank * part_numel
-        yield from pieces_of([part], location.offset, min(part_numel, numel - start), start=start)
+        yield from boxes_of([part], location.offset, min(part_numel, numel - start), start=start)
 
 
 def _optim_paths(folder: Path) -> list[Path]:

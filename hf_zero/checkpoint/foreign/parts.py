@@ -1,35 +1,18 @@
-"""The content of a foreign checkpoint of any format: whole tensors by name, each in pieces that lie in files."""
+"""The content of a foreign checkpoint of any format: whole tensors by name, each in parts that lie in files."""
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.strided import Copy, Dim, contiguous_strides, within
 from hf_zero.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Elements [start, start + numel) of a flattened tensor.
-
-    Args:
-        start (`int`): first element, counted in the whole tensor.
-        numel (`int`): how many.
-        read (`Callable[[int, int], Tensor]`): elements [first, last) of the piece, 1-D; reads no more than it must.
-    """
-
-    start: int
-    numel: int
-    read: Callable[[int, int], Tensor]
-
-
-@dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor.
+    """A rectangular part of a tensor, or a part of a flattened one.
 
     A part that is not as wide as the tensor lies in as many places of the flattened one as it has rows, which may be
     millions. So the box is kept, and cut only where it is read.
@@ -37,7 +20,7 @@ class Box:
     Args:
         offsets (`tuple[int, ...]`): its first element, by dimension.
         sizes (`tuple[int, ...]`): how many, by dimension.
-        load (`Callable[[], Tensor]`): reads all of it.
+        load (`Callable[[], Tensor]`): reads all of it, or gives a mapped tensor, of which only what is used is read.
     """
 
     offsets: tuple[int, ...]
@@ -50,77 +33,87 @@ class Box:
 
     def read_into(self, shape: tuple[int, ...], start: int, out: Tensor) -> None:
         """Fills those of elements [start, start + out.numel()) of a flattened tensor of that shape that lie in it."""
-        whole, own = contiguous_strides(shape), contiguous_strides(self.sizes)
-        first = sum(map(operator.mul, self.offsets, whole))
-        last = first + sum((size - 1) * stride for size, stride in zip(self.sizes, whole))
-        if not self.numel or not out.numel() or last < start or first >= start + out.numel():
-            return
-        dims = tuple(Dim(*dim) for dim in zip(self.sizes, whole, own) if dim[0] > 1)
-        values = None  # until it is known that it is needed
-        for part in within(Copy("", first, 0, dims), start, start + out.numel()):
-            values = self.load().reshape(-1) if values is None else values
-            sizes = [dim.size for dim in part.dims]
-            read = values.as_strided(sizes, [dim.target for dim in part.dims], values.storage_offset() + part.target)
-            step = out.stride(0)
-            target = [dim.source * step for dim in part.dims]
-            out.as_strided(sizes, target, out.storage_offset() + (part.source - start) * step).copy_(read)
+        values, position = None, 0  # not loaded until it is known that it is needed
+        for slab in slabs(shape, start, start + out.numel()):
+            sizes = [stop - first for first, stop in slab]
+            part = out[position : position + math.prod(sizes)].view(sizes)
+            position += part.numel()
+            bounds = [
+                (max(first, own), min(stop, own + size))
+                for (first, stop), own, size in zip(slab, self.offsets, self.sizes)
+            ]
+            if all(first < stop for first, stop in bounds):
+                values = self.load().view(self.sizes) if values is None else values
+                inside = tuple(slice(first - at, stop - at) for (first, stop), (at, _) in zip(bounds, slab))
+                found = tuple(slice(first - at, stop - at) for (first, stop), at in zip(bounds, self.offsets))
+                part[inside].copy_(values[found])
+
+
+def slabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yields the rectangles, at most two for each dimension, that make elements [start, stop) of a flattened tensor.
+
+    Yields:
+        for each dimension, the first index and the one behind the last.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, stop // row
+    if start % row or first == last:  # begins in the middle of a row, or is a part of one
+        for inner in slabs(shape[1:], start - first * row, min(stop - first * row, row)):
+            yield ((first, first + 1), *inner)
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, size) for size in shape[1:]))
+    if first <= last:
+        for inner in slabs(shape[1:], 0, stop - last * row):
+            yield ((last, last + 1), *inner)
 
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """A tensor of a checkpoint: its shape, and the pieces, or else the boxes, that tile it."""
+    """A tensor of a checkpoint.
+
+    Args:
+        shape (`tuple[int, ...]`): the tensor's.
+        grid (`tuple[int, ...]`): the shape in which the boxes count: the tensor's, or that of the flattened one.
+        boxes (`tuple[Box, ...]`): they tile it.
+    """
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] = ()
-    boxes: tuple[Box, ...] = ()
+    grid: tuple[int, ...]
+    boxes: tuple[Box, ...]
 
     @classmethod
-    def build(cls, name: str, shape: Iterable[int], pieces: Iterable[Piece]) -> "ForeignTensor":
-        """Checks that the pieces tile the tensor.
+    def build(cls, name: str, shape: Iterable[int], boxes: Iterable[Box], *, is_flat: bool) -> "ForeignTensor":
+        """Checks that the boxes tile the tensor or, where it `is_flat`, the flattened one.
 
         Raises:
-            `CheckpointError`: naming the tensor and where a part of it is missing.
+            `CheckpointError`: naming the tensor of which a part is missing.
         """
-        shape = tuple(int(size) for size in shape)
-        ordered = sorted((piece for piece in pieces if piece.numel), key=lambda piece: piece.start)
-        numel, reached = math.prod(shape), 0
-        for piece in ordered:
-            if piece.start != reached:
-                break
-            reached += piece.numel
-        if reached != numel:
-            raise CheckpointError(
-                f"{name}: its pieces in the files reach element {reached}, its shape {list(shape)} has {numel}; "
-                "the checkpoint is incomplete, copy all of its files"
-            )
-        return cls(shape, tuple(ordered))
-
-    @classmethod
-    def of_boxes(cls, name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> "ForeignTensor":
-        """Checks that the boxes, which lie in the tensor, tile it. Raises as `build`."""
-        boxes = tuple(box for box in boxes if box.numel)
+        shape, boxes = tuple(int(size) for size in shape), tuple(box for box in boxes if box.numel)
         numel, found = math.prod(shape), sum(box.numel for box in boxes)
-        if found != numel or _overlap(boxes, len(shape)):
+        grid = (numel,) if is_flat else shape
+        if found != numel or _overlap(boxes, len(grid)):
             raise CheckpointError(
                 f"{name}: its parts in the files overlap, or have {found} elements, its shape {list(shape)} {numel}; "
                 "the checkpoint is incomplete, copy all of its files"
             )
-        return cls(shape, boxes=boxes)
+        return cls(shape, grid, boxes)
 
     @classmethod
     def of(cls, tensor: Tensor) -> "ForeignTensor":
         """Makes one of a tensor that lies whole in one file, mapped and not read."""
-        return cls(tuple(tensor.shape), (Piece(0, tensor.numel(), window_of(tensor)),))
+        flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous, as saved tensors nearly always are
+        return cls(tuple(tensor.shape), (flat.numel(),), (Box((0,), (flat.numel(),), flat.detach),))
 
     def read_range(self, start: int, out: Tensor) -> None:
         """Fills `out`, 1-D, with elements [start, start + out.numel()), converted to its dtype."""
-        stop = start + out.numel()
-        for piece in self.pieces:
-            first, last = max(start, piece.start), min(stop, piece.start + piece.numel)
-            if first < last:
-                out[first - start : last - start].copy_(piece.read(first - piece.start, last - piece.start))
         for box in self.boxes:
-            box.read_into(self.shape, start, out)
+            box.read_into(self.grid, start, out)
 
 
 @dataclass
@@ -156,17 +149,11 @@ def _overlap(boxes: Sequence[Box], num_dims: int) -> bool:
     )
 
 
-def window_of(tensor: Tensor) -> Callable[[int, int], Tensor]:
-    """Returns a function that reads ranges of a mapped tensor, which may have strides."""
-    flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous, as saved tensors nearly always are
-    return lambda first, last: flat[first:last]
-
-
-def pieces_of(parts: Sequence[Tensor], offset: int, numel: int, *, start: int = 0) -> Iterator[Piece]:
-    """Elements [offset, offset + numel) of 1-D tensors laid one behind the other.
+def boxes_of(parts: Sequence[Tensor], offset: int, numel: int, *, start: int = 0) -> Iterator[Box]:
+    """Elements [offset, offset + numel) of mapped 1-D tensors laid one behind the other: parts of a flattened tensor.
 
     Args:
-        parts (`Sequence[Tensor]`): the tensors.
+        parts (`Sequence[Tensor]`): the mapped tensors.
         offset (`int`): counted over all of them.
         numel (`int`): how many elements.
         start (`int`): where the first of them lies in the tensor that is put together.
@@ -175,5 +162,6 @@ def pieces_of(parts: Sequence[Tensor], offset: int, numel: int, *, start: int = 
     for part in parts:
         first, last = max(offset, passed), min(offset + numel, passed + part.numel())
         if first < last:
-            yield Piece(start + first - offset, last - first, window_of(part[first - passed : last - passed]))
+            values = part[first - passed : last - passed]
+            yield Box((start + first - offset,), (last - first,), values.detach)
         passed += part.numel()

@@ -1,10 +1,12 @@
-"""Reads foreign checkpoints into a sharded model and its optimizer: every rank only the ranges that it holds."""
+"""Detects the program that made a checkpoint, and reads it into a sharded model and its optimizer: every rank only the
+ranges that it holds."""
 
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.foreign.detect import ForeignFormat, detect
+from hf_zero.checkpoint.foreign import dcp, deepspeed
 from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor
+from hf_zero.checkpoint.format import read_json
 from hf_zero.checkpoint.load import ignored_pattern, load_weights
+from hf_zero.checkpoint.manifest import manifest_path
+from hf_zero.checkpoint.names import saved_tensors, shortened
 from hf_zero.checkpoint.state import Optimizer
-from hf_zero.checkpoint.tensor_names import saved_tensors, shortened
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError, HfZeroError
@@ -29,6 +33,83 @@ _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 # Settings that only some optimizers have, and switches that tell those apart whose state looks the same.
 _FAMILIES = ("betas", "momentum", "alpha", "etas", "rho", "lr_decay")
 _SWITCHES = ("decoupled_weight_decay", "amsgrad", "nesterov", "centered", "maximize")
+
+
+@dataclass(frozen=True)
+class ForeignFormat:
+    """The format of another program's checkpoints.
+
+    Args:
+        name (`str`): for messages.
+        read_weights (`Callable`, *optional*): a folder's weights; `None` where they are a model folder's safetensors.
+        read_state (`Callable`): a folder's optimizer state, given this run's optimizer groups.
+    """
+
+    name: str
+    read_weights: Callable[[Path], dict[str, ForeignTensor]] | None
+    read_state: Callable[[Path, Sequence[dict]], ForeignState]
+
+
+DEEPSPEED = ForeignFormat("DeepSpeed ZeRO", deepspeed.read_weights, deepspeed.read_state)
+FSDP = ForeignFormat("FSDP", dcp.fsdp_weights, dcp.fsdp_state)
+DCP = ForeignFormat("torch distributed checkpoint", dcp.read_weights, dcp.read_state)
+TRAINER = ForeignFormat("Trainer", None, dcp.trainer_state)
+
+
+def detect(folder: str | os.PathLike) -> ForeignFormat | None:
+    """Detects whose checkpoint a folder is, by the files in it. Nothing is opened but DeepSpeed's `latest`.
+
+    Args:
+        folder (`str` or `os.PathLike`): such as `checkpoint-500`.
+
+    Returns:
+        [`ForeignFormat`], or `None` for a checkpoint of hf_zero's own, for weights alone and for what is not known.
+    """
+    folder = Path(folder)
+    if manifest_path(folder).exists():
+        return None
+    if deepspeed.tag_folder(folder) is not None:
+        return DEEPSPEED
+    sharded, full = folder / f"{dcp.FSDP_WEIGHTS}_0" / dcp.INDEX_NAME, folder / f"{dcp.FSDP_WEIGHTS}.bin"
+    if sharded.exists() or full.exists():
+        return FSDP
+    if (folder / dcp.INDEX_NAME).exists():
+        return DCP
+    return TRAINER if (folder / dcp.OPTIMIZER_NAME).exists() else None
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The facts of a run in a foreign checkpoint, beside weights and optimizer state.
+
+    Args:
+        num_steps (`int`, *optional*): optimizer steps taken, where a file says it.
+        position (`bool`): `trainer_state.json`, from which Trainer finds its place in the data.
+        scheduler (`bool`): `scheduler.pt`; without it a schedule can only be moved on to `num_steps`.
+        rng_ranks (`int`): ranks whose random states were saved; Trainer takes them up when it runs on as many.
+    """
+
+    num_steps: int | None
+    position: bool
+    scheduler: bool
+    rng_ranks: int
+
+
+def carried(folder: str | os.PathLike) -> Carried:
+    """Returns what could be taken over besides weights and optimizer state.
+
+    Raises:
+        `CheckpointError`: a damaged DeepSpeed checkpoint.
+    """
+    folder = Path(folder)
+    position = folder / "trainer_state.json"
+    num_steps = None
+    if position.exists():
+        num_steps = read_json(position).get("global_step")
+    elif detect(folder) is DEEPSPEED:
+        num_steps = deepspeed.num_steps(folder)
+    rng = [path for path in folder.glob("rng_state*.pth") if re.fullmatch(r"rng_state(_\d+)?\.pth", path.name)]
+    return Carried(num_steps, position.exists(), (folder / "scheduler.pt").exists(), len(rng))
 
 
 def load_foreign(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> None:

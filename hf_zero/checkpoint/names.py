@@ -1,13 +1,13 @@
-"""The keys under which transformers keeps a model's tensors in files, and the order of their elements there.
+"""The tensors of a model and those of its files: the names that transformers writes, and what is made of what.
 
 Some models hold their weights otherwise than their checkpoints do: experts stacked, projections split, matrices
-transposed. transformers converts on load and reverts on save; its own code runs here on tensors without data, and what
-it does becomes rectangular copies between parameters and tensors of files, which every rank carries out for its part.
+transposed. transformers converts on load and reverts on save; its own code runs here on tensors without data. Where it
+only moves runs of elements, every rank reads and writes those that it holds. The rest is computed from whole tensors.
 """
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +16,112 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.format import TensorEntry
-from hf_zero.checkpoint.strided import Copy, Unaligned, reversed_copy, within
-from hf_zero.checkpoint.tensor_names import SavedTensor
-from hf_zero.checkpoint.trace import Trace
+from hf_zero.checkpoint.trace import Run, Trace
+from hf_zero.engine import ParamInfo
 from hf_zero.errors import CheckpointError
 
 
 @dataclass(frozen=True)
+class SavedTensor:
+    """A parameter or buffer of a model and the names it goes by.
+
+    Args:
+        name (`str`): the engine's name of the parameter, or the first name of the buffer.
+        key (`str`): its name in files that are written here.
+        aliases (`tuple[str, ...]`): every name it has in the model: more than one when it is tied.
+        dtype (`torch.dtype`): as saved.
+        shape (`tuple[int, ...]`): of the whole tensor.
+        buffer (`Tensor`, *optional*): the buffer itself, whole on every rank; `None` for a parameter.
+    """
+
+    name: str
+    key: str
+    aliases: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    buffer: Tensor | None = None
+
+    @property
+    def entry(self) -> TensorEntry:
+        return TensorEntry(self.key, self.dtype, self.shape)
+
+    def fill_buffer(self, read: Callable[[Tensor], None]) -> None:
+        """Overwrites the buffer by what `read` puts into a 1-D tensor. One that is not contiguous has no flat view."""
+        assert self.buffer is not None, f"{self.name} is a parameter"
+        flat = self.buffer.new_empty(self.buffer.numel())
+        read(flat)
+        self.buffer.copy_(flat.view(self.shape))
+
+
+def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[SavedTensor]:
+    """The tensors of a model folder, in the order of `model.state_dict()`.
+
+    Tied tensors appear once, under the name that the model's class declares as the source of the tie (its first name
+    where nothing is declared). Buffers that the model does not persist and keys that it asks to leave out are absent.
+
+    Args:
+        model (`nn.Module`): parameters may be placeholders: identities and names count, no value is read.
+        parameters (`Sequence[ParamInfo]`): the engine's parameters.
+    """
+    info_of = {info.name: info for info in parameters}
+    tie_targets = set(getattr(model, "all_tied_weights_keys", None) or ())
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    tensors = []
+    for aliases, tensor in _tensors_with_aliases(model):
+        info = next((info_of[alias] for alias in aliases if alias in info_of), None)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if (is_parameter and info is None) or left_out.intersection(aliases):
+            continue
+        key = next((alias for alias in aliases if alias not in tie_targets), aliases[0])
+        if info is not None:
+            tensors.append(SavedTensor(info.name, key, aliases, info.save_dtype, tuple(info.shape)))
+        else:
+            tensors.append(SavedTensor(key, key, aliases, tensor.dtype, tuple(tensor.shape), tensor.detach()))
+    position = {name: index for index, (name, _) in enumerate(named_tensors(model))}
+    return sorted(tensors, key=lambda saved: position[saved.key])
+
+
+def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[SavedTensor]:
+    """Returns the tensors of which a name is in `keys`, under the key given there; further names are aliases."""
+    chosen = []
+    for saved in tensors:
+        given = [keys[name] for name in dict.fromkeys((saved.name, *saved.aliases)) if name in keys]
+        if given:
+            aliases = (*saved.aliases, *given[1:])
+            chosen.append(SavedTensor(saved.name, given[0], aliases, saved.dtype, saved.shape, saved.buffer))
+    return chosen
+
+
+def shortened(names: Collection[str], limit: int = 5) -> str:
+    """Shortens a list of names for a message: the first few, and how many more."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(list(names)[:limit]) + more
+
+
+def _tensors_with_aliases(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return [(tuple(names[identity]), tensor) for identity, tensor in tensors.items()]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers under all their names, in the order of the state dict."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = "." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}{dot}{name}", parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}{dot}{name}", buffer
+
+
+@dataclass(frozen=True)
 class Computation:
-    """A tensor that is not made by copies alone: to be computed from whole tensors.
+    """A tensor that is not made of a few runs: to be computed from whole tensors.
 
     Args:
         trace (`Trace`): knows how.
@@ -47,32 +144,24 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a safetensors file that is to be written.
+class Origin:
+    """What a tensor is made of: a parameter of tensors of files, or a tensor of a file of parameters and buffers.
 
     Args:
-        entry (`TensorEntry`): its key, dtype and shape.
-        copies (`tuple[Copy, ...]`): out of parameters and buffers, under their `SavedTensor` names.
-        computation (`Computation`, *optional*): in place of copies.
+        runs (`Sequence[Run]`): out of the tensors that they name, parameters and buffers by `SavedTensor` name.
+        computation (`Computation`, *optional*): in place of runs.
     """
 
-    entry: TensorEntry
-    copies: tuple[Copy, ...]
+    runs: Sequence[Run]
     computation: Computation | None = None
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The tensors of files of which a parameter or buffer is made.
+class FileTensor:
+    """A tensor of a safetensors file that is to be written: its key, dtype and shape, and what it is made of."""
 
-    Args:
-        copies (`tuple[Copy, ...]`): each from the parameter to the tensor of a file whose name it bears: a load goes
-            backwards.
-        computation (`Computation`, *optional*): in place of copies.
-    """
-
-    copies: tuple[Copy, ...]
-    computation: Computation | None = None
+    entry: TensorEntry
+    origin: Origin
 
 
 @dataclass(frozen=True)
@@ -100,7 +189,10 @@ def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> lis
 
         with trace:
             state = revert_weight_conversion(model, state)
-    return [_file_tensor(trace, key, tensor) for key, tensor in state.items()]
+    return [
+        FileTensor(TensorEntry(key, tensor.dtype, tuple(tensor.shape)), origin_of(trace, tensor))
+        for key, tensor in state.items()
+    ]
 
 
 def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
@@ -152,45 +244,23 @@ def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, Tensor
         elif entries[names[0]].shape != saved.shape:
             mismatched.append((names[0], entries[names[0]].shape, saved.shape))
         else:
-            trace = Trace()
-            found[saved.name] = origin_of(trace, trace.new(names[0], saved.shape, saved.dtype))
+            found[saved.name] = Origin((Run(names[0], 0, 0, saved.entry.numel),))
     unexpected = tuple(name for name in entries if name not in known)
     return Origins(found, tuple(missing), unexpected, tuple(mismatched))
 
 
 def origin_of(trace: Trace, tensor: Tensor) -> Origin:
-    """Returns the tensors of files of which a traced tensor is made."""
-    copies = _copies(trace, tensor, backwards=True)
-    return Origin(copies or ()) if copies is not None else Origin((), _computation(trace, tensor))
+    """Returns what a traced tensor is made of."""
+    runs = trace.runs_of(tensor)
+    if runs is not None:
+        return Origin(runs)
+    return Origin((), Computation(trace, tensor, tuple(trace.sources_of(tensor))))
 
 
 def is_pretrained(model: nn.Module) -> bool:
     """Whether a model is one of transformers, whose checkpoints may need conversion."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
-
-
-def _file_tensor(trace: Trace, key: str, tensor: Tensor) -> FileTensor:
-    entry = TensorEntry(key, tensor.dtype, tuple(tensor.shape))
-    copies = _copies(trace, tensor, backwards=False)
-    return FileTensor(entry, copies or (), None if copies is not None else _computation(trace, tensor))
-
-
-def _copies(trace: Trace, tensor: Tensor, backwards: bool) -> tuple[Copy, ...] | None:
-    """The copies that make a tensor, or `None` when a rank could not do its part of them."""
-    try:
-        copies = trace.copies_of(tensor)
-        if backwards:
-            copies = [reversed_copy(found, found.name) for found in copies]
-        for found in copies:
-            next(within(found, 0, 1), None)  # raises where a range of the source is not a few rectangles
-    except Unaligned:
-        return None
-    return tuple(copies)
-
-
-def _computation(trace: Trace, tensor: Tensor) -> Computation:
-    return Computation(trace, tensor, tuple(trace.sources_of(tensor)))
 
 
 def _conversions_of(model: nn.Module) -> list:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hf_zero.checkpoint.tensor_names import renamed, saved_tensors, shortened
+from hf_zero.checkpoint.names import renamed, saved_tensors, shortened
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, world_of_one
 
