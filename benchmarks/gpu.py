@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.launch import GroupError, run_group
-from benchmarks.machine import describe_machine, one_line
+from benchmarks.machine import describe_gpu, describe_machine, one_line
 from benchmarks.names import missing_package, parse_mode
 from benchmarks.report import PHASES, markdown, worst
 from benchmarks.workload import SIZES, Workload
@@ -100,17 +100,6 @@ def _present(parser: argparse.ArgumentParser, name: str) -> bool:
     if package:
         print(f"{name}: left out, the package {package!r} is not installed", file=sys.stderr)
     return package is None
-
-
-def describe_gpu(device: str) -> str:
-    if device == "cpu":
-        return "none, run on the CPU"
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.gpu: torch sees no CUDA device; --device cpu --size tiny tries the program on the CPU")
-    properties = torch.cuda.get_device_properties(0)
-    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
 
 
 def _start(options: argparse.Namespace) -> str:

@@ -21,7 +21,7 @@ from statistics import median
 
 from benchmarks.exact import CASES, DELAYS, print_exact
 from benchmarks.launch import BACKENDS, GroupError, run_group
-from benchmarks.machine import available_nbytes, describe_machine, one_line
+from benchmarks.machine import available_nbytes, describe_gpu, describe_machine, one_line
 from benchmarks.memory_plan import most_layers, plan, search
 from benchmarks.report import markdown
 from benchmarks.workload import SIZES, Workload
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same sums each time
-    report = {"machine": describe_machine() | {"gpu": describe_device(options)}, "settings": _settings(options)}
+    report = {"machine": describe_machine() | {"gpu": describe_gpu(options.device)}, "settings": _settings(options)}
     print(f"{one_line(report['machine'])}; GPU: {report['machine']['gpu']}")
     failed = False
     for part in options.parts:
@@ -93,12 +93,6 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 
 def _settings(options: Namespace) -> dict:
     return {name: value for name, value in vars(options).items() if name not in ("json", "deadline")}
-
-
-def describe_device(options: Namespace) -> str:
-    from benchmarks.gpu import describe_gpu
-
-    return describe_gpu(options.device)
 
 
 def _run(task: str, spec: dict, options: Namespace) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,6 +48,17 @@ def available_nbytes() -> int:
     if limit.is_file() and limit.read_text().strip().isdigit():
         free = min(free, int(limit.read_text()) - int(used.read_text()))
     return free
+
+
+def describe_gpu(device: str) -> str:
+    if device == "cpu":
+        return "none, run on the CPU"
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.gpu: torch sees no CUDA device; --device cpu --size tiny tries the program on the CPU")
+    properties = torch.cuda.get_device_properties(0)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
 
 
 def _line(path: str, key: str) -> str:

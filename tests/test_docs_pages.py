@@ -251,7 +251,8 @@ def test_links_to_files_lead_somewhere(page):
 # Examples
 
 
-RUN_ELSEWHERE = ["checkpoints.md", "index.md", "memory.md", "training.md", "tutorial.md"]  # each by a test of its own
+# Each by a test of its own.
+RUN_ELSEWHERE = ["checkpoints.md", "index.md", "memory.md", "recipes.md", "training.md", "tutorial.md"]
 PYTHON = {"quickstart.md": 1, "trainer.md": 1, "fsdp.md": 1}  # how many blocks are run here
 
 

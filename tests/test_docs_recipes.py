@@ -80,6 +80,16 @@ def test_what_a_run_leaves_is_named():
     assert f"`{EARLIER}-1`" in text
 
 
+def test_the_function_of_the_page_judges_answers(tmp_path):
+    pytest.importorskip("trl")
+    from hf_zero.recipes.trl_tasks import RewardedArguments, rewards_of
+
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[1]
+    (tmp_path / "rewards.py").write_text(code, encoding="utf-8")
+    (judge,) = rewards_of(RewardedArguments(reward_funcs=[f"{tmp_path}/rewards.py:short"]))
+    assert judge(prompts=["a", "b"], completions=["four", ""], colour=["red", "blue"]) == [-4.0, 0.0]
+
+
 def test_every_tool_stands_in_the_page():
     text = PAGE.read_text(encoding="utf-8")
     assert [name for name in TOOLS if f"\nhf-zero {name}" not in text] == []

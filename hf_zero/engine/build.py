@@ -120,10 +120,9 @@ def build(
     _place_gradients(units, comm, arenas.collected)
     _place_buffers(model, comm)
     engine = _assemble(model, config, comm, units, parts, specs, placeholders, bus)
-    engine.disk, engine.arenas = disk, arenas
-    trim(comm.device)
-    engine.divided_over = divided_over
+    engine.disk, engine.arenas, engine.divided_over = disk, arenas, divided_over
     engine.handles += patches
+    trim(comm.device)
     return engine
 
 

@@ -19,14 +19,11 @@ from hf_zero.comm import Comm, Pending
 from hf_zero.config import MemoryTier, Residency, StagePlan
 from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.placeholder import Placeholders
-from hf_zero.sharding.layout import Layout
+from hf_zero.sharding.layout import Layout, Range
 
 
 if TYPE_CHECKING:
     from hf_zero.storage import DiskTensor
-
-
-Range = tuple[int, int]  # [start, stop), counted in the buffer
 
 
 class DeviceShard:

@@ -9,6 +9,8 @@ from math import prod
 # the vectorised loops of fused optimizers never reach their scalar tails, whatever range of the buffer a rank owns.
 ALIGN_NUMEL = 16
 
+Range = tuple[int, int]  # [start, stop), counted in the buffer
+
 
 def align(numel: int, to: int = ALIGN_NUMEL) -> int:
     """Rounds `numel` up to a multiple of `to`."""
