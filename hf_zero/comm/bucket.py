@@ -5,6 +5,12 @@ import torch
 from torch import Tensor
 
 
+# Of a bucket whose size nobody has chosen. A piece costs a latency whatever its size, and what is staged takes memory.
+MESSAGES_NBYTES = 4 * 2**20
+ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES = 32 * 2**20, 64 * 2**20  # the backend's own collectives
+# Where ranks read one another's memory nothing is staged, but for tensors that a caller made elsewhere.
+SHARED_NBYTES = 8 * 2**20
+
 MAX_ITEMSIZE = 8
 # Pieces begin at multiples of so many elements, as shards do, see `hf_zero.sharding.layout`.
 ALIGN_NUMEL = 16

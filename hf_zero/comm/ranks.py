@@ -78,6 +78,11 @@ def name_of(group: dist.ProcessGroup, rank: int) -> str:
     return f"rank {dist.get_global_rank(group, rank)}"
 
 
+def num_hosts(group: dist.ProcessGroup) -> int:
+    """Returns on how many hosts the ranks of a group run, which have exchanged their addresses."""
+    return len({address.host for address in _ADDRESSES[group]})
+
+
 def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
     """Whether a device's tensors, by default those in the host's memory, go through gloo."""
     served = {each.type for each in group._device_types}

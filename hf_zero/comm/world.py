@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
-from hf_zero.comm.bandwidth import bucket_of_hosts, bucket_of_link
 from hf_zero.comm.base import Comm
-from hf_zero.comm.distributed import DistributedComm
+from hf_zero.comm.bucket import MESSAGES_NBYTES, ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES, SHARED_NBYTES
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.rendezvous import rendezvous
@@ -24,9 +23,6 @@ from hf_zero.errors import ConfigError
 
 
 logger = logging.getLogger(__name__)
-
-# Where ranks read one another's memory nothing is staged, but for tensors that a caller made elsewhere.
-SHARED_BUCKET_NBYTES = 8 * 2**20
 
 
 def connect(
@@ -44,8 +40,8 @@ def connect(
         group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world when `None`.
         timeout_seconds (`float`, *optional*): how long one exchange may take; by default as long as the group gives
             its own. A limit that the group was made with stays for exchanges through the backend alone.
-        bucket_nbytes (`int` or `str`): size in bytes of each buffer through which values are exchanged; "auto" chooses
-            one by the bandwidth, the same on all ranks.
+        bucket_nbytes (`int` or `str`): size in bytes of each buffer through which values are exchanged; "auto" takes
+            one that is known to be large enough for the kind of link.
         shared_memory (`bool`): lets gloo's ranks, where they are all on one host, share memory instead.
 
     Raises:
@@ -76,7 +72,7 @@ def connect(
     ranks.exchange_addresses(group)
     kind, extra = _kind_of(group, device, shared_memory)
     if bucket_nbytes == "auto":
-        bucket_nbytes = _chosen_bucket(kind, group, device, timeout_seconds)
+        bucket_nbytes = _bucket_nbytes(kind, group)
     return kind(group, device, timeout_seconds, bucket_nbytes, *extra)
 
 
@@ -126,18 +122,10 @@ def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool
     return (SharedComm, [connections]) if connections else (PairwiseComm, [])
 
 
-def _chosen_bucket(
-    kind: Callable[..., Comm], group: dist.ProcessGroup, device: torch.device, timeout_seconds: float
-) -> int:
-    if kind is SharedComm:
-        return SHARED_BUCKET_NBYTES
+def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:
     if kind is NativeComm:
-        nbytes, why = bucket_of_hosts(DistributedComm(group, device, timeout_seconds))
-    else:
-        nbytes, why = bucket_of_link(DistributedComm(group, torch.device("cpu"), timeout_seconds))
-    if dist.get_rank(group) == 0:
-        logger.info("hf_zero: values are exchanged through buffers of %d MiB: %s", nbytes // 2**20, why)
-    return nbytes
+        return ONE_HOST_NBYTES if ranks.num_hosts(group) == 1 else SEVERAL_HOSTS_NBYTES
+    return SHARED_NBYTES if kind is SharedComm else MESSAGES_NBYTES
 
 
 def _leave() -> None:

@@ -8,22 +8,18 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Bus, Comm, Pending
-from hf_zero.comm.bandwidth import ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES
 from hf_zero.comm.base import DONE, Counters
-from hf_zero.comm.bucket import Bucket
+from hf_zero.comm.bucket import MESSAGES_NBYTES, ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES, SHARED_NBYTES, Bucket
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.peers import Kind
 from hf_zero.comm.shared import HostMemory, SharedComm
-from hf_zero.comm.world import SHARED_BUCKET_NBYTES
 from hf_zero.config import MemoryTier
 from hf_zero.planner.meter import Meter
 
 
 META = torch.device("meta")
 RANKS_PER_HOST = 8
-# What a loopback link asks for; a real link is measured when training starts.
-LINK_BUCKET_NBYTES = 4 * 2**20
 
 
 class _Alone(Comm):
@@ -162,8 +158,8 @@ def lone_rank(
         chosen = ONE_HOST_NBYTES if num_ranks <= RANKS_PER_HOST else SEVERAL_HOSTS_NBYTES
         return _Native(num_ranks, chosen if bucket_nbytes == "auto" else int(bucket_nbytes))
     if shared_memory:
-        return _Shared(num_ranks, SHARED_BUCKET_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes), meter)
-    return _Pairwise(num_ranks, LINK_BUCKET_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes))
+        return _Shared(num_ranks, SHARED_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes), meter)
+    return _Pairwise(num_ranks, MESSAGES_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes))
 
 
 class LoneBus(Bus):

@@ -170,10 +170,10 @@ SECTIONS: Sections = {
         "use_multi_rank_bucket_allreduce": Always("each rank receives its own range only"),
         "allgather_partitions": Always("always so"),
         "reduce_bucket_size": Always(
-            "a block's gradients are reduced together; pieces are sized by bandwidth (--zero_bucket_mb auto)"
+            "a block's gradients are reduced together; in pieces of constant size (--zero_bucket_mb)"
         ),
         "allgather_bucket_size": Always(
-            "a block's parameters are gathered together; pieces are sized by bandwidth (--zero_bucket_mb auto)"
+            "a block's parameters are gathered together; in pieces of constant size (--zero_bucket_mb)"
         ),
         "round_robin_gradients": Always("every rank owns an equal range of every block"),
         "sub_group_size": Always("the optimizer works block by block"),

@@ -48,7 +48,7 @@ class ZeroArgumentsMixin(_Arguments):
             3 also the parameters.
         zero_reduce_dtype (`str`): the dtype in which gradients are summed over the ranks: fp32 or bf16.
         zero_bucket_mb (`str`): size in MiB of each buffer through which ranks that send messages exchange values, in
-            pieces; auto: so large that the latency of a piece counts for little, measured or known.
+            pieces; auto: so large that the latency of a piece counts for little, by the kind of link.
         zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3; 0 saves one block's memory.
         zero_keep_gathered (`str`): how many further blocks stay gathered from forward to backward at stage 3, at the
             cost of one block's memory each; auto: as many as fit half of the memory that is free beside gradients and

@@ -1,13 +1,13 @@
 """The backend's own collectives, served by gloo: what they compute, and through how much memory."""
 
-import logging
 import random
+import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import bandwidth, connect
+from hf_zero.comm import bucket, connect, ranks, world
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.shared import SharedComm
 from hf_zero.engine import build
@@ -121,32 +121,19 @@ def test_a_training_through_pieces_is_bit_for_bit_the_pairwise_one(stage, comput
     run_ranks(_trains, 2, stage, compute)
 
 
-def _chooses(shared_memory: bool) -> tuple[int, list[str]]:
-    said = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("hf_zero.comm.world")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+def _chooses(shared_memory: bool) -> list[int]:
     comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes="auto", shared_memory=shared_memory)
-    logger.removeHandler(handler)
     assert isinstance(comm, SharedComm) is shared_memory
-    nbytes, why = bandwidth.bucket_of_hosts(comm)
-    assert (nbytes, why) == (bandwidth.ONE_HOST_NBYTES, "ranks of one host")
-    return comm.buckets[0].nbytes, said
+    on_one_host = world._bucket_nbytes(NativeComm, comm.group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: f"host{comm.rank}")
+        apart = dist.new_group()
+        ranks.exchange_addresses(apart)
+    return [comm.buckets[0].nbytes, on_one_host, world._bucket_nbytes(NativeComm, apart)]
 
 
-def test_the_size_is_chosen_by_a_measurement_on_which_ranks_agree_and_it_is_said():
-    (nbytes, said), *others = run_ranks(_chooses, 3, False)
-    assert {other for other, _ in others} == {nbytes} and not any(told for _, told in others)
-    assert bandwidth.MIN_NBYTES <= nbytes <= bandwidth.MAX_NBYTES and nbytes.bit_count() == 1
-    assert len(said) == 1 and f"{nbytes // 2**20} MiB: latency" in said[0]
-    assert all(not said for _, said in run_ranks(_chooses, 2, True))  # nothing goes through it
-
-
-@pytest.mark.parametrize(
-    "latency, bandwidth_, wanted",
-    [(1e-4, 1e9, 2 * 2**20), (1e-4, 3e9, 8 * 2**20), (1e-7, 1e9, 2**20), (1e-2, 1e9, 64 * 2**20)],
-)
-def test_a_piece_takes_many_times_its_latency(latency, bandwidth_, wanted):
-    assert bandwidth.bucket_nbytes(latency, 1 / bandwidth_) == wanted
+def test_the_size_of_a_bucket_is_that_of_the_kind_of_link():
+    native = [bucket.ONE_HOST_NBYTES, bucket.SEVERAL_HOSTS_NBYTES]
+    assert run_ranks(_chooses, 2, False) == [[bucket.MESSAGES_NBYTES, *native]] * 2
+    (nbytes, *others), _ = run_ranks(_chooses, 2, True)
+    assert others == native and nbytes < bucket.MESSAGES_NBYTES  # the scratch: nothing goes through a bucket
