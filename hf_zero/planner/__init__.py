@@ -1,8 +1,7 @@
 """What a run holds in memory, measured and predicted."""
 
 from hf_zero.planner.advice import Advice, advise
-from hf_zero.planner.classes import TensorClass, by_field, render_classes, tensor_classes
-from hf_zero.planner.memory_report import MemoryReport, measure
+from hf_zero.planner.memory_report import MemoryReport, TensorClass, by_field, measure, render_classes, tensor_classes
 from hf_zero.planner.prediction import Prediction, predict, predict_with
 
 

@@ -1,13 +1,29 @@
-"""A report of what this rank holds, measured from the tensors themselves, beside what DDP would hold."""
+"""What a rank holds: measured, beside what DDP would hold; and told by tensor class before the first step."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from hf_zero.config import MemoryTier
+from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.flat import Flat
+from hf_zero.engine.gradient import Gradient, GradientInPlace
+from hf_zero.sharding.arena import parts_nbytes
+
+
+# Under which name of `MemoryReport` a class counts.
+_FIELDS = {
+    "parameters": "parameter_nbytes",
+    "frozen parameters": "parameter_nbytes",
+    "masters": "optimizer_nbytes",
+    "optimizer state": "optimizer_nbytes",
+    "gradients": "gradient_nbytes",
+    "reduced gradients": "gradient_nbytes",
+}
 
 
 @dataclass(frozen=True)
@@ -91,3 +107,108 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
         total += max(0, high - max(low, end))
         end = max(end, high)
     return total
+
+
+@dataclass(frozen=True)
+class TensorClass:
+    """Tensors of one purpose and dtype.
+
+    Args:
+        name (`str`): their purpose.
+        dtype (`torch.dtype`, *optional*): `None` for buffers that hold several.
+        nbytes (`int`): on this rank.
+        num_parts (`int`): over how many ranks the whole is divided; 1 when every rank holds it.
+        tier (`MemoryTier`): where they rest.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    nbytes: int
+    num_parts: int
+    tier: MemoryTier = MemoryTier.DEVICE
+
+
+def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None = None) -> list[TensorClass]:
+    """The tensors that rest between uses or are used again and again, as they will be from the first step on.
+
+    Activations, and what a library allocates for a moment, are not among them.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        optimizer (`torch.optim.Optimizer`, *optional*): a `ShardedOptimizer`; its state may not exist yet. That of
+            optimizers that are not elementwise counts once it is there.
+    """
+    plan, num_ranks = engine.plan, engine.comm.num_ranks
+    numel: Counter[tuple[str, torch.dtype, Residency, MemoryTier]] = Counter()
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        name = "parameters" if flat.trainable else "frozen parameters"
+        masters, has_copy = flat.rest.masters, flat.rest.has_copy
+        dtype = masters.dtype if flat.rest.is_sharded and not has_copy else flat.dtype
+        numel[name, dtype, plan.compute, flat.plan.compute_at] += _held(flat, plan.compute)
+        if has_copy:
+            numel["masters", masters.dtype, plan.master, masters.tier] += _held(flat, plan.master)
+    for gradient in engine.gradients():
+        _count_gradient(gradient, numel)
+    for dtype, count, tier in optimizer.expected_state() if optimizer is not None else ():
+        numel["optimizer state", dtype, plan.master, tier] += count
+    classes = [
+        TensorClass(name, dtype, count * dtype.itemsize, num_ranks if residency is Residency.SHARDED else 1, tier)
+        for (name, dtype, residency, tier), count in numel.items()
+    ]
+    gathering, collecting = _slots_nbytes(engine)
+    classes += [TensorClass("buffers to gather in", None, gathering, 1)] if gathering else []
+    classes += [TensorClass("buffers to collect gradients in", None, collecting, 1)] if collecting else []
+    exchanging = engine.comm.buffer_nbytes
+    classes += [TensorClass("buffers to exchange through", None, exchanging, 1)] if exchanging else []
+    return classes
+
+
+def render_classes(classes: list[TensorClass]) -> str:
+    """One line for each class: its purpose, dtype, and bytes on a rank."""
+    width = max((len(each.name) for each in classes), default=0)
+    lines = []
+    for each in classes:
+        dtype = str(each.dtype).removeprefix("torch.") if each.dtype is not None else ""
+        share = f"1/{each.num_parts} of all" if each.num_parts > 1 else "whole" if each.dtype is not None else ""
+        tier = "" if each.tier is MemoryTier.DEVICE else f"on the {each.tier.value}"
+        size = f"{each.nbytes / 2**20:>10.2f} MiB"
+        lines.append(f"  {each.name:<{width}}  {dtype:<8}  {size}  {share}  {tier}".rstrip())
+    return "\n".join(lines)
+
+
+def by_field(classes: list[TensorClass]) -> dict[str, int]:
+    """The bytes of classes under the names that [`MemoryReport`] has for them, to stand beside what is measured."""
+    found: Counter[str] = Counter()
+    for each in classes:
+        field = (
+            _FIELDS.get(each.name, "buffer_nbytes") if each.tier is MemoryTier.DEVICE else f"{each.tier.value}_nbytes"
+        )
+        found[field] += each.nbytes
+    return dict(found)
+
+
+def _held(flat: Flat, residency: Residency) -> int:
+    return flat.layout.shard_numel if residency is Residency.SHARDED else flat.layout.full_numel
+
+
+def _count_gradient(gradient: Gradient, numel: Counter) -> None:
+    plan, flat = gradient.flat.plan, gradient.flat
+    if gradient.is_persistent:
+        numel["gradients", flat.dtype, Residency.PARTIAL, MemoryTier.DEVICE] += flat.layout.full_numel
+    if not isinstance(gradient, GradientInPlace):
+        at_rest = Residency.REPLICATED if plan.grad is Residency.REPLICATED else Residency.SHARDED
+        numel["reduced gradients", gradient.dtype, at_rest, gradient.rests_at] += _held(flat, at_rest) * (
+            1 + plan.lags
+        )
+
+
+def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:
+    """Bytes of the slots that units are gathered in, and of those that gradients are collected in during backward."""
+    slots = {id(unit.slot): unit.slot.buffer.numel() for unit in engine.units if unit.slot is not None}
+    lent: dict[int, list[int]] = {}
+    for unit in engine.units:
+        if unit.gradients and unit.gradient_slots is not None and not unit.gradients[0].is_persistent:
+            nbytes = parts_nbytes([gradient.flat.slot_part for gradient in unit.gradients])
+            lent.setdefault(id(unit.gradient_slots), []).append(nbytes)
+    # two buffers take turns where there are several units
+    return sum(slots.values()), sum(max(sizes) * min(len(sizes), 2) for sizes in lent.values())

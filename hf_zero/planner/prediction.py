@@ -1,7 +1,13 @@
-"""Predicts what a run takes from its model's shapes: memory by tensor class, traffic, disk."""
+"""Predicts what a run takes from its model's shapes: memory by tensor class, traffic, disk.
+
+[Note: deep models] Where all blocks are alike, what a few of them take tells what many take. Each number that is
+predicted is an affine function of how many blocks there are: at any named moment of a step, such as the end of the
+second block's backward, each further block adds the same. A peak is not, being the largest of several moments; so the
+moments are extended, each by itself, and the largest of them is taken.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,13 +16,16 @@ from torch import Tensor, nn
 
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.partition import UnitSpec, partition
 from hf_zero.errors import HfZeroError
-from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
-from hf_zero.planner.depth import MAX_WHOLE, PERIOD, alike_blocks, extended
-from hf_zero.planner.meta_optimizer import MakeOptimizer
-from hf_zero.planner.simulated_step import SimulatedStep, StepMemory
+from hf_zero.planner.memory_report import TensorClass, render_classes, tensor_classes
+from hf_zero.planner.simulated_step import MakeOptimizer, SimulatedStep, StepMemory
 
 
+# Models of no more blocks are run as they are.
+MAX_WHOLE = 12
+# Blocks that differ in turn, as in attention with windows, do so with a period of two.
+PERIOD = 2
 # What `Trainer` uses unless told otherwise.
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 WITHOUT_BATCH = "activations and traffic: no batch was given"
@@ -248,3 +257,43 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
             width = info.save_dtype.itemsize + (flat.master.dtype.itemsize if is_wider else 0)
             nbytes += info.shape.numel() * width
     return nbytes
+
+
+def alike_blocks(model: nn.Module) -> str | None:
+    """The path of the list whose members are all of a model's blocks, and alike; `None` where there is none."""
+    stacks = partition(model).stacks
+    units = stacks[0].units if len(stacks) == 1 else []
+    path = units[0].name.rpartition(".")[0] if units else ""
+    container = model.get_submodule(path)
+    is_list = isinstance(container, nn.ModuleList) and len(container) == len(units)
+    is_alike = is_list and len({_shapes(unit) for unit in units}) == 1
+    return path if is_alike and all(unit.name.rpartition(".")[0] == path for unit in units) else None
+
+
+def _shapes(unit: UnitSpec) -> tuple:
+    return tuple(
+        (name.removeprefix(unit.name), tuple(param.shape), param.dtype, param.requires_grad)
+        for name, param in unit.params.items()
+    )
+
+
+def extended(fewer: Any, more: Any, times: int) -> Any:
+    """What would come `times` as far beyond `fewer` as `more` is: of every whole number in equal structures.
+
+    Args:
+        fewer: a number, or a list, dict or dataclass of such.
+        more: likewise.
+        times (`int`): how often the difference is added.
+    """
+    if isinstance(fewer, bool) or type(fewer) is not type(more):
+        return fewer
+    if isinstance(fewer, int):
+        return fewer + (more - fewer) * times
+    if isinstance(fewer, list):
+        return [extended(a, b, times) for a, b in zip(fewer, more, strict=True)]
+    if isinstance(fewer, dict):
+        return {key: extended(value, more[key], times) for key, value in fewer.items()}
+    if is_dataclass(fewer) and not isinstance(fewer, type):
+        values = {field.name: getattr(fewer, field.name) for field in fields(fewer)}
+        return replace(fewer, **{name: extended(value, getattr(more, name), times) for name, value in values.items()})
+    return fewer

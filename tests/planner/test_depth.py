@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_zero.planner import depth, predict, prediction
+from hf_zero.planner import predict, prediction
 from tests.planner import subjects
 
 
@@ -46,15 +46,15 @@ def test_what_is_extended_is_what_the_whole_model_takes(settings, monkeypatch):
 
 
 def test_only_blocks_that_are_alike_are_left_out():
-    assert depth.alike_blocks(_deep("llama")) == "model.layers"
-    assert depth.alike_blocks(_deep("t5")) is None  # two stacks
+    assert prediction.alike_blocks(_deep("llama")) == "model.layers"
+    assert prediction.alike_blocks(_deep("t5")) is None  # two stacks
     model = _deep("llama")
     model.model.layers[3].mlp.up_proj.weight.requires_grad_(False)
-    assert depth.alike_blocks(model) is None
+    assert prediction.alike_blocks(model) is None
 
 
 def test_numbers_are_extended_wherever_they_stand():
-    assert depth.extended({"a": 1, "b": [2, 3], "c": None}, {"a": 2, "b": [2, 5], "c": None}, 3) == {
+    assert prediction.extended({"a": 1, "b": [2, 3], "c": None}, {"a": 2, "b": [2, 5], "c": None}, 3) == {
         "a": 4,
         "b": [2, 9],
         "c": None,
