@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm.base import Pending
-from hf_zero.comm.bucket import Bucket
+from hf_zero.comm.base import Bucket, Pending
 from hf_zero.comm.distributed import DistributedComm, bytes_of
 
 

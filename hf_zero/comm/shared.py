@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_zero.comm.base import Counters, Pending
-from hf_zero.comm.bucket import Bucket
+from hf_zero.comm.base import Bucket, Counters, Pending
 from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
 from hf_zero.comm.peers import Kind, Peers, mapped
 

@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
-from hf_zero.comm.base import Comm
-from hf_zero.comm.bucket import MESSAGES_NBYTES, ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES, SHARED_NBYTES
+from hf_zero.comm.base import MESSAGES_NBYTES, ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES, SHARED_NBYTES, Comm
 from hf_zero.comm.native import NativeComm
-from hf_zero.comm.pairwise import PairwiseComm
+from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm
-from hf_zero.comm.staged import StagedComm
 from hf_zero.errors import ConfigError
 
 

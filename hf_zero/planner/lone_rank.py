@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Bus, Comm, Pending
-from hf_zero.comm.base import DONE, Counters
-from hf_zero.comm.bucket import MESSAGES_NBYTES, ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES, SHARED_NBYTES, Bucket
+from hf_zero.comm.base import (
+    DONE,
+    MESSAGES_NBYTES,
+    ONE_HOST_NBYTES,
+    SEVERAL_HOSTS_NBYTES,
+    SHARED_NBYTES,
+    Bucket,
+    Counters,
+)
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.peers import Kind

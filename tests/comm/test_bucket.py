@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hf_zero
-from hf_zero.comm.bucket import Bucket
+from hf_zero.comm.base import Bucket
 from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.native import NativeComm
 from hf_zero.config import ZeroConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import bucket, connect, ranks, world
+from hf_zero.comm import base, connect, ranks, world
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.shared import SharedComm
 from hf_zero.engine import build
@@ -133,7 +133,7 @@ def _chooses(shared_memory: bool) -> list[int]:
 
 
 def test_the_size_of_a_bucket_is_that_of_the_kind_of_link():
-    native = [bucket.ONE_HOST_NBYTES, bucket.SEVERAL_HOSTS_NBYTES]
-    assert run_ranks(_chooses, 2, False) == [[bucket.MESSAGES_NBYTES, *native]] * 2
+    native = [base.ONE_HOST_NBYTES, base.SEVERAL_HOSTS_NBYTES]
+    assert run_ranks(_chooses, 2, False) == [[base.MESSAGES_NBYTES, *native]] * 2
     (nbytes, *others), _ = run_ranks(_chooses, 2, True)
-    assert others == native and nbytes < bucket.MESSAGES_NBYTES  # the scratch: nothing goes through a bucket
+    assert others == native and nbytes < base.MESSAGES_NBYTES  # the scratch: nothing goes through a bucket

@@ -6,8 +6,7 @@ import torch.distributed as dist
 
 from hf_zero.comm import connect
 from hf_zero.comm.distributed import DistributedComm
-from hf_zero.comm.pairwise import SUM_NBYTES
-from hf_zero.comm.staged import StagedComm
+from hf_zero.comm.pairwise import SUM_NBYTES, StagedComm
 from tests.distributed import RemoteError, run_ranks
 
 
