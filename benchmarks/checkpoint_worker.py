@@ -17,10 +17,10 @@ import torch.distributed as dist
 from benchmarks import counters
 from benchmarks.checkpoint_modes import Checkpoint, Marks, loader_of
 from benchmarks.checkpoint_names import SAVING_MODES
-from benchmarks.memory import MeterError, TensorMeter
 from benchmarks.process_memory import ProcessMemory, trim_heap
 from benchmarks.worker import Stepper
 from benchmarks.workload import Workload
+from tests.tensor_meter import MeterError, TensorMeter
 
 
 _CHECK_STEPS = 2  # after a save or a load: the first loss is the weights', the second the optimizer's too

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import available_nbytes
-from benchmarks.memory import TensorMeter
 from benchmarks.placement import device_peak_nbytes
 from benchmarks.worker import Stepper, synchronize
 from benchmarks.workload import Workload
+from tests.tensor_meter import TensorMeter
 
 
 _OUT_OF_HOST = 77  # exit code of a process that ended itself before the host ran out of memory

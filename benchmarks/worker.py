@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import counters
-from benchmarks.memory import MeterError, TensorMeter
 from benchmarks.modes import Plain, build_mode
 from benchmarks.workload import Workload
+from tests.tensor_meter import MeterError, TensorMeter
 
 
 class Stepper:

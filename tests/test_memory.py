@@ -33,12 +33,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory import TensorMeter
 from hf_zero.comm.pairwise import SUM_NBYTES
 from hf_zero.engine import ZeroEngine
 from hf_zero.engine.rest import SharedRest
 from tests import models
 from tests.distributed import run_ranks
+from tests.tensor_meter import TensorMeter
 from tests.training import Sharded, adamw
 
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.memory import TensorMeter
 from hf_zero.activation import checkpointing_of
 from hf_zero.activation.store import Store
 from hf_zero.engine import ZeroEngine
 from tests import models
+from tests.tensor_meter import TensorMeter
 from tests.training import Sharded, adamw, loss_of
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import hf_zero
-from benchmarks.memory import TensorMeter
 from hf_zero.engine import engine_of, has_sources
 from hf_zero.planner import measure, predict
 from tests.distributed import run_ranks
 from tests.planner import subjects
+from tests.tensor_meter import TensorMeter
 
 
 BUCKET_NBYTES = 2**16

@@ -8,7 +8,7 @@ Python tensors it sees buffers held in C++ (DDP's buckets) and what is freed aga
 Storages resized with `untyped_storage().resize_` go through the same allocator, so they count.
 
 It does not see memory that does not come from that allocator: mapped shared memory (counted apart, see
-`counters.shared_nbytes`), mapped files, and the scratch buffers that gloo takes from malloc.
+`benchmarks.counters.shared_nbytes`), mapped files, and the scratch buffers that gloo takes from malloc.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks.memory import TensorMeter
+from tests.tensor_meter import TensorMeter
 
 
 MIB = 2**20
