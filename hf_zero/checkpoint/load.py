@@ -196,11 +196,8 @@ def read_origin(
     """
     dtype = through or out.dtype
     if origin.computation is not None:
-        values = {}
-        for name in origin.computation.sources:
-            values[name] = origin.computation.room_for(name)
-            opened.read_range(name, 0, values[name])
-        out.copy_(origin.computation.of(values)[start : start + out.numel()].to(dtype))
+        for first, values in origin.computation.read(opened.read_range, start, start + out.numel()):
+            out[first - start :][: values.numel()].copy_(values.to(dtype))
         return
     for run in within(origin.runs, start, start + out.numel()):
         target = out[run.target - start :][: run.numel]

@@ -133,14 +133,32 @@ class Computation:
     meta: Tensor
     sources: tuple[str, ...]
 
-    def room_for(self, source: str) -> Tensor:
-        """Allocates memory for the values of a source, 1-D, in the dtype in which it is taken."""
-        meta = self.trace.source(source)
-        return torch.empty(meta.numel(), dtype=meta.dtype)
-
     def of(self, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the result, 1-D, out of the whole 1-D values of all sources."""
         return self.trace.values_of(self.meta, values).reshape(-1)
+
+    def read(
+        self, read_range: Callable[[str, int, Tensor], None], start: int, stop: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yields the elements [start, stop) of the result, part by part, each with its first one: of tensors that are
+        stacked, such as experts, one is in memory after the other.
+
+        Args:
+            read_range (`Callable`): fills a 1-D tensor with a source's values from an element on.
+            start (`int`): first element.
+            stop (`int`): behind the last one.
+        """
+        num_parts = self.trace.num_parts_of(self.meta)
+        numel = self.meta.numel() // num_parts
+        for part in range(start // numel, -(-stop // numel)):
+            values = {}
+            for name in self.sources:
+                meta = self.trace.source(name)
+                values[name] = torch.empty(meta.numel() // num_parts, dtype=meta.dtype)
+                read_range(name, part * values[name].numel(), values[name])
+            result = self.trace.values_of(self.meta, values, 1 if num_parts > 1 else None).reshape(-1)
+            first, last = max(start - part * numel, 0), min(stop - part * numel, numel)
+            yield part * numel + first, result[first:last]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.engine.opaque import is_opaque
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, CommError
 
 
 def save_pretrained(
@@ -140,35 +140,54 @@ def _pieces(
 
 def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> Iterator[tuple[str, int, Tensor]]:
     """Tensors that are computed, which takes whole parameters: one at a time, each on one of the ranks, and divided
-    over them. All ranks go through it."""
+    over them. All ranks go through it. Where one rank fails it goes on with the others, and raises at the end."""
     buffers = {name: buffer.detach().cpu().reshape(-1) for name, buffer in engine.model.named_buffers()}
     computed = [written for written in content if written.origin.computation is not None]
+    failure: Exception | None = None
     for index, written in enumerate(computed):
-        computation = written.origin.computation
+        computation, result = written.origin.computation, None
         assert computation is not None
-        whole = _gathered(engine, computation.sources, owner=index % engine.comm.num_ranks)
-        if whole is not None:
-            values = {name: buffers[name].clone() for name in computation.sources if name in buffers} | whole
-            yield written.entry.name, 0, computation.of(values)
+        try:
+            whole = _gathered(engine, computation.sources, owner=index % engine.comm.num_ranks)
+            if whole is not None:
+                values = {name: buffers[name].clone() for name in computation.sources if name in buffers} | whole
+                result = computation.of(values)
+        except CommError:
+            raise
+        except Exception as error:  # such as no memory for a whole tensor
+            failure = failure or error
+        if result is not None:
+            yield written.entry.name, 0, result
+    if failure is not None:
+        raise failure
 
 
 def _gathered(engine: ZeroEngine, names: Sequence[str], *, owner: int) -> dict[str, Tensor] | None:
     """Whole parameters, 1-D and in the dtype in which they are saved, on one rank. All ranks call it."""
     comm = connected(engine.comm)  # which sends what lies on the CPU
     infos = {info.name: info for info in engine.param_infos() if info.name in names}
-    own = [
-        (shard.name, shard.start, shard.tensor.to("cpu", infos[shard.name].save_dtype, copy=True))  # while it lasts
-        for shard in engine.named_shards()
-        if shard.name in infos
-    ]
-    places = comm.all_gather_object([(name, start, values.numel()) for name, start, values in own])
+    own, whole, failure = [], {}, None
+    try:
+        for shard in engine.named_shards():
+            if shard.name in infos:  # copied, for it may last no longer than this turn
+                values = shard.tensor.to("cpu", infos[shard.name].save_dtype, copy=True)
+                own.append((shard.name, shard.start, values))
+        if comm.rank == owner:
+            whole = {name: torch.empty(info.shape.numel(), dtype=info.save_dtype) for name, info in infos.items()}
+    except Exception as error:
+        failure = error
+    found = None if failure is not None else [(name, start, values.numel()) for name, start, values in own]
+    places = comm.all_gather_object(found)
+    if failure is not None:
+        raise failure
+    if None in places:  # nothing is sent: another rank has no memory for it, and says so
+        return None
     if comm.rank != owner:
         for _, _, values in own:
             comm.send(values, owner)
         return None
-    whole = {name: torch.empty(info.shape.numel(), dtype=info.save_dtype) for name, info in infos.items()}
-    for rank, found in enumerate(places):
-        for index, (name, start, numel) in enumerate(found):
+    for rank, parts in enumerate(places):
+        for index, (name, start, numel) in enumerate(parts):
             if rank == owner:
                 whole[name][start : start + numel] = own[index][2]
             else:

@@ -80,25 +80,40 @@ class Trace(TorchDispatchMode):
         needed = self._needed(tensor)[1]
         return [name for name, root in self._roots.items() if _storage(root) in needed]
 
-    def values_of(self, tensor: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    def num_parts_of(self, tensor: Tensor) -> int:
+        """Into how many parts, along their first dimension, a tensor and all that it is made of can be divided so that
+        each part is made of the same parts alone: the number of experts where each is transposed. 1 is always right.
+        """
+        tape, needed = self._needed(tensor)
+        roots = {_storage(root): root for root in self._roots.values() if _storage(root) in needed}
+        steps = [step for step in tape if not all(_storage(out) in roots for out in step[3])]  # `new` is none
+        if tensor.dim() < 2 or not all(_is_copy_by_parts(*step) for step in steps):
+            return 1
+        leaves = [leaf for _, *step in steps for leaf in tree_flatten(step)[0] if isinstance(leaf, Tensor)]
+        leaves += [tensor, *roots.values()]
+        count = tensor.shape[0]
+        return count if all(_divides(leaf, count) for leaf in leaves) else 1
+
+    def values_of(self, tensor: Tensor, values: Mapping[str, Tensor], num_parts: int | None = None) -> Tensor:
         """Does the operations again that led to a tensor.
 
         Args:
             tensor (`Tensor`): without data.
             values (`Mapping[str, Tensor]`): of its `sources_of`, each 1-D and whole; may be written to.
+            num_parts (`int`, *optional*): the values are so many of the `num_parts_of` the tensor, and no whole ones.
 
         Returns:
-            `Tensor`: with data, row by row.
+            `Tensor`: with data, row by row; of these parts, if they are given.
         """
         tape, needed = self._needed(tensor)
         held = {_storage(root): values[name] for name, root in self._roots.items() if _storage(root) in needed}
         for function, args, kwargs, outputs in tape:
-            real = function(*_real(args, held), **_real(kwargs, held))
+            real = function(*_real(args, held, num_parts), **_real(kwargs, held, num_parts))
             results = [leaf for leaf in tree_flatten(real)[0] if isinstance(leaf, Tensor)]
             for meta, result in zip(outputs, results):
                 numel = result.untyped_storage().nbytes() // result.itemsize
                 held.setdefault(_storage(meta), result.as_strided((numel,), (1,), 0))
-        return _real(tensor, held).contiguous()
+        return _real(tensor, held, num_parts).contiguous()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -216,7 +231,23 @@ def _with_dim(tensor: Tensor, dim: int) -> Tensor:
     return tensor.as_strided(shape, strides, tensor.storage_offset())
 
 
-def _real(tree, held: Mapping[int, Tensor]):
+def _is_copy_by_parts(function, args, kwargs, outputs: list[Tensor]) -> bool:
+    """Whether an operation copies each part along the first dimension by itself, if its tensors are so divided."""
+    packet = function.overloadpacket
+    return packet in _CLONES or (packet is torch.ops.aten.cat and _dim_of(outputs[0], args, kwargs) > 0)
+
+
+def _divides(tensor: Tensor, count: int) -> bool:
+    """Whether a tensor's parts along its first dimension lie in one part each of its storage."""
+    numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+    last = tensor.storage_offset() + sum(
+        (size - 1) * step for size, step in zip(tensor.shape[1:], tensor.stride()[1:])
+    )
+    is_stacked = tensor.dim() > 1 and tensor.shape[0] == count and tensor.stride(0) * count == numel
+    return is_stacked and last < tensor.stride(0)
+
+
+def _real(tree, held: Mapping[int, Tensor], num_parts: int | None = None):
     """Returns the arguments with data: every view is taken from the real storage, every device is where that lies."""
 
     def value(meta: Tensor) -> Tensor:
@@ -225,7 +256,8 @@ def _real(tree, held: Mapping[int, Tensor]):
         flat = held[_storage(meta)]
         if flat.dtype is not meta.dtype:
             flat = flat.view(meta.dtype)
-        return flat.as_strided(meta.shape, meta.stride(), meta.storage_offset())
+        shape = meta.shape if num_parts is None else (num_parts, *meta.shape[1:])
+        return flat.as_strided(shape, meta.stride(), meta.storage_offset())
 
     tree = tree_map_only(Tensor, value, tree)
     device = next((flat.device for flat in held.values()), torch.device("cpu"))

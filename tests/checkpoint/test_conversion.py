@@ -1,6 +1,8 @@
 """Files have the keys, shapes and bytes that transformers would write, and whatever it would load is loaded."""
 
 import json
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import hf_zero
 from hf_zero.checkpoint import load_weights, save_pretrained
+from hf_zero.checkpoint.names import Computation
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one
@@ -219,6 +222,27 @@ def compute_on_both_ranks(comm, folder):
 
 def test_conversions_that_compute_are_done_on_whole_tensors(tmp_path):
     run_ranks(compute_on_both_ranks, 2, tmp_path)
+
+
+def fail_on_one_rank(comm, folder, rank, where):
+    """No memory for a tensor on one rank; the other ones wait for it in vain for no longer than it takes to say so."""
+
+    def refuse(*_, **__):
+        raise MemoryError("no room for a tensor")
+
+    engine = FakeEngine(doubled_llama(), comm)
+    place = {"computation": (Computation, "of"), "shards": (engine, "named_shards")}[where]
+    with mock.patch.object(*place, refuse) if comm.rank == rank else nullcontext():
+        with pytest.raises(CheckpointError if comm.rank != rank else MemoryError, match="no room for a tensor"):
+            save_pretrained(engine, folder / "failed")
+    assert not (folder / "failed" / "model.safetensors").exists()
+    save_pretrained(FakeEngine(doubled_llama(), comm), folder / "ours")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["computation", "shards"])
+def test_a_rank_without_room_for_a_whole_tensor_leaves_nobody_waiting(tmp_path, rank, where):
+    run_ranks(fail_on_one_rank, 2, tmp_path, rank, where)
 
 
 def test_tensors_that_cannot_be_converted_are_named(tmp_path):

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hf_zero.checkpoint import trace as room
+from hf_zero.checkpoint.names import Computation
 from hf_zero.checkpoint.trace import Run, Trace, within
 
 
@@ -63,6 +64,38 @@ def test_what_is_computed_is_done_again_on_values():
     x = torch.randn(3, 4)
     assert trace.sources_of(result) == ["x"]
     assert torch.equal(trace.values_of(result, {"x": x.reshape(-1).clone()}), (x.t() + 1)[1:] * 2)
+
+
+@pytest.mark.parametrize(
+    ("convert", "num_parts"),
+    [
+        (lambda x: x.transpose(1, 2).contiguous(), 5),
+        (lambda x: torch.cat([x[:, :, :2], x[:, :, 3:]], dim=2).transpose(1, 2).contiguous(), 5),
+        (lambda x: x.permute(0, 2, 1).clone()[:, 1:].transpose(1, 2).contiguous(), 5),
+        (lambda x: x.flip(0).transpose(1, 2).contiguous(), 1),
+        (lambda x: x.permute(2, 1, 0).contiguous(), 1),
+        (lambda x: torch.cat([x[1:], x[:1]]).transpose(1, 2).contiguous(), 1),
+        (lambda x: (x + x.mean(0)).transpose(1, 2).contiguous(), 1),
+    ],
+)
+def test_parts_are_made_of_the_same_parts_alone(convert, num_parts):
+    x, trace = torch.randn(5, 4, 6), Trace()
+    with trace:
+        meta = convert(trace.new("x", (5, 4, 6), torch.float32))
+    found = Computation(trace, meta, ("x",))
+    assert trace.num_parts_of(meta) == num_parts
+    wanted, flat, read = convert(x).reshape(-1), x.reshape(-1), []
+
+    def read_range(name: str, start: int, out: torch.Tensor) -> None:
+        read.append(out.numel())
+        out.copy_(flat[start : start + out.numel()])
+
+    for start, stop in [(0, wanted.numel()), (7, 9), (wanted.numel() // 5 - 1, wanted.numel() // 5 + 1)]:
+        out = torch.full((stop - start,), float("nan"))
+        for first, values in found.read(read_range, start, stop):
+            out[first - start :][: values.numel()] = values
+        assert torch.equal(out, wanted[start:stop])
+    assert max(read) == flat.numel() // num_parts
 
 
 def test_what_is_made_of_too_many_runs_is_done_again_on_values(monkeypatch):
