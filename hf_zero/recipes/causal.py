@@ -204,17 +204,20 @@ def load_model(arguments: CausalArguments, training: ZeroTrainingArguments, data
     Raises:
         ConfigError: it does not load as a language model, or does not fit the settings.
     """
-    model = load_causal_model(arguments, data.processing_class)
+    model = load_causal_model(arguments, training, data.processing_class)
     if arguments.packing:
         check_packing(model)
     return adapt(model, arguments)
 
 
-def load_causal_model(arguments: LoadArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def load_causal_model(
+    arguments: LoadArguments, training: ZeroTrainingArguments, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
     """A language model as it was saved, its weights still in their files.
 
     Args:
         arguments ([`LoadArguments`]): with the name of the model.
+        training ([`ZeroTrainingArguments`], or those of TRL): say in which dtype is computed.
         tokenizer (`PreTrainedTokenizerBase`): whose tokens it is to know.
 
     Raises:
@@ -223,24 +226,25 @@ def load_causal_model(arguments: LoadArguments, tokenizer: PreTrainedTokenizerBa
     path = resolve_model(arguments.model_name_or_path)
     with quiet():
         try:
-            model = load_pretrained(AutoModelForCausalLM, path, **load_options(arguments))
+            model = load_pretrained(AutoModelForCausalLM, path, **load_options(arguments, training))
         except (CheckpointError, ConfigError):
             raise
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"{path}: does not load as a causal language model ({reason})") from error
-    _check_vocabulary(model, arguments.model_name_or_path, tokenizer)
+    check_vocabulary(model, arguments.model_name_or_path, tokenizer)
     return model
 
 
-def load_options(arguments: LoadArguments) -> dict[str, Any]:
+def load_options(arguments: LoadArguments, training: ZeroTrainingArguments) -> dict[str, Any]:
     """What the arguments say to `from_pretrained`, beside the name of the model."""
     options: dict[str, Any] = {"dtype": arguments.dtype}
     if arguments.model_revision:
         options["revision"] = arguments.model_revision
     if arguments.attn_implementation:
         options["attn_implementation"] = arguments.attn_implementation
-    if (quantization := quantization_of(arguments, arguments.dtype)) is not None:
+    compute = "bfloat16" if training.bf16 else "float16" if training.fp16 else arguments.dtype
+    if (quantization := quantization_of(arguments, compute)) is not None:
         options["quantization_config"] = quantization
     return options
 
@@ -344,7 +348,12 @@ def after(
     say(f"try it: {usage_command(trainer.args.output_dir, data.extra['prompt'], 'text-generation')}")
 
 
-def _check_vocabulary(model: PreTrainedModel, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_vocabulary(model: PreTrainedModel, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer with more tokens than the model has embeddings.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_embeddings:
         raise ConfigError(

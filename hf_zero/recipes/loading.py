@@ -191,13 +191,12 @@ def num_positions(arguments: SourceArguments) -> int | None:
     return found - (text.pad_token_id or 0) - 1 if text.model_type in BEHIND_PADDING else found
 
 
-def check_positions(arguments: SourceArguments, max_length: int | None, key: str = "max_length") -> None:
+def check_positions(arguments: SourceArguments, max_length: int | None) -> None:
     """Refuses rows that are longer than the model takes.
 
     Args:
         arguments ([`SourceArguments`]): with the name of the model.
         max_length (`int`, *optional*): of the rows, in tokens.
-        key (`str`): under which it was given.
 
     Raises:
         ConfigError: naming both.
@@ -205,7 +204,8 @@ def check_positions(arguments: SourceArguments, max_length: int | None, key: str
     limit = num_positions(arguments)
     if limit is not None and max_length is not None and max_length > limit:
         raise ConfigError(
-            f"{key} {max_length}: {arguments.model_name_or_path} has {limit} positions; set --{key} {limit} or less"
+            f"max_length {max_length}: {arguments.model_name_or_path} has {limit} positions; set --max_length {limit} "
+            "or less"
         )
 
 

@@ -97,13 +97,9 @@ def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> N
     if arguments.load_in_4bit and arguments.load_in_8bit:
         raise ConfigError("load_in_4bit and load_in_8bit are both given; give one of them")
     if not arguments.load_in_4bit:
-        for name, default in (
-            ("bnb_4bit_quant_type", "nf4"),
-            ("use_bnb_nested_quant", False),
-            ("bnb_4bit_quant_storage", None),
-        ):
-            if getattr(arguments, name) != default:
-                raise ConfigError(f"{name}: describes a model in 4 bits; add --load_in_4bit, or leave it out")
+        for each in fields(QuantizationArguments):
+            if each.name not in ("load_in_4bit", "load_in_8bit") and getattr(arguments, each.name) != each.default:
+                raise ConfigError(f"{each.name}: describes a model in 4 bits; add --load_in_4bit, or leave it out")
     if arguments.bnb_4bit_quant_type not in ("nf4", "fp4"):
         raise ConfigError(f"bnb_4bit_quant_type {arguments.bnb_4bit_quant_type!r}: expected nf4 or fp4")
     if is_quantized and not is_bitsandbytes_available():
@@ -115,7 +111,7 @@ def quantization_of(arguments: QuantizationArguments, dtype: str) -> "BitsAndByt
 
     Args:
         arguments ([`QuantizationArguments`]): say which way.
-        dtype (`str`): of what is not quantized, and in which is computed.
+        dtype (`str`): in which is computed.
     """
     if arguments.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)

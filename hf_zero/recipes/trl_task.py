@@ -25,7 +25,7 @@ from hf_zero.recipes.data.chat import template_notes
 from hf_zero.recipes.data.preferences import Answers, format_of
 from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.data.sources import shuffled
-from hf_zero.recipes.loading import check_model, check_positions
+from hf_zero.recipes.loading import check_model, check_positions, num_positions
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
 from hf_zero.recipes.measured import MemoryRecorder
 from hf_zero.recipes.tasks import SourceArguments
@@ -65,26 +65,28 @@ class TrlTask:
         formats (`tuple[type[Answers], ...]`): how rows may be read, the first that fits.
         test_line (`Callable`): what to say of the metrics of the test rows.
         Arguments (`type`): keys beside those of the trainer's configuration.
-        load (`Callable`): loads the model, by the arguments and the tokenizer.
+        load (`Callable`): loads the model, by the arguments, those of the training, and the tokenizer.
         parts (`Callable`): what the trainer takes beside model, arguments and data, by all that is known.
         check_more (`Callable`): refuses what cannot work, by the arguments and the fields of the configuration.
         say_more (`Callable`): says what became of the rows, by the trainer and the data.
         peft_task (`str`): PEFT's name for what the model does.
         pipeline (`str`): the pipeline of transformers that the trained model is tried with.
         generates (`bool`): whether answers are generated in training.
+        decisive_too (`tuple[str, ...]`): keys of `TrainingArguments` that decide what is learned.
     """
 
     trainer: type[ZeroTrlTrainerMixin]
     formats: tuple[type[Answers], ...]
     test_line: Callable[[Mapping[str, float]], str]
     Arguments: type[TrlArguments] = TrlTemplateArguments
-    load: Callable[[Any, Any], PreTrainedModel] = load_causal_model
+    load: Callable[[Any, Any, Any], PreTrainedModel] = load_causal_model
     parts: Callable[..., dict[str, Any]] = field(default=lambda task, arguments, training, data: {})
     check_more: Callable[[Any, Mapping[str, Any]], None] = field(default=lambda arguments, training: None)
     say_more: Callable[[Any, Data, Callable[..., None]], None] = field(default=lambda trainer, data, say: None)
     peft_task: str = "CAUSAL_LM"
     pipeline: str = "text-generation"
     generates: bool = False
+    decisive_too: tuple[str, ...] = ()
 
     @property
     def Training(self) -> type[ZeroTrlArgumentsMixin]:
@@ -97,7 +99,8 @@ class TrlTask:
         of_trainer = {each.name for each in fields(TrainingArguments)}
         found = [base for base in self.Training.__mro__ if base.__module__.startswith("trl.")]
         names = {each.name for base in found for each in fields(base)} - of_trainer - _INDECISIVE
-        return tuple(sorted(name for name in names if not name.startswith(("vllm_", "use_vllm", "use_transformers"))))
+        names = {name for name in names if not name.startswith(("vllm_", "use_vllm", "use_transformers"))}
+        return (*sorted(names), *self.decisive_too)
 
     def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
         """Refuses what cannot work, before a process is started.
@@ -123,8 +126,15 @@ class TrlTask:
             raise ConfigError("dataset_streaming: prompts are drawn several times each; leave it out")
         check_stream(arguments, training)
         check_model(arguments)
-        key = "max_completion_length" if self.generates else "max_length"
-        check_positions(arguments, training[key], key)
+        if not self.generates:
+            check_positions(arguments, training["max_length"])
+        elif (limit := num_positions(arguments)) is not None and (
+            length := training["max_completion_length"]
+        ) >= limit:
+            raise ConfigError(
+                f"max_completion_length {length}: {arguments.model_name_or_path} has {limit} positions for prompt and "
+                "answer; set less"
+            )
 
     def _check_training(self, training: Mapping[str, Any]) -> None:
         if training["model_init_kwargs"]:
@@ -194,7 +204,7 @@ class TrlTask:
         Raises:
             ConfigError: It does not load, or does not fit the settings.
         """
-        return self.load(arguments, data.processing_class)
+        return self.load(arguments, training, data.processing_class)
 
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
         """The trainer, with what else it needs beside the model.
@@ -214,7 +224,7 @@ class TrlTask:
         )
         if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):
             raise DataError(
-                f"{data.source}: every prompt has {training.max_length} tokens or more; set a larger --max_length"
+                f"{data.source}: no row fits into max_length {training.max_length}; set a larger --max_length"
             )
         return trainer
 

@@ -1,19 +1,27 @@
 """The tasks that TRL's trainers train: `dpo`, `reward`, `kto`, `grpo`, `rloo` and `distill`."""
 
+import ast
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.causal import LoadArguments, load_options
+from hf_zero.recipes.causal import LoadArguments, check_vocabulary, load_options
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import COLUMNS, Judged, Preferences, Prompts
 from hf_zero.recipes.data.rows import cut_note, plural
@@ -26,10 +34,12 @@ from hf_zero.trl import (
     ZeroKTOTrainer,
     ZeroRewardTrainer,
     ZeroRLOOTrainer,
+    ZeroTrlArgumentsMixin,
 )
 
 
 Reward = Callable[..., list[float]]
+LONG_PROMPT = "whose prompt alone has {} tokens or more"
 NAMED_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # of trl.rewards
 
 
@@ -63,6 +73,7 @@ def _with_reference(task: TrlTask, arguments: TrlArguments, training: Any, data:
 
 
 def _with_teacher(task: TrlTask, arguments: TrlArguments, training: Any, data: Data) -> dict[str, Any]:
+    """The model whose answers are learned, by name: TRL loads it."""
     teacher = resolve_model(training.teacher_model_name_or_path, "teacher_model_name_or_path")
     return {"teacher_model": str(teacher)}
 
@@ -74,30 +85,67 @@ def _check_teacher(arguments: TrlArguments, training: Mapping[str, Any]) -> None
 
 
 def _with_rewards(task: TrlTask, arguments: RewardedArguments, training: Any, data: Data) -> dict[str, Any]:
+    """What judges generated answers."""
     return {"reward_funcs": rewards_of(arguments)}
 
 
 def _check_rewards(arguments: RewardedArguments, training: Mapping[str, Any]) -> None:
-    rewards_of(arguments)
-
-
-def rewards_of(arguments: RewardedArguments) -> list[Reward | str]:
-    """What judges generated answers: functions, and the folder of a model.
-
-    Args:
-        arguments ([`RewardedArguments`]): say which.
-
-    Raises:
-        ConfigError: none is given, or one cannot be had.
-    """
-    found: list[Reward | str] = [_reward_of(name) for name in arguments.reward_funcs or ()]
+    """Checks names and files. No code of the user's runs yet: this may be the launcher."""
+    for name in arguments.reward_funcs or ():
+        _check_reward(name)
     if arguments.reward_model_name_or_path:
-        found.append(str(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path")))
-    if not found:
+        resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path")
+    elif not arguments.reward_funcs:
         raise ConfigError(
             "reward_funcs: nothing judges the answers; give --reward_funcs file.py:function, or "
             "--reward_model_name_or_path"
         )
+    if arguments.model_revision and training["beta"] and not arguments.use_peft:
+        raise ConfigError(
+            f"model_revision {arguments.model_revision}: TRL loads the reference model by its name alone; give the "
+            "folder of a model, --use_peft, or --beta 0"
+        )
+
+
+def _check_reward(name: str) -> None:
+    if name in NAMED_REWARDS:
+        if name != "think_format_reward" and importlib.util.find_spec("math_verify") is None:
+            raise ConfigError(f"reward_funcs {name}: math-verify is not installed; pip install math-verify")
+        return
+    path, function = _file_and_function(name)
+    if path.suffix != ".py" or not function:
+        raise ConfigError(f"reward_funcs {name!r}: expected one of {', '.join(NAMED_REWARDS)}, or file.py:function")
+    if not path.is_file():
+        raise ConfigError(f"reward_funcs {name}: there is no file {path}; give where it is")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"reward_funcs {name}: {path} is not valid Python ({error}); correct it") from error
+    if not any(function in _names_of(statement) for statement in tree.body):
+        raise ConfigError(f"reward_funcs {name}: {path} has no function {function!r}; give the name of one")
+
+
+def _names_of(statement: ast.stmt) -> list[str]:
+    """The names that a statement may give to functions."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    if isinstance(statement, ast.ImportFrom | ast.Import):
+        return [alias.asname or alias.name for alias in statement.names]
+    return [target.id for target in getattr(statement, "targets", ()) if isinstance(target, ast.Name)]
+
+
+def rewards_of(arguments: RewardedArguments) -> list[Reward | str]:
+    """Loads what judges generated answers: functions, and the folder of a model.
+
+    Args:
+        arguments ([`RewardedArguments`]): say which; they have been checked.
+
+    Raises:
+        ConfigError: a file fails, or what it names is no function.
+    """
+    found: list[Reward | str] = [_reward_of(name) for name in arguments.reward_funcs or ()]
+    if arguments.reward_model_name_or_path:
+        found.append(str(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path")))
     return found
 
 
@@ -105,43 +153,57 @@ def _reward_of(name: str) -> Reward:
     if name in NAMED_REWARDS:
         from trl import rewards
 
-        if name != "think_format_reward" and importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(f"reward_funcs {name}: math-verify is not installed; pip install math-verify")
         return getattr(rewards, name)
-    file, separator, function = name.rpartition(":")
-    path = Path(file).expanduser()
-    if not separator or path.suffix != ".py":
-        raise ConfigError(f"reward_funcs {name!r}: expected one of {', '.join(NAMED_REWARDS)}, or file.py:function")
-    if not path.is_file():
-        raise ConfigError(f"reward_funcs {name}: there is no file {path}; give where it is")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
+    path, function = _file_and_function(name)
     try:
-        spec.loader.exec_module(module)
+        found = getattr(_module_of(path.resolve()), function, None)
     except Exception as error:  # whatever the user's code raises
         raise ConfigError(
             f"reward_funcs {name}: {path} fails ({type(error).__name__}: {error}); correct it"
         ) from error
-    found = getattr(module, function, None)
     if not callable(found):
-        raise ConfigError(f"reward_funcs {name}: {path} has no function {function!r}; give the name of one")
+        raise ConfigError(f"reward_funcs {name}: {function!r} is no function there; give the name of one")
     return found
+
+
+def _file_and_function(name: str) -> tuple[Path, str]:
+    file, _, function = name.rpartition(":")
+    return Path(file).expanduser(), function
+
+
+@cache
+def _module_of(path: Path) -> ModuleType:
+    """The module of a file, which may import others beside it."""
+    spec = importlib.util.spec_from_file_location(f"hf_zero_rewards_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for what looks its own module up, such as dataclasses
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
 
 
 # Models
 
 
-def _load_scorer(arguments: LoadArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def _load_scorer(
+    arguments: LoadArguments, training: ZeroTrlArgumentsMixin, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
     """A model with a head of one number, a new one unless the model has one."""
     path = resolve_model(arguments.model_name_or_path)
     with quiet():
         try:
-            model = load_pretrained(AutoModelForSequenceClassification, path, num_labels=1, **load_options(arguments))
+            model = load_pretrained(
+                AutoModelForSequenceClassification, path, num_labels=1, **load_options(arguments, training)
+            )
         except (CheckpointError, ConfigError):
             raise
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"{path}: does not load as a model that gives one number ({reason})") from error
+    check_vocabulary(model, arguments.model_name_or_path, tokenizer)
     model.config.pad_token_id = tokenizer.pad_token_id
     return model
 
@@ -149,14 +211,23 @@ def _load_scorer(arguments: LoadArguments, tokenizer: PreTrainedTokenizerBase) -
 # What is said
 
 
+def _say_left_out(why: str, trainer: Any, data: Data, say: Callable[..., None]) -> None:
+    """Says how many rows TRL has left out, for they do not fit into `max_length`."""
+    if not isinstance(data.train, Dataset) or trainer.args.max_length is None:
+        return
+    # KTO makes two rows of one with a chosen and a rejected answer
+    num_rows = len(data.train) * (2 if isinstance(trainer, ZeroKTOTrainer) and "chosen" in data.train.features else 1)
+    if len(trainer.train_dataset) < num_rows:
+        lost = plural(num_rows - len(trainer.train_dataset), "row")
+        say(f"{lost} left out, {why.format(trainer.args.max_length)}")
+
+
 def _say_cut_preferences(trainer: Any, data: Data, say: Callable[..., None]) -> None:
-    """Says how many preferences do not fit into `max_length`."""
+    """Says how many preferences do not fit into `max_length`, and how many are cut."""
+    _say_left_out(LONG_PROMPT, trainer, data, say)
     if not isinstance(data.train, Dataset) or trainer.args.max_length is None:
         return
     max_length, kept = trainer.args.max_length, trainer.train_dataset
-    if len(kept) < len(data.train):
-        lost = plural(len(data.train) - len(kept), "row")
-        say(f"{lost} left out, whose prompt alone has {max_length} tokens or more")
     table = kept.with_format("arrow")[:]
     prompt, *answers = (pc.list_value_length(table[f"{name}_ids"]).to_numpy() for name in COLUMNS)
     lost = sum(np.maximum(prompt + answer - max_length, 0) for answer in answers)
@@ -189,10 +260,18 @@ REWARD = TrlTask(
     _reward_line,
     Arguments=TrlArguments,
     load=_load_scorer,
+    say_more=partial(_say_left_out, "of which an answer has more than {} tokens"),
     peft_task="SEQ_CLS",
     pipeline="text-classification",
 )
-KTO = TrlTask(ZeroKTOTrainer, (Judged, Preferences), _loss_line, parts=_with_reference)
+KTO = TrlTask(
+    ZeroKTOTrainer,
+    (Judged, Preferences),
+    _loss_line,
+    parts=_with_reference,
+    say_more=partial(_say_left_out, LONG_PROMPT),
+    decisive_too=("per_device_train_batch_size",),  # answers are paired with those of other rows within a batch
+)
 GRPO = TrlTask(
     ZeroGRPOTrainer,
     (Prompts,),

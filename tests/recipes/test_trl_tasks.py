@@ -134,7 +134,7 @@ def load(tiny_llama, tmp_path, monkeypatch):
     return call
 
 
-REWARDED = {**GENERATING, "reward_funcs": "rewards.py:short"}
+REWARDED = {**GENERATING, "reward_funcs": "rewards.py:short", "beta": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,13 @@ def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
         ("grpo", {}, "reward_funcs: nothing judges the answers; give --reward_funcs file.py:function"),
         ("grpo", {"reward_funcs": "nice"}, "reward_funcs 'nice': expected one of accuracy_reward"),
         ("grpo", {"reward_funcs": "none.py:short"}, "reward_funcs none.py:short: there is no file none.py"),
-        ("grpo", {"reward_funcs": "rewards.py:number"}, "rewards.py has no function 'number'"),
+        ("grpo", {"reward_funcs": "rewards.py:nothing"}, "rewards.py has no function 'nothing'"),
+        ("grpo", {**REWARDED, "model_revision": "v1"}, "model_revision v1: TRL loads the reference model by its name"),
+        (
+            "grpo",
+            {**REWARDED, "max_completion_length": 64},
+            "max_completion_length 64: .* has 64 positions",
+        ),
         ("grpo", {"reward_model_name_or_path": "./none"}, "reward_model_name_or_path"),
         ("distill", {}, "teacher_model_name_or_path: is missing"),
         ("grpo", {**REWARDED, "dataset_streaming": True, "max_steps": 3}, "dataset_streaming: prompts are drawn"),
@@ -190,3 +196,46 @@ def test_a_dry_run_tells_the_memory(tiny_llama, tmp_path, task, rows, settings, 
     told = capsys.readouterr().out
     assert re.search(r"a micro-batch: \d+ rows x \d+ tokens", told) and "memory of each rank" in told
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 0.5], [None, "red"], [[], ["red"]], [{"x": 1}, {"x": 1, "y": 2}], [None, None]], ids=str
+)
+def test_columns_that_only_later_rows_tell_are_kept(load, values):
+    rows = [{"prompt": "the door is", "told": value} for value in values]
+    found = [row["told"] for row in load("grpo", rows, **REWARDED).train]
+    assert found[1] == values[1] and len(found) == 2
+
+
+def test_a_file_of_rewards_is_a_module_of_its_own(tmp_path):
+    from hf_zero.recipes.trl_tasks import RewardedArguments, rewards_of
+
+    (tmp_path / "words.py").write_text("LONG = 3\n")
+    code = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom words import LONG\ncalls = []\n"
+    )
+    code += "@dataclass\nclass Place:\n    at: int\n"
+    code += "def one(completions, **_):\n    calls.append(1)\n    return [float(LONG)]\n"
+    code += "def two(completions, **_):\n    return [float(len(calls))]\nnumber = 3\n"
+    (tmp_path / "judges.py").write_text(code)
+    one, two = rewards_of(RewardedArguments(reward_funcs=[f"{tmp_path}/judges.py:{name}" for name in ("one", "two")]))
+    assert one(completions=["a"]) == [3.0] and two(completions=["a"]) == [1.0]
+    with pytest.raises(ConfigError, match="'number' is no function there"):
+        rewards_of(RewardedArguments(reward_funcs=[f"{tmp_path}/judges.py:number"]))
+
+
+def test_rows_that_are_left_out_are_counted(tiny_llama, load):
+    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.tasks import TASKS
+
+    long = {"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door"}
+    for task, rows in (
+        ("reward", [*preferences(3), long]),
+        ("kto", [*preferences(3), {**long, "prompt": "red" * 60}]),
+    ):
+        data, said = load(task, rows), []
+        settings = parse_settings(task, flags(task, tiny_llama, Path("rows.jsonl"))[1:])
+        training, module = settings.training_arguments(), TASKS[task].load()
+        model = module.load_model(settings.arguments, training, data)
+        module.before(module.make_trainer(model, settings.arguments, training, data), data, said.append)
+        assert len(said) == 1 and "left out" in said[0], task

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pyarrow as pa
-from datasets import Dataset, Features, List, Value
+from datasets import Features, List, Value
 from datasets.features.features import get_nested_type
 
 from hf_zero.errors import DataError
@@ -118,14 +118,13 @@ class Prompts(Answers):
     @classmethod
     def of(cls, rows: Rows) -> "Prompts":
         made = super().of(rows)
-        others = {name: value for name, value in rows.example.items() if name != "prompt"}
-        return cls(made.columns, made.is_chat, Dataset.from_list([others]).features if others else Features())
+        return cls(made.columns, made.is_chat, _features_beside(rows, "prompt"))
 
     def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
         values = super().read(row)
         for name, feature in self.others.items():
             values[name] = row.get(name)
-            if values[name] is not None and not _fits(values[name], feature):
+            if not _fits(values[name], feature):
                 raise BadRow(f"column {name!r} holds a {type(values[name]).__name__}, other rows something else")
         return values
 
@@ -149,11 +148,38 @@ def format_of(formats: tuple[type[Answers], ...], rows: Rows) -> Answers:
     raise DataError(f"{rows.source}: columns found {rows.columns}, expected {expected}; rename them")
 
 
-def _fits(value: Any, feature: Any) -> bool:
-    """Whether Arrow takes a value into a column of this kind."""
+def _features_beside(rows: Rows, column: str) -> Features:
+    """The kinds of all columns but one. Of lines of JSON they are those that all rows have in common: a column may be
+    empty at first. Where they have none in common the first row says what is expected."""
+    if rows.form == "columns":
+        return Features({name: kind for name, kind in rows.data.features.items() if name != column})
+    found = []
+    for raw in rows.data:
+        try:
+            row = rows.read(raw)
+        except BadRow:  # it is told, or left out, when the rows are encoded
+            continue
+        if row is not None:
+            found.append({name: value for name, value in row.items() if name != column})
+    names = {name: None for row in found for name in row}
+    columns = {name: _array([row.get(name) for row in found]) for name in names}
+    return Features.from_arrow_schema(pa.table(columns).schema) if columns else Features()
+
+
+def _array(values: list) -> pa.Array:
     try:
-        pa.array([value], get_nested_type(feature))
+        return pa.array(values)
     except (ValueError, TypeError):  # those of pyarrow are such
+        return pa.array([next(value for value in values if value is not None)])
+
+
+def _fits(value: Any, feature: Any) -> bool:
+    """Whether Arrow takes a value into a column of this kind, and loses nothing."""
+    kind = get_nested_type(feature)
+    try:
+        pa.array([value], kind)
+        pa.array([value]).cast(kind, safe=True)
+    except (ValueError, TypeError):
         return False
     return True
 
