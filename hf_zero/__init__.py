@@ -71,7 +71,19 @@ _MODULES = {
     "shard": "activation",
 }
 # What can be reached as an attribute without an import of its own.
-_ROOMS = ("accelerator", "activation", "checkpoint", "comm", "config", "engine", "errors", "optim", "trainer", "trl")
+_ROOMS = (
+    "accelerator",
+    "activation",
+    "checkpoint",
+    "comm",
+    "config",
+    "engine",
+    "errors",
+    "lightning",
+    "optim",
+    "trainer",
+    "trl",
+)
 
 __all__ = list(_MODULES)
 

@@ -158,9 +158,14 @@ class ZeroStrategy(DDPStrategy):
                 )
             check_checkpoint(folder)
 
-        run_on_all_ranks(self._engine.comm, f"loading {folder}", look_through)
+        load_rest = super().load_checkpoint
+
+        def load() -> dict[str, Any]:
+            look_through()
+            return load_rest(folder / REST_NAME, weights_only=weights_only)
+
         self._loaded = folder
-        return super().load_checkpoint(folder / REST_NAME, weights_only=weights_only)
+        return run_on_all_ranks(self._engine.comm, f"loading {folder}", load)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         load_weights(self._engine, self._loaded)

@@ -37,7 +37,7 @@ MAY_IMPORT_TRAINER = {"trainer", "trl", "recipes"}
 
 
 def room_of(module: str) -> str:
-    """`"optim"` of `"hf_zero.optim.norm"`; the package itself is above all rooms."""
+    """`"optim"` of `"hf_zero.optim.gradients"`; the package itself is above all rooms."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -117,7 +117,7 @@ def test_imports_go_downward_only():
         ("hf_zero.sharding.layout", "def f():\n    from hf_zero.optim import ShardedOptimizer"),
         ("hf_zero.sharding.layout", "from ..engine.unit import Unit"),
         ("hf_zero.sharding.layout", "from .. import engine"),
-        ("hf_zero.engine.engine", "if TYPE_CHECKING:\n    from hf_zero.trainer.mixin import ZeroTrainer"),
+        ("hf_zero.engine.engine", "if TYPE_CHECKING:\n    from hf_zero.trainer.trainer import ZeroTrainer"),
         ("hf_zero.engine.engine", "import transformers"),
         ("hf_zero.engine.engine", "import importlib\nimportlib.import_module('hf_zero.trainer')"),
         ("hf_zero.engine.engine", "from hf_zero import ShardedOptimizer"),
@@ -138,7 +138,7 @@ def test_an_upward_import_is_found(module, source):
     [
         ("hf_zero.config", "from hf_zero.errors import ConfigError"),
         ("hf_zero.engine.unit", "from hf_zero.comm import Pending\nfrom .flat import Flat\nimport torch"),
-        ("hf_zero.trainer.mixin", "from transformers import Trainer\nfrom hf_zero.checkpoint import save"),
+        ("hf_zero.trainer.trainer", "from transformers import Trainer\nfrom hf_zero.checkpoint import save"),
         ("hf_zero.checkpoint.load", "from transformers import PreTrainedModel"),
         ("hf_zero.recipes.cli", "from hf_zero.trainer import ZeroTrainer"),
     ],

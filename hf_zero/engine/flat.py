@@ -148,7 +148,7 @@ class Flat:
         """Takes over the parameters' data, but for those that were read: rank 0's values, into all that rests."""
         if not any(self.is_read):
             self.rest.allocate_masters()
-        numel = self.layout.full_numel
+        numel, flattened = self.layout.full_numel, (-1, torch.empty(0))
         for start in range(0, numel, TAKEN_NUMEL):
             stop = min(start + TAKEN_NUMEL, numel)
             pieces = [piece for piece in self.layout.param_slices(start, stop) if not self.is_read[piece.index]]
@@ -156,7 +156,9 @@ class Flat:
                 continue
             values = torch.zeros(stop - start, dtype=self.master.dtype, device=self.comm.device)
             for piece in pieces:
-                own = local_of(self.params[piece.index]).reshape(-1)[piece.start : piece.start + piece.numel]
+                if flattened[0] != piece.index:  # of a parameter that is transposed it is a copy
+                    flattened = piece.index, local_of(self.params[piece.index]).reshape(-1)
+                own = flattened[1][piece.start : piece.start + piece.numel]
                 values[piece.offset : piece.offset + piece.numel].copy_(own)
             self.rest.take(values, start, [(start + each.offset, start + each.offset + each.numel) for each in pieces])
         for param, placeholder, is_read in zip(self.params, self.placeholders, self.is_read):
