@@ -10,6 +10,11 @@ import torch
 from hf_zero.errors import ConfigError, nearest
 
 
+def is_floating_dtype(dtype: object) -> bool:
+    """Whether something is a floating-point dtype, such as `torch.bfloat16`, and not its name."""
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
 class MemoryTier(Enum):
     """The memory in which a tensor class rests between uses."""
 
@@ -160,9 +165,9 @@ class ZeroConfig:
     def __post_init__(self):
         choose("stage", self.stage, STAGES)
         choose("nonfinite", self.nonfinite, NONFINITE)
-        if self.compute_dtype is not None and not self.compute_dtype.is_floating_point:
+        if self.compute_dtype is not None and not is_floating_dtype(self.compute_dtype):
             raise ConfigError(
-                f"compute_dtype: {self.compute_dtype} is not a floating dtype; give torch.bfloat16, float16 or None"
+                f"compute_dtype: {self.compute_dtype!r} is not a floating dtype; give torch.bfloat16, float16 or None"
             )
         if self.reduce_dtype not in REDUCE_DTYPES.values():
             raise ConfigError(f"reduce_dtype: {self.reduce_dtype} is not one of torch.float32, torch.bfloat16")

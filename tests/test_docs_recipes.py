@@ -41,17 +41,19 @@ def formats() -> str:
 
 def arguments() -> str:
     shared = {field.name: field for kind in (LaunchArguments, CommonArguments) for field in fields(kind)}
-    owners, known, defaults = {name: ["all"] for name in shared}, dict(shared), {}
+    owners, known, defaults = {}, dict(shared), {}
     for task, entry in TASKS.items():
+        for kind in (LaunchArguments, entry.load().Arguments, entry.load().Training):
+            for field in fields(kind):
+                owners.setdefault(field.name, []).append(task)
         for field in fields(entry.load().Arguments):
             known.setdefault(field.name, field)
             defaults.setdefault(field.name, {})[task] = field.default
-            if field.name not in shared:
-                owners.setdefault(field.name, []).append(task)
     lines = ["| key | default | of | |", "|---|---|---|---|"]
     for name, field in known.items():
         default = _default(field.default, defaults.get(name, {}))
-        lines.append(f"| `{name}` | {default} | {', '.join(owners[name])} | {_as_code(field.metadata['help'])} |")
+        of = "all" if owners[name] == [*TASKS] else ", ".join(owners[name])
+        lines.append(f"| `{name}` | {default} | {of} | {_as_code(field.metadata['help'])} |")
     return "\n".join(lines)
 
 

@@ -7,13 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hf_zero.config import is_floating_dtype
 from hf_zero.engine.access import remember
 from hf_zero.engine.divided import with_local
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.engine.partition import is_on
 from hf_zero.engine.patch import Patch
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError
 
 
 PLAIN_AGAIN = "do it before it is sharded, or after hf_zero.ShardedModel(model).unshard()"
@@ -77,6 +78,8 @@ def _is_kept(before: Tensor, after: Tensor) -> bool:
 @contextmanager
 def computing_in(engine: ModelUnits, dtype: torch.dtype) -> Iterator[None]:
     """See `ShardedModel.computing_in`."""
+    if not is_floating_dtype(dtype):
+        raise ConfigError(f"computing_in: {dtype!r} is not a floating dtype; give torch.bfloat16 or the like")
     if engine.is_cast:
         raise LifecycleError("computing_in inside computing_in: leave the outer one first")
     modules = list(engine.model.modules())

@@ -33,12 +33,18 @@ class ShardedModel(Uncopyable):
         model (`nn.Module`): the model, which is called and trained as before.
 
     Raises:
-        `LifecycleError`: when the model is not sharded.
+        `LifecycleError`: when the model is not sharded; by each method, when it is not any more.
     """
 
     def __init__(self, model: nn.Module):
-        self._engine = require_engine(model)
-        self.model: nn.Module = self._engine.model
+        self._held = require_engine(model)
+        self.model: nn.Module = self._held.model
+
+    @property
+    def _engine(self) -> ZeroEngine:
+        if not self._held.handles:
+            raise LifecycleError("the model was unsharded; shard it again")
+        return self._held
 
     def refuse_misuse(self) -> None:
         """Looks whether parameters were used or written to while their data was away. Before a backward it still finds
@@ -79,6 +85,7 @@ class ShardedModel(Uncopyable):
             dtype (`torch.dtype`): such as `torch.bfloat16`.
 
         Raises:
+            `ConfigError`: for what is no floating-point dtype.
             `LifecycleError`: inside another one.
         """
         return computing_in(self._engine, dtype)
@@ -97,11 +104,12 @@ class ShardedModel(Uncopyable):
             `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, or when someone wrote to a parameter whose
                 data is away.
         """
-        self._engine.finish_updates()
-        self._engine.refuse_held("unshard")
-        writes.take_here(self._engine)
-        self._engine.clear_gradients()
-        restore(self._engine)
+        engine = self._engine
+        engine.finish_updates()
+        engine.refuse_held("unshard")
+        writes.take_here(engine)
+        engine.clear_gradients()
+        restore(engine)
         return self.model
 
 
@@ -113,7 +121,7 @@ def engine_of(model: Sharded) -> ZeroEngine | None:
     """The engine that holds a model's parameters, or `None` for a plain model. An engine is returned as it is."""
     if isinstance(model, nn.Module):
         return model.__dict__.get(ENGINE_ATTRIBUTE)
-    return model._engine if isinstance(model, ShardedModel) else model
+    return model._held if isinstance(model, ShardedModel) else model
 
 
 def require_engine(model: Sharded) -> ZeroEngine:

@@ -59,6 +59,7 @@ KEYS: dict[str, str] = {
     **_called("train_sampling_strategy", "group_by_length", ", with the value group_by_length"),
     **_called("max_grad_norm", "gradient_clipping"),
     **_called("use_cpu", "no_cuda"),
+    **_called("max_completion_length", "max_length", ", where answers are generated"),
     **_called("num_processes", "nproc_per_node nproc num_gpus"),
     **_called("zero_stage", "stage zero"),
     **_called("zero_offload", "offload"),

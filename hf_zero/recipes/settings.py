@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 import yaml
 
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES, refuse_other_engines
@@ -163,7 +164,7 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     return Settings(
         task=task,
         arguments=own_arguments(**_pick(values, own_arguments)),
-        training=_pick(values, training),
+        training=_precise(_pick(values, training)),
         num_processes=values["num_processes"],
         resume=_resume(values),
         dry_run=values["dry_run"],
@@ -179,6 +180,14 @@ def _resume(values: dict[str, Any]) -> str:
             raise ConfigError(f"resume {resume!r} and resume_from_checkpoint {given!r}: give one of them")
         resume = AUTO if given.lower() == "true" else given
     return NEVER if resume == AUTO and values["overwrite_output_dir"] else resume
+
+
+def _precise(training: dict[str, Any]) -> dict[str, Any]:
+    """The same; where TRL leaves it open whether is computed in bf16, as it does by default, the device decides."""
+    if training["bf16"] is None:
+        on_cpu = training["use_cpu"] or not torch.accelerator.is_available()
+        training["bf16"] = not training["fp16"] and not on_cpu
+    return training
 
 
 def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,7 +26,7 @@ from hf_zero.recipes.causal import LoadArguments, check_vocabulary, load_options
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import COLUMNS, Judged, Preferences, Prompts
 from hf_zero.recipes.data.rows import cut_note, plural
-from hf_zero.recipes.loading import quiet, resolve_model
+from hf_zero.recipes.loading import is_adapter, quiet, resolve_model
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
 from hf_zero.trl import (
     ZeroDistillationTrainer,
@@ -94,7 +95,7 @@ def _check_rewards(arguments: RewardedArguments, training: Mapping[str, Any]) ->
     for name in arguments.reward_funcs or ():
         _check_reward(name)
     if arguments.reward_model_name_or_path:
-        resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path")
+        _check_scorer(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path"))
     elif not arguments.reward_funcs:
         raise ConfigError(
             "reward_funcs: nothing judges the answers; give --reward_funcs file.py:function, or "
@@ -104,6 +105,22 @@ def _check_rewards(arguments: RewardedArguments, training: Mapping[str, Any]) ->
         raise ConfigError(
             f"model_revision {arguments.model_revision}: TRL loads the reference model by its name alone; give the "
             "folder of a model, --use_peft, or --beta 0"
+        )
+
+
+def _check_scorer(path: str) -> None:
+    """Refuses a model that has no head to score answers with: TRL would give it a random one."""
+    if is_adapter(Path(path)):
+        return
+    try:
+        kinds = AutoConfig.from_pretrained(path).architectures or ()
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"reward_model_name_or_path {path}: its config does not load ({reason})") from error
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise ConfigError(
+            f"reward_model_name_or_path {path}: is a {', '.join(kinds) or 'model of no known class'}, which gives no "
+            "score; give a model that the task reward trained"
         )
 
 

@@ -5,7 +5,7 @@ import torch
 
 import hf_zero
 from hf_zero.engine import engine_of
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError
 from tests.distributed import run_ranks
 from tests.engine.models import Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, assert_away, build_seeded, weights_of
@@ -104,3 +104,14 @@ def _no_casts():
 @pytest.mark.support("Casting a sharded model", area="Models in one process", stages=ALL_STAGES, refused=True)
 def test_moving_or_casting_a_sharded_model_is_refused_and_changes_nothing():
     run_ranks(_no_casts, 2, timeout=LIMIT)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8, None])
+def test_what_is_no_floating_dtype_is_refused(dtype):
+    sharded = hf_zero.shard(torch.nn.Sequential(torch.nn.Linear(2, 2)), stage=2)
+    with pytest.raises(ConfigError, match="computing_in: .* is not a floating dtype"):
+        sharded.computing_in(dtype).__enter__()
+    if dtype is not None:
+        with pytest.raises(ConfigError, match="compute_dtype: .* is not a floating dtype"):
+            hf_zero.shard(torch.nn.Linear(2, 2), stage=2, compute_dtype=dtype)

@@ -149,3 +149,13 @@ def _unread(folder: str) -> None:
 
 def test_a_model_that_was_read_when_it_was_sharded_is_whole_afterwards(tmp_path):
     run_ranks(_unread, 2, str(tmp_path), timeout=LIMIT)
+
+
+@pytest.mark.quick
+def test_the_handle_of_a_model_that_was_unsharded_says_so():
+    sharded = hf_zero.shard(torch.nn.Sequential(torch.nn.Linear(2, 2)), stage=2)
+    sharded.unshard()
+    calls = [sharded.unshard, sharded.refuse_misuse, sharded.named_shards, lambda: sharded.full_grad("0.weight")]
+    for call in (*calls, lambda: sharded.computing_in(torch.bfloat16)):
+        with pytest.raises(LifecycleError, match="the model was unsharded; shard it again"):
+            call()

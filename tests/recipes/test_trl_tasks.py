@@ -126,6 +126,7 @@ def load(tiny_llama, tmp_path, monkeypatch):
         reset_accelerate()
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         Path("rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        settings = {name: tiny_llama if value == "MODEL" else value for name, value in settings.items()}
         settings = parse_settings(task, flags(task, tiny_llama, Path("rows.jsonl"), **settings)[1:])
         module = TASKS[task].load()
         module.check(settings.arguments, settings.training)
@@ -167,6 +168,7 @@ def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
             "max_completion_length 64: .* has 64 positions",
         ),
         ("grpo", {"reward_model_name_or_path": "./none"}, "reward_model_name_or_path"),
+        ("grpo", {"reward_model_name_or_path": "MODEL"}, "is a LlamaForCausalLM, which gives no score"),
         ("distill", {}, "teacher_model_name_or_path: is missing"),
         ("grpo", {**REWARDED, "dataset_streaming": True, "max_steps": 3}, "dataset_streaming: prompts are drawn"),
         ("reward", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; leave it out"),
@@ -239,3 +241,16 @@ def test_rows_that_are_left_out_are_counted(tiny_llama, load):
         model = module.load_model(settings.arguments, training, data)
         module.before(module.make_trainer(model, settings.arguments, training, data), data, said.append)
         assert len(said) == 1 and "left out" in said[0], task
+
+
+@pytest.mark.parametrize(("flags", "wanted"), [([], False), (["--bf16=True"], True), (["--use_cpu=True"], False)])
+def test_the_device_decides_the_precision_that_trl_leaves_open(flags, wanted, monkeypatch):
+    import torch
+
+    from hf_zero.recipes.settings import parse_settings
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: "--use_cpu=True" in flags)
+    assert parse_settings("dpo", flags).training["bf16"] is wanted
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert parse_settings("dpo", ["--fp16=True"]).training["bf16"] is False
+    assert parse_settings("dpo", []).training["bf16"] is True
