@@ -86,10 +86,10 @@ def computing_in(engine: ModelUnits, dtype: torch.dtype) -> Iterator[None]:
     tensors = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
     flats = [flat for unit in engine.units for flat in unit.flats if flat.dtype.is_floating_point]
     flats = [flat for flat in flats if not any(is_opaque(p) for p in flat.params)]
-    own = [(flat, flat.params, flat.placeholders) for flat in flats]
+    own = [(flat, flat.params, flat.placeholders, flat.versions) for flat in flats]
     try:
         shown = {}
-        for flat, params, _ in own:
+        for flat, params, *_ in own:
             flat.cast = dtype
             flat.placeholders = [engine.placeholders.of(info.shape, dtype) for info in flat.infos]
             flat.params = [_shown(p, away) for p, away in zip(params, flat.placeholders)]
@@ -103,8 +103,8 @@ def computing_in(engine: ModelUnits, dtype: torch.dtype) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        for flat, params, placeholders in own:
-            flat.cast, flat.params, flat.placeholders = None, params, placeholders
+        for flat, params, placeholders, versions in own:
+            flat.cast, flat.params, flat.placeholders, flat.versions = None, params, placeholders, versions
         for module, named, buffers in tensors:
             module._parameters.update(named)
             module._buffers.update(buffers)

@@ -115,3 +115,13 @@ def test_what_is_no_floating_dtype_is_refused(dtype):
     if dtype is not None:
         with pytest.raises(ConfigError, match="compute_dtype: .* is not a floating dtype"):
             hf_zero.shard(torch.nn.Linear(2, 2), stage=2, compute_dtype=dtype)
+
+
+def test_what_is_read_in_another_dtype_was_not_written(caplog):
+    """Reading the whole values inside, and again after it, is no write that stage 3 would drop."""
+    sharded = hf_zero.shard(build_seeded(Normed), stage=3, strict=True)
+    with sharded.computing_in(torch.bfloat16), hf_zero.gathered(sharded.model):
+        assert sharded.model.head.bias.dtype is torch.bfloat16
+    with hf_zero.gathered(sharded.model):
+        pass
+    assert "was written inside" not in caplog.text
