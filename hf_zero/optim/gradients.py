@@ -7,6 +7,7 @@ from hf_zero.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
+from hf_zero.errors import LifecycleError
 
 
 # torch's fp32 norm of a long CPU tensor is off by 1e-5 at 1 M elements and 3e-4 at 10 M; by rows of so many elements,
@@ -15,8 +16,8 @@ ROW_NUMEL = 1024
 WHAT = "the gradient norm"
 
 
-def measure_norm(engine: ZeroEngine, norm_type: float = 2.0) -> Tensor:
-    """Returns the norm over all parameters and ranks of the averaged gradients, by one exchange of one number, and
+def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = float("inf")) -> Tensor:
+    """Returns the norm over all parameters and ranks of the averaged gradients, by one exchange of few numbers, and
     notes it as `engine.grad_norm`. It is finite if and only if all gradients are (and their norm can be told).
 
     Every rank measures the ranges that it owns, at every stage the same ones: the result does not depend on the stage.
@@ -26,23 +27,40 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0) -> Tensor:
     Args:
         engine (`ZeroEngine`): the sharded model. All ranks call it.
         norm_type (`float`): order of the norm, `inf` included.
+        max_norm (`float`): to what the caller clips it; `inf` for not at all.
 
     Returns:
         `Tensor`: 0-d fp32 on the CPU, equal on every rank.
+
+    Raises:
+        `LifecycleError`: on all ranks, when not all clip alike: shards of one parameter would be scaled unlike.
     """
     comm, reduced = engine.comm, [gradient for gradient in engine.gradients() if gradient.is_reduced]
     whole = _measure([gradient for gradient in reduced if not gradient.flat.is_divided], comm, norm_type)
     add = torch.Tensor.amax if norm_type == float("inf") else torch.Tensor.sum
     if engine.divided_over is None:
-        total = add(comm.all_gather_vector(whole, what=WHAT), dim=0)
+        total = add(_gathered(comm, whole, norm_type, max_norm), dim=0)
     else:
         divided = _measure([gradient for gradient in reduced if gradient.flat.is_divided], comm, norm_type)
-        rows = comm.all_gather_vector(torch.cat([whole, divided]), what=WHAT)
+        rows = _gathered(comm, torch.cat([whole, divided]), norm_type, max_norm)
         rows = engine.divided_over.all_gather_vector(add(rows, dim=0).to(comm.device), what=WHAT)
         total = add(torch.stack([rows[0, 0], add(rows[:, 1], dim=0)]), dim=0)
     total = total.reshape(())
     engine.grad_norm = (total if norm_type == float("inf") else total.pow(1.0 / norm_type)).float()
     return engine.grad_norm
+
+
+def _gathered(comm: Comm, values: Tensor, norm_type: float, max_norm: float) -> Tensor:
+    """Returns all ranks' values, [ranks, values], after a look whether all of them clip alike."""
+    asked = torch.tensor([norm_type, max_norm], dtype=values.dtype, device=values.device)
+    rows = comm.all_gather_vector(torch.cat([values, asked]), what=WHAT)
+    for rank, (kind, bound) in enumerate(rows[:, -2:].tolist()):
+        if (kind, bound) != (norm_type, max_norm) and max_norm == max_norm:
+            raise LifecycleError(
+                f"clip_grad_norm_: rank {comm.rank} clips to {max_norm} by the norm of order {norm_type}, rank {rank} "
+                f"to {bound} of order {kind} (inf: not at all); call it on all ranks alike"
+            )
+    return rows[:, :-2].contiguous()
 
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:

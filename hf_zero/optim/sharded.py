@@ -305,11 +305,14 @@ class ShardedOptimizer(StateRecords):
 
         Returns:
             `Tensor`: 0-d fp32, the norm before clipping, equal on every rank.
+
+        Raises:
+            `LifecycleError`: on all ranks, when not all clip alike.
         """
         if max_norm != float("inf"):
             self._refuse_spent()
         self.engine.finish_gradients()
-        norm = measure_norm(self.engine, norm_type)
+        norm = measure_norm(self.engine, norm_type, max_norm)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         is_taken = bool(norm.isfinite()) or self.engine.config.nonfinite == "ignore"
         if is_taken and not self._host.is_spent and not scale >= 1.0:  # NaN spoils all gradients, as in torch

@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
 from tests.training import Plain, Sharded, loss_of, sgd
@@ -47,6 +48,24 @@ def _norm_below_the_bound() -> None:
 
 def test_gradients_below_the_bound_are_left_as_they_are():
     run_ranks(_norm_below_the_bound, 2)
+
+
+def _unlike_clipping(stage: int, bounds: tuple) -> None:
+    sharded = Sharded(models.build("mlp"), sgd, stage)
+    before = [param.clone() for param in sharded.weights().values()]
+    loss_of(sharded(**models.batch("mlp", seed=0))).backward()
+    with pytest.raises(LifecycleError, match="call it on all ranks alike"):
+        sharded.clip_grad_norm_(bounds[dist.get_rank()])
+    sharded.optimizer.zero_grad()
+    assert all(torch.equal(*pair) for pair in zip(before, sharded.weights().values()))
+    loss_of(sharded(**models.batch("mlp", seed=0))).backward()
+    sharded.clip_grad_norm_(0.1)
+    sharded.optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_clip_unlike_are_refused(stage):
+    run_ranks(_unlike_clipping, 2, stage, (0.1, 0.2), timeout=60.0)
 
 
 def _norm_of_a_large_matrix(numel: int) -> None:

@@ -71,7 +71,7 @@ def test_importing_what_a_task_needs_prints_nothing():
     script = (
         "from hf_zero.recipes import cli, launch\n"
         "cli.silence()\n"
-        "from hf_zero.recipes import classify, dpo, run, sft\n"
+        "from hf_zero.recipes import classify, run, sft, trl_tasks\n"
         "import peft, transformers.trainer\n"
     )
     command = [sys.executable, "-c", script]
