@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,8 @@ def test_type_checkers_see_each_name_where_it_is_found(package):
 def test_each_name_is_found():
     for name in hf_zero.__all__:
         assert getattr(hf_zero, name).__name__ == name
-    for room in hf_zero._ROOMS:
+    missing = {"lightning"} if find_spec("lightning") is None else set()  # which needs its library
+    for room in set(hf_zero._ROOMS) - missing:
         assert getattr(hf_zero, room).__name__ == f"hf_zero.{room}"
     with pytest.raises(AttributeError, match="module 'hf_zero' has no attribute 'shart'"):
         hf_zero.shart  # noqa: B018

@@ -54,7 +54,8 @@ def _gathered(comm: Comm, values: Tensor, norm_type: float, max_norm: float) -> 
     """Returns all ranks' values, [ranks, values], after a look whether all of them clip alike."""
     asked = torch.tensor([norm_type, max_norm], dtype=values.dtype, device=values.device)
     rows = comm.all_gather_vector(torch.cat([values, asked]), what=WHAT)
-    for rank, (kind, bound) in enumerate(rows[:, -2:].tolist()):
+    told = rows[:, -2:].tolist() if not values.is_meta else []  # a simulated step has no values
+    for rank, (kind, bound) in enumerate(told):
         if (kind, bound) != (norm_type, max_norm) and max_norm == max_norm:
             raise LifecycleError(
                 f"clip_grad_norm_: rank {comm.rank} clips to {max_norm} by the norm of order {norm_type}, rank {rank} "
