@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from hf_zero.planner import predict
-from hf_zero.recipes.accelerate_keys import ACCELERATE
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.deepspeed_keys import DEEPSPEED
-from hf_zero.recipes.migrate_rules import Always, Dialect, Flag
+from hf_zero.recipes.migrate import Dialect, dialects
 from tests.generated import check_part, part, write_part
 from tests.public_models import CONFIGS, MILLIONS, empty_model
 from tests.recipes import conftest
@@ -87,11 +85,9 @@ def test_the_models_of_the_tables_have_the_size_that_they_are_known_for(model):
 def keys_table(dialect: Dialect) -> str:
     lines = ["| key | flag | remark |", "|---|---|---|"]
     for key, rule in dialect.rules.items():
-        if isinstance(rule, Flag):
-            flags, remark = " ".join(f"`--{name}`" for name in rule.flags), rule.note
-        else:
-            flags, remark = ("nothing to set" if isinstance(rule, Always) else "none"), rule.reason
-        lines.append(f"| `{key}` | {flags} | {_with_flags_as_code(remark)} |")
+        flags = " ".join(f"`--{name}`" for name in rule.flags)
+        flags = flags or ("nothing to set" if rule.verdict == "always" else "none")
+        lines.append(f"| `{key}` | {flags} | {_with_flags_as_code(rule.remark)} |")
     return "\n".join(lines)
 
 
@@ -103,19 +99,19 @@ def _with_flags_as_code(text: str) -> str:
 def defaults_table(dialect: Dialect) -> str:
     lines = ["| key | DeepSpeed's default | if the file has |", "|---|---|---|"]
     for default in dialect.defaults:
-        among = f": {', '.join(default.among)}" if default.among else ""
-        where = f"`{default.where}`{among}" if default.where else ""
-        lines.append(f"| `{default.path}` | {default.value} | {where} |")
+        among = f": {', '.join(default['among'])}" if "among" in default else ""
+        where = f"`{default['where']}`{among}" if "where" in default else ""
+        lines.append(f"| `{default['key']}` | {default['value']} | {where} |")
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(("page", "dialect"), [("deepspeed.md", DEEPSPEED), ("fsdp.md", ACCELERATE)])
+@pytest.mark.parametrize(("page", "dialect"), [("deepspeed.md", "deepspeed"), ("fsdp.md", "accelerate")])
 def test_the_table_of_keys_is_the_one_that_migrate_uses(page, dialect, writes):
-    check_part(DOCS / page, "keys", keys_table(dialect), writes)
+    check_part(DOCS / page, "keys", keys_table(dialects()[dialect]), writes)
 
 
 def test_the_table_of_deepspeeds_defaults_is_the_one_that_migrate_uses(writes):
-    check_part(DOCS / "deepspeed.md", "defaults", defaults_table(DEEPSPEED), writes)
+    check_part(DOCS / "deepspeed.md", "defaults", defaults_table(dialects()["deepspeed"]), writes)
 
 
 # What is quoted

@@ -1,25 +1,147 @@
-"""The tool `migrate`: turns a configuration of DeepSpeed or accelerate into flags, and names keys without any."""
+"""The tool `migrate`: turns a configuration of DeepSpeed or accelerate into flags, and names keys without any.
+
+What each key is here stands in one table, `migrate.yaml`, whose notation its first lines explain.
+"""
 
 import json
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.accelerate_keys import ACCELERATE, DEEPSPEED_FILE, ENGINE_SECTIONS, is_accelerate
-from hf_zero.recipes.deepspeed_keys import DEEPSPEED
-from hf_zero.recipes.migrate_rules import Always, Dialect, Flag, Flags, Missing, NoCounterpart, Rule, Section
 
 
 POSITIONAL = ("file", "the JSON file that was given to --deepspeed, or the YAML file that `accelerate config` wrote")
 
+TABLE = Path(__file__).with_name("migrate.yaml")
 YAML_SUFFIXES = (".yaml", ".yml")
 AUTO = "auto"
-ABSENT = "not in the file, so {program}'s default"
+# In a file of accelerate's, the name of DeepSpeed's own file, whose keys then count.
+DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
+# The sections of which accelerate reads the one that `distributed_type` names.
+ENGINE_SECTIONS = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
+TAKES_SEVERAL = ("report_to",)  # the values of several keys stand beside one another
+
+Flags = dict[str, str]  # flag without dashes -> value
+Section = Mapping[str, Any]  # the key's neighbours in the file, by name
+
+
+class NoCounterpart(Exception):
+    """Raised for a value that has no counterpart, of a key that has flags."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A line of the table.
+
+    Args:
+        verdict (`str`): "flag", "if", "always" or "none".
+        flags (`dict[str, str]`): Flags without dashes, with the value that the table gives each, or "".
+        remark (`str`): What is different, or why there is no flag.
+        more (`dict[str, Any]`): The other keys of a line that is a mapping.
+    """
+
+    verdict: str
+    flags: Flags
+    remark: str
+    more: dict[str, Any]
+
+    def convert(self, value: Any, section: Section) -> Flags:
+        """Returns the flags for a value, with their values.
+
+        Raises:
+            NoCounterpart: If the value has none.
+            TypeError, ValueError: If it is not of the kind that the key takes.
+        """
+        if any(section.get(name) != wanted for name, wanted in self.more.get("where", {}).items()):
+            return {}
+        if "by" in self.more:
+            return CONVERTERS[self.more["by"]](self, value, section)
+        if self.verdict == "if":
+            is_on = value.get("enabled") if isinstance(value, dict) else value
+            return {name: text or "True" for name, text in self.flags.items()} if is_on else {}
+        first = next(iter(self.flags))
+        for pattern, found in self.more.get("values", {}).items():
+            if fnmatchcase(_lower(value), _lower(pattern)):
+                return found if isinstance(found, dict) else {} if found is None else {first: str(found)}
+        if "else" in self.more:
+            raise NoCounterpart(self.more["else"])
+        if len(self.flags) > 1:
+            return {name: str(item) for name, item in zip(self.flags, value, strict=True)}
+        return {first: self.more["form"] % json.dumps(value) if "form" in self.more else str(value)}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The table for the configurations of one program.
+
+    Args:
+        program (`str`): Its name and version.
+        rules (`dict[str, Rule]`): By key, in the order in which they are applied.
+        defaults (`list[dict[str, Any]]`): What it takes for keys that are absent, as in the table.
+        replaced (`str`): What the flags are given in place of.
+    """
+
+    program: str
+    rules: dict[str, Rule]
+    defaults: list[dict[str, Any]]
+    replaced: str
+
+
+@cache
+def dialects() -> dict[str, Dialect]:
+    """Reads the table: the [`Dialect`] of "deepspeed", and that of "accelerate"."""
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return {name: Dialect(rules=dict(_rules(found.pop("keys"))), **found) for name, found in table.items()}
+
+
+def _rules(section: Section, prefix: str = "") -> Iterator[tuple[str, Rule]]:
+    for keys, entry in section.items():
+        for key in keys.split():
+            if isinstance(entry, dict) and "is" not in entry:
+                yield from _rules(entry, f"{prefix}{key}.")
+            else:
+                more = dict(entry) if isinstance(entry, dict) else {"is": entry}
+                verdict, _, remark = more.pop("is").partition("; ")
+                flags = [word.removeprefix("--").partition("=") for word in verdict.split() if word.startswith("--")]
+                kind = "flag" if verdict.startswith("--") else verdict.split()[0]
+                yield f"{prefix}{key}", Rule(kind, {name: text for name, _, text in flags}, remark, more)
+
+
+def _lower(value: Any) -> str:
+    """A value or a pattern in small letters; 1.0 is 1."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value).lower()
+
+
+def _torch_autocast(rule: Rule, value: Any, section: Section) -> Flags:
+    """Autocast in the section's dtype."""
+    dtype = str(section.get("dtype", "bfloat16")).removeprefix("torch.")
+    half = "fp16" if dtype in ("float16", "half", "fp16") else "bf16"
+    return {half: "True", "zero_autocast": "True"} if value else {}
+
+
+def _fsdp_offload(rule: Rule, value: Any, section: Section) -> Flags:
+    """Parameters are offloaded where they are sharded; otherwise what is sharded is."""
+    strategy = section.get("fsdp_reshard_after_forward", section.get("fsdp_sharding_strategy", True))
+    stage = rule.more["values"].get(_lower(strategy))
+    return {"zero_offload": "params" if stage == 3 else "optimizer"} if value else {}
+
+
+def _dynamo_backend(rule: Rule, value: Any, section: Section) -> Flags:
+    return {"torch_compile": "True", "torch_compile_backend": str(value).lower()} if value != "NO" else {}
+
+
+CONVERTERS: dict[str, Callable[[Rule, Any, Section], Flags]] = {
+    "torch_autocast": _torch_autocast,
+    "fsdp_offload": _fsdp_offload,
+    "dynamo_backend": _dynamo_backend,
+}
 
 
 @dataclass
@@ -35,6 +157,7 @@ class Migration:
         replaced (`str`): What the flags are given in place of.
         flags (`dict[str, str]`): Flag without dashes -> value; several values of one stand apart by spaces.
         sources (`dict[str, str]`): Flag -> the key that it comes from.
+        overruled (`dict[str, str]`): Key that counts for nothing beside another one of the file -> that one.
         unlike (`dict[str, str]`): Key whose flag does something else than it -> what.
         auto (`dict[str, str]`): Key whose value was "auto" -> the flags that decide, as they did.
         always (`dict[str, str]`): Key that needs no flag -> why.
@@ -44,6 +167,7 @@ class Migration:
     replaced: str
     flags: Flags = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    overruled: dict[str, str] = field(default_factory=dict)
     unlike: dict[str, str] = field(default_factory=dict)
     auto: dict[str, str] = field(default_factory=dict)
     always: dict[str, str] = field(default_factory=dict)
@@ -63,7 +187,7 @@ def run(file: str, arguments: Arguments) -> None:
     print(rendered(migrated(read_config(file))))
 
 
-def read_config(file: str) -> Section:
+def read_config(file: str) -> dict[str, Any]:
     """Reads the object in a JSON or YAML file.
 
     Raises:
@@ -90,7 +214,7 @@ def read_config(file: str) -> Section:
 
 
 def migrated(config: Section) -> Migration:
-    """Applies the rules to all keys of a configuration.
+    """Applies the table to all keys of a configuration.
 
     Args:
         config (`dict`): As DeepSpeed or accelerate reads it.
@@ -98,18 +222,18 @@ def migrated(config: Section) -> Migration:
     Raises:
         ConfigError: If it names a file of DeepSpeed's that cannot be read.
     """
-    if not is_accelerate(config):
-        result = Migration(DEEPSPEED.replaced)
-        _apply_all(dict(_keys(config, DEEPSPEED.rules)), DEEPSPEED, result)
+    deepspeed, accelerate = dialects()["deepspeed"], dialects()["accelerate"]
+    if config.keys().isdisjoint(("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config")):
+        result = Migration(deepspeed.replaced)
+        _apply_all(dict(_keys(config, deepspeed.rules)), deepspeed, result)
         return result
-    result = Migration(ACCELERATE.replaced)
-    found = dict(_keys(_used(config, result), ACCELERATE.rules))
+    result = Migration(accelerate.replaced)
+    found = dict(_keys(_used(config, result), accelerate.rules))
     file, _ = found.get(DEEPSPEED_FILE, (None, {}))
-    if file in (None, "none"):
-        _apply_all(found, ACCELERATE, result)
-    else:
-        _apply_all(dict(_keys(read_config(file), DEEPSPEED.rules)), DEEPSPEED, result)
-        _apply_all(found, replace(ACCELERATE, defaults=()), result)  # that file has its own
+    has_own_file = file not in (None, "none")  # whose defaults count, not accelerate's
+    if has_own_file:
+        _apply_all(dict(_keys(read_config(file), deepspeed.rules)), deepspeed, result)
+    _apply_all(found, accelerate, result, with_defaults=not has_own_file)
     return result
 
 
@@ -117,6 +241,7 @@ def rendered(migration: Migration) -> str:
     """Returns the text to print."""
     lines = [f"{_flag(name, value):40} {migration.sources[name]}" for name, value in migration.flags.items()]
     for title, entries in (
+        ("overruled by another key of the file", migration.overruled),
         ("not quite the same", migration.unlike),
         ('"auto": Trainer\'s own flags decide, as they did', migration.auto),
         ("nothing to set", migration.always),
@@ -129,12 +254,10 @@ def rendered(migration: Migration) -> str:
 
 
 def _flag(name: str, value: str) -> str:
-    rules = DEEPSPEED.rules.values()
-    takes_several = any(isinstance(rule, Flag) and rule.is_added and name in rule.flags for rule in rules)
-    return f"--{name} {value if takes_several else shlex.quote(value)}"
+    return f"--{name} {value if name in TAKES_SEVERAL else shlex.quote(value)}"
 
 
-def _keys(section: Section, rules: dict[str, Rule], prefix: str = "") -> Iterator[tuple[str, tuple[Any, Section]]]:
+def _keys(section: Section, rules: Mapping[str, Rule], prefix: str = "") -> Iterator[tuple[str, tuple[Any, Section]]]:
     """Yields the path of each key that has a rule, and of each value under no rule, with the value and its section."""
     for key, value in section.items():
         path = f"{prefix}{key}"
@@ -157,17 +280,27 @@ def _used(config: Section, result: Migration) -> Section:
     return used
 
 
-def _apply_all(found: dict[str, tuple[Any, Section]], dialect: Dialect, result: Migration) -> None:
+def _apply_all(
+    found: dict[str, tuple[Any, Section]], dialect: Dialect, result: Migration, *, with_defaults: bool = True
+) -> None:
     absent = set()
-    for default in dialect.defaults:
-        if default.applies({path: value for path, (value, _) in found.items()}):
-            found[default.path] = (default.value, {})
-            absent.add(default.path)
+    for default in dialect.defaults if with_defaults else ():
+        if _applies(default, found):
+            found[default["key"]] = (default["value"], {})
+            absent.add(default["key"])
     order = {path: turn for turn, path in enumerate(dialect.rules)}
     for path in sorted(found, key=lambda path: order.get(path, len(order))):
         value, section = found[path]
-        note = f" ({ABSENT.format(program=dialect.program.split()[0])})" if path in absent else ""
+        note = f" (not in the file, so {dialect.program.split()[0]}'s default)" if path in absent else ""
         _apply(_Key(path, value, section, note), dialect, result)
+
+
+def _applies(default: Mapping[str, Any], found: Mapping[str, tuple[Any, Section]]) -> bool:
+    """Whether a file with these keys and values uses a default of the table."""
+    if default["key"] in found or default.get("unless") in found:
+        return False
+    where, among = default.get("where"), default.get("among")
+    return where is None or where in found and (among is None or _lower(found[where][0]) in among)
 
 
 @dataclass(frozen=True)
@@ -186,49 +319,53 @@ class _Key:
 
 
 def _apply(key: _Key, dialect: Dialect, result: Migration) -> None:
-    rule = dialect.rules.get(key.path)
+    rule, value = dialect.rules.get(key.path), key.value
     if rule is None:
         result.missing[key.path] = f"no key of {dialect.program}"
-    elif isinstance(rule, Always):
-        _apply_always(key, rule, result)
-    elif isinstance(rule, Missing):
-        _apply_missing(key, rule, result)
-    elif key.value == AUTO:
+    elif rule.verdict == "always":
+        if value == AUTO or all(key.section.get(name) not in (None, AUTO) for name in rule.more.get("beside", ())):
+            result.always[key.path] = rule.remark
+        else:
+            result.missing[key.path] = f"{key.shown}: {rule.more['else']}"
+    elif rule.verdict == "none":
+        is_on = value.get("enabled", True) if isinstance(value, dict) else value
+        is_off = not is_on or value == AUTO or value in rule.more.get("inactive", ())
+        if is_off or key.section.get("enabled") is False:
+            result.always[key.path] = f"{json.dumps(is_on, default=str)}: not asked for"
+        else:
+            result.missing[key.path] = f"{key.shown}: {rule.remark}" if key.note else rule.remark
+    elif value == AUTO:
         result.auto[key.path] = " ".join(f"--{name}" for name in rule.flags)
     else:
-        _apply_flag(key, rule, result)
+        _apply_flags(key, rule, result)
 
 
-def _apply_always(key: _Key, rule: Always, result: Migration) -> None:
-    if key.value == AUTO or all(key.section.get(name) not in (None, AUTO) for name in rule.beside):
-        result.always[key.path] = rule.reason
-    else:
-        result.missing[key.path] = f"{key.shown}: {rule.otherwise}"
-
-
-def _apply_missing(key: _Key, rule: Missing, result: Migration) -> None:
-    value = key.value
-    is_on = value.get("enabled", True) if isinstance(value, dict) else value
-    if not is_on or value == AUTO or value in rule.off or key.section.get("enabled") is False:
-        result.always[key.path] = f"{json.dumps(is_on, default=str)}: not asked for"
-    else:
-        result.missing[key.path] = f"{key.shown}: {rule.reason}" if key.note else rule.reason
-
-
-def _apply_flag(key: _Key, rule: Flag, result: Migration) -> None:
+def _apply_flags(key: _Key, rule: Rule, result: Migration) -> None:
     try:
-        flags = rule.convert(key.value, key.section) if rule.convert else {rule.flags[0]: str(key.value)}
+        flags = rule.convert(key.value, key.section)
     except NoCounterpart as reason:
         result.missing[key.path] = f"{key.shown}: {reason}"
         return
-    except (TypeError, IndexError, KeyError):
+    except (TypeError, ValueError):
         result.missing[key.path] = f"{key.shown}: not a value that is taken there"
         return
     if not flags:
-        result.always[key.path] = f"{key.shown}: the default" + (f" ({rule.note})" if rule.note else "")
-    if rule.unlike and key.value:
-        result.unlike[key.path] = rule.unlike
+        result.always[key.path] = f"{key.shown}: the default" + (f" ({rule.remark})" if rule.remark else "")
+    if rule.more.get("unlike") and key.value:
+        result.unlike[key.path] = rule.remark
     for name, text in flags.items():
-        is_beside = rule.is_added and name in result.flags
+        if rule.more.get("wins"):
+            _overrule(key, name, text, result)
+        is_beside = name in TAKES_SEVERAL and name in result.flags
         result.flags[name] = f"{result.flags[name]} {text}" if is_beside else text
         result.sources[name] = f"{result.sources[name]}, {key.path}" if is_beside else f"{key.path}{key.note}"
+
+
+def _overrule(key: _Key, name: str, text: str, result: Migration) -> None:
+    """Notes which keys a key wins over. Beside "auto" a value in the file has to be the flag's; a default need not."""
+    beaten = [path for path, flags in result.auto.items() if key.note and flags == f"--{name}"]
+    if name in result.flags and result.flags[name] != text:
+        beaten.append(result.sources[name])
+    for path in beaten:
+        value = AUTO if result.auto.pop(path, None) else result.flags[name]
+        result.overruled[path] = f"{value}: {key.path} wins, there too, and is {key.shown}"

@@ -6,17 +6,14 @@ from dataclasses import fields
 import pytest
 from transformers.trainer_utils import SchedulerType
 
-from hf_zero.recipes.accelerate_keys import ACCELERATE
 from hf_zero.recipes.cli import EXIT_BAD_CONFIG, main
-from hf_zero.recipes.deepspeed_keys import DEEPSPEED, OPTIMIZERS, SCHEDULERS
-from hf_zero.recipes.migrate import migrated, rendered
-from hf_zero.recipes.migrate_rules import Flag
+from hf_zero.recipes.migrate import dialects, migrated, rendered
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
 
-RULES = DEEPSPEED.rules
+RULES = dialects()["deepspeed"].rules
 UNKNOWN = "no key of DeepSpeed 0.19"
 NO_CLIPPING = {"zero_stage": "0", "max_grad_norm": "0"}  # what DeepSpeed does by default, and Trainer does not
 # transformers' own example for stage 3, with values for some of what it leaves to Trainer.
@@ -206,11 +203,11 @@ def test_what_was_off_is_not_missed(config):
 
 def test_every_flag_of_the_table_exists():
     known = {field.name for field in fields(ZeroTrainingArguments)}
-    rules = [*RULES.values(), *ACCELERATE.rules.values()]
-    named = {name for rule in rules if isinstance(rule, Flag) for name in rule.flags}
-    assert named <= known
-    assert set(OPTIMIZERS.values()) <= SUPPORTED_OPTIMS
-    assert set(SCHEDULERS.values()) <= {kind.value for kind in SchedulerType}
+    rules = [rule for dialect in dialects().values() for rule in dialect.rules.values()]
+    named = {name for rule in rules for name in rule.flags}
+    assert len(named) > 20 and named <= known
+    assert set(RULES["optimizer.type"].more["values"].values()) <= SUPPORTED_OPTIMS
+    assert set(RULES["scheduler.type"].more["values"].values()) <= {kind.value for kind in SchedulerType}
 
 
 @pytest.mark.parametrize(
@@ -247,6 +244,32 @@ def test_what_deepspeed_does_by_default_and_trainer_does_not_becomes_a_flag_that
     }
     assert result.sources["max_grad_norm"] == "gradient_clipping (not in the file, so DeepSpeed's default)"
     assert result.sources["learning_rate"].startswith("scheduler.params.warmup_max_lr (not in the file")
+
+
+@pytest.mark.parametrize(
+    ("rate", "params", "overruled"),
+    [
+        (2e-5, {}, "2e-05: scheduler.params.warmup_max_lr wins, there too, and is 0.001 (not in the file"),
+        ("auto", {}, "auto: scheduler.params.warmup_max_lr wins, there too, and is 0.001 (not in the file"),
+        (2e-5, {"warmup_max_lr": 3e-4}, "2e-05: scheduler.params.warmup_max_lr wins, there too, and is 0.0003"),
+        (3e-4, {"warmup_max_lr": 3e-4}, None),
+        ("auto", {"warmup_max_lr": 3e-4}, None),  # transformers sees to it that both are the same
+    ],
+)
+def test_a_learning_rate_that_the_scheduler_of_the_file_overrules_is_told(rate, params, overruled):
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": rate}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**params, "warmup_type": "linear"}},
+    }
+    result = migrated(config)
+    assert result.flags["learning_rate"] == str(params.get("warmup_max_lr", 0.001))
+    if overruled is None:
+        assert result.overruled == {}
+    else:
+        assert result.overruled["optimizer.params.lr"].startswith(overruled)
+        assert "optimizer.params.lr" not in result.auto
+        title = "overruled by another key of the file:\n  optimizer.params.lr: "
+        assert title + overruled in rendered(result)
 
 
 def test_where_the_file_has_a_value_or_no_section_the_default_of_it_is_not_taken():
