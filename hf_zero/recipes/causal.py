@@ -204,14 +204,19 @@ def load_model(arguments: CausalArguments, training: ZeroTrainingArguments, data
     Raises:
         ConfigError: it does not load as a language model, or does not fit the settings.
     """
-    model = load_causal_model(arguments, training, data.processing_class)
+    model = load_language_model(arguments, training, data.processing_class)
     if arguments.packing:
         check_packing(model)
     return adapt(model, arguments)
 
 
-def load_causal_model(
-    arguments: LoadArguments, training: ZeroTrainingArguments, tokenizer: PreTrainedTokenizerBase
+def load_language_model(
+    arguments: LoadArguments,
+    training: ZeroTrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    auto_class: type = AutoModelForCausalLM,
+    what: str = "a causal language model",
+    **options: Any,
 ) -> PreTrainedModel:
     """A language model as it was saved, its weights still in their files.
 
@@ -219,19 +224,22 @@ def load_causal_model(
         arguments ([`LoadArguments`]): with the name of the model.
         training ([`ZeroTrainingArguments`], or those of TRL): say in which dtype is computed.
         tokenizer (`PreTrainedTokenizerBase`): whose tokens it is to know.
+        auto_class (`type`): of transformers: says which head it has.
+        what (`str`): what it is then, in words.
+        options: for `from_pretrained`, beside those that the arguments say.
 
     Raises:
-        ConfigError: it does not load as a language model, or does not fit the tokenizer.
+        ConfigError: it does not load as such a model, or does not fit the tokenizer.
     """
     path = resolve_model(arguments.model_name_or_path)
     with quiet():
         try:
-            model = load_pretrained(AutoModelForCausalLM, path, **load_options(arguments, training))
+            model = load_pretrained(auto_class, path, **load_options(arguments, training), **options)
         except (CheckpointError, ConfigError):
             raise
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"{path}: does not load as a causal language model ({reason})") from error
+            raise ConfigError(f"{path}: does not load as {what} ({reason})") from error
     check_vocabulary(model, arguments.model_name_or_path, tokenizer)
     return model
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hf_zero.checkpoint.format import read_json
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.artifacts import configuration_of
-from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, quiet, resolve_model
+from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, load_config, resolve_model
 from hf_zero.recipes.settings import NEVER, Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 
@@ -159,9 +159,8 @@ def _of_adapter(arguments: Any, checkpoint: Path) -> str | None:
 
 def _config(path: str, revision: str | None = None) -> PretrainedConfig | None:
     try:
-        with quiet():
-            return AutoConfig.from_pretrained(path, revision=revision or "main")
-    except (OSError, ValueError, KeyError, TypeError):
+        return load_config(path, revision)
+    except ConfigError:
         return None
 
 

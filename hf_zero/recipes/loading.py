@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import is_peft_available
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
@@ -167,6 +174,25 @@ def one_line(folder: str | Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {what} failed ({type(error).__name__}: {reason})") from error
 
 
+def load_config(path: str, revision: str | None = None) -> PretrainedConfig:
+    """Reads the config of a model.
+
+    Args:
+        path (`str`): a folder or hub id.
+        revision (`str`, *optional*): of the hub id.
+
+    Raises:
+        ConfigError: it does not load.
+    """
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(path, revision=revision or "main")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: its config does not load ({(str(error).strip() or repr(error)).splitlines()[0]})"
+        ) from error
+
+
 def num_positions(arguments: SourceArguments) -> int | None:
     """Returns how many positions a model has, or `None` if there is no limit.
 
@@ -176,14 +202,7 @@ def num_positions(arguments: SourceArguments) -> int | None:
     Raises:
         ConfigError: its config does not load.
     """
-    name = arguments.model_name_or_path
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(resolve_model(name), revision=arguments.model_revision or "main")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{name}: its config does not load ({str(error).strip().splitlines()[0]})") from error
+    config = load_config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
     text = config.get_text_config()
     found = getattr(text, "max_position_embeddings", None)
     if not found or found < 0 or not getattr(text, "position_biased_input", True):  # relative positions alone

@@ -1,7 +1,7 @@
 """What the tasks have in common whose trainer is one of TRL's: rows, model, adapter, trainer, and what is said."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -16,7 +16,7 @@ from hf_zero.recipes.causal import (
     check_dtype,
     check_stream,
     check_template,
-    load_causal_model,
+    load_language_model,
     load_tokenizer,
 )
 from hf_zero.recipes.classification.models import head_of
@@ -68,7 +68,7 @@ class TrlTask:
         load (`Callable`): loads the model, by the arguments, those of the training, and the tokenizer.
         parts (`Callable`): what the trainer takes beside model, arguments and data, by all that is known.
         check_more (`Callable`): refuses what cannot work, by the arguments and the fields of the configuration.
-        say_more (`Callable`): says what became of the rows, by the trainer and the data.
+        lost (`Callable`): lines about rows that `max_length` cuts or leaves out, by the trainer and the data.
         peft_task (`str`): PEFT's name for what the model does.
         pipeline (`str`): the pipeline of transformers that the trained model is tried with.
         generates (`bool`): whether answers are generated in training.
@@ -79,10 +79,10 @@ class TrlTask:
     formats: tuple[type[Answers], ...]
     test_line: Callable[[Mapping[str, float]], str]
     Arguments: type[TrlArguments] = TrlTemplateArguments
-    load: Callable[[Any, Any, Any], PreTrainedModel] = load_causal_model
-    parts: Callable[..., dict[str, Any]] = field(default=lambda task, arguments, training, data: {})
-    check_more: Callable[[Any, Mapping[str, Any]], None] = field(default=lambda arguments, training: None)
-    say_more: Callable[[Any, Data, Callable[..., None]], None] = field(default=lambda trainer, data, say: None)
+    load: Callable[[Any, Any, Any], PreTrainedModel] = load_language_model
+    parts: Callable[..., dict[str, Any]] = lambda task, arguments, training, data: {}
+    check_more: Callable[[Any, Mapping[str, Any]], None] = lambda arguments, training: None
+    lost: Callable[[Any, Data], list[str]] = lambda trainer, data: []
     peft_task: str = "CAUSAL_LM"
     pipeline: str = "text-generation"
     generates: bool = False
@@ -223,14 +223,15 @@ class TrlTask:
             **self.parts(self, arguments, training, data),
         )
         if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):
-            raise DataError(
-                f"{data.source}: no row fits into max_length {training.max_length}; set a larger --max_length"
-            )
+            key = "max_completion_length" if self.generates else "max_length"
+            raise DataError(f"{data.source}: no row fits into {key} {getattr(training, key)}; set a larger --{key}")
         return trainer
 
     def before(self, trainer: Any, data: Data, say: Callable[..., None]) -> None:
         """Says what of the rows does not fit."""
-        self.say_more(trainer, data, say)
+        if isinstance(data.train, Dataset) and getattr(trainer.args, "max_length", None) is not None:
+            for line in self.lost(trainer, data):
+                say(line)
 
     def after(
         self, trainer: Any, data: Data, memory: MemoryRecorder, arguments: TrlArguments, say: Callable[..., None]

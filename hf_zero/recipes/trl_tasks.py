@@ -4,7 +4,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -12,21 +12,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_zero.checkpoint import load_pretrained
-from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.causal import LoadArguments, check_vocabulary, load_options
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.causal import LoadArguments, load_language_model
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import COLUMNS, Judged, Preferences, Prompts
 from hf_zero.recipes.data.rows import cut_note, plural
-from hf_zero.recipes.loading import is_adapter, quiet, resolve_model
+from hf_zero.recipes.loading import is_adapter, load_config, resolve_model
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
 from hf_zero.trl import (
     ZeroDistillationTrainer,
@@ -112,11 +105,7 @@ def _check_scorer(path: str) -> None:
     """Refuses a model that has no head to score answers with: TRL would give it a random one."""
     if is_adapter(Path(path)):
         return
-    try:
-        kinds = AutoConfig.from_pretrained(path).architectures or ()
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"reward_model_name_or_path {path}: its config does not load ({reason})") from error
+    kinds = load_config(path).architectures or ()
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
         raise ConfigError(
             f"reward_model_name_or_path {path}: is a {', '.join(kinds) or 'model of no known class'}, which gives no "
@@ -209,18 +198,8 @@ def _load_scorer(
     arguments: LoadArguments, training: ZeroTrlArgumentsMixin, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
     """A model with a head of one number, a new one unless the model has one."""
-    path = resolve_model(arguments.model_name_or_path)
-    with quiet():
-        try:
-            model = load_pretrained(
-                AutoModelForSequenceClassification, path, num_labels=1, **load_options(arguments, training)
-            )
-        except (CheckpointError, ConfigError):
-            raise
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"{path}: does not load as a model that gives one number ({reason})") from error
-    check_vocabulary(model, arguments.model_name_or_path, tokenizer)
+    kind = (AutoModelForSequenceClassification, "a model that gives one number")
+    model = load_language_model(arguments, training, tokenizer, *kind, num_labels=1)
     model.config.pad_token_id = tokenizer.pad_token_id
     return model
 
@@ -228,28 +207,23 @@ def _load_scorer(
 # What is said
 
 
-def _say_left_out(why: str, trainer: Any, data: Data, say: Callable[..., None]) -> None:
-    """Says how many rows TRL has left out, for they do not fit into `max_length`."""
-    if not isinstance(data.train, Dataset) or trainer.args.max_length is None:
-        return
+def _left_out(why: str, trainer: Any, data: Data) -> list[str]:
+    """How many rows TRL has left out, for they do not fit into `max_length`."""
     # KTO makes two rows of one with a chosen and a rejected answer
     num_rows = len(data.train) * (2 if isinstance(trainer, ZeroKTOTrainer) and "chosen" in data.train.features else 1)
-    if len(trainer.train_dataset) < num_rows:
-        lost = plural(num_rows - len(trainer.train_dataset), "row")
-        say(f"{lost} left out, {why.format(trainer.args.max_length)}")
+    lost = num_rows - len(trainer.train_dataset)
+    return [f"{plural(lost, 'row')} left out, {why.format(trainer.args.max_length)}"] if lost > 0 else []
 
 
-def _say_cut_preferences(trainer: Any, data: Data, say: Callable[..., None]) -> None:
-    """Says how many preferences do not fit into `max_length`, and how many are cut."""
-    _say_left_out(LONG_PROMPT, trainer, data, say)
-    if not isinstance(data.train, Dataset) or trainer.args.max_length is None:
-        return
+def _cut_preferences(trainer: Any, data: Data) -> list[str]:
+    """How many preferences do not fit into `max_length`, and how many are cut."""
     max_length, kept = trainer.args.max_length, trainer.train_dataset
     table = kept.with_format("arrow")[:]
     prompt, *answers = (pc.list_value_length(table[f"{name}_ids"]).to_numpy() for name in COLUMNS)
     lost = sum(np.maximum(prompt + answer - max_length, 0) for answer in answers)
-    if num_cut := int((lost > 0).sum()):
-        say(cut_note(num_cut, max_length, int(lost.sum())))
+    num_cut = int((lost > 0).sum())
+    cut = [cut_note(num_cut, max_length, int(lost.sum()))] if num_cut else []
+    return [*_left_out(LONG_PROMPT, trainer, data), *cut]
 
 
 def _preference_line(metrics: Mapping[str, float]) -> str:
@@ -270,14 +244,14 @@ def _loss_line(metrics: Mapping[str, float]) -> str:
     return f"loss {metrics['eval_loss']:.4f}"
 
 
-DPO = TrlTask(ZeroDPOTrainer, (Preferences,), _preference_line, parts=_with_reference, say_more=_say_cut_preferences)
+DPO = TrlTask(ZeroDPOTrainer, (Preferences,), _preference_line, parts=_with_reference, lost=_cut_preferences)
 REWARD = TrlTask(
     ZeroRewardTrainer,
     (Preferences,),
     _reward_line,
     Arguments=TrlArguments,
     load=_load_scorer,
-    say_more=partial(_say_left_out, "of which an answer has more than {} tokens"),
+    lost=partial(_left_out, "of which an answer has more than {} tokens"),
     peft_task="SEQ_CLS",
     pipeline="text-classification",
 )
@@ -286,7 +260,7 @@ KTO = TrlTask(
     (Judged, Preferences),
     _loss_line,
     parts=_with_reference,
-    say_more=partial(_say_left_out, LONG_PROMPT),
+    lost=partial(_left_out, LONG_PROMPT),
     decisive_too=("per_device_train_batch_size",),  # answers are paired with those of other rows within a batch
 )
 GRPO = TrlTask(
@@ -298,15 +272,7 @@ GRPO = TrlTask(
     check_more=_check_rewards,
     generates=True,
 )
-RLOO = TrlTask(
-    ZeroRLOOTrainer,
-    (Prompts,),
-    _generated_line,
-    Arguments=RewardedArguments,
-    parts=_with_rewards,
-    check_more=_check_rewards,
-    generates=True,
-)
+RLOO = replace(GRPO, trainer=ZeroRLOOTrainer)
 DISTILL = TrlTask(
     ZeroDistillationTrainer,
     (Prompts,),
