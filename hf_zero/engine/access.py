@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_zero.engine.away import REFUSED_BY_TORCH, WRITTEN
 from hf_zero.engine.patch import Patch, Uncopyable
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError
 
 
 UNIT_ATTRIBUTE = "_hf_zero_unit"
@@ -88,15 +88,20 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
     Args:
         what (`nn.Module`, `Tensor` or iterable of `Tensor`): a module (all its parameters), or parameters.
         writeback (`bool`): keeps what was written to the parameters; rank 0's values become everyone's. Without it,
-            changes are lost at stage 3.
+            changes are lost at stage 3, with a warning, but for those through `.data` to parameters of a GPU or a
+            disk.
 
     Raises:
         `LifecycleError`: for `writeback` inside `ShardedModel.computing_in`.
+        `ConfigError`: for what is neither module nor parameter.
     """
     if isinstance(what, nn.Module):
         params = list(what.parameters())
     else:
-        params = [what] if isinstance(what, Tensor) else list(what)
+        params = [what] if isinstance(what, Tensor) else list(what) if isinstance(what, Iterable) else [what]
+    for each in params:
+        if not isinstance(each, Tensor):
+            raise ConfigError(f"gathered: {each!r} is of type {type(each).__name__}; give a module, or parameters")
     units = dict.fromkeys(unit for unit in map(unit_of, params) if unit is not None)
     held = sorted(units, key=lambda unit: unit.index)  # of several models, in the order given: all ranks have one
     if writeback and any(flat.cast for unit in held for flat in unit.flats):

@@ -245,6 +245,20 @@ class Flat:
         pairs = zip(self.params, self.versions)
         return next((index for index, (p, version) in enumerate(pairs) if p._version != version), None)
 
+    def changed(self) -> int | None:
+        """Returns the first parameter whose whole values are no longer those that were gathered; `None` where there is
+        none. A rank looks at its own range. A device would have to be waited for, and is not asked."""
+        source = self.rest.source
+        if source is None or source.on_disk is not None or not self.comm.is_on_cpu:
+            return None
+        own, gathered = self.full[slice(*source.covers)], source.values.to(self.dtype)
+        own, gathered = own.view(torch.uint8), gathered.view(torch.uint8)  # a NaN is equal to itself
+        if torch.equal(own, gathered):
+            return None
+        at = int((own != gathered).nonzero()[0]) // self.full.itemsize
+        pieces = self.layout.param_slices(*source.covers)
+        return next((piece.index for piece in pieces if piece.offset <= at < piece.offset + piece.numel), None)
+
     def write_master(self, index: int, values: Tensor) -> None:
         """Overwrites what this rank has of one parameter's master.
 
