@@ -92,11 +92,12 @@ def _newest_complete(training: ZeroTrainingArguments) -> str | None:
     return choice.folder
 
 
-def resume_message(checkpoint: str) -> str:
-    """Returns the line that names the checkpoint from which a run goes on."""
+def resume_message(checkpoint: str, training: ZeroTrainingArguments) -> str:
+    """Returns the line that names the checkpoint from which a run goes on, and how far this run is there."""
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
-    step, max_steps = state["global_step"], state.get("max_steps")
-    return f"resume: going on from {checkpoint}, step {step} of {max_steps}; --resume never starts anew"
+    step, steps, epochs = state["global_step"], training.max_steps, training.num_train_epochs
+    place = f"step {step} of {steps}" if steps > 0 else f"step {step}, epoch {state['epoch']:.4g} of {epochs:g}"
+    return f"resume: going on from {checkpoint}, {place}; --resume never starts anew"
 
 
 def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:

@@ -36,7 +36,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     task, say = TASKS[settings.task].load(), _sayer(training)
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:
-        say(resume_message(checkpoint))
+        say(resume_message(checkpoint, training))
     data = task.load_data(settings.arguments, training)
     for note in data.notes:
         say(note)

@@ -1,5 +1,6 @@
 """Whether a run goes on, and from where; what the resolved configuration keeps and what it does not."""
 
+import json
 import re
 import shlex
 import shutil
@@ -23,7 +24,7 @@ from hf_zero.recipes.artifacts import (
 )
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.comparison import check_same_model, check_unchanged
-from hf_zero.recipes.earlier_run import _set_aside, checkpoint_of
+from hf_zero.recipes.earlier_run import _set_aside, checkpoint_of, resume_message
 from hf_zero.recipes.plan import _reference
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
@@ -54,6 +55,16 @@ def test_another_run_in_the_same_folder_is_refused_in_one_line(call, changed, me
     assert message in line
     assert line.rstrip().endswith("go on with the same, or give --resume never or another output_dir")
     assert call(changed, "--resume=never")[::2] == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "place"), [(12, 3.0, "step 6 of 12"), (-1, 5.0, "step 6, epoch 3 of 5")]
+)
+def test_the_message_of_a_longer_run_says_how_far_that_one_is(max_steps, epochs, place, tmp_path):
+    state = {"global_step": 6, "max_steps": 6, "epoch": 3.0}  # of the run that has ended
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    training = SimpleNamespace(max_steps=max_steps, num_train_epochs=epochs)
+    assert f"{tmp_path}, {place}; " in resume_message(str(tmp_path), training)
 
 
 @pytest.mark.parametrize("changed", ["--learning_rate=1", "--max_steps=9", "--num_train_epochs=9", "--zero_stage=1"])
