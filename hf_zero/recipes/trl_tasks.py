@@ -2,10 +2,12 @@
 
 import ast
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +34,7 @@ from hf_zero.trl import (
 )
 
 
-Reward = Callable[..., list[float]]
+Reward = Callable[..., list[float | None]]
 LONG_PROMPT = "whose prompt alone has {} tokens or more"
 NAMED_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # of trl.rewards
 
@@ -169,7 +171,32 @@ def _reward_of(name: str) -> Reward:
         ) from error
     if not callable(found):
         raise ConfigError(f"reward_funcs {name}: {function!r} is no function there; give the name of one")
-    return found
+    if not inspect.isfunction(found) or inspect.iscoroutinefunction(found):  # a module; what TRL awaits
+        return found
+    return _checked(found, name, path.resolve())
+
+
+def _checked(function: Reward, name: str, path: Path) -> Reward:
+    """Returns a function that judges as another one does, and whose errors name file and line."""
+
+    @wraps(function)  # TRL logs rewards under its name
+    def judge(*args: Any, **kwargs: Any) -> list[float | None]:
+        try:
+            rewards = [None if value is None else float(value) for value in function(*args, **kwargs)]
+        except Exception as error:  # whatever the user's code raises
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+            where = f"{path}, line {frames[-1].lineno}" if frames else str(path)
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"reward_funcs {name}: fails in training ({where}: {reason}); correct it") from error
+        completions = kwargs.get("completions", rewards)
+        if len(rewards) != len(completions):
+            raise ConfigError(
+                f"reward_funcs {name}: gave {len(rewards)} numbers for {len(completions)} completions; give one for "
+                "each, or None"
+            )
+        return rewards
+
+    return judge
 
 
 def _file_and_function(name: str) -> tuple[Path, str]:

@@ -226,6 +226,24 @@ def test_a_file_of_rewards_is_a_module_of_its_own(tmp_path):
         rewards_of(RewardedArguments(reward_funcs=[f"{tmp_path}/judges.py:number"]))
 
 
+def test_a_reward_that_fails_in_training_is_told_by_file_and_line(tmp_path):
+    from hf_zero.recipes.trl_tasks import RewardedArguments, rewards_of
+
+    code = "def score(text):\n    return 1 / (len(text) - 1)\n"
+    code += "def fails(completions, **_):\n    return [score(each) for each in completions]\n"
+    code += "def short(completions, **_):\n    return [1.0]\ndef text(completions, **_):\n    return ['good', None]\n"
+    (tmp_path / "judges.py").write_text(code)
+    names = [f"{tmp_path}/judges.py:{name}" for name in ("fails", "short", "text")]
+    fails, short, text = rewards_of(RewardedArguments(reward_funcs=names))
+    assert fails.__name__ == "fails" and fails(completions=["abc"]) == [0.5]
+    with pytest.raises(ConfigError, match=r"judges.py, line 2: ZeroDivisionError: division by zero\); correct it"):
+        fails(completions=["a"])
+    with pytest.raises(ConfigError, match="judges.py:short: gave 1 numbers for 2 completions"):
+        short(completions=["a", "b"])
+    with pytest.raises(ConfigError, match="judges.py: ValueError: could not convert"):
+        text(completions=["a", "b"])
+
+
 def test_rows_that_are_left_out_are_counted(tiny_llama, load):
     from hf_zero.recipes.settings import parse_settings
     from hf_zero.recipes.tasks import TASKS
