@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from numbers import Integral, Real
 from typing import TypedDict
 
 import torch
@@ -104,6 +105,19 @@ def choose(setting: str, value, choices: dict):
     raise ConfigError(f"{setting}: {value!r} is not one of {valid}{hint}")
 
 
+# The kinds of the settings whose values are not looked up among a few, and how a message asks for them.
+_KINDS = {
+    "stage": (Integral, "0, 1, 2 or 3"),
+    **dict.fromkeys(("prefetch_units", "delayed_update"), (Integral, "a whole number")),
+    "offload_fraction": (Real, "a number"),
+    "timeout_seconds": (Real | None, "a number, or None"),
+    "offload_dir": (str | os.PathLike | None, "the path of a folder, or None"),
+    **dict.fromkeys(
+        ("shared_memory", "partition_activations", "offload_activations", "strict"), (bool, "True or False")
+    ),
+}
+
+
 def _is_strict() -> bool:
     value = os.environ.get("HF_ZERO_STRICT", "0")
     return choose("HF_ZERO_STRICT", value, {"0": False, "1": True, "": False})
@@ -163,6 +177,7 @@ class ZeroConfig:
     strict: bool = field(default_factory=_is_strict)
 
     def __post_init__(self):
+        self._check_kinds()
         choose("stage", self.stage, STAGES)
         choose("nonfinite", self.nonfinite, NONFINITE)
         if self.compute_dtype is not None and not is_floating_dtype(self.compute_dtype):
@@ -178,6 +193,12 @@ class ZeroConfig:
         if self.keep_gathered != "auto" and (not isinstance(self.keep_gathered, int) or self.keep_gathered < 0):
             raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is no number of blocks; give 0 or more, or auto")
         self._check_offload()
+
+    def _check_kinds(self) -> None:
+        for name, (kind, expected) in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise ConfigError(f"{name}: {value!r} is of type {type(value).__name__}; give {expected}")
 
     def _check_offload(self) -> None:
         choose("offload", self.offload, OFFLOADS)

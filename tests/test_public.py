@@ -10,6 +10,7 @@ import pytest
 
 import hf_zero
 import hf_zero.trl
+from hf_zero.errors import ConfigError
 
 
 PACKAGES = {"hf_zero": hf_zero, "hf_zero.trl": hf_zero.trl}
@@ -82,3 +83,18 @@ def test_no_public_name_is_a_module_too():
     folder = Path(hf_zero.__file__).parent
     modules = {path.stem for path in folder.iterdir()}
     assert not modules & set(hf_zero.__all__), "importing the module would put it where the name is"
+
+
+def test_what_is_no_model_or_no_setting_is_refused_in_one_line():
+    import torch
+
+    with pytest.raises(ConfigError, match=r"shard: '\[1\]' is of type list; give a torch.nn.Module"):
+        hf_zero.shard([1])
+    with pytest.raises(ConfigError, match="shard: 'stag' is not one of stage, .*; the nearest is 'stage'"):
+        hf_zero.shard(torch.nn.Linear(2, 2), stag=3)
+    for make in (hf_zero.ShardedModel, lambda model: hf_zero.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)):
+        with pytest.raises(ConfigError, match="is of type list; give a sharded model"):
+            make([1])
+    for what in ([1], None):
+        with pytest.raises(ConfigError, match="gathered: .*; give a module, or parameters"), hf_zero.gathered(what):
+            pass

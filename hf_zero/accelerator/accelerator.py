@@ -109,6 +109,9 @@ class ZeroAccelerator(Accelerator):
             raise ConfigError(
                 "mixed_precision: this process trains on the CPU, which has no fp16 training; use bf16, or no"
             )
+        steps = self.gradient_accumulation_steps
+        if not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps: {steps!r} is no number of micro-batches; give 1 or more")
         hook = DDPCommunicationHookType(getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO))
         if hook is not DDPCommunicationHookType.NO:
             raise ConfigError(f"comm_hook: {hook.value} belongs to DDP; use zero_reduce_dtype=torch.bfloat16, or none")

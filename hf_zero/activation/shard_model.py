@@ -8,11 +8,15 @@ from torch import nn
 
 from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switch
 from hf_zero.activation.store import Division, Store
-from hf_zero.config import ZeroConfig, ZeroSettings
+from hf_zero.config import ZeroConfig, ZeroSettings, choose
 from hf_zero.engine import ShardedModel, build
 from hf_zero.engine.divided import is_divided
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError
+
+
+# What `shard` takes by name, for messages.
+_NAMES = dict.fromkeys(("stage", "compute_dtype", "device", "group", *ZeroSettings.__annotations__))
 
 
 def shard(
@@ -43,10 +47,12 @@ def shard(
         [`ShardedModel`]: what optimizers and checkpoints take; the model itself is called as before.
 
     Raises:
-        `ConfigError`: for a setting that is not valid.
+        `ConfigError`: for a setting that is not valid, or that there is not, and for what is no module.
         `UnsupportedError`: for parameters that are not dense tensors in memory.
         `CheckpointError`: files of `load_pretrained` cannot be read any more, on any rank.
     """
+    for name in settings:
+        choose("shard", name, _NAMES)
     config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
     shard_with(model, config, device=device, group=group)
     return ShardedModel(model)
@@ -60,6 +66,8 @@ def shard_with(
     group: dist.ProcessGroup | None = None,
 ) -> ZeroEngine:
     """Shards as `shard` does, by settings that are a `ZeroConfig` already."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"shard: {str(model)[:60]!r} is of type {type(model).__name__}; give a torch.nn.Module")
     if not (config.partition_activations or config.offload_activations):
         return build.shard_with(model, config, device=device, group=group)
     refuse_without_switch(model)

@@ -82,6 +82,7 @@ class ModelUnits(Uncopyable):
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
+        self.optimizer: weakref.ref | None = None  # the one that was made last, which steps; None before the first
         for unit in self.units:
             unit.finish_updates = self.finish_updates
         # of the trainable parameters: the dict of the module that has it, its key there, itself, its name
@@ -147,6 +148,20 @@ class ModelUnits(Uncopyable):
         for unit in self.units:
             if not unit.is_unsharded:
                 unit.refuse_misuse()
+
+    def refuse_other_optimizer(self, optimizer: object) -> None:
+        """Refuses the step of an optimizer after which another one was made on the model.
+
+        Raises:
+            `LifecycleError`: when there is one.
+        """
+        newest = self.optimizer() if self.optimizer is not None else None
+        if newest is not None and newest is not optimizer:
+            raise LifecycleError(
+                f"step: {type(self.model).__name__} has another optimizer, which was made later, and a step takes the "
+                "gradients of the whole model; make one with all parameter groups, or one of several: "
+                "hf_zero.ShardedOptimizer(model, [first, second])"
+            )
 
     def refuse_held(self, what: str) -> None:
         """Refuses something while a context holds the parameters.

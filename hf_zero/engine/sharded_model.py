@@ -13,7 +13,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.restore import restore
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError
 
 
 ENGINE_ATTRIBUTE = "_hf_zero_engine"
@@ -129,8 +129,12 @@ def require_engine(model: Sharded) -> ZeroEngine:
 
     Raises:
         `LifecycleError`: when it is not.
+        `ConfigError`: when it is no model at all.
     """
     engine = engine_of(model)
     if engine is None:
         raise LifecycleError(f"{type(model).__name__}: is not sharded; call hf_zero.shard(model, stage=...) before")
+    if not hasattr(engine, "comm"):
+        found = f"{str(model)[:60]!r}: is of type {type(model).__name__}"
+        raise ConfigError(f"{found}; give a sharded model, or what hf_zero.shard returned")
     return engine

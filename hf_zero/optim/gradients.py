@@ -1,5 +1,7 @@
 """All gradients as one: their norm, and whether they are finite, so that no step is taken on what is not."""
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from hf_zero.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError
 
 
 # torch's fp32 norm of a long CPU tensor is off by 1e-5 at 1 M elements and 3e-4 at 10 M; by rows of so many elements,
@@ -34,7 +36,11 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
 
     Raises:
         `LifecycleError`: on all ranks, when not all clip alike: shards of one parameter would be scaled unlike.
+        `ConfigError`: for a bound or an order that is none.
     """
+    for name, value in {"max_norm": max_norm, "norm_type": norm_type}.items():
+        if not isinstance(value, Real | Tensor) or value < 0:
+            raise ConfigError(f"clip_grad_norm_: {name} {value!r} is not a number of 0 or more; give one")
     comm, reduced = engine.comm, [gradient for gradient in engine.gradients() if gradient.is_reduced]
     whole = _measure([gradient for gradient in reduced if not gradient.flat.is_divided], comm, norm_type)
     add = torch.Tensor.amax if norm_type == float("inf") else torch.Tensor.sum

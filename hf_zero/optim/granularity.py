@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.engine.divided import is_divided
-from hf_zero.errors import LifecycleError, UnsupportedError
+from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from hf_zero.optim.combined import CombinedOptimizer
 
 
@@ -53,7 +53,16 @@ PARAMETER = ShardGranularity(0)
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers that a combined one is made of, or the optimizer itself."""
+    """Returns the optimizers that a combined one is made of, or the optimizer itself.
+
+    Raises:
+        `ConfigError`: for what is no optimizer.
+    """
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise ConfigError(
+            f"ShardedOptimizer: {str(optimizer)[:60]!r} is of type {type(optimizer).__name__}; give a class such as "
+            "torch.optim.AdamW, or an optimizer on model.parameters()"
+        )
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 

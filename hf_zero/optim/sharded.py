@@ -1,6 +1,7 @@
 """Optimizers over this rank's shards: elementwise ones, those with state in blocks, and those of whole parameters."""
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -46,7 +47,8 @@ class ShardedOptimizer(StateRecords):
 
     Raises:
         `UnsupportedError`: for an optimizer of which it is not known what it looks at.
-        `ConfigError`: when a group holds a tensor that is not a parameter of the model.
+        `ConfigError`: when a group holds a tensor that is not a parameter of the model, or what is given is no
+            optimizer.
         `LifecycleError`: when the optimizer has stepped already.
     """
 
@@ -94,6 +96,7 @@ class ShardedOptimizer(StateRecords):
         self._host = HostSteps(engine, self._swap)
         self._refuse_late()
         engine.updates.add(self._host)
+        engine.optimizer = weakref.ref(self)
 
     def _make_swap(self) -> "Swap | None":
         """Reserves room, where masters rest on disk, for the state beside them. It brings both from there.
@@ -164,7 +167,9 @@ class ShardedOptimizer(StateRecords):
 
         Raises:
             `NonFiniteError`: on all ranks, when a gradient is not finite and the setting `nonfinite` is "stop".
+            `LifecycleError`: when another optimizer was made on the model after this one.
         """
+        self.engine.refuse_other_optimizer(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -308,6 +313,7 @@ class ShardedOptimizer(StateRecords):
 
         Raises:
             `LifecycleError`: on all ranks, when not all clip alike.
+            `ConfigError`: for what is no bound, or no order.
         """
         if max_norm != float("inf"):
             self._refuse_spent()

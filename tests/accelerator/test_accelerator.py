@@ -173,6 +173,10 @@ def test_what_cannot_work_is_one_line(act):
     "settings, message",
     [
         ({"zero_stage": 4}, "stage: 4 is not one of"),
+        ({"zero_stage": "3"}, "stage: '3' is of type str; give 0, 1, 2 or 3"),
+        ({"zero_prefetch_units": 1.5}, "prefetch_units: 1.5 is of type float; give a whole number"),
+        ({"zero_shared_memory": "false"}, "shared_memory: 'false' is of type str; give True or False"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is no number of micro-batches; give 1"),
         ({"zero_offlod": "optimizer"}, "'zero_offlod' is not one of .*; the nearest is 'zero_offload'"),
         ({"zero_offload": "disk"}, "offload: 'disk' is not one of"),
         ({"mixed_precision": "fp16"}, "mixed_precision: this process trains on the CPU"),

@@ -1,6 +1,7 @@
 """Elementwise optimizers over flat shards move weights as they do over whole parameters."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -218,6 +219,28 @@ def test_a_tensor_that_is_not_of_the_model_is_refused():
         "model.parameters()",
         error=ConfigError,
     )
+
+
+def test_what_is_no_optimizer_and_no_bound_is_refused():
+    _refuses(lambda engine: hf_zero.ShardedOptimizer(engine, "adamw"), "'adamw' is of type str", error=ConfigError)
+    optimizer = hf_zero.ShardedOptimizer(_engine(), torch.optim.AdamW)
+    for wrong in ((-1.0,), ("1",), (1.0, "l2")):
+        with pytest.raises(ConfigError, match="is not a number of 0 or more; give one"):
+            optimizer.clip_grad_norm_(*wrong)
+
+
+def test_of_two_optimizers_on_one_model_the_first_is_refused():
+    model = models.build("mlp")
+    sharded = hf_zero.shard(model, stage=2)
+    first = hf_zero.ShardedOptimizer(sharded, torch.optim.SGD(list(model.parameters())[:1], lr=0.1))
+    second = hf_zero.ShardedOptimizer(sharded, torch.optim.SGD(list(model.parameters())[1:], lr=0.1))
+    model(**models.batch("mlp", seed=0)).backward()
+    with pytest.raises(LifecycleError, match="has another optimizer, which was made later.*one of several"):
+        first.step()
+    second.step()
+    del second
+    gc.collect()
+    first.step()  # nobody holds the other any more
 
 
 def test_an_optimizer_that_has_stepped_is_refused():
