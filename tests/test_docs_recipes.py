@@ -97,10 +97,12 @@ def test_every_tool_stands_in_the_page():
     assert [name for name in TOOLS if f"\nhf-zero {name}" not in text] == []
 
 
-def test_every_key_that_the_page_names_is_one_of_some_task():
+def test_every_key_that_the_page_names_is_one_of_some_task_or_tool():
+    from hf_zero.recipes.cli import make_tool_parser
     from hf_zero.recipes.settings import make_parser
 
-    known = {action.dest for task in TASKS for action in make_parser(task)._actions}
-    text = PAGE.read_text(encoding="utf-8").partition("## Tools")[0]
+    parsers = [*map(make_parser, TASKS), *map(make_tool_parser, TOOLS)]
+    known = {action.dest for parser in parsers for action in parser._actions}
+    text = PAGE.read_text(encoding="utf-8")
     named = set(re.findall(r"--([a-z_0-9]+)", text)) | set(re.findall(r"`([a-z]+_[a-z_]+)`", text))
     assert named - known - {"from_pretrained"} == set()

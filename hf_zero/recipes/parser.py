@@ -34,6 +34,8 @@ COMMANDS: dict[str, str] = {
     **_called("plan", "estimate estimate_memory"),
     **_called("migrate", "convert", ", for configurations; checkpoints need none: from_pretrained loads them"),
     **_called("push", "upload"),
+    **_called("generate", "predict infer inference"),
+    **_called("chat", "talk", ", in the terminal"),
     **_called("env", "info version"),
 }
 # Of other programs (TRL, DeepSpeed, torchrun, LLaMA-Factory, Axolotl) and of older versions of transformers.

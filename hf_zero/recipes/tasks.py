@@ -61,6 +61,8 @@ TASKS: dict[str, Task] = {
 
 TOOLS: dict[str, Task] = {
     "plan": Task("say what each rank of a run will take, and which stage fits", "hf_zero.recipes.plan"),
+    "chat": Task("talk to the model of a folder in the terminal", "hf_zero.recipes.terminal_chat"),
+    "generate": Task("answer a file of prompts with the model of a folder", "hf_zero.recipes.generate"),
     "verify": Task("check that a model folder is whole, and loads", "hf_zero.recipes.inspection"),
     "merge": Task("merge a PEFT adapter into its base model", "hf_zero.recipes.merge"),
     "push": Task("upload a model folder to the hub", "hf_zero.recipes.push"),

@@ -1,0 +1,167 @@
+"""The tool `generate`: answers a file of prompts with the model of a folder, in one process or in several.
+
+Which prompts are answered together depends on the file and `batch_size` alone, so every number of processes gives the
+same answers.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from tqdm import tqdm
+
+from hf_zero.checkpoint.folders import write_whole
+from hf_zero.comm.ranks import transport_errors
+from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes.data import BadRow, Rows, load_rows
+from hf_zero.recipes.data.preferences import Prompts
+from hf_zero.recipes.data.rows import plural
+from hf_zero.recipes.data.sources import check_path
+from hf_zero.recipes.generation import (
+    GenerationArguments,
+    TextGenerator,
+    generation_options,
+    load_generator,
+    prompt_of,
+)
+from hf_zero.recipes.settings import launched_world_size
+from hf_zero.recipes.tasks import SourceArguments
+
+
+POSITIONAL = ("folder", "a model or an adapter: a folder, or a hub id")
+
+
+@dataclass
+class Arguments(GenerationArguments):
+    """Keys of `generate`."""
+
+    prompts: str | None = field(
+        default=None,
+        metadata={"help": "A file of rows with a column prompt, a text or messages; or of lines of text."},
+    )
+    output: str | None = field(
+        default=None, metadata={"help": "The JSONL file to write: the rows, in their order, each with its answer."}
+    )
+    output_column: str = field(default="completion", metadata={"help": "The column of the answers."})
+    overwrite: bool = field(default=False, metadata={"help": "Replaces output, if there is such a file."})
+    batch_size: int = field(default=8, metadata={"help": "How many prompts a process answers together."})
+    num_processes: int | None = field(
+        default=None, metadata={"help": "How many processes to start on this machine; leave it out under torchrun."}
+    )
+    zero_stage: int = field(
+        default=3, metadata={"help": "3: the processes share the parameters; 0 to 2: each holds all of them."}
+    )
+
+
+def run(folder: str, arguments: Arguments) -> None:
+    """Answers the prompts, and writes all answers at once.
+
+    Args:
+        folder (`str`): a model or an adapter, or a hub id.
+        arguments ([`Arguments`]): as parsed.
+
+    Raises:
+        ConfigError: a file is not named, or one is there already; a key does not fit; the model is not there.
+        CheckpointError: the model does not load.
+        DataError: a prompt cannot be read, or is too long.
+    """
+    _check(arguments)
+    num_processes = arguments.num_processes or 1
+    if launched_world_size(arguments.num_processes) is None and num_processes > 1:
+        from hf_zero.recipes.launch import launch
+
+        launch(num_processes, answer_file, folder, arguments)
+    else:
+        answer_file(folder, arguments)
+
+
+def _check(arguments: Arguments) -> None:
+    for name in ("prompts", "output"):
+        if not getattr(arguments, name):
+            raise ConfigError(f"{name}: not set; name a file with --{name}")
+    check_path(arguments.prompts, "prompts")
+    generation_options(arguments)
+    if arguments.batch_size < 1:
+        raise ConfigError(f"batch_size {arguments.batch_size}: expected 1 or more")
+    if arguments.zero_stage not in range(4):
+        raise ConfigError(f"zero_stage {arguments.zero_stage}: expected 0, 1, 2 or 3")
+    output = Path(arguments.output).expanduser()
+    if output.exists() and not arguments.overwrite:
+        raise ConfigError(f"output {arguments.output}: is there already; give another, or --overwrite")
+    try:  # before hours are spent on answers that could not be written
+        output.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output.parent).close()
+    except OSError as error:
+        raise ConfigError(f"output {arguments.output}: cannot be written ({error.strerror}); give another") from error
+
+
+def answer_file(folder: str, arguments: Arguments) -> None:
+    """Answers the prompts. All ranks call it; the first writes."""
+    with transport_errors("generate"):
+        state = PartialState(cpu=arguments.use_cpu)
+        with state.main_process_first():
+            rows = load_rows(SourceArguments(train_file=arguments.prompts), "train")
+        is_sharded = arguments.zero_stage == 3 and state.num_processes > 1
+        generator = load_generator(folder, arguments, state.device, is_sharded=is_sharded)
+        found = list(_read(rows, generator, arguments))
+        answers = _answers([tokens for _, tokens in found], generator, arguments, state)
+        if state.is_main_process:
+            lines = [{**row, arguments.output_column: answers[index]} for index, (row, _) in enumerate(found)]
+            text = "".join(f"{json.dumps(line, ensure_ascii=False, default=str)}\n" for line in lines)
+            write_whole(Path(arguments.output).expanduser(), text.encode())
+            print(f"{arguments.output}: {plural(len(lines), 'answer')}", flush=True)
+        state.destroy_process_group()
+
+
+def _read(rows: Rows, generator: TextGenerator, arguments: Arguments) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Yields each row with the token ids of its prompt, before anything is generated.
+
+    Raises:
+        DataError: naming the first row that cannot be answered.
+    """
+    form = None if rows.form == "text" else Prompts.of(rows)
+    for index, raw in enumerate(rows.data):
+        try:
+            if (row := rows.read(raw)) is not None:
+                yield _prompt(row, form, generator, arguments)
+        except BadRow as error:
+            raise DataError(f"{rows.where(index, raw)}: {error}; correct it") from error
+
+
+def _prompt(
+    row: dict[str, Any], form: Prompts | None, generator: TextGenerator, arguments: Arguments
+) -> tuple[dict[str, Any], list[int]]:
+    if form is None:
+        row = {"prompt": row["text"]}
+    if arguments.output_column in row:
+        raise BadRow(f"has a column {arguments.output_column!r} already; name another with --output_column")
+    prompt = row["prompt"] if form is None else form.read(row)["prompt"]
+    tokens = generator.tokens(prompt_of(prompt, generator, arguments))
+    if (room := generator.room(tokens)) < arguments.max_new_tokens:
+        raise BadRow(f"the prompt has {plural(len(tokens), 'token')}, which leaves {room}; set less --max_new_tokens")
+    return row, tokens
+
+
+def _answers(
+    prompts: list[list[int]], generator: TextGenerator, arguments: Arguments, state: PartialState
+) -> dict[int, str]:
+    """Returns the answers of all ranks, by the position of the prompt. Long prompts come first: memory that does not
+    suffice shows at once.
+    """
+    order, size = sorted(range(len(prompts)), key=lambda index: -len(prompts[index])), arguments.batch_size
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    answers: dict[int, str] = {}
+    is_shown = state.is_main_process and sys.stderr.isatty()
+    for first in tqdm(range(0, len(batches), state.num_processes), disable=not is_shown):
+        number = first + state.process_index
+        batch = batches[min(number, len(batches) - 1)]  # a rank that has none left keeps in step with the others
+        transformers.set_seed(arguments.seed + number)
+        answers.update(zip(batch, generator.generate([prompts[index] for index in batch]), strict=True))
+    return {index: text for each in gather_object([answers]) for index, text in each.items()}

@@ -1,0 +1,280 @@
+"""Generates text with the model of a folder, for `chat` and `generate`, or with that of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers.generation import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.utils import cached_file
+
+from hf_zero.activation import shard
+from hf_zero.checkpoint import load_pretrained
+from hf_zero.config import choose
+from hf_zero.engine import placeholders
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.causal import check_vocabulary
+from hf_zero.recipes.data.chat import render
+from hf_zero.recipes.data.formats import Message
+from hf_zero.recipes.data.rows import BadRow
+from hf_zero.recipes.loading import (
+    ADAPTER_CONFIG_NAME,
+    DTYPES,
+    attach,
+    is_adapter,
+    load_base,
+    load_model,
+    load_tokenizer,
+    positions_of,
+    quiet,
+    resolve_model,
+)
+from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
+
+
+# What checks a value, by the key. The first four say how tokens are drawn.
+CHECKS = {
+    "temperature": TemperatureLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "min_p": MinPLogitsWarper,
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+}
+DRAWN_BY = tuple(CHECKS)[:4]
+LOADED_IN = dict.fromkeys(("auto", *DTYPES))
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+ADAPTER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "adapter_model.*"]
+
+
+@dataclass
+class GenerationArguments(QuantizationArguments):
+    """Keys of `chat` and `generate`. Those of generation are called as in transformers."""
+
+    base_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "For an adapter: its base model, instead of the one that its config names."}
+    )
+    dtype: str = field(default="auto", metadata={"help": f"{', '.join(LOADED_IN)}; auto is that of the files."})
+    use_cpu: bool = field(default=False, metadata={"help": "Computes on the CPU, also where there is an accelerator."})
+    system: str | None = field(default=None, metadata={"help": "What the model is told before all else."})
+    plain: bool = field(
+        default=False,
+        metadata={
+            "help": "Continues texts as they are. Without it they are a user's turns, where there is a chat template."
+        },
+    )
+    max_new_tokens: int = field(default=256, metadata={"help": "The most tokens of an answer."})
+    do_sample: bool | None = field(
+        default=None,
+        metadata={"help": "Tokens are drawn at random. By default as the model's generation_config.json says."},
+    )
+    temperature: float | None = field(
+        default=None, metadata={"help": "Of the draw: below 1 likely tokens are likelier."}
+    )
+    top_p: float | None = field(
+        default=None, metadata={"help": "Draws from the likeliest tokens of this probability."}
+    )
+    top_k: int | None = field(default=None, metadata={"help": "Draws from so many of the likeliest tokens."})
+    min_p: float | None = field(
+        default=None, metadata={"help": "Draws from tokens that are so likely, relative to the likeliest one."}
+    )
+    repetition_penalty: float | None = field(
+        default=None, metadata={"help": "Above 1, tokens that were there before get less likely."}
+    )
+    seed: int = field(default=42, metadata={"help": "Of what is drawn."})
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """A model that continues prompts.
+
+    Args:
+        name (`str`): what messages call it.
+        model (`PreTrainedModel` or `PeftModel`): may be sharded; all ranks then call `generate` equally often.
+        tokenizer (`PreTrainedTokenizerBase`): of the model.
+        options (`dict[str, Any]`): for the model's own `generate`, `max_new_tokens` among them.
+    """
+
+    name: str
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, model: Any, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> "TextGenerator":
+        """Adds that an answer ends with the end-of-sequence token of the tokenizer too, which ends turns of a chat."""
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+        ends = sorted({token for token in ends if token is not None})
+        return cls(name, model, tokenizer, {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id, **options})
+
+    def tokens(self, prompt: str | list[Message]) -> list[int]:
+        """The token ids of a text that is continued as it is, or of a chat, up to where the answer begins.
+
+        Raises:
+            BadRow: the chat template refuses the messages, or the prompt has no tokens.
+        """
+        is_text = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else render(self.tokenizer, prompt, None, is_prompt=True)
+        ids = self.tokenizer(text, add_special_tokens=is_text)["input_ids"]
+        if not ids:
+            raise BadRow("the prompt has no tokens")
+        return ids
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """How many tokens an answer may have: `max_new_tokens`, or fewer where the model has no more positions.
+
+        Raises:
+            BadRow: the prompt leaves none.
+        """
+        most, limit = self.options["max_new_tokens"], positions_of(self.model.config)
+        if limit is None or self.model.config.is_encoder_decoder:
+            return most
+        if len(prompt) >= limit:
+            raise BadRow(f"{len(prompt)} tokens, and {self.name} has {limit} positions for prompt and answer")
+        return min(most, limit - len(prompt))
+
+    def generate(
+        self, prompts: Sequence[list[int]], streamer: TextStreamer | None = None, **options: Any
+    ) -> list[str]:
+        """Answers prompts, all of them together.
+
+        Args:
+            prompts (`Sequence[list[int]]`): token ids; shorter ones are padded on the left.
+            streamer (`TextStreamer`, *optional*): is given the tokens of a single prompt's answer as they come.
+            options: instead of those of the generator.
+
+        Returns:
+            `list[str]`: the answers alone, without special tokens.
+        """
+        with quiet(), torch.no_grad():
+            padded = self.tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
+            found = self.model.generate(
+                **padded.to(self.model.device), **{**self.options, **options}, streamer=streamer
+            )
+        start = 0 if self.model.config.is_encoder_decoder else padded["input_ids"].shape[1]
+        return self.tokenizer.batch_decode(found[:, start:], skip_special_tokens=True)
+
+
+def generation_options(arguments: GenerationArguments) -> dict[str, Any]:
+    """Checks the keys of generation, and returns those that are given.
+
+    Raises:
+        ConfigError: a value is out of range, or has no effect because nothing is drawn.
+    """
+    if arguments.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens {arguments.max_new_tokens}: expected 1 or more")
+    given = {name: value for name in CHECKS if (value := getattr(arguments, name)) is not None}
+    for name, value in given.items():
+        try:
+            CHECKS[name](value)
+        except ValueError as error:
+            raise ConfigError(f"{name} {value}: {error}") from error
+    drawn_by = [name for name in DRAWN_BY if name in given]
+    if drawn_by and arguments.do_sample is False:
+        raise ConfigError(f"{drawn_by[0]}: has no effect, as do_sample is false; leave one of them out")
+    do_sample = True if drawn_by else arguments.do_sample
+    given = given if do_sample is None else {"do_sample": do_sample, **given}
+    return {"max_new_tokens": arguments.max_new_tokens, **given}
+
+
+def load_generator(
+    name: str, arguments: GenerationArguments, device: torch.device, *, is_sharded: bool = False
+) -> TextGenerator:
+    """Loads a model, or an adapter with its base, and its tokenizer.
+
+    Args:
+        name (`str`): a folder, a hub id, or `package:<name>/<folder>`.
+        arguments ([`GenerationArguments`]): say how.
+        device (`torch.device`): where the model goes, unless it is quantized: bitsandbytes places it.
+        is_sharded (`bool`): divides the parameters over all ranks (stage 3). All ranks call it.
+
+    Raises:
+        ConfigError: it is not there, has no tokenizer or generates no text, or a key does not fit.
+        CheckpointError: it does not load.
+    """
+    options = generation_options(arguments)
+    choose("dtype", arguments.dtype, LOADED_IN)
+    check_quantization(arguments, use_peft=True)
+    settings: dict[str, Any] = {"dtype": arguments.dtype}
+    if (quantization := quantization_of(arguments, arguments.dtype)) is not None:
+        settings["quantization_config"] = quantization
+    if is_sharded:
+        settings["load"] = load_pretrained
+    folder = _folder_of(name)
+    if not is_adapter(folder):
+        if arguments.base_model_name_or_path:
+            raise ConfigError(f"base_model_name_or_path: {name} is no adapter; leave it out")
+        model, source = load_model(folder, **settings), str(folder)
+    else:
+        model, source = load_base(folder, arguments.base_model_name_or_path, **settings)
+        with placeholders(model):
+            model = attach(model, folder)
+    if not model.can_generate():
+        raise ConfigError(f"{name}: holds a {type(model).__name__}, which writes no text; give a language model")
+    tokenizer = _tokenizer_of(name, folder, source)
+    check_vocabulary(model, name, tokenizer)
+    if arguments.system and (arguments.plain or not tokenizer.chat_template):
+        reason = "texts are continued as they are" if arguments.plain else f"{name} has no chat template"
+        raise ConfigError(f"system: has no effect, as {reason}; leave it out")
+    model = model.eval().requires_grad_(False)
+    if is_sharded:
+        shard(model, stage=3, device=device)
+    elif getattr(model, "hf_quantizer", None) is None:
+        model = model.to(device)
+    return TextGenerator.of(name, model, tokenizer, options)
+
+
+def _folder_of(name: str) -> Path:
+    """The folder of a model or an adapter; of a model on the hub its id, which transformers takes too."""
+    try:
+        return Path(resolve_model(name, "folder"))
+    except ConfigError:
+        try:
+            cached_file(name, ADAPTER_CONFIG_NAME)
+            return Path(snapshot_download(name, allow_patterns=ADAPTER_FILES))
+        except (OSError, ValueError):
+            pass  # it is no adapter on the hub either
+        raise
+
+
+def _tokenizer_of(name: str, folder: Path, source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside an adapter, else that of its base."""
+    path = Path(source) if is_adapter(folder) and not _has_tokenizer(folder) else folder
+    if path.is_dir() and not _has_tokenizer(path):
+        raise ConfigError(f"{name}: no tokenizer in it; save there the one that the model was trained with")
+    return load_tokenizer(str(path))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+
+def prompt_of(
+    prompt: str | list[Message], generator: TextGenerator, arguments: GenerationArguments
+) -> str | list[Message]:
+    """A text or a chat as the model takes it: a text is what a user says, unless it is continued as it is.
+
+    Raises:
+        ConfigError: a chat, or `system`, for a model that has no chat template.
+    """
+    has_template = bool(generator.tokenizer.chat_template)
+    if isinstance(prompt, str):
+        if arguments.plain or not has_template:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    if not has_template:
+        raise ConfigError(f"{generator.name}: has no chat template, which prompts of messages need")
+    if arguments.system and prompt[0]["role"] != "system":
+        return [{"role": "system", "content": arguments.system}, *prompt]
+    return prompt
