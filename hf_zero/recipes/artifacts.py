@@ -13,11 +13,10 @@ from typing import Any
 from hf_zero.checkpoint.folders import write_whole
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
-from hf_zero.recipes.charts import Chart, draw
 from hf_zero.recipes.data import Data
-from hf_zero.recipes.measured import MEASURED_NAME, Measured, Step, Watch
+from hf_zero.recipes.measured import MEASURED_NAME, Step, Watch
 from hf_zero.recipes.metrics import LOG_NAME, read_log
-from hf_zero.recipes.page import Page, numbers_of, results_of, tables_of
+from hf_zero.recipes.page import Chart, draw, numbers_of, page_html, results_of, tables_of
 from hf_zero.recipes.parser import program
 from hf_zero.recipes.settings import NEVER, Settings, yaml_text
 from hf_zero.trainer import ZeroTrainer
@@ -78,17 +77,33 @@ def write_artifacts(
     trainer.memory_of_ranks = tuple(comm.all_gather_object(trainer.memory_report()))
 
     def write() -> None:
-        folder = Path(trainer.args.output_dir)
+        args, folder = trainer.args, Path(trainer.args.output_dir)
         (folder / REPORT_FOLDER).mkdir(exist_ok=True)
         log = read_log(folder / LOG_NAME)
-        found = measured.kept(folder / REPORT_FOLDER / MEASURED_NAME, is_trained=watch.step.num_steps > 0)
-        pictures = _draw(folder / REPORT_FOLDER, log, found.step, say)
-        page = _page(trainer, settings, data, log, found, pictures)
-        write_whole(folder / REPORT_NAME, page.html().encode())
-        trainer.card_sections = _sections(settings, pictures)
+        found = measured.kept(folder / REPORT_FOLDER / MEASURED_NAME, is_trained=watch.num_steps > 0)
+        charts = _draw(folder / REPORT_FOLDER, log, found.step, say)
+        facts, configuration = facts_of(trainer, trainer.memory_of_ranks), yaml_text(_shown(settings))
+        base, given = f"fine-tuned from {facts.base_model}" if facts.base_model else "trained", args.output_dir
+        page = page_html(
+            title=facts.model_name,
+            summary=f"{settings.task}: {base} on {_name(data.source)}",
+            results=results_of(log, args.metric_for_best_model, args.greater_is_better),
+            facts=numbers_of(trainer, facts.precision or "", log, found),
+            charts=charts,
+            tables=tables_of(log, found),
+            notes=[_without_folders(note, settings) for note in data.notes],
+            sample="" if args.push_to_hub else data.sample,  # a page that is published shows no data
+            command=repeating_command(settings, "" if Path(given).is_absolute() else given),
+            configuration=configuration,
+        )
+        write_whole(folder / REPORT_NAME, page.encode())
+        trainer.card_sections = {"Recipe": fenced(configuration, "yaml")}
+        if charts:
+            pictures = [f"![{chart.title}]({REPORT_FOLDER}/{chart.name}.png)" for chart in charts]
+            trainer.card_sections["Curves"] = "\n".join(pictures)
         trainer.card_dataset = _name(data.source)
         trainer.create_model_card()
-        if not watch.step.num_steps:
+        if not watch.num_steps:
             say("nothing was left to train; --resume never trains anew")
         say(f"report: {folder / REPORT_NAME}")
 
@@ -105,32 +120,6 @@ def _draw(folder: Path, log: list[dict[str, Any]], step: Step | None, say: Calla
     for chart in charts:
         chart.save(folder)
     return charts
-
-
-def _page(trainer, settings: Settings, data: Data, log, found: Measured, charts: list[Chart]) -> Page:
-    facts, output_dir = facts_of(trainer, trainer.memory_of_ranks), settings.training["output_dir"]
-    base = f"fine-tuned from {facts.base_model}" if facts.base_model else "trained"
-    return Page(
-        title=facts.model_name,
-        summary=f"{settings.task}: {base} on {_name(data.source)}",
-        results=results_of(log, trainer.args.metric_for_best_model, trainer.args.greater_is_better),
-        facts=numbers_of(trainer, facts.precision or "", log, found),
-        charts=charts,
-        tables=tables_of(log, found),
-        notes=[_without_folders(note, settings) for note in data.notes],
-        sample="" if trainer.args.push_to_hub else data.sample,  # a page that is published shows no data
-        command=repeating_command(settings, "" if Path(output_dir).is_absolute() else output_dir),
-        configuration=yaml_text(_shown(settings)),
-    )
-
-
-def _sections(settings: Settings, charts: list[Chart]) -> dict[str, str]:
-    """Returns sections of Markdown for the model card."""
-    sections = {"Recipe": fenced(yaml_text(_shown(settings)), "yaml")}
-    if charts:
-        pictures = [f"![{chart.title}]({REPORT_FOLDER}/{chart.name}.png)" for chart in charts]
-        sections["Curves"] = "\n".join(pictures)
-    return sections
 
 
 def _shown(settings: Settings) -> dict[str, Any]:

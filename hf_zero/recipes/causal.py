@@ -32,7 +32,7 @@ from hf_zero.recipes.lora import (
     check_quantization,
     quantization_of,
 )
-from hf_zero.recipes.measured import MemoryRecorder
+from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.tasks import CommonArguments, SourceArguments
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
@@ -347,7 +347,7 @@ def before(trainer: TokenTrainer, data: Data, say: Callable[..., None]) -> None:
 
 
 def after(
-    trainer: TokenTrainer, data: Data, memory: MemoryRecorder, arguments: CausalArguments, say: Callable[..., None]
+    trainer: TokenTrainer, data: Data, watch: Watch, arguments: CausalArguments, say: Callable[..., None]
 ) -> None:
     """Says how good the model is now, and how to use it."""
     if data.test is not None:

@@ -23,7 +23,7 @@ from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
 from hf_zero.recipes.loading import check_model, check_positions, num_positions, resolve_model
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
-from hf_zero.recipes.measured import MemoryRecorder
+from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.page import memory_table
 from hf_zero.recipes.tasks import CommonArguments
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -156,9 +156,7 @@ def before(trainer: ZeroTrainer, data: Data, say: Callable[..., None]) -> None:
     say(f"test accuracy before training: {data.extra['before']:.3f} (always the largest class: {chance:.3f})")
 
 
-def after(
-    trainer: ZeroTrainer, data: Data, memory: MemoryRecorder, arguments: Arguments, say: Callable[..., None]
-) -> None:
+def after(trainer: ZeroTrainer, data: Data, watch: Watch, arguments: Arguments, say: Callable[..., None]) -> None:
     """Says how good it is now, and loads what was saved again with plain transformers.
 
     Raises:
@@ -167,7 +165,7 @@ def after(
     predictions, training = _predict_in_order(trainer), trainer.args
     trainer.log(predictions.metrics)  # as `evaluate` does: the report and the card show it
     say(f"\ntest accuracy: {data.extra['before']:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")
-    say(memory_table(memory.gather(), training.zero_stage) + "\n")
+    say(memory_table(watch.memory(), training.zero_stage) + "\n")
     if trainer.is_world_process_zero():
         inputs, test = data.extra["inputs"], data.extra["test"]
         print(verify(training.output_dir, inputs, test.data, predictions.predictions))

@@ -1,7 +1,7 @@
 """Measurements of a run: the peak memory of each rank by tensor class, and the moments of one step."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,44 +23,14 @@ STEPS_BEFORE = 2
 MEASURED_NAME = "measured.json"
 
 
-class MemoryRecorder(TrainerCallback):
-    """Keeps the largest value of each field of `MemoryReport`, measured between backward and optimizer step."""
-
-    largest: dict[str, int]  # bytes on this rank, by field; the optimizer state is in it from the second step on
-    planned: dict[str, int]  # what was told of them before the first step, as `plan` tells it
-
-    def __init__(self, trainer: ZeroTrainer):
-        self._trainer = trainer
-        self.largest = {}
-        self.planned = {}
-
-    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-        sharded = getattr(optimizer, "optimizer", optimizer)  # in accelerate's wrapper
-        self.planned = by_field(tensor_classes(self._trainer._engine, sharded))
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self._measure()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._measure()  # a run of one step has no state before it
-
-    def gather(self) -> list[dict[str, int]]:
-        """Returns `largest` of all ranks. All ranks call it after training."""
-        return self._trainer._engine.comm.all_gather_object(self.largest)
-
-    def _measure(self) -> None:
-        for name, nbytes in asdict(self._trainer.memory_report()).items():
-            self.largest[name] = max(nbytes, self.largest.get(name, 0))
-
-
 @dataclass(frozen=True)
 class Moment:
     """The memory of one rank at one moment.
 
     Args:
         phase (`str`): "forward", "backward" or "optimizer".
-        where (`str`): the unit that is about to run, or what is about to be done.
-        nbytes (`dict[str, int]`): the fields of `MemoryReport`; on an accelerator also `activation_nbytes`, all else
+        where (`str`): The unit that is about to run, or what is about to be done.
+        nbytes (`dict[str, int]`): The fields of `MemoryReport`; on an accelerator also `activation_nbytes`, all else
             that is allocated there.
     """
 
@@ -74,10 +44,10 @@ class Step:
     """One step of all ranks.
 
     Args:
-        number (`int`): which.
-        moments (`list[list[Moment]]`): by rank; of the first micro-batch, and around the optimizer's step.
-        sent_nbytes (`list[dict[str, int]]`): by rank, what it sent of each unit, or read of the others' memory.
-        shares_memory (`bool`): whether ranks share memory, so that nothing is sent.
+        number (`int`): Which.
+        moments (`list[list[Moment]]`): By rank; of the first micro-batch, and around the optimizer's step.
+        sent_nbytes (`list[dict[str, int]]`): By rank, what it sent of each unit, or read of the others' memory.
+        shares_memory (`bool`): Whether ranks share memory, so that nothing is sent.
     """
 
     number: int
@@ -91,22 +61,77 @@ class Step:
         return "Read from shared memory" if self.shares_memory else "Sent"
 
 
-class StepTrace(TrainerCallback):
-    """Records the third step of a run, or the last step of a shorter one."""
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of all ranks.
+
+    Args:
+        memory (`list[dict[str, int]]`): By rank, the largest values of the fields of `MemoryReport`, in bytes.
+        step ([`Step`], *optional*): The step that was watched.
+        planned (`dict[str, int]`): What was told of the memory of a rank before the first step, by the same fields.
+    """
+
+    memory: list[dict[str, int]]
+    step: Step | None
+    planned: dict[str, int] = field(default_factory=dict)
+
+    def kept(self, path: Path, *, is_trained: bool) -> "Measured":
+        """Writes the measurements to a file, or reads those of an earlier run if nothing was trained.
+
+        Args:
+            path (`Path`): The file.
+            is_trained (`bool`): Whether there was a step to train.
+        """
+        if is_trained:
+            write_whole(path, json.dumps(asdict(self)).encode())
+            return self
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            step = found["step"] and Step(**found["step"])
+            if step is not None:
+                moments = [[Moment(**moment) for moment in moments] for moments in found["step"]["moments"]]
+                step = replace(step, moments=moments)
+            return Measured(found["memory"], step, found.get("planned", {}))
+        except (OSError, ValueError, KeyError, TypeError):
+            return self  # there is none, or it was damaged: the report does without it
+
+
+class Watch(TrainerCallback):
+    """Measures the most that a rank holds of each tensor class, and one step moment by moment.
+
+    The former is measured between backward and optimizer step. The step is the third of a run, or the last of a
+    shorter one.
+    """
 
     num_steps: int  # trained by this process, those of a checkpoint left out
 
     def __init__(self, trainer: ZeroTrainer):
         self._trainer = trainer
         self.num_steps = 0
+        # Bytes on this rank by field of `MemoryReport`; the optimizer state is in it from the second step on.
+        self._largest: dict[str, int] = {}
+        self._planned: dict[str, int] = {}  # what was told of them before the first step, as `plan` tells it
         self._number: int | None = None  # the step to watch; None before training
         self._is_on = False
         self._moments: list[Moment] = []
         self._sent: dict[str, int] = {}
         self._hooks: list[Any] = []  # while the first micro-batch runs
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    @classmethod
+    def attach(cls, trainer: ZeroTrainer) -> "Watch":
+        """Adds it to a trainer that has not trained yet, and the callbacks that log and print metrics."""
+        Telemetry.attach(trainer)
+        Progress.attach(trainer)
+        watch = cls(trainer)
+        trainer.add_callback(watch)
+        trainer.add_callback(TrainingLog(trainer))
+        return watch
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         self._number = min(state.global_step + STEPS_BEFORE, state.max_steps - 1) + 1
+        if optimizer is not None:
+            sharded = getattr(optimizer, "optimizer", optimizer)  # in accelerate's wrapper
+            self._planned = by_field(tensor_classes(self._trainer._engine, sharded))
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step + 1 != self._number:
@@ -123,6 +148,7 @@ class StepTrace(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._unhook()
+        self._measure()
         if self._is_on:
             self._note("optimizer", "before the update")
 
@@ -135,15 +161,23 @@ class StepTrace(TrainerCallback):
             after = engine.comm.counters.unit_nbytes
             self._sent = {u.name: after.get(u.name, 0) - before.get(u.name, 0) for u in engine.units}
 
-    def gather(self) -> Step | None:
-        """Returns the step of all ranks, or `None` if none was recorded. All ranks call it after training."""
+    def on_train_end(self, args, state, control, **kwargs):
+        self._measure()  # a run of one step has no state before it
+
+    def memory(self) -> list[dict[str, int]]:
+        """Returns the largest values of the fields of `MemoryReport`, by rank. All ranks call it after training."""
+        return self._trainer._engine.comm.all_gather_object(self._largest)
+
+    def gather(self) -> Measured:
+        """Returns the measurements of all ranks. All ranks call it after training."""
         comm = self._trainer._engine.comm
-        rows = comm.all_gather_object((self._moments, self._sent))
-        if not self._moments:
-            return None
-        return Step(
-            self._number, [moments for moments, _ in rows], [sent for _, sent in rows], comm.shared_memory is not None
-        )
+        moments, sent = zip(*comm.all_gather_object((self._moments, self._sent)), strict=True)
+        step = Step(self._number, list(moments), list(sent), comm.shared_memory is not None) if self._moments else None
+        return Measured(self.memory(), step, self._planned)
+
+    def _measure(self) -> None:
+        for name, nbytes in asdict(self._trainer.memory_report()).items():
+            self._largest[name] = max(nbytes, self._largest.get(name, 0))
 
     def _before_forward(self, unit: Unit, _module: nn.Module, _args: tuple) -> None:
         # within backward it is a checkpointed block, computed again
@@ -172,72 +206,3 @@ class StepTrace(TrainerCallback):
             held = sum(nbytes[f"{name}_nbytes"] for name in ("parameter", "gradient", "optimizer", "buffer"))
             nbytes["activation_nbytes"] = max(0, torch.cuda.memory_allocated(device) - held)
         self._moments.append(Moment(phase, where, nbytes))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The measurements of all ranks.
-
-    Args:
-        memory (`list[dict[str, int]]`): by rank, the largest values of the fields of `MemoryReport`, in bytes.
-        step ([`Step`], *optional*): the step that was watched.
-        planned (`dict[str, int]`): what was told of the memory of a rank before the first step, by the same fields.
-    """
-
-    memory: list[dict[str, int]]
-    step: Step | None
-    planned: dict[str, int] = field(default_factory=dict)
-
-    def kept(self, path: Path, *, is_trained: bool) -> "Measured":
-        """Writes the measurements to a file, or reads those of an earlier run if nothing was trained.
-
-        Args:
-            path (`Path`): The file.
-            is_trained (`bool`): Whether there was a step to train.
-        """
-        if is_trained:
-            write_whole(path, json.dumps(asdict(self)).encode())
-            return self
-        try:
-            return _of(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError):
-            return self  # there is none, or it was damaged: the report does without it
-
-
-def _of(content: dict[str, Any]) -> Measured:
-    step = content["step"]
-    if step is not None:
-        moments = [[Moment(**moment) for moment in moments] for moments in step["moments"]]
-        step = Step(step["number"], moments, step["sent_nbytes"], step.get("shares_memory", False))
-    return Measured(content["memory"], step, content.get("planned", {}))
-
-
-@dataclass(frozen=True)
-class Watch:
-    """The callbacks that measure a run.
-
-    Args:
-        memory ([`MemoryRecorder`]): the most that was held.
-        step ([`StepTrace`]): one step.
-    """
-
-    memory: MemoryRecorder
-    step: StepTrace
-
-    @classmethod
-    def attach(cls, trainer: ZeroTrainer) -> "Watch":
-        """Adds these callbacks to a trainer, and those that log and print metrics.
-
-        Args:
-            trainer ([`ZeroTrainer`]): That has not trained yet.
-        """
-        Telemetry.attach(trainer)
-        Progress.attach(trainer)
-        watch = cls(MemoryRecorder(trainer), StepTrace(trainer))
-        for callback in (watch.memory, watch.step, TrainingLog(trainer)):
-            trainer.add_callback(callback)
-        return watch
-
-    def gather(self) -> Measured:
-        """Returns the measurements of all ranks. All ranks call it after training."""
-        return Measured(self.memory.gather(), self.step.gather(), self.memory.planned)

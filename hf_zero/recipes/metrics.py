@@ -20,32 +20,20 @@ from hf_zero.trainer.card import MIB, NO_METRICS
 
 
 LOG_NAME = "training_log.jsonl"
-NOT_SHOWN = ("total_flos", "zero/seconds", "zero/tokens_per_second_per_rank", "zero/peak_memory_mib", "step")
+NOT_SHOWN = (
+    *("total_flos", "step", "zero/seconds", "zero/tokens_per_second_per_rank"),
+    *("zero/peak_memory_mib", "zero/exchanged_mib_per_step"),
+)
 # Dense bf16 (without sparsity) in TFLOP/s, from the vendors' data sheets. The first name that is part of the device's
-# name counts, so longer names come before the shorter ones that they contain.
+# name counts, so longer names come before the shorter ones that they contain. An MI250X is two dies, each a device.
 PEAK_TFLOPS = {
-    "B200": 2250,
-    "GH200": 989,
-    "H200": 989,
-    "H100 NVL": 835,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "H20": 148,
-    "A100": 312,
-    "A800": 312,
-    "A40": 150,
-    "A30": 165,
-    "A10G": 70,
-    "A10": 125,
-    "L40S": 362,
-    "L40": 181,
-    "L4": 121,
-    "RTX 4090": 165,
-    "RTX A6000": 155,
-    "RTX 3090": 71,
-    "MI325X": 1307,
-    "MI300X": 1307,
-    "MI250X": 191.5,  # of each of its two dies, which are devices of their own
+    name: float(teraflops)
+    for name, _, teraflops in (
+        entry.partition(": ")
+        for entry in "B200: 2250, GH200: 989, H200: 989, H100 NVL: 835, H100 PCIe: 756, H100: 989, H20: 148, "
+        "A100: 312, A800: 312, A40: 150, A30: 165, A10G: 70, A10: 125, L40S: 362, L40: 181, L4: 121, RTX 4090: 165, "
+        "RTX A6000: 155, RTX 3090: 71, MI325X: 1307, MI300X: 1307, MI250X: 191.5".split(", ")
+    )
 }
 # What configurations call the number of experts.
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -55,7 +43,8 @@ class Telemetry(TrainerCallback):
     """Adds the metrics `zero/...` to the entries of Trainer's log before other callbacks see them.
 
     Tokens are those that the model is trained on: padding is not counted. Time goes by except in evaluating and
-    saving.
+    saving. What is exchanged is what a rank sends of parameters and gradients in a step, or reads of the memory of
+    others.
     """
 
     @classmethod
@@ -71,6 +60,8 @@ class Telemetry(TrainerCallback):
         self._counts: Tensor | None = None  # tokens and rows since the last entry, on the device: nobody waits for it
         self._seconds = self._total_seconds = 0.0  # since the last entry; since the start
         self._since = 0.0  # when the clock was last read
+        self._num_steps, self._exchanged = 0, 0  # steps since the last entry, and the bytes exchanged in them
+        self._exchanged_before = 0  # when the step began
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._counts = torch.zeros(2, dtype=torch.int64, device=args.device)
@@ -82,10 +73,18 @@ class Telemetry(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._hook.remove()
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._exchanged_before = self._exchanged_so_far()
+
     def on_step_end(self, args, state, control, **kwargs):
         now = time.perf_counter()
         self._seconds += now - self._since
         self._since = now
+        self._num_steps += 1
+        self._exchanged += self._exchanged_so_far() - self._exchanged_before
+
+    def _exchanged_so_far(self) -> int:
+        return sum(self._trainer._engine.comm.counters.unit_nbytes.values())
 
     def on_evaluate(self, args, state, control, **kwargs):
         self._since = time.perf_counter()
@@ -97,14 +96,16 @@ class Telemetry(TrainerCallback):
         if "loss" not in logs or self._counts is None:
             return  # of an evaluation, or the summary at the end
         comm = self._trainer._engine.comm
-        own = [*self._counts.tolist(), self._seconds, *memory_in_use(args.device)]
+        own = [*self._counts.tolist(), self._exchanged, self._seconds, *memory_in_use(args.device)]
         ranks = comm.all_gather_vector(torch.tensor(own, dtype=torch.float64, device=comm.device))
-        (num_tokens, num_rows), slowest = ranks[:, :2].sum(0).tolist(), float(ranks[:, 2].max())
+        (num_tokens, num_rows, exchanged), slowest = ranks[:, :3].sum(0).tolist(), float(ranks[:, 3].max())
+        per_step = exchanged / len(ranks) / max(1, self._num_steps)
         self._counts.zero_()
-        self._seconds = 0.0
+        self._seconds, self._num_steps, self._exchanged = 0.0, 0, 0
         self._total_seconds += slowest
         found = {"zero/seconds": self._total_seconds, **self._speed(args, num_tokens, num_rows, slowest, len(ranks))}
-        found["zero/memory_mib"], found["zero/peak_memory_mib"] = (ranks[:, 3:].max(0).values / MIB).tolist()
+        found["zero/memory_mib"], found["zero/peak_memory_mib"] = (ranks[:, 4:].max(0).values / MIB).tolist()
+        found["zero/exchanged_mib_per_step"] = per_step / MIB
         found = {name: float(f"{value:.6g}") for name, value in found.items()}
         logs.update(found)
         state.log_history[-1].update(found)

@@ -54,7 +54,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     trainer.leaves_model = True
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
-    task.after(trainer, data, watch.memory, settings.arguments, say)
+    task.after(trainer, data, watch, settings.arguments, say)
     write_artifacts(trainer, settings, data, watch, say)
     if training.push_to_hub:
         trainer.push_to_hub(commit_message=f"{settings.task}: end of training", revision=training.hub_revision)

@@ -27,7 +27,7 @@ from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.data.sources import shuffled
 from hf_zero.recipes.loading import check_model, check_positions, num_positions
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
-from hf_zero.recipes.measured import MemoryRecorder
+from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -233,9 +233,7 @@ class TrlTask:
             for line in self.lost(trainer, data):
                 say(line)
 
-    def after(
-        self, trainer: Any, data: Data, memory: MemoryRecorder, arguments: TrlArguments, say: Callable[..., None]
-    ) -> None:
+    def after(self, trainer: Any, data: Data, watch: Watch, arguments: TrlArguments, say: Callable[..., None]) -> None:
         """Says how good the model is now, and how to use it."""
         if data.test is not None:
             say(f"test rows: {self.test_line(trainer.evaluate())}")

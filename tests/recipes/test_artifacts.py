@@ -140,6 +140,7 @@ def test_the_report_is_one_file_with_curves_and_the_numbers_of_the_run(whole):
     # Half of the fp32 gradients goes to the other rank. Parameters lie in memory that both share.
     assert sent["bert.encoder.layer.0"] == pytest.approx(2224 * 4 / 2 / 2**20, rel=0.02)
     assert sent["all"] == pytest.approx(sum(nbytes for name, nbytes in sent.items() if name != "all"), rel=1e-3)
+    assert log[3]["step"] == 3 and log[3]["zero/exchanged_mib_per_step"] == pytest.approx(sent["all"], rel=1e-3)
 
 
 def test_the_result_is_the_first_thing_that_is_seen(whole):
@@ -186,6 +187,7 @@ def test_every_entry_of_the_log_is_a_line_of_json_with_speed_and_memory(whole):
         assert {"loss", "grad_norm", "learning_rate", "epoch"} <= set(entry)
         assert entry["zero/tokens_per_second"] == pytest.approx(2 * entry["zero/tokens_per_second_per_rank"], rel=1e-4)
         assert 0 < entry["zero/memory_mib"] <= entry["zero/peak_memory_mib"]
+        assert entry["zero/exchanged_mib_per_step"] > 0
     seconds = [entry["zero/seconds"] for entry in trained]
     assert seconds == sorted(seconds) and seconds[0] > 0
     # 4 rows of 8 to 10 words on each of 2 ranks
@@ -198,6 +200,7 @@ def test_those_who_report_are_given_what_was_measured(whole):
     reported = [logs for logs in whole[1] if "train/loss" in logs]
     assert len(reported) == STEPS
     wanted = {"train/zero/tokens_per_second", "train/zero/memory_mib", "train/zero/peak_memory_mib"}
+    wanted.add("train/zero/exchanged_mib_per_step")
     assert all(wanted <= set(logs) for logs in reported)
 
 

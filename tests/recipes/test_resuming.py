@@ -23,8 +23,13 @@ from hf_zero.recipes.artifacts import (
     resolved_text,
 )
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.comparison import check_same_model, check_unchanged
-from hf_zero.recipes.earlier_run import _set_aside, checkpoint_of, resume_message
+from hf_zero.recipes.earlier_run import (
+    _set_aside,
+    check_same_model,
+    check_unchanged,
+    checkpoint_of,
+    resume_message,
+)
 from hf_zero.recipes.plan import _reference
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS

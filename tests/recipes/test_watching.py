@@ -10,11 +10,11 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_zero.config import MemoryTier
 from hf_zero.planner import TensorClass, by_field
-from hf_zero.recipes import artifacts, charts
+from hf_zero.recipes import artifacts
 from hf_zero.recipes.data.packing import Collate
-from hf_zero.recipes.measured import Measured, Moment, Step, StepTrace
+from hf_zero.recipes.measured import Measured, Moment, Step, Watch
 from hf_zero.recipes.metrics import PEAK_TFLOPS, TrainingLog, counts_of, line_of, peak_flops, read_log, training_flops
-from hf_zero.recipes.page import memory_rows, results_of
+from hf_zero.recipes.page import CLASSES, draw, memory_rows, results_of
 
 
 TINY = {
@@ -160,7 +160,7 @@ def test_what_was_measured_before_is_shown_again_unless_it_is_damaged(tmp_path):
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 1), (7, 9), (9, 9)])
 def test_steps_are_counted_from_where_the_run_goes_on(begin, end):
-    state, trace = SimpleNamespace(global_step=begin, max_steps=30), StepTrace(None)
+    state, trace = SimpleNamespace(global_step=begin, max_steps=30), Watch(None)
     trace.on_train_begin(None, state, None)
     for state.global_step in range(begin, end):
         trace.on_step_begin(None, state, None)
@@ -177,7 +177,7 @@ LOG = [
 
 
 def _axes_of(name: str, log=LOG):
-    return next(chart for chart in charts.draw(log, None) if chart.name == name).figure.axes[0]
+    return next(chart for chart in draw(log, None) if chart.name == name).figure.axes[0]
 
 
 def test_training_is_a_line_and_evaluations_are_markers():
@@ -199,11 +199,11 @@ def test_steps_are_whole_numbers_from_none_to_the_last(last):
 
 
 def test_charts_that_stand_beside_one_another_are_as_high():
-    moment = Moment("forward", "begin", dict.fromkeys((name for _, name in charts.CLASSES), 8))
+    moment = Moment("forward", "begin", dict.fromkeys((name for _, name in CLASSES), 8))
     moment.nbytes.update({f"ddp_{name}_nbytes": 8 for name in ("parameter", "gradient", "optimizer")})
     for num_ranks, num_units in ((1, 30), (4, 2)):
         sent = [{f"unit.{index}": 4 for index in range(num_units)}] * num_ranks
-        drawn = charts.draw(LOG, Step(3, [[moment]] * num_ranks, sent, shares_memory=num_units == 2))
+        drawn = draw(LOG, Step(3, [[moment]] * num_ranks, sent, shares_memory=num_units == 2))
         sizes = {chart.is_of_step: set() for chart in drawn}
         for chart in drawn:
             sizes[chart.is_of_step].add(tuple(chart.figure.get_size_inches()))
@@ -255,7 +255,5 @@ def test_what_was_planned_stands_beside_what_was_measured():
 
 
 def test_what_was_never_logged_has_no_chart():
-    assert charts.draw([{"train_runtime": 1.0, "step": 3}], None) == []
-    assert [chart.name for chart in charts.draw([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}], None)] == [
-        "loss"
-    ]
+    assert draw([{"train_runtime": 1.0, "step": 3}], None) == []
+    assert [chart.name for chart in draw([{"loss": None, "step": 1}, {"loss": 2.0, "step": 2}], None)] == ["loss"]
