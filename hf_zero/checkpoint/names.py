@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.format import TensorEntry
-from hf_zero.checkpoint.trace import Run, Trace
+from hf_zero.checkpoint.trace import Computation, Run, Trace
 from hf_zero.engine import ParamInfo
 from hf_zero.errors import CheckpointError
 
@@ -117,48 +117,6 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}{dot}{name}", buffer
-
-
-@dataclass(frozen=True)
-class Computation:
-    """A tensor that is not made of a few runs: to be computed from whole tensors.
-
-    Args:
-        trace (`Trace`): knows how.
-        meta (`Tensor`): the result, without data.
-        sources (`tuple[str, ...]`): the tensors that it takes.
-    """
-
-    trace: Trace
-    meta: Tensor
-    sources: tuple[str, ...]
-
-    def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the result, 1-D, out of the whole 1-D values of all sources."""
-        return self.trace.values_of(self.meta, values).reshape(-1)
-
-    def read(
-        self, read_range: Callable[[str, int, Tensor], None], start: int, stop: int
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yields the elements [start, stop) of the result, part by part, each with its first one: of tensors that are
-        stacked, such as experts, one is in memory after the other.
-
-        Args:
-            read_range (`Callable`): fills a 1-D tensor with a source's values from an element on.
-            start (`int`): first element.
-            stop (`int`): behind the last one.
-        """
-        num_parts = self.trace.num_parts_of(self.meta)
-        numel = self.meta.numel() // num_parts
-        for part in range(start // numel, -(-stop // numel)):
-            values = {}
-            for name in self.sources:
-                meta = self.trace.source(name)
-                values[name] = torch.empty(meta.numel() // num_parts, dtype=meta.dtype)
-                read_range(name, part * values[name].numel(), values[name])
-            result = self.trace.values_of(self.meta, values, 1 if num_parts > 1 else None).reshape(-1)
-            first, last = max(start - part * numel, 0), min(stop - part * numel, numel)
-            yield part * numel + first, result[first:last]
 
 
 @dataclass(frozen=True)
@@ -270,9 +228,7 @@ def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, Tensor
 def origin_of(trace: Trace, tensor: Tensor) -> Origin:
     """Returns what a traced tensor is made of."""
     runs = trace.runs_of(tensor)
-    if runs is not None:
-        return Origin(runs)
-    return Origin((), Computation(trace, tensor, tuple(trace.sources_of(tensor))))
+    return Origin((), trace.computation_of(tensor)) if runs is None else Origin(runs)
 
 
 def is_pretrained(model: nn.Module) -> bool:

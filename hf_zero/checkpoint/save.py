@@ -4,7 +4,7 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -162,7 +162,7 @@ def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> Iterator[tup
         raise failure
 
 
-def _gathered(engine: ZeroEngine, names: Sequence[str], *, owner: int) -> dict[str, Tensor] | None:
+def _gathered(engine: ZeroEngine, names: Collection[str], *, owner: int) -> dict[str, Tensor] | None:
     """Whole parameters, 1-D and in the dtype in which they are saved, on one rank. All ranks call it."""
     comm = connected(engine.comm)  # which sends what lies on the CPU
     infos = {info.name: info for info in engine.param_infos() if info.name in names}

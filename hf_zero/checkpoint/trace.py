@@ -6,7 +6,9 @@ and can be done again, on real values, for as much of it as one result needs.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -44,6 +46,78 @@ def within(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
             yield Run(name, source + first - target, first, last - first)
 
 
+class Step(NamedTuple):
+    """An operation on tensors without data, and the storages that it takes and that it made or wrote to."""
+
+    function: Any
+    args: tuple
+    kwargs: Mapping[str, Any]
+    outputs: list[Tensor]
+    inputs: frozenset[int]
+    made: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a tensor is made of tensors of `Trace.new`, where that is more than a few runs of their elements.
+
+    Args:
+        meta (`Tensor`): the result, without data.
+        steps (`Sequence[Step]`): the operations that lead to it, in their order.
+        sources (`Mapping[str, Tensor]`): the tensors that it takes, without data.
+    """
+
+    meta: Tensor
+    steps: Sequence[Step]
+    sources: Mapping[str, Tensor]
+
+    @cached_property
+    def num_parts(self) -> int:
+        """Into how many parts, along their first dimension, the result and all that it is made of can be divided so
+        that each part is made of the same parts alone: the number of experts where each is transposed. 1 is always
+        right."""
+        if self.meta.dim() < 2 or not all(_is_copy_by_parts(step) for step in self.steps):
+            return 1
+        leaves = [leaf for step in self.steps for leaf in _tensors_in((step.args, step.kwargs))]
+        count = self.meta.shape[0]
+        return count if all(_divides(leaf, count) for leaf in [*leaves, self.meta, *self.sources.values()]) else 1
+
+    def of(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the result, 1-D, out of the whole 1-D values of all sources, which may be written to."""
+        return self._replayed(values, None)
+
+    def read(
+        self, read_range: Callable[[str, int, Tensor], None], start: int, stop: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yields the elements [start, stop) of the result, part by part, each with its first one: of tensors that are
+        stacked, such as experts, one is in memory after the other.
+
+        Args:
+            read_range (`Callable`): fills a 1-D tensor with a source's values from an element on.
+            start (`int`): first element.
+            stop (`int`): behind the last one.
+        """
+        num_parts, numel = self.num_parts, self.meta.numel() // self.num_parts
+        for part in range(start // numel, -(-stop // numel)):
+            values = {}
+            for name, meta in self.sources.items():
+                values[name] = torch.empty(meta.numel() // num_parts, dtype=meta.dtype)
+                read_range(name, part * values[name].numel(), values[name])
+            result = self._replayed(values, 1 if num_parts > 1 else None)
+            first, last = max(start - part * numel, 0), min(stop - part * numel, numel)
+            yield part * numel + first, result[first:last]
+
+    def _replayed(self, values: Mapping[str, Tensor], num_parts: int | None) -> Tensor:
+        """Does the operations again, on values that are so many of `num_parts`, or whole."""
+        held = {_storage(meta): values[name] for name, meta in self.sources.items()}
+        for step in self.steps:
+            real = step.function(*_real(step.args, held, num_parts), **_real(step.kwargs, held, num_parts))
+            for meta, result in zip(step.outputs, _tensors_in(real)):
+                numel = result.untyped_storage().nbytes() // result.itemsize
+                held.setdefault(_storage(meta), result.as_strided((numel,), (1,), 0))
+        return _real(self.meta, held, num_parts).contiguous().reshape(-1)
+
+
 class Trace(TorchDispatchMode):
     """Follows operations on the tensors of `new`, in this thread and while the context lasts."""
 
@@ -52,11 +126,13 @@ class Trace(TorchDispatchMode):
         self._written: dict[int, list[Run] | None] = {}  # by storage; None: elements were computed, not copied
         self._kept: list[Tensor] = []  # a storage's number is its own as long as it lives
         self._roots: dict[str, Tensor] = {}
-        self._tape: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self._tape: list[Step] = []
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Makes a tensor without data, under whose name its elements are found again."""
+        num_steps = len(self._tape)
         tensor = torch.empty(shape, dtype=dtype, device="meta")
+        del self._tape[num_steps:]  # its values are given, not made
         self._roots[name] = tensor
         self._written[_storage(tensor)] = [Run(name, 0, 0, tensor.numel())]
         return tensor
@@ -71,65 +147,31 @@ class Trace(TorchDispatchMode):
         runs = self._copied(tensor, torch.empty(tensor.shape, device="meta").stride(), 0)
         return runs if runs is not None and sum(run.numel for run in runs) == tensor.numel() else None
 
-    def source(self, name: str) -> Tensor:
-        """The tensor of `new` that has this name."""
-        return self._roots[name]
-
-    def sources_of(self, tensor: Tensor) -> list[str]:
-        """Names of all tensors of `new` that a tensor is computed from."""
-        needed = self._needed(tensor)[1]
-        return [name for name, root in self._roots.items() if _storage(root) in needed]
-
-    def num_parts_of(self, tensor: Tensor) -> int:
-        """Into how many parts, along their first dimension, a tensor and all that it is made of can be divided so that
-        each part is made of the same parts alone: the number of experts where each is transposed. 1 is always right.
-        """
-        tape, needed = self._needed(tensor)
-        roots = {_storage(root): root for root in self._roots.values() if _storage(root) in needed}
-        steps = [step for step in tape if not all(_storage(out) in roots for out in step[3])]  # `new` is none
-        if tensor.dim() < 2 or not all(_is_copy_by_parts(*step) for step in steps):
-            return 1
-        leaves = [leaf for _, *step in steps for leaf in tree_flatten(step)[0] if isinstance(leaf, Tensor)]
-        leaves += [tensor, *roots.values()]
-        count = tensor.shape[0]
-        return count if all(_divides(leaf, count) for leaf in leaves) else 1
-
-    def values_of(self, tensor: Tensor, values: Mapping[str, Tensor], num_parts: int | None = None) -> Tensor:
-        """Does the operations again that led to a tensor.
-
-        Args:
-            tensor (`Tensor`): without data.
-            values (`Mapping[str, Tensor]`): of its `sources_of`, each 1-D and whole; may be written to.
-            num_parts (`int`, *optional*): the values are so many of the `num_parts_of` the tensor, and no whole ones.
-
-        Returns:
-            `Tensor`: with data, row by row; of these parts, if they are given.
-        """
-        tape, needed = self._needed(tensor)
-        held = {_storage(root): values[name] for name, root in self._roots.items() if _storage(root) in needed}
-        for function, args, kwargs, outputs in tape:
-            real = function(*_real(args, held, num_parts), **_real(kwargs, held, num_parts))
-            results = [leaf for leaf in tree_flatten(real)[0] if isinstance(leaf, Tensor)]
-            for meta, result in zip(outputs, results):
-                numel = result.untyped_storage().nbytes() // result.itemsize
-                held.setdefault(_storage(meta), result.as_strided((numel,), (1,), 0))
-        return _real(tensor, held, num_parts).contiguous()
+    def computation_of(self, tensor: Tensor) -> Computation:
+        """Returns how a tensor is computed: the part of the tape that it depends on."""
+        needed, steps = {_storage(tensor)}, []
+        for step in reversed(self._tape):
+            if not needed.isdisjoint(step.made):
+                steps.append(step)
+                needed |= step.inputs
+        sources = {name: root for name, root in self._roots.items() if _storage(root) in needed}
+        return Computation(tensor, steps[::-1], sources)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
         if func.is_view:
             return outputs  # of known storage: there is nothing to note
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.device.type == "meta"]
-        former = {_storage(tensor) for tensor in inputs if tensor.device.type == "meta"}
+        inputs = _tensors_in((args, kwargs))
+        made = [tensor for tensor in _tensors_in(outputs) if tensor.device.type == "meta"]
+        former = frozenset(_storage(tensor) for tensor in inputs if tensor.device.type == "meta")
         fresh = [tensor for tensor in made if _storage(tensor) not in former]
         if func._schema.is_mutable:
             for tensor in made:
                 self._written[_storage(tensor)] = None
         if fresh or func._schema.is_mutable:
             self._kept += fresh
-            self._tape.append((func, args, kwargs, made))
+            self._tape.append(Step(func, args, kwargs, made, former, frozenset(map(_storage, made))))
             for tensor in fresh:
                 self._note(tensor, func.overloadpacket, args, kwargs, inputs)
         return outputs
@@ -178,15 +220,9 @@ class Trace(TorchDispatchMode):
                 runs.append(Run(name, first, target + at - source, count))
         return _joined(runs)
 
-    def _needed(self, tensor: Tensor) -> tuple[list, set[int]]:
-        """The part of the tape that a tensor depends on, and all storages that take part."""
-        needed, part = {_storage(tensor)}, []
-        for function, args, kwargs, outputs in reversed(self._tape):
-            if any(_storage(out) in needed for out in outputs):
-                part.append((function, args, kwargs, outputs))
-                inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-                needed.update(_storage(leaf) for leaf in inputs if leaf.device.type == "meta")
-        return part[::-1], needed
+
+def _tensors_in(tree) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
@@ -231,10 +267,10 @@ def _with_dim(tensor: Tensor, dim: int) -> Tensor:
     return tensor.as_strided(shape, strides, tensor.storage_offset())
 
 
-def _is_copy_by_parts(function, args, kwargs, outputs: list[Tensor]) -> bool:
+def _is_copy_by_parts(step: Step) -> bool:
     """Whether an operation copies each part along the first dimension by itself, if its tensors are so divided."""
-    packet = function.overloadpacket
-    return packet in _CLONES or (packet is torch.ops.aten.cat and _dim_of(outputs[0], args, kwargs) > 0)
+    packet = step.function.overloadpacket
+    return packet in _CLONES or (packet is torch.ops.aten.cat and _dim_of(step.outputs[0], step.args, step.kwargs) > 0)
 
 
 def _divides(tensor: Tensor, count: int) -> bool:

@@ -12,7 +12,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 import hf_zero
 from hf_zero.checkpoint import load_weights, save_pretrained
-from hf_zero.checkpoint.names import Computation
+from hf_zero.checkpoint.trace import Computation
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, run_ranks, world_of_one

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from hf_zero.checkpoint import trace as room
-from hf_zero.checkpoint.names import Computation
 from hf_zero.checkpoint.trace import Run, Trace, within
 
 
@@ -62,8 +61,9 @@ def test_what_is_computed_is_done_again_on_values():
         result = shifted[1:] * 2
     assert trace.runs_of(result) is None
     x = torch.randn(3, 4)
-    assert trace.sources_of(result) == ["x"]
-    assert torch.equal(trace.values_of(result, {"x": x.reshape(-1).clone()}), (x.t() + 1)[1:] * 2)
+    found = trace.computation_of(result)
+    assert list(found.sources) == ["x"]
+    assert torch.equal(found.of({"x": x.reshape(-1).clone()}), ((x.t() + 1)[1:] * 2).reshape(-1))
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_parts_are_made_of_the_same_parts_alone(convert, num_parts):
     x, trace = torch.randn(5, 4, 6), Trace()
     with trace:
         meta = convert(trace.new("x", (5, 4, 6), torch.float32))
-    found = Computation(trace, meta, ("x",))
-    assert trace.num_parts_of(meta) == num_parts
+    found = trace.computation_of(meta)
+    assert found.num_parts == num_parts
     wanted, flat, read = convert(x).reshape(-1), x.reshape(-1), []
 
     def read_range(name: str, start: int, out: torch.Tensor) -> None:
@@ -105,4 +105,4 @@ def test_what_is_made_of_too_many_runs_is_done_again_on_values(monkeypatch):
         result = trace.new("x", (3, 4), torch.float32).t().contiguous()
     assert trace.runs_of(result) is None
     x = torch.randn(3, 4)
-    assert torch.equal(trace.values_of(result, {"x": x.reshape(-1)}), x.t())
+    assert torch.equal(trace.computation_of(result).of({"x": x.reshape(-1)}), x.t().reshape(-1))
