@@ -149,22 +149,17 @@ class ZeroStrategy(DDPStrategy):
         Raises:
             `CheckpointError`: on all ranks, for a folder that is incomplete or damaged, or a file of another strategy.
         """
-        folder = Path(checkpoint_path)
+        self._loaded = folder = Path(checkpoint_path)
+        load_rest = super().load_checkpoint
 
-        def look_through() -> None:
+        def load() -> dict[str, Any]:
             if not folder.is_dir():
                 raise CheckpointError(
                     f"{folder}: is no folder that ZeroStrategy saved; load its weights into the module"
                 )
             check_checkpoint(folder)
-
-        load_rest = super().load_checkpoint
-
-        def load() -> dict[str, Any]:
-            look_through()
             return load_rest(folder / REST_NAME, weights_only=weights_only)
 
-        self._loaded = folder
         return run_on_all_ranks(self._engine.comm, f"loading {folder}", load)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -58,8 +58,8 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
 
 def _gathered(comm: Comm, values: Tensor, norm_type: float, max_norm: float) -> Tensor:
     """Returns all ranks' values, [ranks, values], after a look whether all of them clip alike."""
-    asked = torch.tensor([norm_type, max_norm], dtype=values.dtype, device=values.device)
-    rows = comm.all_gather_vector(torch.cat([values, asked]), what=WHAT)
+    asked = [values.new_full((1,), number) for number in (norm_type, max_norm)]  # a copy from the host would wait
+    rows = comm.all_gather_vector(torch.cat([values, *asked]), what=WHAT)
     told = rows[:, -2:].tolist() if not values.is_meta else []  # a simulated step has no values
     for rank, (kind, bound) in enumerate(told):
         if (kind, bound) != (norm_type, max_norm) and max_norm == max_norm:
