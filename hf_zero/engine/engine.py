@@ -32,14 +32,8 @@ DOUBLE_BACKWARD = (
 
 class ZeroEngine(ModelUnits):
     """Brings a model's units where forward, backward and the optimizer need them. What is known of a forward, and of a
-    backward, is one object each, which goes when that has ended or failed.
-
-    [Note: the order of one step at stage 3]
-    The outermost forward unshards the root. Before a block runs, its unit is unsharded and the next one's all-gather
-    is started; after it, the unit is resharded, its values staying in the slot until another unit comes. In
-    backward, the hook on a block's outputs does the same in the opposite order; when the next block's hook fires, the
-    former block's gradients are complete and their reduction starts. A callback at the end of backward closes what is
-    left, in a fixed order, so that every unit is reduced once in each backward on every rank.
+    backward, is one object each (`ForwardPass`, `BackwardPass`, which tell the order of one step at stage 3); it goes
+    when that has ended or failed.
 
     Args:
         args, kwargs: of `ModelUnits`.
@@ -258,6 +252,10 @@ class ZeroEngine(ModelUnits):
             raise LifecycleError("the model was unsharded: shard it again, and build its optimizer anew")
         writes.refuse_lost(self)
         self.refuse_held("new values")
+        self._wait_for_readers()
+
+    def _wait_for_readers(self) -> None:
+        """Waits for all ranks, where they read one another's masters."""
         if self.comm.shared_memory is not None:
             self.comm.shared_memory.barrier()
 
@@ -274,8 +272,7 @@ class ZeroEngine(ModelUnits):
             pending.wait()
         for flat in (flat for unit in self.units for flat in unit.flats):
             flat.mark_clean()
-        if self.comm.shared_memory is not None:
-            self.comm.shared_memory.barrier()
+        self._wait_for_readers()
         self.schedule.reset()  # a backward through the old values would be wrong anyway
 
     def end_step(self, is_late: bool = False) -> None:

@@ -11,8 +11,8 @@ from hf_zero.errors import LifecycleError
 class ForwardPass:
     """The outermost forward that is under way, or the time between two, in which blocks may be called by hand.
 
-    Before a block runs, its unit is unsharded and the next one's all-gather is started; after it, the unit is
-    resharded, its values staying in the slot until another unit comes.
+    The outermost forward unshards the root. Before a block runs, its unit is unsharded and the next one's all-gather
+    is started; after it, the unit is resharded, its values staying in the slot until another unit comes.
 
     Args:
         engine (`ModelUnits`): the model.
