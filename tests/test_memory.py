@@ -33,6 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hf_zero
 from hf_zero.comm.pairwise import SUM_NBYTES
 from hf_zero.engine import ZeroEngine
 from hf_zero.engine.rest import SharedRest
@@ -211,6 +212,10 @@ def _rests_as_the_table_says(
     assert table + extra <= held <= 1.01 * (table + extra) + SMALL_NBYTES + pages, (
         f"{held} bytes at rest, table {table:.0f} + buffers {extra}"
     )
+    told = hf_zero.ShardedModel(subject.model).memory()
+    sum_told = told.parameter_nbytes + told.gradient_nbytes + told.optimizer_nbytes + told.buffer_nbytes
+    assert abs(held - sum_told) <= SMALL_NBYTES + pages, f"{held} bytes at rest, {told}"
+    assert told.host_nbytes == told.disk_nbytes == 0
 
 
 @pytest.mark.quick(cases=4)

@@ -38,6 +38,8 @@ with hf_zero.gathered(model, writeback=True) as nothing:
 reveal_type(hf_zero.gathered(model))
 reveal_type(sharded.full_grad("weight"))
 reveal_type(sharded.computing_in(torch.bfloat16))
+reveal_type(sharded.gathered())
+reveal_type(sharded.memory())
 """
 WRONG = """
 import torch
@@ -92,6 +94,8 @@ def test_type_checkers_know_the_public_names(folder):
     assert re.match(r"contextlib\._GeneratorContextManager\[None", types[6])
     assert types[7].endswith("Tensor | None") or types[7] == "Any | None"
     assert re.match(r"contextlib\.AbstractContextManager\[None", types[8])
+    assert re.match(r"contextlib\.AbstractContextManager\[None", types[9])
+    assert types[10] == "hf_zero.engine.memory.MemoryReport"
 
 
 @needs_mypy

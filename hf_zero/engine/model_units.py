@@ -1,15 +1,15 @@
 """The units of one model, and what they share."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
-from hf_zero.config import ZeroConfig
+from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.placeholder import Placeholders
@@ -31,6 +31,16 @@ class Updates(Protocol):
 
     def abandon(self) -> None:
         """Ends a step whose gradients are dropped: what was done of it already stays done."""
+
+
+class ShardedState(Protocol):
+    """An optimizer over the shards, as far as its memory is measured."""
+
+    def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]:
+        """Every tensor of its state on this rank, and where it rests."""
+
+    def unsharded_state_nbytes(self) -> int:
+        """Bytes of its state over whole parameters."""
 
 
 def _nothing() -> None:
@@ -82,7 +92,7 @@ class ModelUnits(Uncopyable):
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
-        self.optimizer: weakref.ref | None = None  # the one that was made last, which steps; None before the first
+        self.optimizer: weakref.ref[ShardedState] | None = None  # the one that was made last, which steps; None before the first
         for unit in self.units:
             unit.finish_updates = self.finish_updates
         # of the trainable parameters: the dict of the module that has it, its key there, itself, its name

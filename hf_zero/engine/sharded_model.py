@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.engine import writes
+from hf_zero.engine.access import gathered
 from hf_zero.engine.casting import computing_in
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
+from hf_zero.engine.memory import MemoryReport, measure
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.restore import restore
 from hf_zero.errors import ConfigError, LifecycleError
@@ -24,7 +26,7 @@ class ShardedModel(Uncopyable):
 
     `hf_zero.shard` returns it. Of a model that something else has sharded, such as `ZeroTrainer` or `ZeroAccelerator`,
     `hf_zero.ShardedModel(model)` is the same. The functions of `hf_zero` that take a sharded model take this or the
-    model itself. Parameters are made whole by `hf_zero.gathered`.
+    model itself.
 
     Args:
         model (`nn.Module`): a sharded model.
@@ -54,6 +56,11 @@ class ShardedModel(Uncopyable):
             `LifecycleError`: with a parameter's name.
         """
         self._engine.refuse_misuse()
+
+    def gathered(self, writeback: bool = False) -> AbstractContextManager[None]:
+        """Makes all parameters whole as long as the context lasts, as `hf_zero.gathered(model)` does. That also takes
+        parts of a model, and single parameters."""
+        return gathered(self._engine.model, writeback)
 
     def full_grad(self, name: str) -> Tensor | None:
         """The whole averaged gradient of one parameter, on every rank; all ranks call it, after backward.
@@ -89,6 +96,11 @@ class ShardedModel(Uncopyable):
             `LifecycleError`: inside another one.
         """
         return computing_in(self._engine, dtype)
+
+    def memory(self) -> MemoryReport:
+        """Measures the bytes that this rank holds now by tensor class, beside what DDP would hold. The state of the
+        model's `ShardedOptimizer` counts from its first step on."""
+        return measure(self._engine)
 
     def unshard(self) -> nn.Module:
         """Gives the model back as it was before `hf_zero.shard`: a plain module, whole on every rank, with the present

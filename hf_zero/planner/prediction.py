@@ -18,7 +18,7 @@ from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.partition import UnitSpec, partition
 from hf_zero.errors import HfZeroError
-from hf_zero.planner.memory_report import TensorClass, render_classes, tensor_classes
+from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
 from hf_zero.planner.simulated_step import MakeOptimizer, SimulatedStep, StepMemory
 
 

@@ -16,8 +16,8 @@ from transformers.modelcard import TrainingSummary
 
 from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint.adapters import is_adapter_model
+from hf_zero.engine import MemoryReport
 from hf_zero.errors import CheckpointError
-from hf_zero.planner import MemoryReport
 from hf_zero.trainer.disk_space import checkpoints_in
 
 

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from hf_zero.accelerator import ZeroAccelerator
-from hf_zero.engine import ZeroEngine, require_engine
+from hf_zero.engine import MemoryReport, ZeroEngine, require_engine
+from hf_zero.engine.memory import measure
 from hf_zero.optim import ShardedOptimizer, sharded_of
-from hf_zero.planner import MemoryReport, measure
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 
 
@@ -38,5 +38,5 @@ class ZeroTrainerBase(_Trainer):
         return optimizer
 
     def memory_report(self) -> MemoryReport:
-        """Measures the bytes that this rank holds by tensor class, beside what DDP would hold."""
-        return measure(self.accelerator.shard(self.model), sharded_of(self.optimizer))
+        """Measures the bytes that this rank holds, see [`ShardedModel.memory`]."""
+        return measure(self.accelerator.shard(self.model))

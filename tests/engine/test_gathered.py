@@ -35,12 +35,17 @@ def _what_can_be_gathered():
     wanted = {name: p.detach().clone() for name, p in build_seeded(Tower).named_parameters()}
     for stage in ALL_STAGES:
         model = build_seeded(Tower)
-        engine = engine_of(hf_zero.shard(model, stage=stage, **SETTINGS))
-        weight = model.layers[1].up.weight
+        sharded = hf_zero.shard(model, stage=stage, **SETTINGS)
+        engine, weight = engine_of(sharded), model.layers[1].up.weight
         for what in (model, weight, [weight], model.layers, model.layers[1], model.parameters(), iter([weight])):
             with hf_zero.gathered(what):
                 assert torch.equal(weight, wanted["layers.1.up.weight"]), f"stage {stage}"
             assert_away(model, engine)
+        with sharded.gathered(writeback=True):
+            assert torch.equal(weight, wanted["layers.1.up.weight"]), f"stage {stage}"
+            weight.data.zero_()
+        with sharded.gathered():
+            assert not weight.any()
         with hf_zero.gathered([]):
             pass
         with hf_zero.gathered(torch.nn.Linear(2, 2)):  # a module that is not sharded

@@ -15,7 +15,6 @@ from hf_zero.engine import engine_of
 from hf_zero.engine.host_transfer import NUM_PIECES, HostTransfer
 from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
-from hf_zero.planner import measure
 from tests import models
 from tests.distributed import RemoteError, run_ranks
 from tests.training import Record, Sharded, adamw, assert_equal, loss_of, train, train_accumulating
@@ -360,10 +359,10 @@ def _bytes(stage: int, offload: str, num_ranks: int) -> None:
     for step in range(2):
         before = dict(subject.engine.comm.counters.sent_nbytes)
         loss_of(subject(**models.batch("llama", seed=step))).backward()
-        resting = measure(subject.engine, subject.optimizer)
+        resting = hf_zero.ShardedModel(model).memory()
         subject.optimizer.step()
     moved = {way: n - before.get(way, 0) for way, n in subject.engine.comm.counters.sent_nbytes.items()}
-    memory = measure(subject.engine, subject.optimizer)
+    memory = hf_zero.ShardedModel(model).memory()
     near = partial(pytest.approx, rel=0.02)  # padding, and the norms' weights
     shard = numel / num_ranks
     whole = stage < 3 if offload == "optimizer" else False

@@ -14,7 +14,7 @@ import torch
 
 import hf_zero
 from hf_zero.engine import engine_of, has_sources
-from hf_zero.planner import measure, predict
+from hf_zero.planner import predict
 from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.tensor_meter import TensorMeter
@@ -50,7 +50,7 @@ def _train(name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str
             optimizer.clip_grad_norm_(1.0)
             _collect()
             meter.mark(f"rest-{step}")
-            host = measure(engine, optimizer).host_nbytes
+            host = hf_zero.ShardedModel(model).memory().host_nbytes
             mapped = engine.bus.host_nbytes  # not among what the allocator hands out
             staging = engine.root.flats[0].rest.masters.transfer.nbytes
             optimizer.step()

@@ -10,7 +10,7 @@ from transformers.training_args import ParallelMode
 
 from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint.table import ChecksumTable
-from hf_zero.planner import MemoryReport
+from hf_zero.engine import MemoryReport
 from hf_zero.trainer.card import RunFacts, card_text, facts_of, facts_of_folder, fenced
 from tests import models
 from tests.trainer.harness import Rows, make

@@ -1,12 +1,9 @@
-"""What a rank holds: measured, beside what DDP would hold; and told by tensor class before the first step."""
+"""What a rank will hold, told by tensor class before the first step."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.engine import ZeroEngine
@@ -24,89 +21,6 @@ _FIELDS = {
     "gradients": "gradient_nbytes",
     "reduced gradients": "gradient_nbytes",
 }
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """Bytes on one rank by tensor class, each tensor counted once; of the device but where it says otherwise.
-
-    Args:
-        parameter_nbytes (`int`): the parameters as they rest: compute copies at stages 0 to 2, masters at stage 3.
-        gradient_nbytes (`int`): gradients that rest between backward and step.
-        optimizer_nbytes (`int`): masters that are tensors of their own, and optimizer state.
-        buffer_nbytes (`int`): reused buffers, for gathering, for collecting gradients and for exchanging them.
-        host_nbytes (`int`): what is offloaded to the host's memory, and the buffers through which it goes there.
-        ddp_parameter_nbytes (`int`): the same classes under DDP, in the dtypes that the model was loaded in.
-        ddp_gradient_nbytes (`int`): likewise.
-        ddp_optimizer_nbytes (`int`): likewise.
-        disk_nbytes (`int`): what is offloaded to files.
-    """
-
-    parameter_nbytes: int
-    gradient_nbytes: int
-    optimizer_nbytes: int
-    buffer_nbytes: int
-    host_nbytes: int
-    ddp_parameter_nbytes: int
-    ddp_gradient_nbytes: int
-    ddp_optimizer_nbytes: int
-    disk_nbytes: int = 0
-
-
-class MeasuredOptimizer(Protocol):
-    """The part of a sharded optimizer that a report needs."""
-
-    def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]:
-        """Every tensor of its state on this rank, and where it rests."""
-
-    def unsharded_state_nbytes(self) -> int:
-        """Bytes of its state over whole parameters."""
-
-
-def measure(engine: ZeroEngine, optimizer: MeasuredOptimizer | None = None) -> MemoryReport:
-    """Measures the tensors that an engine and its optimizer hold on this rank.
-
-    Args:
-        engine (`ZeroEngine`): the sharded model.
-        optimizer (`ShardedOptimizer`, *optional*): its state counts from the first step on.
-    """
-    flats = [flat for unit in engine.units for flat in unit.flats]
-    gradients = list(engine.gradients())
-    sources = [flat.rest.source for flat in flats if flat.rest.source is not None]
-    parameters = [flat.full for flat in flats if not flat.rest.is_sharded]
-    parameters += [source.values for source in sources if source.tier is MemoryTier.DEVICE]
-    state = list(optimizer.state_tensors()) if optimizer else []
-    resting = [g.reduced for g in gradients if g.reduced is not None and g.rests_at is MemoryTier.DEVICE]
-    resting += [g.full for g in gradients if g.is_persistent]
-    copied = [flat.rest.masters for flat in flats if flat.rest.has_copy]
-    masters = [shard.values for shard in copied if shard.tier is MemoryTier.DEVICE]
-    slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]
-    slots += [slot.buffer for unit in engine.units if unit.gradient_slots for slot in unit.gradient_slots.slots]
-    exchanging = [bucket.memory for bucket in engine.comm.buckets if bucket.memory is not None]
-    ddp_params = {info.name: info for flat in flats for info in flat.infos}.values()
-    return MemoryReport(
-        parameter_nbytes=_nbytes(parameters),
-        gradient_nbytes=_nbytes(resting),
-        optimizer_nbytes=_nbytes(masters) + _nbytes(tensor for tensor, tier in state if tier is MemoryTier.DEVICE),
-        buffer_nbytes=_nbytes([*slots, *exchanging]),
-        host_nbytes=engine.bus.host_nbytes + _nbytes(tensor for tensor, tier in state if tier is MemoryTier.HOST),
-        ddp_parameter_nbytes=sum(info.shape.numel() * info.save_dtype.itemsize for info in ddp_params),
-        ddp_gradient_nbytes=sum(
-            info.shape.numel() * info.save_dtype.itemsize for info in ddp_params if info.trainable
-        ),
-        ddp_optimizer_nbytes=optimizer.unsharded_state_nbytes() if optimizer else 0,
-        disk_nbytes=engine.disk.nbytes if engine.disk is not None else 0,
-    )
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' distinct ranges of memory: views of one another count once."""
-    ranges = sorted({(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors})
-    total, end = 0, 0
-    for low, high in ranges:
-        total += max(0, high - max(low, end))
-        end = max(end, high)
-    return total
 
 
 @dataclass(frozen=True)
