@@ -4,7 +4,7 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.trace import Run
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
-from hf_zero.engine import Sharded, ZeroEngine, require_engine
+from hf_zero.engine import ParamInfo, Sharded, ZeroEngine, require_engine
 from hf_zero.engine.opaque import is_opaque
 from hf_zero.errors import CheckpointError, CommError
 
@@ -142,13 +142,15 @@ def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> Iterator[tup
     """Tensors that are computed, which takes whole parameters: one at a time, each on one of the ranks, and divided
     over them. All ranks go through it. Where one rank fails it goes on with the others, and raises at the end."""
     buffers = {name: buffer.detach().cpu().reshape(-1) for name, buffer in engine.model.named_buffers()}
+    infos = {info.name: info for info in engine.param_infos()}
     computed = [written for written in content if written.origin.computation is not None]
     failure: Exception | None = None
     for index, written in enumerate(computed):
         computation, result = written.origin.computation, None
         assert computation is not None
         try:
-            whole = _gathered(engine, computation.sources, owner=index % engine.comm.num_ranks)
+            wanted = {name: infos[name] for name in computation.sources if name in infos}
+            whole = _gathered(engine, wanted, owner=index % engine.comm.num_ranks)
             if whole is not None:
                 values = {name: buffers[name].clone() for name in computation.sources if name in buffers} | whole
                 result = computation.of(values)
@@ -162,16 +164,14 @@ def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> Iterator[tup
         raise failure
 
 
-def _gathered(engine: ZeroEngine, names: Collection[str], *, owner: int) -> dict[str, Tensor] | None:
+def _gathered(engine: ZeroEngine, infos: Mapping[str, ParamInfo], *, owner: int) -> dict[str, Tensor] | None:
     """Whole parameters, 1-D and in the dtype in which they are saved, on one rank. All ranks call it."""
     comm = connected(engine.comm)  # which sends what lies on the CPU
-    infos = {info.name: info for info in engine.param_infos() if info.name in names}
     own, whole, failure = [], {}, None
     try:
-        for shard in engine.named_shards():
-            if shard.name in infos:  # copied, for it may last no longer than this turn
-                values = shard.tensor.to("cpu", infos[shard.name].save_dtype, copy=True)
-                own.append((shard.name, shard.start, values))
+        for shard in engine.named_shards(only=infos):  # copied, for it may last no longer than this turn
+            values = shard.tensor.to("cpu", infos[shard.name].save_dtype, copy=True)
+            own.append((shard.name, shard.start, values))
         if comm.rank == owner:
             whole = {name: torch.empty(info.shape.numel(), dtype=info.save_dtype) for name, info in infos.items()}
     except Exception as error:

@@ -59,7 +59,7 @@ def _apply(engine: ModelUnits, module: nn.Module, fn, recurse: bool = True) -> n
 
 def _samples(engine: ModelUnits) -> list[Tensor]:
     """Returns one number for each dtype in which the parameters are shown, on their device."""
-    dtypes = {flat.cast or flat.dtype for unit in engine.units for flat in unit.flats}
+    dtypes = {flat.cast or flat.dtype for flat in engine.flats}
     return [torch.ones((), dtype=dtype, device=engine.comm.device) for dtype in sorted(dtypes, key=str)]
 
 
@@ -84,7 +84,7 @@ def computing_in(engine: ModelUnits, dtype: torch.dtype) -> Iterator[None]:
         raise LifecycleError("computing_in inside computing_in: leave the outer one first")
     modules = list(engine.model.modules())
     tensors = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
-    flats = [flat for unit in engine.units for flat in unit.flats if flat.dtype.is_floating_point]
+    flats = [flat for flat in engine.flats if flat.dtype.is_floating_point]
     flats = [flat for flat in flats if not any(is_opaque(p) for p in flat.params)]
     own = [(flat, flat.params, flat.placeholders, flat.versions) for flat in flats]
     try:

@@ -1,7 +1,7 @@
 """The engine: a model's units, driven through forward, backward and the optimizer's step."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -270,7 +270,7 @@ class ZeroEngine(ModelUnits):
             pendings += unit.refresh(only_trained)
         for pending in pendings:
             pending.wait()
-        for flat in (flat for unit in self.units for flat in unit.flats):
+        for flat in self.flats:
             flat.mark_clean()
         self._wait_for_readers()
         self.schedule.reset()  # a backward through the old values would be wrong anyway
@@ -301,10 +301,12 @@ class ZeroEngine(ModelUnits):
     def param_infos(self) -> list[ParamInfo]:
         """All parameters in the model's order, tied ones once; the same on every rank."""
         self._refuse_divided()
-        by_name = {info.name: info for unit in self.units for flat in unit.flats for info in flat.infos}
+        by_name = {info.name: info for flat in self.flats for info in flat.infos}
         return [by_name[name] for name, _ in self.model.named_parameters() if name in by_name]
 
-    def named_shards(self, resident: bool = False, values: bool = True) -> Iterator[NamedShard]:
+    def named_shards(
+        self, resident: bool = False, values: bool = True, only: Collection[str] | None = None
+    ) -> Iterator[NamedShard]:
         """The parameters' values as the optimizer has them.
 
         Args:
@@ -312,16 +314,20 @@ class ZeroEngine(ModelUnits):
                 exactly once; `True` those that it holds, which at stage 0 is everything, and what is written to them
                 lasts.
             values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
+            only (`Collection[str]`, *optional*): names of the parameters that are wanted; of the others, nothing is
+                read where they lie in other buffers.
         """
         self._refuse_divided()
         self.finish_updates()
+        flats = [flat for flat in self.flats if only is None or any(info.name in only for info in flat.infos)]
         if values and not self.is_cast:
-            writes.take_here(self)
-        for unit in self.units:
-            for flat in unit.flats:
-                masters = flat.rest.masters.pieces(writes=resident) if values else [(flat.master, flat.held)]
-                for master, covers in masters:
-                    yield from flat.named_shards(master, covers, flat.held if resident else flat.owned)
+            writes.take_here(self, flats)
+        for flat in flats:
+            masters = flat.rest.masters.pieces(writes=resident) if values else [(flat.master, flat.held)]
+            for master, covers in masters:
+                for shard in flat.named_shards(master, covers, flat.held if resident else flat.owned):
+                    if only is None or shard.name in only:
+                        yield shard
 
     def _refuse_divided(self) -> None:
         if self.divided_over is not None:

@@ -38,21 +38,20 @@ class MemoryReport:
 
 def measure(engine: ModelUnits) -> MemoryReport:
     """Measures the tensors that an engine and its optimizer hold on this rank, see `ShardedModel.memory`."""
-    flats = [flat for unit in engine.units for flat in unit.flats]
     gradients = list(engine.gradients())
-    sources = [flat.rest.source for flat in flats if flat.rest.source is not None]
-    parameters = [flat.full for flat in flats if not flat.rest.is_sharded]
+    sources = [flat.rest.source for flat in engine.flats if flat.rest.source is not None]
+    parameters = [flat.full for flat in engine.flats if not flat.rest.is_sharded]
     parameters += [source.values for source in sources if source.tier is MemoryTier.DEVICE]
     optimizer = engine.optimizer and engine.optimizer()
     state = list(optimizer.state_tensors()) if optimizer else []
     resting = [g.reduced for g in gradients if g.reduced is not None and g.rests_at is MemoryTier.DEVICE]
     resting += [g.full for g in gradients if g.is_persistent]
-    copied = [flat.rest.masters for flat in flats if flat.rest.has_copy]
+    copied = [flat.rest.masters for flat in engine.flats if flat.rest.has_copy]
     masters = [shard.values for shard in copied if shard.tier is MemoryTier.DEVICE]
     slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]
     slots += [slot.buffer for unit in engine.units if unit.gradient_slots for slot in unit.gradient_slots.slots]
     exchanging = [bucket.memory for bucket in engine.comm.buckets if bucket.memory is not None]
-    ddp_params = {info.name: info for flat in flats for info in flat.infos}.values()
+    ddp_params = {info.name: info for flat in engine.flats for info in flat.infos}.values()
     return MemoryReport(
         parameter_nbytes=_nbytes(parameters),
         gradient_nbytes=_nbytes(resting),

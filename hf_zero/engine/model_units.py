@@ -86,6 +86,7 @@ class ModelUnits(Uncopyable):
         self.compiled_with: dict | None = None  # options of `torch.compile`; None while blocks run eagerly
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
+        self.flats = [flat for unit in self.units for flat in unit.flats]
         self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
         self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
@@ -105,7 +106,7 @@ class ModelUnits(Uncopyable):
     @property
     def is_cast(self) -> bool:
         """Whether the parameters are shown in another dtype, see `ShardedModel.computing_in`."""
-        return any(flat.cast for unit in self.units for flat in unit.flats)
+        return any(flat.cast for flat in self.flats)
 
     def gradients(self) -> Iterator[Gradient]:
         """The gradients of all trainable buffers, in a fixed order."""

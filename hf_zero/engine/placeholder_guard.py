@@ -37,8 +37,7 @@ class PlaceholderGuard(TorchDispatchMode):
     def __init__(self, engine: ModelUnits):
         super().__init__()
         self._engine = weakref.ref(engine)
-        flats = [flat for unit in engine.units for flat in unit.flats]
-        each = [(placeholder, info.name) for flat in flats for info, placeholder in zip(flat.infos, flat.placeholders)]
+        each = [(lazy, info.name) for flat in engine.flats for info, lazy in zip(flat.infos, flat.placeholders)]
         self._names = {placeholder.untyped_storage()._cdata: name for placeholder, name in each}
         self._placeholders = [placeholder for placeholder, _ in each]  # kept, so that no address comes twice
         self._num_left: float = float("inf")

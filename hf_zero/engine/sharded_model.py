@@ -119,7 +119,7 @@ class ShardedModel(Uncopyable):
         engine = self._engine
         engine.finish_updates()
         engine.refuse_held("unshard")
-        writes.take_here(engine)
+        writes.take_here(engine, engine.flats)
         engine.clear_gradients()
         restore(engine)
         return self.model

@@ -9,6 +9,8 @@ written alone, and the step is refused. At stage 3 what can be written is a copy
 `writeback` is the way, a placeholder refuses, and what is noticed later than that raises.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ def take(engine: ModelUnits) -> None:
         `LifecycleError`: on all ranks, when one of them has written what the others have not, or what cannot be taken
             over. At stage 3, where there is nothing to compare, on the rank alone that has written what is given up.
     """
-    flats = [flat for unit in engine.units for flat in unit.flats if flat.trainable and not flat.rest.is_sharded]
+    flats = [flat for flat in engine.flats if flat.trainable and not flat.rest.is_sharded]
     failure: LifecycleError | None = None
     try:
         _refuse_replaced(engine)
@@ -61,15 +63,15 @@ def _sum_of(flat: Flat) -> Tensor:
     return bits_of(flat.full) if flat.rest.has_copy else flat.full.view(torch.int64).sum()
 
 
-def take_here(engine: ModelUnits) -> None:
-    """Takes writes over as `take` does, on this rank alone, before masters are read.
+def take_here(engine: ModelUnits, flats: Iterable[Flat]) -> None:
+    """Takes writes over as `take` does, on this rank alone, before the masters of some buffers are read.
 
     Raises:
         `LifecycleError`: for what cannot be taken over.
     """
     refuse_lost(engine)
     _take_assigned(engine)
-    for flat in (flat for unit in engine.units for flat in unit.flats):
+    for flat in flats:
         if flat.bits is not None and (flat.rewritten() is not None or not torch.equal(_sum_of(flat), flat.bits)):
             _follow(engine, flat)
 

@@ -110,7 +110,7 @@ def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
     Raises:
         `ConfigError`: when a group holds a tensor that is not a parameter of the model.
     """
-    names = {id(p): info.name for unit in engine.units for f in unit.flats for info, p in zip(f.infos, f.params)}
+    names = {id(p): info.name for f in engine.flats for info, p in zip(f.infos, f.params)}
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if id(param) not in names:

@@ -71,7 +71,7 @@ class ShardedOptimizer(StateRecords):
             refuse_divided(optimizer, granularities)
         self._make_state_early = [inner for inner in self._inners if has_early_state(inner)]
         optimizer.state.clear()
-        frozen = [flat for unit in engine.units for flat in unit.flats if not flat.trainable]
+        frozen = [flat for flat in engine.flats if not flat.trainable]
         self._frozen = [(info.name, p) for flat in frozen for info, p in zip(flat.infos, flat.params)]
         self._refuse_unfrozen()
         _refuse_added(engine.model)

@@ -54,7 +54,7 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
     """
     plan, num_ranks = engine.plan, engine.comm.num_ranks
     numel: Counter[tuple[str, torch.dtype, Residency, MemoryTier]] = Counter()
-    for flat in (flat for unit in engine.units for flat in unit.flats):
+    for flat in engine.flats:
         name = "parameters" if flat.trainable else "frozen parameters"
         masters, has_copy = flat.rest.masters, flat.rest.has_copy
         dtype = masters.dtype if flat.rest.is_sharded and not has_copy else flat.dtype

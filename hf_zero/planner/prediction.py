@@ -250,8 +250,8 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
     Of a model with adapters they alone are saved: the base stays where it came from.
     """
     nbytes = sum(each.nbytes * each.num_parts for each in classes if each.name == "optimizer state")
-    flats = [flat for unit in engine.units for flat in unit.flats]
-    for flat in [flat for flat in flats if flat.trainable] if hasattr(engine.model, "peft_config") else flats:
+    has_base = not hasattr(engine.model, "peft_config")
+    for flat in (flat for flat in engine.flats if flat.trainable or has_base):
         for info in flat.infos:
             is_wider = torch.promote_types(flat.master.dtype, info.save_dtype) != info.save_dtype
             width = info.save_dtype.itemsize + (flat.master.dtype.itemsize if is_wider else 0)

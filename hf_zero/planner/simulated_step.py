@@ -116,7 +116,7 @@ class SimulatedStep:
 
     @property
     def _staging_nbytes(self) -> int:
-        return next((flat.rest.masters.transfer.nbytes for unit in self.engine.units for flat in unit.flats), 0)
+        return next((flat.rest.masters.transfer.nbytes for flat in self.engine.flats), 0)
 
     def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> StepMemory:
         """One step of one micro-batch, with clipping.

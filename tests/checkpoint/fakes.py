@@ -72,8 +72,8 @@ class FakeEngine:
     def ranges(self, numel: int, resident: bool) -> list[tuple[int, int]]:
         return [(0, numel)] if resident and self.stage == 0 else owned_ranges(numel, self.comm)
 
-    def named_shards(self, resident=False, values=True):
-        for info in self._infos:
+    def named_shards(self, resident=False, values=True, only=None):
+        for info in self._infos if only is None else [info for info in self._infos if info.name in only]:
             for start, stop in self.ranges(info.shape.numel(), resident):
                 yield FakeShard(info.name, info.shape, start, self.masters[info.name][start:stop])
 
