@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from hf_zero.comm import Pending
 from hf_zero.engine import writes
 from hf_zero.engine.away import in_backward
-from hf_zero.engine.backward import BackwardPass
 from hf_zero.engine.divided import local_grad, with_local
 from hf_zero.engine.flat import NamedShard, ParamInfo
-from hf_zero.engine.forward import ForwardPass
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.model_units import ModelUnits
+from hf_zero.engine.passes import BackwardPass, ForwardPass
 from hf_zero.engine.placeholder_guard import FirstForwards
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Phase, Unit, reassign_slots

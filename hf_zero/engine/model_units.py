@@ -93,7 +93,7 @@ class ModelUnits(Uncopyable):
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
-        self.optimizer: weakref.ref[ShardedState] | None = None  # the one that was made last, which steps; None before the first
+        self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
             unit.finish_updates = self.finish_updates
         # of the trainable parameters: the dict of the module that has it, its key there, itself, its name

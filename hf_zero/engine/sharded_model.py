@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.engine import writes
-from hf_zero.engine.access import gathered
+from hf_zero.engine.access import forget, gathered
 from hf_zero.engine.casting import computing_in
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
 from hf_zero.engine.memory import MemoryReport, measure
 from hf_zero.engine.patch import Uncopyable
-from hf_zero.engine.restore import restore
 from hf_zero.errors import ConfigError, LifecycleError
 
 
@@ -121,8 +120,34 @@ class ShardedModel(Uncopyable):
         engine.refuse_held("unshard")
         writes.take_here(engine, engine.flats)
         engine.clear_gradients()
-        restore(engine)
+        _restore(engine)
         return self.model
+
+
+def _restore(engine: ZeroEngine) -> None:
+    """Takes everything off the model that the engine put onto it, and gives its parameters memory of their own. Each
+    buffer is given up before the next is made whole."""
+    while engine.handles:
+        engine.handles.pop().remove()
+    forget(engine.units)
+    engine.bus.wait_for_jobs()
+    engine.bus.synchronize()  # nothing reads what is given up
+    for arena in engine.arenas:  # slots and gradients live on until their last user is done
+        arena.close()
+    engine.arenas = None
+    engine.disk = None
+    for unit in engine.units:
+        unit.wait_for_all_gather()
+        for flat in unit.flats:
+            flat.restore_params(unit.name)
+        unit.slot = unit.gradient_slots = unit.disk_prefetcher = None
+        for gradient in unit.gradients:
+            gradient.give_up()
+    engine.registered.clear()
+    engine.units.clear()
+    engine.blocks.clear()
+    engine.modules.clear()
+    engine.schedule.stacks.clear()
 
 
 # What stands for a sharded model: itself, its handle, and within the package its engine.
