@@ -46,7 +46,7 @@ def within(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
             yield Run(name, source + first - target, first, last - first)
 
 
-class Step(NamedTuple):
+class TracedCall(NamedTuple):
     """An operation on tensors without data, and the storages that it takes and that it made or wrote to."""
 
     function: Any
@@ -63,12 +63,12 @@ class Computation:
 
     Args:
         meta (`Tensor`): the result, without data.
-        steps (`Sequence[Step]`): the operations that lead to it, in their order.
+        steps (`Sequence[TracedCall]`): the operations that lead to it, in their order.
         sources (`Mapping[str, Tensor]`): the tensors that it takes, without data.
     """
 
     meta: Tensor
-    steps: Sequence[Step]
+    steps: Sequence[TracedCall]
     sources: Mapping[str, Tensor]
 
     @cached_property
@@ -126,7 +126,7 @@ class Trace(TorchDispatchMode):
         self._written: dict[int, list[Run] | None] = {}  # by storage; None: elements were computed, not copied
         self._kept: list[Tensor] = []  # a storage's number is its own as long as it lives
         self._roots: dict[str, Tensor] = {}
-        self._tape: list[Step] = []
+        self._tape: list[TracedCall] = []
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Makes a tensor without data, under whose name its elements are found again."""
@@ -171,7 +171,7 @@ class Trace(TorchDispatchMode):
                 self._written[_storage(tensor)] = None
         if fresh or func._schema.is_mutable:
             self._kept += fresh
-            self._tape.append(Step(func, args, kwargs, made, former, frozenset(map(_storage, made))))
+            self._tape.append(TracedCall(func, args, kwargs, made, former, frozenset(map(_storage, made))))
             for tensor in fresh:
                 self._note(tensor, func.overloadpacket, args, kwargs, inputs)
         return outputs
@@ -267,7 +267,7 @@ def _with_dim(tensor: Tensor, dim: int) -> Tensor:
     return tensor.as_strided(shape, strides, tensor.storage_offset())
 
 
-def _is_copy_by_parts(step: Step) -> bool:
+def _is_copy_by_parts(step: TracedCall) -> bool:
     """Whether an operation copies each part along the first dimension by itself, if its tensors are so divided."""
     packet = step.function.overloadpacket
     return packet in _CLONES or (packet is torch.ops.aten.cat and _dim_of(step.outputs[0], step.args, step.kwargs) > 0)
