@@ -1,4 +1,4 @@
-"""What is overridden in transformers and accelerate must still be there, with the parameters that are used of it."""
+"""Checks that overridden methods of transformers and accelerate still exist, with the parameters that are used."""
 
 import functools
 import inspect
@@ -46,7 +46,7 @@ def check_overrides(cls: type, base: type, names: tuple[str, ...]) -> None:
 
 
 def _adapted(ours: Callable, theirs: Any, subject: str) -> Callable:
-    """`ours`, called as `theirs` may be called: each argument is given by its name."""
+    """Wraps `ours` so that it can be called as `theirs`, with each argument given by its name."""
     names, known = _parameters(theirs), _parameters(ours)
     hands_on = len(known) < len(_signature(ours))
     left_out = {p.name: p.default for p in _signature(theirs) if p.name in set(names) - set(known) and not hands_on}
@@ -69,12 +69,12 @@ def _adapted(ours: Callable, theirs: Any, subject: str) -> Callable:
 
 
 def _parameters(member) -> list[str]:
-    """Names of a method's parameters but for `**kwargs` that it hands on."""
+    """Returns the names of a method's parameters, without `**kwargs` that it passes on."""
     return [parameter.name for parameter in _signature(member) if parameter.kind is not _FURTHER]
 
 
 def _signature(member) -> list[inspect.Parameter]:
-    """The parameters of a method; a property has none."""
+    """Returns the parameters of a method. A property has none."""
     return list(inspect.signature(member).parameters.values()) if callable(member) else []
 
 

@@ -1,4 +1,4 @@
-"""What the user chooses, validated once: the stage as data, the dtypes, the buffer sizes."""
+"""The settings that users choose, checked once: stage, dtypes, buffer sizes, offload."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ def is_floating_dtype(dtype: object) -> bool:
 
 
 class MemoryTier(Enum):
-    """The memory in which a tensor class rests between uses."""
+    """The memory in which the tensors of a class rest between uses."""
 
     DEVICE = "device"
     HOST = "host"  # main memory, page-locked where it is copied to and from a device
@@ -25,7 +25,7 @@ class MemoryTier(Enum):
 
 
 class Residency(Enum):
-    """How a tensor class rests on the data-parallel ranks between uses."""
+    """How the tensors of a class rest on the data-parallel ranks between uses."""
 
     REPLICATED = "replicated"  # whole and equal on every rank
     PARTIAL = "partial"  # whole on every rank, each holding its own summand until it is reduced
@@ -60,7 +60,7 @@ class StagePlan:
 
     @property
     def here(self) -> "StagePlan":
-        """The same for what stays on the device."""
+        """The plan for the units that stay on the device."""
         return replace(self, compute_at=MemoryTier.DEVICE, master_at=MemoryTier.DEVICE)
 
 
@@ -83,7 +83,7 @@ NONFINITE = {name: name for name in ("stop", "skip", "ignore")}
 
 
 def choose(setting: str, value, choices: dict):
-    """Looks `value` up among `choices`; an unknown one is refused with those that there are.
+    """Looks `value` up among `choices`, and refuses an unknown one with a list of them.
 
     Args:
         setting (`str`): the name of the setting, for the message.
@@ -226,9 +226,8 @@ class ZeroConfig:
             )
 
     def plan(self, num_ranks: int) -> StagePlan:
-        """The stage plan for so many ranks. Over one rank every partition is the whole, so that all stages are one
-        unless `strict`; what is offloaded goes to the host as each unit's backward ends, and comes back for each use.
-        """
+        """Returns the stage plan for a number of ranks. With one rank all stages are the same, unless `strict`, since
+        every partition is the whole; with offload it is 2 or 3, which move each unit between host and device."""
         away = OFFLOADS[self.offload]
         alone = 3 if "params" in away else 2 if away else 0
         tier = MemoryTier.DISK if self.offload_dir else MemoryTier.HOST
@@ -241,7 +240,7 @@ class ZeroConfig:
 
 
 class ZeroSettings(TypedDict, total=False):
-    """Fields of `ZeroConfig` as `hf_zero.shard` takes them by name, beside `stage` and `compute_dtype`."""
+    """The fields of `ZeroConfig` that `hf_zero.shard` takes by name, beside `stage` and `compute_dtype`."""
 
     reduce_dtype: torch.dtype
     bucket_nbytes: int | str

@@ -1,11 +1,12 @@
-"""What can go wrong, one class per kind. Every message says: subject, found, expected, what to do."""
+"""The errors of hf_zero, one class for each kind. A message says the subject, what was found, what was expected, and
+what to do."""
 
 import difflib
 from collections.abc import Iterable, Iterator
 
 
 def size_text(nbytes: int) -> str:
-    """A size as people read it, for messages: 17 bytes, 3.4 KiB, 812.0 MiB, 15.4 GiB."""
+    """Returns a size in words, for messages: 17 bytes, 3.4 KiB, 812.0 MiB, 15.4 GiB."""
     if nbytes < 1024:
         return f"{nbytes} bytes"
     unit = min((nbytes.bit_length() - 1) // 10, 4)
@@ -13,7 +14,7 @@ def size_text(nbytes: int) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that is written most like `name`, or begins so; `None` where none is much like it."""
+    """Returns the name in `known` that is most similar to `name`, or begins like it; `None` where none is similar."""
     known = sorted(known)
     heads = {key[: len(name) + 1]: key for key in reversed(known)}
     begins = [heads[head] for head in difflib.get_close_matches(name, list(heads), n=1, cutoff=0.85)]
@@ -21,7 +22,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, what it came from, and so on; each once, also where one is its own cause."""
+    """Yields an error, its cause, the cause of that and so on, each once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -46,7 +47,7 @@ class CheckpointError(HfZeroError, RuntimeError):
 
 
 class MissingCheckpointError(CheckpointError, ValueError):
-    """There is no checkpoint where one was expected: for this Trainer raises a `ValueError`."""
+    """A checkpoint that is missing. It is a `ValueError` too, as Trainer raises one."""
 
 
 class NoRoomError(CheckpointError):
@@ -63,7 +64,8 @@ class NoRoomError(CheckpointError):
 
 
 class StorageError(HfZeroError, RuntimeError):
-    """Files in which states rest during training: no such folder, no room, a read or write that the disk refused."""
+    """An error of the files that tensors rest in during training: no such folder, no room, a read or write that the
+    disk refused."""
 
 
 class LifecycleError(HfZeroError, RuntimeError):

@@ -102,7 +102,7 @@ class ZeroStrategy(DDPStrategy):
         self.optimizers = [ShardedOptimizer(self._engine, optimizer) for optimizer in self.optimizers]
 
     def setup_precision_plugin(self) -> None:
-        """Lets gradients be clipped over all shards: Lightning would take this rank's for all."""
+        """Makes Lightning clip the gradients over all shards. It would clip those of this rank alone."""
         super().setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = lambda _, limit: self.optimizers[0].clip_grad_norm_(limit)
         self.precision_plugin.clip_grad_by_value = lambda _, limit: self.optimizers[0].clip_grad_value_(limit)
@@ -112,7 +112,7 @@ class ZeroStrategy(DDPStrategy):
         self._engine.refuse_misuse()
 
     def on_validation_start(self) -> None:
-        """Finishes updates that run late, so that what is evaluated is what a checkpoint of now would hold."""
+        """Finishes delayed updates, so that the evaluated weights are those that a checkpoint would hold now."""
         self._engine.finish_updates()
 
     # Checkpoints: weights and state are not in Lightning's own dictionary
@@ -144,7 +144,7 @@ class ZeroStrategy(DDPStrategy):
         saved.finish()
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads what Lightning itself keeps; weights and state follow.
+        """Reads Lightning's own part of a checkpoint. Weights and optimizer state are loaded later.
 
         Raises:
             `CheckpointError`: on all ranks, for a folder that is incomplete or damaged, or a file of another strategy.

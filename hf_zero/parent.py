@@ -1,4 +1,4 @@
-"""A rank ends with the launcher that started it: a launcher that is killed cannot tell its ranks to end.
+"""Ends a rank when its launcher has ended, since a launcher that is killed cannot end its ranks.
 
 It imports nothing that takes time, and `recipes/launch.py` runs it by its path: the ranks import torch for seconds,
 and the launcher may end meanwhile.

@@ -1,4 +1,4 @@
-"""Where the engine meets accelerate, with and without a Trainer."""
+"""Sharding inside accelerate, with and without a Trainer."""
 
 from hf_zero.accelerator.accelerator import ZeroAccelerator
 

@@ -50,7 +50,8 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
 
 class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
-    """accelerate's wrapper of an optimizer. Schedules stand still when a step is left out, whoever left it out."""
+    """accelerate's wrapper of an optimizer, which also stops schedules when a step is left out for gradients that are
+    not finite."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -124,7 +125,7 @@ class ZeroAccelerator(Accelerator):
         device: torch.device,
         trains: Callable[[nn.Module], bool] = lambda model: True,
     ) -> "ZeroAccelerator":
-        """Turns an accelerator that was just made into one that shards.
+        """Turns an `Accelerator` that was just made into a `ZeroAccelerator`.
 
         Args:
             accelerator (`Accelerator`): the one that `Trainer` made.
@@ -169,7 +170,7 @@ class ZeroAccelerator(Accelerator):
         return engine
 
     def prepare(self, *args, device_placement=None, **kwargs):
-        """Prepares as accelerate does, but models before all others, wherever they stand among the arguments."""
+        """Prepares as accelerate does, with the models first, wherever they stand among the arguments."""
         for model in args:
             if isinstance(model, nn.Module):
                 self.prepare_model(model)
@@ -219,8 +220,8 @@ class ZeroAccelerator(Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler, **kwargs) -> AcceleratedScheduler:
-        """Prepares as accelerate does. A schedule that was made on the plain optimizer stands still where steps of
-        that optimizer are left out, and not where another optimizer's are."""
+        """Prepares as accelerate does. The schedule stops when steps of its own optimizer are left out, and not when
+        those of another are."""
         prepared = super().prepare_scheduler(scheduler, **kwargs)
         given = getattr(scheduler, "optimizer", None)
         for optimizer in self._optimizers:
@@ -269,7 +270,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        """Refuses several ranks, since it is for models in DDP.
+        """Raises an error with several ranks, since accelerate's method needs DDP.
 
         Raises:
             `UnsupportedError`: saying how every rank gets equally many batches.
@@ -368,7 +369,7 @@ check_overrides(ZeroAccelerator, Accelerator, OVERRIDES)
 
 
 def _divided(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divides settings into those of `ZeroConfig`, by the names of its fields, and those of `Accelerator`."""
+    """Splits settings into those of `ZeroConfig`, by the names of its fields, and those of `Accelerator`."""
     own, rest = {}, {}
     for name, value in settings.items():
         if name.startswith("zero_"):
@@ -384,8 +385,8 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def compile_options(plugin: TorchDynamoPlugin) -> dict:
-    """Returns what was chosen for `torch.compile`. The plugin's own `to_kwargs` leaves out what the environment says
-    too."""
+    """Returns the options that were chosen for `torch.compile`. The plugin's own `to_kwargs` leaves out those that the
+    environment also gives."""
     chosen = {key: value for key, value in plugin.to_dict().items() if value not in (None, "default")}
     chosen.pop("use_regional_compilation")
     return chosen

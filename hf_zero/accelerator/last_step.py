@@ -29,12 +29,12 @@ class LastStep:
         self._is_over = ends
 
     def mean_loss(self, engine: ZeroEngine) -> float | None:
-        """Returns the loss's mean over the ranks, or `None` if it is not finite, which JSON knows. Collective."""
+        """Returns the mean loss over the ranks, or `None` if it is not finite, which JSON cannot hold. Collective."""
         own = torch.full((1,), math.nan) if self.loss is None else self.loss.detach().float().reshape(1)
         return _as_json(engine.comm.all_gather_vector(own.to(engine.comm.device)).mean())
 
     def facts(self, engine: ZeroEngine) -> dict[str, float | None]:
-        """Returns both as numbers that JSON knows, for a manifest. Collective."""
+        """Returns loss and gradient norm for a manifest, as numbers that JSON can hold. Collective."""
         return {"loss": self.mean_loss(engine), "grad_norm": _as_json(self.grad_norm)}
 
 

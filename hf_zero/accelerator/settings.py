@@ -1,4 +1,4 @@
-"""What `ZeroAccelerator` takes by name, for editors and type checkers."""
+"""The named settings of `ZeroAccelerator`, for editors and type checkers."""
 
 import os
 from typing import TypedDict
@@ -19,7 +19,8 @@ from accelerate.utils import (
 
 
 class ZeroAcceleratorSettings(TypedDict, total=False):
-    """What `Accelerator` takes, but for other ways to shard, and what `ZeroConfig` takes, with `zero_` before it."""
+    """The settings of `Accelerator`, without those for other ways to shard, and the settings of `ZeroConfig` with the
+    prefix `zero_`."""
 
     device_placement: bool
     split_batches: bool

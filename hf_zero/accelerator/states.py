@@ -129,9 +129,8 @@ def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size:
 
 
 def save_pretrained(engine: ZeroEngine, own: Callable[..., object], *args, **kwargs) -> None:
-    """Replaces the `save_pretrained` of a prepared model. Where the parameters are whole, the model's own is called.
-    Else whoever gives `is_main_process` calls it on all ranks, as accelerate's examples do, and whole weights are
-    written.
+    """Replaces the `save_pretrained` of a prepared model. Where the parameters are whole it calls the model's own.
+    Else all ranks call it with `is_main_process`, as accelerate's examples do, and whole weights are written.
 
     Args:
         engine (`ZeroEngine`): of the model.
@@ -165,7 +164,7 @@ def save_pretrained(engine: ZeroEngine, own: Callable[..., object], *args, **kwa
 
 
 def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns what a method was given, by name."""
+    """Returns the arguments of a call by name."""
     further = [p.name for p in call.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     named = dict(call.arguments)
     for name in further:
@@ -235,7 +234,7 @@ def _finish(checkpoint: Checkpoint, engine: ZeroEngine) -> None:
 
 @contextmanager
 def _without_models(accelerator: Accelerator) -> Iterator[None]:
-    """Hides models and optimizers from accelerate, and lets it take the folder that it is given."""
+    """Hides models and optimizers from accelerate while the context lasts, and makes it use the given folder."""
     settings = accelerator.project_configuration
     before = accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming
     accelerator._models, accelerator._optimizers, settings.automatic_checkpoint_naming = [], [], False
@@ -277,6 +276,6 @@ def _existing(accelerator: Accelerator, given: str | os.PathLike | None) -> Path
 
 
 def _named(folder: Path) -> list[Path]:
-    """Returns the checkpoints that were named by their numbers, the oldest first."""
+    """Returns the checkpoints whose names are numbered, the oldest first."""
     found = [(re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("checkpoint_*")]
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]

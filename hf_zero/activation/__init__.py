@@ -1,4 +1,4 @@
-"""ZeRO-R: the inputs of checkpointed blocks at rest, divided over tensor-parallel ranks or in the host's memory."""
+"""ZeRO-R: the inputs of checkpointed blocks are divided over tensor-parallel ranks or rest in the host's memory."""
 
 from hf_zero.activation.shard_model import checkpointing_of, shard, shard_with
 

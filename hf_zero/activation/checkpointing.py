@@ -1,4 +1,4 @@
-"""Hooks on gradient checkpointing that see the inputs of checkpointed blocks, and nothing else.
+"""Hooks on gradient checkpointing that see only the inputs of checkpointed blocks.
 
 transformers' models call blocks through `_gradient_checkpointing_func`, which `gradient_checkpointing_enable` puts
 onto each module, at any time. Both of torch's ways to checkpoint save a block's positional tensors through the hooks
@@ -24,7 +24,7 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 def refuse_without_switch(model: nn.Module) -> None:
-    """Refuses a model that is to be trained and whose blocks transformers could not checkpoint.
+    """Refuses a model whose blocks transformers cannot checkpoint.
 
     Raises:
         `UnsupportedError`: naming its class.
@@ -79,7 +79,7 @@ class Checkpointing(Uncopyable):
             )
 
     def remove(self) -> None:
-        """Leaves the model as it was. What is in the store stays until its backward has come."""
+        """Removes the hooks. Inputs that are in the store stay until their backward."""
         while self._handles:
             self._handles.pop().remove()
         for module in self._modules:
@@ -89,7 +89,7 @@ class Checkpointing(Uncopyable):
 
     @contextmanager
     def saving(self, inputs: tuple) -> Iterator[None]:
-        """Takes what autograd saves directly inside this context for the inputs of a checkpointed block.
+        """Treats tensors that autograd saves inside the context as the inputs of a checkpointed block.
 
         Checkpoints within checkpoints, and those that are made anew in backward, belong to the outermost.
 
@@ -128,8 +128,8 @@ class Checkpointing(Uncopyable):
 
 
 def _is_kept(tensor: Tensor) -> bool:
-    """Whether a saved tensor is one to keep elsewhere: masks, positions and rotary embeddings, which all blocks are
-    given, need no gradient."""
+    """Whether a saved tensor goes to the store. Masks, positions and rotary embeddings, which all blocks share and
+    which need no gradient, do not."""
     return tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
 
 
@@ -142,7 +142,7 @@ def _unpack(packed) -> Tensor:
 
 
 class Around(Uncopyable):
-    """Wraps a checkpoint function, so that its saved tensors are seen.
+    """A wrapper of a checkpoint function that sees its saved tensors.
 
     Args:
         checkpointing (`Checkpointing`): who sees them.

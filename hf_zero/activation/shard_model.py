@@ -1,4 +1,4 @@
-"""`hf_zero.shard`: makes the engine, and says where its activations rest."""
+"""`hf_zero.shard`: it builds the engine and decides where activations rest."""
 
 from typing import Unpack
 
@@ -79,13 +79,14 @@ def shard_with(
 
 
 def place_activations(engine: ZeroEngine) -> None:
-    """Lets the inputs of checkpointed blocks rest where the engine's settings say, unless they do already."""
+    """Installs the hooks for the inputs of checkpointed blocks that the engine's settings ask for, unless they are
+    there."""
     if checkpointing_of(engine) is None:
         engine.handles.append(Checkpointing(engine, _make_store(engine)))
 
 
 def checkpointing_of(engine: ZeroEngine) -> Checkpointing | None:
-    """Returns what an engine has for the inputs of checkpointed blocks; `None` where torch keeps them."""
+    """Returns the engine's hooks for the inputs of checkpointed blocks; `None` where torch keeps the inputs."""
     return next((handle for handle in engine.handles if isinstance(handle, Checkpointing)), None)
 
 

@@ -22,7 +22,7 @@ ROW_NBYTES = 1024
 
 
 class Ticket:
-    """The object that autograd holds instead of a tensor. When it lets go of it, the tensor is kept no longer."""
+    """The object that autograd holds instead of a tensor. When autograd releases it, the tensor is freed."""
 
     def __init__(self, saved: "Saved"):
         self.saved = saved
@@ -87,7 +87,7 @@ class Store:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of checkpointed inputs on the device."""
+        """The bytes of checkpointed inputs on the device."""
         return sum(
             saved.values.numel() * saved.values.element_size() for saved in self._stack if saved.values is not None
         )
@@ -101,7 +101,7 @@ class Store:
         self._base = len(self._stack)
 
     def save(self, tensor: Tensor) -> Ticket:
-        """Takes an input of the block that was called last. Its values at this moment are kept."""
+        """Saves the present values of an input of the block that was called last."""
         self._is_forward = True
         saved = Saved(self._num_calls, tensor.numel(), tensor.dtype)
         if self._is_shared(tensor) or type(tensor) is not Tensor or not _is_dense(tensor):
@@ -114,7 +114,7 @@ class Store:
         return ticket
 
     def _is_shared(self, tensor: Tensor) -> bool:
-        """Whether another call was, or in the last forward had been, given this very tensor."""
+        """Whether another call gets this same tensor, or got it in the last forward."""
         height = len(self._stack)
         first, at = self._seen.setdefault(id(tensor), (weakref.ref(tensor), height))
         if first() is not tensor:  # another, at the address of one that is gone
@@ -144,7 +144,7 @@ class Store:
         self._land(MAX_FLIGHTS)
 
     def _land(self, max_flights: int) -> None:
-        """Gives up the memory of what has been copied, and waits until no more than so many copies are under way."""
+        """Frees the memory of tensors that were copied, and waits until at most `most` copies are under way."""
         while self._flights and (len(self._flights) > max_flights or self._flights[0].down.is_done()):
             self._give_up(self._flights.popleft())
 
@@ -153,7 +153,7 @@ class Store:
         saved.down = saved.values = None
 
     def take(self, ticket: Ticket) -> Tensor:
-        """Gives the values back, 1-D, as they lay in memory. The inputs of the call before are then on their way."""
+        """Returns the values, 1-D, as they lay in memory, and begins to copy the inputs of the call before."""
         saved = ticket.saved
         if self._is_forward:
             self._is_forward = False
@@ -169,7 +169,7 @@ class Store:
         return self._division.whole_of(values, saved.numel) if saved.is_divided else values
 
     def _bring(self, call: int) -> None:
-        """Starts to bring up the inputs of a call, and of the one before it."""
+        """Begins to copy the inputs of a call, and of the one before it, to the device."""
         before = None
         for saved in reversed(self._stack):
             if saved.is_released or saved.call > call:
@@ -229,17 +229,17 @@ class Pace:
         return self.limit is None or count < self.limit
 
     def mark(self) -> None:
-        """Marks that the computation comes to a checkpointed block. It is called on its stream."""
+        """Records that the computation comes to a checkpointed block. It is called on the computation's stream."""
         if self._make_event is not None:
             self._blocks.append(self._now())
 
     def begin(self) -> None:
-        """Marks that a copy begins. It is called on its stream, as `end` is."""
+        """Records that a copy begins. It is called on the copy's stream, as `end` is."""
         if self._make_event is not None:
             self._copies.append((self._now(), self._make_event()))
 
     def end(self) -> None:
-        """Marks that the copy that has just begun ends."""
+        """Records the end of the copy that began last."""
         if self._make_event is not None:
             self._copies[-1][1].record()
 
@@ -249,7 +249,7 @@ class Pace:
         return event
 
     def turn(self) -> None:
-        """Ends a forward. What it took is learned when its events have passed, without waiting for them."""
+        """Ends a forward. Its times are read when its events have passed, without waiting for them."""
         self._learn()
         if self._copies and len(self._blocks) > 1:
             self._last = self._copies, self._blocks
@@ -268,8 +268,8 @@ class Pace:
 
 
 class Division:
-    """Divides tensors that are equal on tensor-parallel ranks among these, and makes them whole again (ZeRO-R P_a,
-    arXiv 1910.02054, section 6.1).
+    """Divides tensors that are equal on tensor-parallel ranks over these ranks, and makes them whole again (ZeRO-R
+    P_a, arXiv 1910.02054, section 6.1).
 
     Args:
         comm (`Comm`): the tensor-parallel ranks.
@@ -282,17 +282,17 @@ class Division:
         self._checked: set[int] = set()  # places whose tensors were found equal
 
     def part_numel(self, numel: int) -> int:
-        """Returns how many elements a part has; the last one may be padded."""
+        """Returns how many elements a part has. The last part may be padded."""
         return -(-numel // self._comm.num_ranks)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """Returns this rank's part of a 1-D tensor; of its memory, unless it has to be padded."""
+        """Returns this rank's part of a 1-D tensor, a view unless it has to be padded."""
         numel = self.part_numel(whole.numel())
         part = whole[self._comm.rank * numel : (self._comm.rank + 1) * numel]
         return part if part.numel() == numel else torch.cat([part, part.new_zeros(numel - part.numel())])
 
     def whole_of(self, part: Tensor, numel: int) -> Tensor:
-        """Returns the whole of so many elements, from the parts of all ranks, which call it in the same order."""
+        """Returns a whole tensor of `numel` elements from the parts of all ranks, which call it in the same order."""
         whole = part.new_empty(part.numel() * self._comm.num_ranks)
         own = whole[self._comm.rank * part.numel() : (self._comm.rank + 1) * part.numel()].copy_(part)
         self._comm.all_gather(whole, own, what="checkpointed input").wait()
@@ -301,7 +301,7 @@ class Division:
         return whole[:numel]
 
     def check(self, whole: Tensor, place: int) -> None:
-        """Makes sure, when it is called for a place for the first time, that all ranks have the same bits.
+        """Checks that all ranks have the same bits, the first time that it is called for a place.
 
         Raises:
             `UnsupportedError`: when they have not, on all ranks.
@@ -319,7 +319,7 @@ class Division:
 
 
 def _digest(data: Tensor) -> list[int]:
-    """Returns two numbers that change with any byte of a 1-D tensor, and with their order."""
+    """Returns two checksums of a 1-D tensor that depend on each byte and on the order."""
     whole = data.numel() // ROW_NBYTES * ROW_NBYTES
     rows = torch.cat([data[:whole].view(-1, ROW_NBYTES).sum(1, dtype=torch.int64), data[whole:].to(torch.int64)])
     weights = torch.arange(1, rows.numel() + 1, device=rows.device)

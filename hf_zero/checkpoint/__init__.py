@@ -1,4 +1,4 @@
-"""Checkpoints that are the model: safetensors written and read in ranges, by all ranks, at known offsets."""
+"""Checkpoints that are folders of a model: all ranks write and read ranges of safetensors files at known offsets."""
 
 from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.checkpoint.foreign import load_foreign

@@ -1,4 +1,4 @@
-"""PEFT adapters: few parameters beside a frozen model, saved whole by rank 0, read back in ranges by every rank."""
+"""PEFT adapters: rank 0 saves their few parameters whole, and every rank reads its own ranges."""
 
 import os
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def is_adapter_model(model: nn.Module) -> bool:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuses, before it is trained, what could not be saved.
+    """Refuses adapters that could not be saved, before the training.
 
     Raises:
         `UnsupportedError`: for adapters whose file holds something else than parameters, buffers and learned prompts.
@@ -64,8 +64,7 @@ def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
 
 
 def plan_prompts(engine: ZeroEngine) -> StagedFiles | None:
-    """What has to be saved of a PEFT model beside its adapters: the parameters of learned prompts, which PEFT's own
-    file has no place for. All ranks call it.
+    """Plans the file for the parameters of learned prompts, for which PEFT's own file has no place. All ranks call it.
 
     Args:
         engine (`ZeroEngine`): of the PEFT model.
@@ -75,7 +74,7 @@ def plan_prompts(engine: ZeroEngine) -> StagedFiles | None:
 
 
 def load_adapters(engine: ZeroEngine, folder: str) -> None:
-    """Reads the adapters that `save_adapters` or PEFT wrote: every rank its own ranges. All ranks call it.
+    """Reads the adapters that `save_adapters` or PEFT wrote; every rank reads its own ranges. All ranks call it.
 
     Args:
         engine (`ZeroEngine`): of the PEFT model.
@@ -104,7 +103,7 @@ def load_adapters(engine: ZeroEngine, folder: str) -> None:
 
 
 def adapter_keys(model: nn.Module, adapter: str, **settings) -> dict[str, str]:
-    """The parameters and buffers of one adapter, and their names in its file. All ranks call it.
+    """Returns the parameters and buffers of one adapter, and their names in its file. All ranks call it.
 
     PEFT knows: it is given empty tensors in place of the parameters, and hands out those that belong to the adapter.
     A tied parameter may be there under several of its names. Learned prompts, which are computed, are left out.
@@ -133,7 +132,7 @@ def adapter_keys(model: nn.Module, adapter: str, **settings) -> dict[str, str]:
 
 
 def _prompt_keys(model: nn.Module) -> dict[str, str]:
-    """The parameters of all adapters with learned prompts, under their own names. All ranks call it."""
+    """Returns the parameters of all adapters with learned prompts, under their own names. All ranks call it."""
     names: list[str] = []
     for adapter, config in model.peft_config.items():
         if config.is_prompt_learning:
@@ -148,8 +147,8 @@ def _prompt_parameters(model: nn.Module, adapter: str) -> Iterator[tuple[str, nn
 
 
 def _read_by_peft(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that PEFT looks at itself: of modules that it trains as whole copies (`modules_to_save`), whose state
-    dicts it reads, and of those that compute prompts."""
+    """Returns the parameters that PEFT reads itself: those of modules that it trains as whole copies
+    (`modules_to_save`), and of those that compute prompts."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     read = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
@@ -158,8 +157,8 @@ def _read_by_peft(model: nn.Module) -> list[nn.Parameter]:
 
 
 def read_for_adapter(model: nn.Module, config: Any) -> None:
-    """Reads those weights that are still in files and that PEFT computes the adapter's first values from: of modules
-    that are trained whole, and, for kinds such as DoRA and PiSSA, of all.
+    """Reads weights that are still in files and from which PEFT computes the adapter's first values: those of modules
+    that are trained whole, and all weights for DoRA, PiSSA and the like.
 
     Args:
         model (`nn.Module`): about to get the adapter.

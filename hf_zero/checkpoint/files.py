@@ -1,4 +1,4 @@
-"""Safetensors files, open: ranges of their tensors written and read, in one file or in the files of a folder.
+"""Open safetensors files, of which ranges of tensors are written and read, in one file or in the files of a folder.
 
 The format (https://github.com/huggingface/safetensors#format) is 8 bytes of little-endian header length, a JSON header
 padded with spaces to a multiple of 8, and the tensors' bytes, little-endian and row-major, without holes. Every offset
@@ -47,7 +47,7 @@ class SafetensorsFile:
 
     @classmethod
     def create(cls, path: str | os.PathLike, layout: FileLayout) -> "SafetensorsFile":
-        """Writes the header and reserves the space of all tensors, so that a full disk is noticed now.
+        """Creates a file: writes the header and reserves the space of all tensors, so that a full disk is noticed now.
 
         Raises:
             `CheckpointError`: the file cannot be created, or the disk has no room for it.
@@ -161,12 +161,12 @@ class SafetensorsFile:
         return RangeChecksum(begin, nbytes, crc)
 
     def read_bytes(self, name: str, begin: int, view: memoryview) -> int:
-        """Fills `view` with bytes of one tensor, from byte `begin` of it on. Returns their CRC-32."""
+        """Fills `view` with bytes of one tensor, from its byte `begin` on, and returns their CRC-32."""
         self._file.seek(self.layout.offsets[name] + begin)
         return self._fill(view, name, 0)
 
     def pieces(self, name: str) -> Iterator[tuple[memoryview, int]]:
-        """Yields all bytes of one tensor, piece by piece in one buffer, each with the CRC-32 of all up to its end."""
+        """Yields the bytes of one tensor in pieces, through one buffer, each with the CRC-32 of the bytes so far."""
         nbytes, crc = self.layout.entries[name].nbytes, 0
         buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
         for first in range(0, nbytes, PIECE_NBYTES):
@@ -176,14 +176,14 @@ class SafetensorsFile:
             yield piece, crc
 
     def checksum(self, name: str) -> int:
-        """The CRC-32 of one tensor's bytes."""
+        """Returns the CRC-32 of one tensor's bytes."""
         crc = 0
         for _, so_far in self.pieces(name):
             crc = so_far
         return crc
 
     def sync(self) -> None:
-        """Returns when everything that was written has reached the disk."""
+        """Flushes everything that was written to disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class SafetensorsFile:
             done += os.pwrite(self._file.fileno(), view[done:], offset + done)
 
     def _fill(self, view: memoryview, name: str, crc: int) -> int:
-        """Reads on from the file's position; returns the checksum `crc` continued over what it read."""
+        """Fills memory from the file's position on, and returns the checksum `crc` continued over these bytes."""
         done = 0
         while done < len(view):
             count = self._file.readinto(view[done : done + PIECE_NBYTES])
@@ -246,7 +246,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 def _is_addressable(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the tensor's memory is, byte for byte, what the file holds."""
+    """Whether the tensor's memory has the bytes of the file's format."""
     return values.device.type == "cpu" and values.dtype == dtype and values.is_contiguous()
 
 
@@ -260,7 +260,8 @@ def _piece_numel(values: Tensor, dtype: torch.dtype) -> int:
 
 
 def _outgoing(values: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of 1-D `values` in `dtype`: its own memory where possible, else piece by piece through one buffer."""
+    """Yields the bytes of 1-D `values` in `dtype`, from their own memory where possible, else in pieces through one
+    buffer."""
     values = values.detach()
     if _is_addressable(values, dtype):
         yield _bytes_of(values)
@@ -277,7 +278,7 @@ Ranges = dict[str, list[RangeChecksum]]  # by tensor
 
 
 class OpenFiles:
-    """The files of a folder, each opened when its first tensor is asked for. A context manager.
+    """The files of a folder, a context manager. Each file is opened when its first tensor is needed.
 
     Args:
         folder (`str` or `os.PathLike`): where they lie.
@@ -293,19 +294,19 @@ class OpenFiles:
         self.ranges: Ranges = {}  # what this process has written or read
 
     def write_range(self, tensor: str, start: int, values: Tensor) -> None:
-        """See `SafetensorsFile.write_range`; the range is noted."""
+        """Writes as `SafetensorsFile.write_range` does, and records the range."""
         self.note(tensor, self.file_of(tensor).write_range(tensor, start, values))
 
     def read_range(self, tensor: str, start: int, out: Tensor) -> None:
-        """See `SafetensorsFile.read_range`; the range is noted."""
+        """Reads as `SafetensorsFile.read_range` does, and records the range."""
         self.note(tensor, self.file_of(tensor).read_range(tensor, start, out))
 
     def note(self, tensor: str, found: RangeChecksum) -> None:
-        """Takes a range of a tensor into `ranges`."""
+        """Records a range of a tensor in `ranges`."""
         self.ranges.setdefault(tensor, []).append(found)
 
     def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:
-        """Raises `CheckpointError` where the files have the tensor in another shape, or not at all."""
+        """Raises `CheckpointError` where the files lack the tensor or have another shape of it."""
         file = self.file_of(tensor)
         found = file.layout.entries[tensor].shape
         if found != shape:
@@ -315,7 +316,7 @@ class OpenFiles:
             )
 
     def sync(self) -> None:
-        """Returns when everything that was written here has reached the disk."""
+        """Flushes everything that was written here to disk."""
         for file in self._open.values():
             file.sync()
 
@@ -327,7 +328,7 @@ class OpenFiles:
             file.close()
 
     def file_of(self, tensor: str) -> SafetensorsFile:
-        """The open file that holds a tensor."""
+        """Returns the open file that holds a tensor."""
         if tensor not in self.files.file_of:
             raise CheckpointError(
                 f"{self.folder}: tensor {tensor!r} is missing, its files hold {len(self.files.file_of)} others; "

@@ -1,4 +1,4 @@
-"""Folders get their names when they are complete, and lose them before they are removed."""
+"""Folders that get their names when they are complete, and lose them before they are removed."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ ABANDONED_SECONDS = 24 * 3600.0
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder with its parents, and sees to it that their names are on disk."""
+    """Makes a folder with its parents, and flushes their names to disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
@@ -42,7 +42,7 @@ def make_staged(folder: Path) -> int:
 
 
 def take_name(staged: Path, destination: Path) -> None:
-    """Gives a staged folder its name. Another one of that name stays whole, under a name of its own, until
+    """Gives a staged folder its name. A folder that has the name already is renamed, and stays until
     `remove_replaced`."""
     replaced = _replaced(destination)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -63,12 +63,12 @@ def take_name(staged: Path, destination: Path) -> None:
 
 
 def remove_replaced(destination: Path) -> None:
-    """Removes what `take_name` has replaced."""
+    """Removes the folders that `take_name` has replaced."""
     shutil.rmtree(_replaced(destination), ignore_errors=True)
 
 
 def restore_replaced(folder: Path) -> None:
-    """Gives folders their names back that `take_name` had moved away when it was killed. Any rank may call it."""
+    """Restores the names of folders that `take_name` had renamed when it was killed. Any rank may call it."""
     for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
         destination = replaced.with_name(replaced.name.removeprefix(REPLACED_PREFIX))
         # Where locks do not work it is done all the same: a save that this disturbs fails, and nothing is lost.
@@ -91,7 +91,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_left_over(folder: Path) -> None:
-    """Removes what saves that were killed have left in a folder, and nothing of those that are under way."""
+    """Removes the temporary files of saves that were killed, and keeps those of saves under way."""
     restore_replaced(folder)
     for removing in folder.glob(f"{REMOVING_PREFIX}*"):
         shutil.rmtree(removing, ignore_errors=True)
@@ -104,7 +104,7 @@ def remove_left_over(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that whoever reads it finds the old content or the new one, whatever ends process or machine.
+    """Writes a file so that a reader finds either the old content or the new one, also after a crash.
 
     Args:
         path (`Path`): of the file; another one stands beside it for a moment.
@@ -123,7 +123,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Returns when a file or the entries of a folder have reached the disk."""
+    """Flushes a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,7 +132,7 @@ def sync_path(path: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Returns when a folder with all that is in it has reached the disk."""
+    """Flushes a folder with everything in it to disk."""
     for path in folder.rglob("*"):
         sync_path(path)
     sync_path(folder)
@@ -154,7 +154,7 @@ def _is_left_over(folder: Path, lock: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Whether a save holds the lock of a folder; `None` where that cannot be told: there is no lock (yet), or the file
+    """Whether a save holds the lock of a folder. It is `None` where that is unknown: there is no lock yet, or the file
     system has none."""
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -167,7 +167,8 @@ def _is_locked(path: Path) -> bool | None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Locks a file or folder, and returns whether another has it already; `None` on a file system without locks."""
+    """Locks a file or folder, and returns whether another process has locked it; `None` on a file system without
+    locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What the bytes of a checkpoint's files mean: headers of safetensors files, checksums of their tensors, and JSON.
+"""The format of a checkpoint's files: headers of safetensors files, checksums of their tensors, and JSON.
 
 The CRC-32s of ranges combine into that of a tensor, whoever wrote or read which of them, so it can be checked by any
 number of ranks, each of which sees only its own ranges, and by any other program (zlib.crc32 of the tensor's bytes in
@@ -55,7 +55,7 @@ _AGAIN = "copy or download it again"
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file: the whole tensor, whoever writes which part of it."""
+    """The entry of a whole tensor in a file's header."""
 
     name: str
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class FileLayout:
         return self.nbytes - len(self.header)
 
     def entry(self, name: str, path: str) -> TensorEntry:
-        """The tensor of that name; `path` is for the message when there is none."""
+        """Returns the entry of that name. `path` names the file in an error."""
         if name not in self.entries:
             raise CheckpointError(
                 f"{path}: tensor {name!r} is missing, the file holds {len(self.entries)} others; "
@@ -179,7 +179,8 @@ def _read_prefix(file, path: str) -> bytes:
 
 
 def _parse(prefix: bytes, path: str) -> list[tuple[TensorEntry, int, int]]:
-    """The tensors of a header, each with its first byte and the byte after its last, counted within the data."""
+    """Returns the tensors of a header, each with its first byte and the byte after its last, counted within the
+    data."""
     try:
         header = json.loads(prefix[8:])
         return [_parse_entry(name, header[name]) for name in header if name != _METADATA_KEY]
@@ -259,7 +260,7 @@ MAX_JSON_NBYTES = 512 * 2**20
 
 
 def read_json(path: str | os.PathLike, remedy: str = "resume from another checkpoint") -> dict:
-    """The object that a JSON file holds.
+    """Returns the object that a JSON file holds.
 
     Args:
         path (`str` or `os.PathLike`): the file.
@@ -273,7 +274,7 @@ def read_json(path: str | os.PathLike, remedy: str = "resume from another checkp
 
 
 def read_bytes(path: str | os.PathLike, remedy: str) -> bytes:
-    """The content of a file that is to hold JSON, no more than is taken; see `read_json`."""
+    """Returns the content of a JSON file, up to a limit; see `read_json`."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_JSON_NBYTES + 1)
@@ -288,7 +289,7 @@ def read_bytes(path: str | os.PathLike, remedy: str) -> bytes:
 
 
 def parse_json(content: bytes, path: str | os.PathLike, remedy: str) -> dict:
-    """The object in a file's content; see `read_json`."""
+    """Returns the object in the content of a JSON file; see `read_json`."""
     try:
         found = json.loads(content.decode())
     except (ValueError, RecursionError, MemoryError) as error:
@@ -299,12 +300,13 @@ def parse_json(content: bytes, path: str | os.PathLike, remedy: str) -> dict:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether it names a file of one folder: not a path that could lead out of it, and nothing the system refuses."""
+    """Whether a text is the name of a file in one folder: not a path out of it, and nothing that the system
+    refuses."""
     return is_inner_path(name) and "/" not in name and len(os.fsencode(name)) <= 255
 
 
 def is_inner_path(name: Any) -> bool:
-    """Whether it is a relative path that stays below the folder that it is counted from."""
+    """Whether a text is a relative path that stays below its folder."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
         return False
     try:

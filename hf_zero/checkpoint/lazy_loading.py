@@ -1,4 +1,4 @@
-"""Lazy loading: `from_pretrained` without the weights. transformers does all it does on the files' headers alone.
+"""Lazy loading: `from_pretrained` runs on the headers of the files and leaves the weights there.
 
 Two static methods of its base class for models are replaced while it runs, in this thread only: the one that reads
 files into a model gets tensors without data, and what it makes of them is noted on the parameters.
@@ -48,7 +48,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The source of one parameter's values, see `hf_zero.engine.source.Source`.
+    """The files that hold the values of one parameter, see `hf_zero.engine.source.Source`.
 
     Args:
         files (`StoredFiles` or `MappedTensors`): shared by all parameters of the model.
@@ -102,7 +102,7 @@ class StoredFiles:
 
 
 class MappedTensors:
-    """The tensors of files that torch has pickled, mapped into memory and read from there. Stands for `OpenFiles` too.
+    """The tensors of files that torch has pickled, mapped into memory. It has the methods of `OpenFiles`.
 
     Args:
         tensors (`Mapping[str, Tensor]`): as `torch.load(mmap=True)` gives them.
@@ -116,7 +116,7 @@ class MappedTensors:
         return nullcontext(self)
 
     def read_range(self, name: str, start: int, out: Tensor) -> None:
-        """See `OpenFiles.read_range`."""
+        """Reads as `OpenFiles.read_range` does."""
         out.copy_(self._tensors[name].reshape(-1)[start : start + out.numel()])
 
 
@@ -130,7 +130,7 @@ def _state_of(path: str) -> tuple[int, int] | None:
 
 @contextmanager
 def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
-    """Lets `from_pretrained` leave weights in their files, in this thread and while the context lasts.
+    """Makes `from_pretrained` leave weights in their files, in this thread and while the context lasts.
 
     Args:
         allow_missing (`Sequence[str]`): see `load_pretrained`.
@@ -150,7 +150,8 @@ def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
 
 
 def _check_signatures(base: type) -> None:
-    """Checks that transformers has the methods replaced here: else a model would be loaded whole without a word."""
+    """Checks that transformers has the methods that are replaced here. Without them a model would be loaded whole
+    silently."""
     for name, wanted in _SIGNATURES.items():
         method = getattr(base, name, None)
         found = () if method is None else tuple(inspect.signature(method).parameters)
@@ -194,7 +195,7 @@ def _replaced(base: Any) -> Iterator[None]:
 
 
 def _open(paths: Sequence[str] | None) -> StoredFiles | MappedTensors | None:
-    """The files and what they hold; `None` where transformers is to read them."""
+    """Returns the files with their tensors; `None` where transformers has to read them."""
     if not paths:
         return None
     if all(str(path).endswith(".safetensors") for path in paths):
@@ -209,7 +210,7 @@ def _open(paths: Sequence[str] | None) -> StoredFiles | MappedTensors | None:
 
 
 def _load_headers(load, model: nn.Module, files: StoredFiles | MappedTensors, load_config) -> tuple:
-    """Lets transformers load tensors without data, and notes on the parameters what they are made of."""
+    """Makes transformers load tensors without data, and attaches to each parameter its source."""
     trace = Trace()
     headers = {name: Header(trace, entry) for name, entry in files.entries.items()}
     with without_progress_bars(), trace:
@@ -226,7 +227,7 @@ def _load_headers(load, model: nn.Module, files: StoredFiles | MappedTensors, lo
 
 
 def _read_buffer(model: nn.Module, name: str, buffer: Tensor, source: FileSource) -> None:
-    """Reads a buffer, which is small, and whole on every rank."""
+    """Reads a buffer, which is small and whole on every rank."""
     values = torch.empty(buffer.shape, dtype=buffer.dtype)
     source.read(0, values.view(-1), buffer.dtype)
     values._is_hf_initialized = True  # or transformers would initialise it
@@ -251,7 +252,8 @@ def _refuse_what_does_not_fit(load_config, loading_info) -> None:
 
 
 def _tie_what_is_equal(model: nn.Module, missing: set[str]) -> None:
-    """Ties what files hold on both sides of a tie. transformers compares values, which it cannot without any."""
+    """Ties parameters that files hold twice with equal values. transformers would compare the values, which are not
+    there."""
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in missing or source in missing:
             continue
@@ -280,7 +282,7 @@ def _are_equal(first: Tensor, second: Tensor, piece_numel: int = 2**20) -> bool:
 
 
 def _refuse_incomplete(model: nn.Module, load_config, loading_info, allowed: Sequence[str]) -> None:
-    """Refuses a base model of which something is missing. A head that is missing is a new head."""
+    """Refuses files that lack a tensor of the base model. A head that is missing becomes a new head."""
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     lost = sorted(

@@ -33,7 +33,8 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The tensors that a load left as they were (`missing`), and those it left in the files (`unexpected`)."""
+    """The tensors of the model that a load did not fill (`missing`), and those of the files that it did not use
+    (`unexpected`)."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -91,7 +92,7 @@ def load_weights(
 
 
 def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[WeightFiles, ChecksumTable]:
-    """The files of a folder, their headers and index as they were saved, and the checksums of their tensors."""
+    """Returns the files of a folder, after a check of headers and index, and the checksums of their tensors."""
     table, files = recorded(folder) or ChecksumTable(), WeightFiles.read(folder, weights_name)
     for name, layout in files.layouts.items():
         table.check_layout(folder, name, layout)
@@ -108,14 +109,14 @@ def _origins(model: nn.Module, tensors: Sequence[SavedTensor], files: WeightFile
 
 
 def ignored_pattern(model: nn.Module) -> re.Pattern | None:
-    """Names that the model's class expects in old files and does without."""
+    """Returns a pattern for names that old files have and the model's class ignores."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     patterns += [re.escape(name) for name in getattr(model, "_keys_to_ignore_on_save", None) or ()]
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
 
 
 def _report(folder: str | os.PathLike, origins: Origins, ignored: re.Pattern | None, *, strict: bool) -> LoadReport:
-    """The differences of a folder from the model; refuses them where it is `strict`."""
+    """Returns the differences of a folder from the model, and refuses them where the load is `strict`."""
     unexpected = [name for name in origins.unexpected if ignored is None or not ignored.search(name)]
     parts = []
     if origins.missing:
@@ -145,7 +146,7 @@ def _buffers_of_other_shapes(tensors: Sequence[SavedTensor], origins: Origins) -
 def _offer_buffers(
     model: nn.Module, opened: OpenFiles, folder: str | os.PathLike, grown: dict[str, tuple[SavedTensor, list]]
 ) -> None:
-    """Gives the model's own `load_state_dict` the buffers whose shapes only it can change.
+    """Passes buffers of other shapes to the model's own `load_state_dict`, which alone can change the shapes.
 
     Raises:
         `CheckpointError`: when it does not take one.
@@ -177,7 +178,7 @@ def _read_all(engine: ZeroEngine, opened: OpenFiles, tensors: Sequence[SavedTens
 
 
 class RangeReader(Protocol):
-    """Holds tensors of which ranges are read."""
+    """An object from whose tensors ranges are read."""
 
     def read_range(self, name: str, start: int, out: Tensor) -> None: ...
 
@@ -185,7 +186,7 @@ class RangeReader(Protocol):
 def read_origin(
     opened: RangeReader, origin: Origin, start: int, out: Tensor, *, through: torch.dtype | None = None
 ) -> None:
-    """Fills a run of a parameter from the files.
+    """Fills a range of a parameter from the files.
 
     Args:
         opened (`RangeReader`): holds the tensors of the origin.

@@ -1,4 +1,4 @@
-"""What a complete checkpoint is: the manifest of its state, and the check that all of it is there as it was saved.
+"""The manifest of a checkpoint's state, and the check that a checkpoint is complete and unchanged.
 
 `check_checkpoint` compares all that a run reads but the values of tensors, `check_ranges` tensors while a run reads
 them, `check_checksums` a whole folder. All ask the folder's table of checksums. `check_pretrained` is for folders of
@@ -43,7 +43,7 @@ TAKE_ANOTHER = "resume from another checkpoint"
 
 @dataclass(frozen=True)
 class Manifest:
-    """The state's record. Without it the state is incomplete.
+    """The record of a saved state. A state without it is incomplete.
 
     Args:
         stage (`int`): ZeRO stage of the run that saved. Any stage can load.
@@ -70,7 +70,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def text(self) -> str:
-        """The file's content.
+        """The content of the manifest's file.
 
         Raises:
             `CheckpointError`: a hyperparameter or an extra that JSON does not know.
@@ -105,7 +105,8 @@ class Manifest:
 
 
 def check_checkpoint(folder: str | os.PathLike) -> None:
-    """Checks that what a run reads of a checkpoint is complete and, but for the values of tensors, as it was saved.
+    """Checks that the files that a run reads of a checkpoint are complete and unchanged, without the values of
+    tensors.
 
     Costs a read of headers and small files; `check_checksums` reads the tensors, too, and what people may have edited.
 
@@ -123,7 +124,7 @@ def check_checkpoint(folder: str | os.PathLike) -> None:
 
 
 def read_state(folder: str | os.PathLike) -> tuple[Manifest, WeightFiles, ChecksumTable]:
-    """Reads of a checkpoint's state all but the values of tensors: its manifest, its files, and its checksums.
+    """Reads manifest, files and checksums of a checkpoint's state, without the values of tensors.
 
     Raises:
         `CheckpointError`: it is missing, damaged or incomplete.
@@ -152,7 +153,7 @@ class Compared:
 
 
 def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -> Compared | None:
-    """Compares every file and tensor with the checksums that were saved with a folder, what training reads first.
+    """Compares every file and tensor of a folder with its checksums, those first that training reads.
 
     Args:
         folder (`str` or `os.PathLike`): the checkpoint, or model.
@@ -183,7 +184,7 @@ def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -
 
 
 def recorded(folder: str | os.PathLike) -> ChecksumTable | None:
-    """The checksums of a folder; `None` for a model that was saved without any.
+    """Returns the checksums of a folder; `None` for a model that was saved without any.
 
     Raises:
         `CheckpointError`: they are damaged, or have gone from a checkpoint that had them.
@@ -227,7 +228,7 @@ def check_configs(folder: str | os.PathLike) -> None:
 
 
 def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> None:
-    """Checks what `check_pretrained` checks also of a model without a config."""
+    """Checks the weights as `check_pretrained` does, also of a model without a config."""
     folder = Path(folder)
     names = [ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME]
     if variant is not None:
@@ -258,7 +259,7 @@ def check_ranges(
     folder: str | os.PathLike,
     subfolder: str = "",
 ) -> None:
-    """Compares what was read with what was written. Collective.
+    """Compares the checksums of ranges that were read with those that were saved. Collective.
 
     A tensor that the ranks have read in ranges that do not add up to it (one that is transposed on loading) is read
     again for its checksum, by one of them.
@@ -298,7 +299,7 @@ def manifest_path(folder: str | os.PathLike) -> Path:
 
 
 def _content(folder: str | os.PathLike) -> dict:
-    """The manifest as it was saved, of a version that this hf_zero reads."""
+    """Returns the content of a manifest, after a check of its checksum and version."""
     path, name = manifest_path(folder), f"{STATE_FOLDER}/{MANIFEST_NAME}"
     try:
         raw = read_bytes(path, TAKE_ANOTHER)
@@ -327,7 +328,7 @@ def _content(folder: str | os.PathLike) -> dict:
 
 
 def _check_types(content: dict, path: Path) -> None:
-    """Refuses values of wrong types with one line. Numbers that are no numbers would train on silently."""
+    """Refuses values of wrong types in one line. A NaN in place of a number would go unnoticed in training."""
     expected = {
         "stage": type(content["stage"]) is int,
         "num_ranks": type(content["num_ranks"]) is int and content["num_ranks"] > 0,

@@ -1,4 +1,5 @@
-"""The tensors of a model and those of its files: the names that transformers writes, and what is made of what.
+"""The tensors of a model and those of its files: the names that transformers writes, and how each side is made of the
+other.
 
 Some models hold their weights otherwise than their checkpoints do: experts stacked, projections split, matrices
 transposed. transformers converts on load and reverts on save; its own code runs here on tensors without data. Where it
@@ -23,7 +24,7 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A parameter or buffer of a model and the names it goes by.
+    """A parameter or buffer of a model, with its names.
 
     Args:
         name (`str`): the engine's name of the parameter, or the first name of the buffer.
@@ -46,7 +47,7 @@ class SavedTensor:
         return TensorEntry(self.key, self.dtype, self.shape)
 
     def fill_buffer(self, read: Callable[[Tensor], None]) -> None:
-        """Overwrites the buffer by what `read` puts into a 1-D tensor. One that is not contiguous has no flat view."""
+        """Overwrites the buffer with what `read` puts into a 1-D tensor, also a buffer that is not contiguous."""
         assert self.buffer is not None, f"{self.name} is a parameter"
         flat = self.buffer.new_empty(self.buffer.numel())
         read(flat)
@@ -54,7 +55,7 @@ class SavedTensor:
 
 
 def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[SavedTensor]:
-    """The tensors of a model folder, in the order of `model.state_dict()`.
+    """Returns the tensors of a model folder, in the order of `model.state_dict()`.
 
     Tied tensors appear once, under the name that the model's class declares as the source of the tie (its first name
     where nothing is declared). Buffers that the model does not persist and keys that it asks to leave out are absent.
@@ -82,7 +83,7 @@ def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[Sav
 
 
 def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[SavedTensor]:
-    """Returns the tensors of which a name is in `keys`, under the key given there; further names are aliases."""
+    """Returns the tensors that have a name in `keys`, under the key given there. Their other names are aliases."""
     chosen = []
     for saved in tensors:
         given = [keys[name] for name in dict.fromkeys((saved.name, *saved.aliases)) if name in keys]
@@ -93,7 +94,7 @@ def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[Sav
 
 
 def shortened(names: Collection[str], limit: int = 5) -> str:
-    """Shortens a list of names for a message: the first few, and how many more."""
+    """Returns a list of names for a message: the first few, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(list(names)[:limit]) + more
 
@@ -108,7 +109,7 @@ def _tensors_with_aliases(model: nn.Module) -> list[tuple[tuple[str, ...], Tenso
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers under all their names, in the order of the state dict."""
+    """Yields parameters and persistent buffers under all their names, in the order of the state dict."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = "." if prefix else ""
         for name, parameter in module._parameters.items():
@@ -121,7 +122,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a tensor is made of: a parameter of tensors of files, or a tensor of a file of parameters and buffers.
+    """The tensors from which a tensor is made: those of files for a parameter, or parameters and buffers for a tensor
+    of a file.
 
     Args:
         runs (`Sequence[Run]`): out of the tensors that they name, parameters and buffers by `SavedTensor` name.
@@ -134,7 +136,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a safetensors file that is to be written: its key, dtype and shape, and what it is made of."""
+    """A tensor that is to be written to a safetensors file: its key, dtype, shape and origin."""
 
     entry: TensorEntry
     origin: Origin
@@ -142,7 +144,8 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Origins:
-    """The origins found for a model in files, by `SavedTensor` name, and what is left on both sides."""
+    """The origins of a model's tensors in files, by the name of the `SavedTensor`, and the tensors without a partner
+    on either side."""
 
     of: Mapping[str, Origin]
     missing: tuple[str, ...]
@@ -151,7 +154,7 @@ class Origins:
 
 
 def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> list[FileTensor]:
-    """The tensors that `model.save_pretrained` would write, in its order.
+    """Returns the tensors that `model.save_pretrained` would write, in its order.
 
     Args:
         model (`nn.Module`, *optional*): its parameters may be placeholders; of them, only shapes are looked at.
@@ -172,7 +175,7 @@ def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> lis
 
 
 def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
-    """Finds the tensors of a folder of which each of a model's is made, as `from_pretrained` would have it.
+    """Finds the tensors of a folder from which each tensor of a model is made, as `from_pretrained` would make it.
 
     Args:
         model (`nn.Module`): its parameters may be placeholders; of them, only shapes are looked at.
@@ -226,7 +229,7 @@ def origins_by_name(tensors: Sequence[SavedTensor], entries: Mapping[str, Tensor
 
 
 def origin_of(trace: Trace, tensor: Tensor) -> Origin:
-    """Returns what a traced tensor is made of."""
+    """Returns the origin of a traced tensor."""
     runs = trace.runs_of(tensor)
     return Origin((), trace.computation_of(tensor)) if runs is None else Origin(runs)
 
@@ -252,7 +255,7 @@ def _conversions_of(model: nn.Module) -> list:
 
 
 class Header:
-    """Stands for a tensor of a file where transformers expects one that is read when it is sliced.
+    """Stands for a tensor of a file in transformers' loading, which expects an object that is read when it is sliced.
 
     Args:
         trace (`Trace`): follows what becomes of it.
@@ -276,7 +279,8 @@ class Header:
 
 
 class MetaCopy(nn.Module):
-    """A model's tree of modules with its parameters and buffers on the meta device, and nothing else of its own."""
+    """A copy of a model's tree of modules with parameters and buffers on the meta device, which shares everything
+    else."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -307,7 +311,7 @@ def _copy_tree(module: nn.Module, new: nn.Module, modules: dict[int, nn.Module],
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hides transformers' progress bars while the context lasts: nothing is being read yet."""
+    """Hides transformers' progress bars while the context lasts, since no weights are read yet."""
     from transformers.utils import logging
 
     former = logging.set_tqdm_hook(lambda factory, args, kwargs: factory(*args, **{**kwargs, "disable": True}))

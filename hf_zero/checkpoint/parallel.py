@@ -1,4 +1,4 @@
-"""transformers' tensor parallelism beside ZeRO, along an axis of its own."""
+"""transformers' tensor parallelism beside ZeRO, on a separate axis of ranks."""
 
 import os
 
@@ -33,5 +33,5 @@ class TensorParallel(DistributedConfig):
 
     @property
     def dp_size(self) -> int:
-        """1: the axis is there, and FSDP is not to shard along it."""
+        """Always 1, so that transformers does not shard with FSDP along this axis."""
         return 1

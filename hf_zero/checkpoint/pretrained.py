@@ -1,4 +1,4 @@
-"""`hf_zero.load_pretrained`: the model as transformers builds it, its weights left in files until it is sharded."""
+"""`hf_zero.load_pretrained`: transformers builds the model, and its weights stay in files until it is sharded."""
 
 import logging
 import os
@@ -91,7 +91,7 @@ def refuse_placing(subject: str, settings: Mapping[str, Any]) -> None:
 
 
 def resolve(name_or_folder: str | os.PathLike, **kwargs: Any) -> str | Path:
-    """The folder of a model, whose files were checked, or the name of one on the Hub.
+    """Returns the folder of a model after a check of its files, or the name of a model on the Hub.
 
     Args:
         name_or_folder (`str` or `os.PathLike`): as for `load_pretrained`.
@@ -111,7 +111,7 @@ def resolve(name_or_folder: str | os.PathLike, **kwargs: Any) -> str | Path:
 
 
 def class_of(config: Any) -> "type[PreTrainedModel] | None":
-    """The class that a model's config names, where transformers has it."""
+    """Returns the class that a model's config names; `None` where transformers lacks it."""
     import transformers
 
     name = (getattr(config, "architectures", None) or [""])[0]
@@ -120,7 +120,7 @@ def class_of(config: Any) -> "type[PreTrainedModel] | None":
 
 
 def pretrained_class(name_or_folder: str | os.PathLike, **kwargs: Any) -> type:
-    """The class that a checkpoint was saved from, for those who know only its name.
+    """Returns the class that a checkpoint was saved from.
 
     Args:
         name_or_folder (`str` or `os.PathLike`): as for `load_pretrained`.
@@ -160,7 +160,7 @@ def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
 
 
 def quantizer_of(settings: Any) -> str | None:
-    """The quantizer that a quantization config asks for, or `None` when the weights come out as ordinary tensors.
+    """Returns the quantizer that a quantization config names, or `None` when the weights become ordinary tensors.
 
     Args:
         settings: a config of transformers' quantizers, its dict as in `config.json`, or `None`.
@@ -177,7 +177,7 @@ def quantizer_of(settings: Any) -> str | None:
 
 
 def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, Any], settings: Any) -> str | None:
-    """The quantizer of a checkpoint: that of the config given for it, else that of its own.
+    """Returns the quantizer of a checkpoint: that of the given config, else that of the checkpoint's own config.
 
     Args:
         name_or_folder (`str` or `os.PathLike`): as for `from_pretrained`.

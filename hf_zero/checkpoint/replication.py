@@ -1,4 +1,5 @@
-"""A save on file systems that the ranks do not share: what one place has written goes to the writers of the others.
+"""Saves on file systems that the ranks do not share: each copy of the folder receives the bytes that ranks elsewhere
+have written.
 
 Each rank has written its ranges to the files that it sees. The ranges are known to all, so groups and their ranges are
 gone through in one order by all writers, and bytes travel in bounded pieces without further words.
@@ -74,7 +75,7 @@ def replicate_ranges(
     files: WeightFiles,
     ranges: list[Ranges],
 ) -> None:
-    """Brings every range into the files of every place. Collective.
+    """Copies every range to the files of every folder that lacks it. Collective.
 
     Args:
         comm (`Comm`): the ranks.
@@ -96,7 +97,7 @@ def replicate_ranges(
 
 
 def replicate_files(comm: Comm, subject: str, groups: FilesystemGroups, folder: Path, known: set[str]) -> None:
-    """Gives every place the files that others have and it lacks. They are small. Collective.
+    """Copies small files to every folder that lacks them. Collective.
 
     Args:
         comm (`Comm`): the ranks.
@@ -165,7 +166,7 @@ def _copy(
 
 @contextmanager
 def _noted(failures: list[Exception]) -> Iterator[None]:
-    """Notes what this rank's disk cannot do. The exchange goes on, so that no other rank waits."""
+    """Records an error of this rank's disk. The exchange goes on, so that no other rank waits."""
     try:
         yield
     except (CheckpointError, OSError) as error:

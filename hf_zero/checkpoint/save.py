@@ -1,4 +1,4 @@
-"""A sharded model written as a folder that `from_pretrained` loads, alone or with its state, by all ranks at once."""
+"""Saves of a sharded model as a folder that `from_pretrained` loads, alone or with its state, by all ranks at once."""
 
 import copy
 import logging
@@ -85,7 +85,7 @@ def plan_weights(
     keys: Mapping[str, str] | None = None,
     write_beside: Callable[[Path], None] | None = None,
 ) -> StagedFiles:
-    """What `save_pretrained` writes, which see for the arguments."""
+    """Plans the files of `save_pretrained`, which takes the same arguments."""
     model = engine.model
     if keys is None and hasattr(model, "peft_config"):
         raise CheckpointError(
@@ -123,7 +123,7 @@ def _refuse_opaque(model: nn.Module, tensors: Sequence[SavedTensor]) -> None:
 def _pieces(
     engine: ZeroEngine, tensors: Sequence[SavedTensor], content: Sequence[FileTensor]
 ) -> Iterator[tuple[str, int, Tensor]]:
-    """This rank's part of the files: (key, first element, 1-D values)."""
+    """Yields this rank's part of the files: (key, first element, 1-D values)."""
     yield from _computed(engine, content)
     runs_of: dict[str, list[tuple[str, Run]]] = {}
     for written in content:
@@ -139,8 +139,8 @@ def _pieces(
 
 
 def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> Iterator[tuple[str, int, Tensor]]:
-    """Tensors that are computed, which takes whole parameters: one at a time, each on one of the ranks, and divided
-    over them. All ranks go through it. Where one rank fails it goes on with the others, and raises at the end."""
+    """Yields tensors that are computed from whole parameters, one at a time. Each is computed on one rank, and the
+    ranks take turns. All ranks call it. After a failure a rank goes on with the others, and raises at the end."""
     buffers = {name: buffer.detach().cpu().reshape(-1) for name, buffer in engine.model.named_buffers()}
     infos = {info.name: info for info in engine.param_infos()}
     computed = [written for written in content if written.origin.computation is not None]
@@ -165,7 +165,7 @@ def _computed(engine: ZeroEngine, content: Sequence[FileTensor]) -> Iterator[tup
 
 
 def _gathered(engine: ZeroEngine, infos: Mapping[str, ParamInfo], *, owner: int) -> dict[str, Tensor] | None:
-    """Whole parameters, 1-D and in the dtype in which they are saved, on one rank. All ranks call it."""
+    """Returns whole parameters on one rank, 1-D and in the dtype in which they are saved. All ranks call it."""
     comm = connected(engine.comm)  # which sends what lies on the CPU
     own, whole, failure = [], {}, None
     try:
@@ -214,7 +214,7 @@ def _write_configs(model: nn.Module, tensors: Sequence[SavedTensor], folder: Pat
 
 
 def _publish(staged: Path, folder: Path, files: WeightFiles, weights_name: str) -> None:
-    """Moves the new files to their names. At any moment `folder` holds the old weights or the new, never some of each.
+    """Moves the new files to their names. At any moment `folder` holds either the old weights or the new.
 
     transformers takes a single file before an index. So a single file switches the folder over by its own rename, and
     an index does so by its rename or, after a single file, by that file's removal. Only where the names of old and new
@@ -249,7 +249,7 @@ def save_checkpoint(
     background: Snapshots | None = None,
     **facts,
 ) -> "Checkpoint":
-    """Saves a model folder with its optimizer's state, as one: `folder` appears when it is complete and on disk.
+    """Saves a model folder with its optimizer's state. `folder` appears when it is complete and on disk.
 
     Collective. Every rank writes its own ranges of the files; a folder of that name is replaced. On hosts that do not
     share the file system each gets the whole.
@@ -298,7 +298,7 @@ class Checkpoint:
     def begin(
         cls, engine: ZeroEngine, folder: str | os.PathLike, weights: StagedFiles | None, state: StagedFiles | None
     ) -> "Checkpoint":
-        """Checks the space, and makes the temporary folder, with all small files of the parts in it. Collective.
+        """Checks the space, and makes the temporary folder with all small files in it. Collective.
 
         Args:
             engine ([`ZeroEngine`]): the sharded model.
@@ -316,7 +316,7 @@ class Checkpoint:
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's own name."""
+        """The final path of the checkpoint."""
         return self._staged.destination
 
     def finish(self, background: Snapshots | None = None, after: Callable[[], None] | None = None) -> None:
@@ -353,7 +353,7 @@ class Checkpoint:
             raise failure
 
     def discard(self) -> None:
-        """Gives the checkpoint up before `finish`."""
+        """Discards a checkpoint that was not finished."""
         self._staged.discard()
 
     def _write_aside(self, after: Callable[[], None] | None) -> None:

@@ -1,4 +1,4 @@
-"""New files grow under a temporary name, written by all ranks at once, and get their names when all is on disk."""
+"""New files are written by all ranks under a temporary name, and get their names when everything is on disk."""
 
 import os
 import secrets
@@ -52,7 +52,7 @@ class StagedFiles:
 
 
 class Staged:
-    """A temporary folder in which a save grows; nothing is seen under the destination's name before `publish`.
+    """A temporary folder in which a checkpoint is written. Nothing appears under the final name before `publish`.
 
     Every method is collective, and raises on all ranks when it fails on one; what was staged is then gone, what was
     there before is untouched.
@@ -80,7 +80,7 @@ class Staged:
     def open(
         cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[StagedFiles], *, inside: bool = False
     ) -> "Staged":
-        """Makes the temporary folder with all safetensors files in it at their full size, and what lies beside them.
+        """Makes the temporary folder with all safetensors files at their full size, and the small files beside them.
 
         Args:
             comm (`Comm`): the ranks.
@@ -138,7 +138,7 @@ class Staged:
                     self._checksums[os.path.join(part.subfolder, name)] = crcs
 
     def publish(self, publish: Callable[[Path], None] | None = None, after: Callable[[], None] | None = None) -> None:
-        """Writes the table of checksums, sees to it that everything is on disk, and gives it its name.
+        """Writes the table of checksums, flushes everything to disk, and renames the folder.
 
         Args:
             publish (`Callable`, *optional*): called by each place's writer with the temporary folder. By default that
@@ -163,7 +163,7 @@ class Staged:
         self.discard()
 
     def discard(self) -> None:
-        """Removes what is left of the temporary folder. It is not collective."""
+        """Removes the temporary folder. It is not collective."""
         if self._lock is not None:
             os.close(self._lock)  # first: network file systems keep files that are open
             self._lock = None
@@ -184,7 +184,7 @@ class Staged:
 
 
 def connected(comm: Comm) -> Comm:
-    """The ranks over the connections that saves use, when the save in the background is over.
+    """Returns the ranks over the connections of saves, after the save in the background has ended.
 
     Raises:
         `CheckpointError`: that save failed; on all ranks.
@@ -212,8 +212,8 @@ def _write(folder: Path, part: StagedFiles) -> Ranges:
 
 
 def _checked(ranges: list[Ranges], files: WeightFiles, subject: str) -> Checksums:
-    """The checksums of all tensors, made of all ranks' ranges. The files were reserved full of zeros: a range that
-    nobody wrote would go unnoticed for ever."""
+    """Returns the checksums of all tensors from those of all ranks' ranges, and refuses a range that no rank has
+    written."""
     checksums: Checksums = {name: {} for name in files.layouts}
     for tensor, name in files.file_of.items():
         found = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
@@ -230,8 +230,8 @@ def _checked(ranges: list[Ranges], files: WeightFiles, subject: str) -> Checksum
 
 @contextmanager
 def inside(staged: Path, folder: Path, *, replaces: Callable[[str], bool]) -> Iterator[None]:
-    """While files of a staged folder take their names in one that holds something, the latter has no checksums: no
-    moment's mixture of both is taken for damage. Afterwards they are those of all files that were saved there.
+    """Removes the checksums of a folder while files move into it, so that a mixture is not taken for damage, and
+    writes those of all its files afterwards.
 
     Args:
         staged (`Path`): the temporary folder, with its own table.
@@ -250,7 +250,7 @@ def inside(staged: Path, folder: Path, *, replaces: Callable[[str], bool]) -> It
 
 
 def move_into(source: Path, target: Path) -> None:
-    """Gives a file its name in a folder that holds something, or every file below a folder."""
+    """Moves a file, or every file below a folder, into a folder that may hold others."""
     if not source.is_dir():
         os.replace(source, target)
         return
@@ -261,8 +261,8 @@ def move_into(source: Path, target: Path) -> None:
 
 @contextmanager
 def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
-    """A temporary folder for small files that are added to what `folder` holds, with their checksums. Collective; any
-    rank may write into it, and what one of them cannot do all of them hear of before its end.
+    """Gives a temporary folder whose small files are added to `folder` with their checksums at the end. Collective:
+    any rank may write into it, and an error on one rank is raised on all.
 
     Args:
         comm (`Comm`): the ranks.

@@ -1,4 +1,4 @@
-"""Optimizer state beside the weights: whole tensors by parameter name, for any number of ranks and any stage.
+"""Optimizer state beside the weights, as whole tensors by parameter name, for any number of ranks and any stage.
 
 `zero/optimizer.safetensors` holds the moments (`{parameter}.{state key}`), `zero/master.safetensors` the master values
 of parameters whose saved weights are of another dtype, `zero/manifest.json` the rest. Nothing is pickled.
@@ -37,7 +37,7 @@ MASTER_NAME = "master.safetensors"
 
 
 class Optimizer(Protocol):
-    """An optimizer whose state lies with the ranks that update."""
+    """The methods that saving and loading need of an optimizer over shards."""
 
     def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
         """(state key such as "exp_avg", shard): of the parameter's shape, or of one of its own (factors, scales); see
@@ -47,7 +47,7 @@ class Optimizer(Protocol):
         """{parameter: {"step": 12.0}} for the parameters of which this rank holds parts."""
 
     def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
-        """Comes before the tensors are loaded, and makes their place."""
+        """Loads the numbers of the state, and allocates the tensors, which are loaded afterwards."""
 
     def groups_state(self) -> list[dict]:
         """Hyperparameters of each group as JSON knows them, and "param_names"."""
@@ -56,7 +56,8 @@ class Optimizer(Protocol):
 
 
 def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, *, extra: dict | None = None) -> None:
-    """Saves what a run needs beside its weights to go on, into `folder/zero`. Collective; see `save_pretrained`.
+    """Saves masters and optimizer state into `folder/zero`, so that a run can go on. Collective; see
+    `save_pretrained`.
 
     Args:
         model (`nn.Module` or [`ShardedModel`]): the sharded model.
@@ -75,7 +76,7 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
 
 
 def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:
-    """Plans what `save_state` writes. Collective.
+    """Plans the files of `save_state`. Collective.
 
     Args:
         engine ([`ZeroEngine`]): the sharded model.
@@ -106,7 +107,7 @@ def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles
 
 
 def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> Manifest:
-    """Loads what `save_state` wrote, whatever the stage and number of ranks then and now. Collective.
+    """Loads the files of `save_state`, at any stage and with any number of ranks. Collective.
 
     Each rank reads only the ranges that it holds. Load the weights first: masters are read where they were saved, the
     others follow from the weights. When it fails it fails on all ranks; the state may then be partly loaded.
@@ -164,7 +165,7 @@ def _manifest(engine: ZeroEngine, layouts: Mapping[str, FileLayout], **content) 
 
 
 def masters_nbytes(engine: ZeroEngine) -> int:
-    """Bytes of this rank's part of the masters that are saved beside the weights."""
+    """Returns the bytes of this rank's part of the masters that are saved beside the weights."""
     return sum(shard.tensor.numel() * shard.tensor.element_size() for _, shard in _master_pieces(engine, values=False))
 
 
@@ -174,7 +175,7 @@ def _state_pieces(optimizer: Optimizer, **settings: bool) -> Iterator[tuple[str,
 
 
 def _master_pieces(engine: ZeroEngine, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
-    """The masters that the saved weights cannot hold."""
+    """Yields the masters that the dtype of the saved weights cannot hold."""
     save_dtype_of = {info.name: info.save_dtype for info in engine.param_infos()}
     for shard in engine.named_shards(values=values):
         if torch.promote_types(shard.tensor.dtype, save_dtype_of[shard.name]) != save_dtype_of[shard.name]:
@@ -182,7 +183,7 @@ def _master_pieces(engine: ZeroEngine, values: bool = True) -> Iterator[tuple[st
 
 
 def _whole_tensors(comm: Comm, subject: str, pieces) -> list[TensorEntry]:
-    """The tensors of which the ranks hold pieces, the same list on all of them."""
+    """Returns the tensors of which the ranks hold pieces. The list is the same on all ranks."""
 
     def own() -> dict[str, TensorEntry]:
         return {name: TensorEntry(name, shard.tensor.dtype, tuple(shard.shape)) for name, shard in pieces()}
@@ -201,7 +202,7 @@ def _whole_tensors(comm: Comm, subject: str, pieces) -> list[TensorEntry]:
 def _merged_scalars(
     comm: Comm, subject: str, optimizer: Optimizer, entries: Iterable[TensorEntry]
 ) -> dict[str, dict[str, float]]:
-    """Merges the numbers of all parameters. Those that have tensors only get an empty dict: loading makes it first."""
+    """Merges the numbers of all parameters over the ranks. Parameters that have tensors only get an empty dict."""
     merged: dict[str, dict[str, float]] = {entry.name.rpartition(".")[0]: {} for entry in entries}
     for rank, found in enumerate(collect_from_all_ranks(comm, subject, optimizer.named_scalar_state)):
         for name, numbers in found.items():

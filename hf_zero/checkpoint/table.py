@@ -61,7 +61,7 @@ COPY_AGAIN = "copy or download it again, or use another checkpoint"
 
 @dataclass(frozen=True)
 class FileSum:
-    """What is known of a file.
+    """The size and checksums of a file.
 
     Args:
         nbytes (`int`): its size.
@@ -91,7 +91,7 @@ class ChecksumTable:
 
     @classmethod
     def of_folder(cls, folder: Path, known: Checksums) -> "ChecksumTable":
-        """Reads the files of a folder, but not the tensors that are known.
+        """Computes the checksums of a folder's files, without reading tensors whose checksums are known.
 
         Args:
             folder (`Path`): complete.
@@ -102,7 +102,7 @@ class ChecksumTable:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> "ChecksumTable | None":
-        """The table of a folder; `None` where it has none.
+        """Returns the table of a folder; `None` where it has none.
 
         Raises:
             `CheckpointError`: it has changed since it was written.
@@ -121,7 +121,8 @@ class ChecksumTable:
 
     @classmethod
     def covering(cls, folder: str | os.PathLike) -> "ChecksumTable | None":
-        """The table of a folder, or that part of its parent's: adapters have folders of their own."""
+        """Returns the table of a folder, or its part of the parent folder's table, since adapters have folders of
+        their own."""
         folder = Path(folder)
         table = cls.read(folder)
         if table is None and (above := cls.read(folder.absolute().parent)) is not None:
@@ -130,24 +131,26 @@ class ChecksumTable:
         return table if table is None or table.files else None
 
     def write(self, folder: Path) -> None:
-        """Writes it into a folder, under its name at once."""
+        """Writes the table into a folder, atomically."""
         content = {"format": TABLE_VERSION, "files": {name: found.entry() for name, found in self.files.items()}}
         body = json.dumps(content, indent=1).removesuffix("\n}").encode()
         write_whole(folder / TABLE_NAME, _sealed(body))
 
     def replaced(self, new: "ChecksumTable", gone: Iterable[str] = ()) -> "ChecksumTable":
-        """Returns a table with another one's files in place of those of the same names, but for those `gone`."""
+        """Returns a table with the files of another one added, those of the same names replaced, and those in `gone`
+        removed."""
         gone = set(gone)
         left = {name: found for name, found in self.files.items() if name not in gone}
         return ChecksumTable(left | dict(new.files))
 
     @property
     def tensors(self) -> list[tuple[str, str]]:
-        """(file, tensor) of every tensor that has a checksum, in the order of the files."""
+        """(file, tensor) for every tensor with a checksum, in the order of the files."""
         return [(name, tensor) for name, found in self.files.items() for tensor in found.tensors or ()]
 
     def check_files(self, folder: str | os.PathLike, *, without: Iterable[str] = ()) -> int:
-        """Compares what a run reads to go on, but not the tensors: sizes, headers, and other files whole.
+        """Compares the files that a resumed run reads with the table: sizes, headers, and other files whole, but no
+        tensors.
 
         Args:
             folder (`str` or `os.PathLike`): where the files lie.
@@ -166,7 +169,8 @@ class ChecksumTable:
         return len(names)
 
     def changed_files(self, folder: str | os.PathLike) -> list[str]:
-        """Returns the other files that lack or differ. People edit them between runs: a chat template, a tokenizer."""
+        """Returns the other files that are missing or changed. Users edit some between runs, such as a chat
+        template."""
         changed = []
         for name in self.files:
             try:
@@ -251,13 +255,13 @@ class ChecksumTable:
 
 
 def is_listed(name: str) -> bool:
-    """Whether a file of that path in a folder belongs into the folder's table."""
+    """Whether a file with that path belongs in the folder's table."""
     path = Path(name)
     return path.name not in _CHANGEABLE and not any(part.startswith(".") for part in path.parts)
 
 
 def is_read(name: str) -> bool:
-    """Whether a run that goes on from a folder reads the file of that path in it."""
+    """Whether a resumed run reads the file with that path in its folder."""
     base = os.path.basename(name)
     if base in DISPENSABLE:
         return False
@@ -290,7 +294,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _parsed(content: dict, path: Path) -> ChecksumTable:
-    """Checks types, too: the seal is no secret."""
+    """Parses the content of a table, and checks all types, since anybody can compute the checksum over it."""
     if content.get("format") != TABLE_VERSION:
         raise CheckpointError(
             f"{path}: format {content.get('format')!r}, this hf_zero reads {TABLE_VERSION}; use the version that "

@@ -1,4 +1,4 @@
-"""Traces where every element of a converted tensor comes from, by tensors without data.
+"""Traces with tensors without data from where every element of a converted tensor comes.
 
 Conversion code runs as it is, on meta tensors. Views are read off their storage, offset and strides; what makes new
 storage out of old (a clone, a concatenation) is written down as runs of elements. Other operations are kept on a tape
@@ -26,8 +26,8 @@ _CLONES = (torch.ops.aten.clone, torch.ops.aten._to_copy)
 
 
 class Run(NamedTuple):
-    """Elements [source, source + numel) of a flattened tensor, which are elements [target, target + numel) of another
-    that is made of it."""
+    """Elements [source, source + numel) of one flattened tensor that become elements [target, target + numel) of
+    another."""
 
     name: str
     source: int
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 def within(runs: Sequence[Run], start: int, stop: int) -> Iterator[Run]:
-    """Yields the parts of runs, given in the order of the target, that are its elements [start, stop)."""
+    """Yields the parts of runs that make elements [start, stop) of the target. The runs are in the target's order."""
     for index in range(max(0, bisect_right(runs, start, key=lambda run: run.target) - 1), len(runs)):
         name, source, target, numel = runs[index]
         if target >= stop:
@@ -129,7 +129,7 @@ class Trace(TorchDispatchMode):
         self._tape: list[TracedCall] = []
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Makes a tensor without data, under whose name its elements are found again."""
+        """Makes a tensor without data and with a name, under which its elements are found again."""
         num_steps = len(self._tape)
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         del self._tape[num_steps:]  # its values are given, not made
@@ -138,12 +138,12 @@ class Trace(TorchDispatchMode):
         return tensor
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the elements of a tensor come out of tensors of `new`."""
+        """Whether the elements of a tensor come from tensors of `new`."""
         return tensor.device.type == "meta" and _storage(tensor) in self._written
 
     def runs_of(self, tensor: Tensor) -> list[Run] | None:
-        """The runs that make a tensor, laid out row by row, out of tensors of `new`; `None` when it is not made by
-        copying alone, or of more than `MAX_RUNS` pieces."""
+        """Returns the runs of tensors of `new` that make a tensor, row by row; `None` where it is not made by copies
+        alone, or has more than `MAX_RUNS` runs."""
         runs = self._copied(tensor, torch.empty(tensor.shape, device="meta").stride(), 0)
         return runs if runs is not None and sum(run.numel for run in runs) == tensor.numel() else None
 
@@ -204,7 +204,7 @@ class Trace(TorchDispatchMode):
         return _joined(runs)
 
     def _copied(self, view: Tensor, strides: Sequence[int], offset: int) -> list[Run] | None:
-        """The runs by which the elements of a view come to lie with these strides."""
+        """Returns the runs that lay the elements of a view out with these strides."""
         if not view.numel():
             return []
         written = self._written.get(_storage(view)) if view.device.type == "meta" else None
@@ -230,8 +230,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _loops(view: Tensor, strides: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Loops (size, step in the source, step in the target) over the elements of a view that come to lie with these
-    strides: as few as possible, the largest steps of the target first."""
+    """Returns loops (size, step in the source, step in the target) over the elements of a view that are laid out with
+    these strides: as few as possible, those with the largest steps of the target first."""
     loops: list[tuple[int, int, int]] = []
     given = (loop for loop in zip(view.shape, view.stride(), strides) if loop[0] != 1)
     for size, source, target in sorted(given, key=lambda loop: loop[2], reverse=True):
@@ -243,7 +243,7 @@ def _loops(view: Tensor, strides: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Joins runs that continue one another. They are then in the order of the target."""
+    """Joins runs that continue one another, and sorts them in the order of the target."""
     joined: list[Run] = []
     for run in sorted(runs, key=lambda run: run.target):
         name, source, target, numel = joined[-1] if joined else ("", 0, 0, 0)
@@ -255,7 +255,7 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
 
 
 def _dim_of(out: Tensor, args, kwargs) -> int:
-    """The dimension along which `cat` and `stack` lay their inputs."""
+    """Returns the dimension along which `cat` and `stack` lay their inputs."""
     return (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim()
 
 
@@ -268,13 +268,13 @@ def _with_dim(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _is_copy_by_parts(step: TracedCall) -> bool:
-    """Whether an operation copies each part along the first dimension by itself, if its tensors are so divided."""
+    """Whether an operation copies each part along the first dimension separately, if its tensors are divided so."""
     packet = step.function.overloadpacket
     return packet in _CLONES or (packet is torch.ops.aten.cat and _dim_of(step.outputs[0], step.args, step.kwargs) > 0)
 
 
 def _divides(tensor: Tensor, count: int) -> bool:
-    """Whether a tensor's parts along its first dimension lie in one part each of its storage."""
+    """Whether each part of a tensor along its first dimension lies in one part of its storage."""
     numel = tensor.untyped_storage().nbytes() // tensor.itemsize
     last = tensor.storage_offset() + sum(
         (size - 1) * step for size, step in zip(tensor.shape[1:], tensor.stride()[1:])
@@ -284,7 +284,7 @@ def _divides(tensor: Tensor, count: int) -> bool:
 
 
 def _real(tree, held: Mapping[int, Tensor], num_parts: int | None = None):
-    """Returns the arguments with data: every view is taken from the real storage, every device is where that lies."""
+    """Returns the arguments with data: views of the real storages, on the device of these."""
 
     def value(meta: Tensor) -> Tensor:
         if _storage(meta) not in held:

@@ -22,7 +22,7 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TensorScan:
-    """The findings of one reading of a tensor.
+    """The result of reading a tensor once.
 
     Args:
         entry (`TensorEntry`): name, dtype and shape, as its file says.
@@ -81,7 +81,7 @@ def check_finite(folder: str | os.PathLike, scans: Scans) -> int:
 
 
 def check_ties(folder: str | os.PathLike, scans: Scans, ties: Mapping[str, str]) -> int:
-    """Compares tensors that the model ties but that are stored under both names.
+    """Compares tensors that the model ties and that are stored under both names.
 
     Args:
         folder (`str` or `os.PathLike`): the checkpoint.
@@ -133,7 +133,8 @@ def check_optimizer_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[
 
 
 def _owner(path: Path, entry: TensorEntry, trained: set[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """The parameter that a tensor of state belongs to. A master has the name of its own, which may be a frozen one."""
+    """Returns the parameter to which a tensor of state belongs. A master has the name of its parameter, which may be
+    frozen."""
     owner = entry.name if path.name == MASTER_NAME else entry.name.rpartition(".")[0]
     if path.name != MASTER_NAME and owner not in trained:
         raise CheckpointError(f"{path}: tensor {entry.name!r} is of no parameter in the manifest; {COPY_AGAIN}")
@@ -146,7 +147,7 @@ def _owner(path: Path, entry: TensorEntry, trained: set[str], shapes: Mapping[st
 
 
 def _check_groups(folder: str | os.PathLike, manifest: Manifest, owner_of: Mapping[str, str]) -> None:
-    """Checks that all parameters of a group that have state have the same tensors and numbers of it."""
+    """Checks that all parameters of a group with state have the same kinds of tensors and numbers."""
     keys_of: dict[str, set[str]] = {name: set(numbers) for name, numbers in manifest.scalars.items()}
     for tensor, owner in owner_of.items():
         if tensor != owner:

@@ -18,7 +18,7 @@ _NBYTES_OF_UNIT = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The assignment of tensors to the files of a folder.
+    """The weight files of a folder, and which tensor lies in which.
 
     Args:
         layouts (`Mapping[str, FileLayout]`): file name to layout.
@@ -32,7 +32,7 @@ class WeightFiles:
 
     @classmethod
     def of(cls, layouts: Mapping[str, FileLayout], index_name: str | None = None) -> "WeightFiles":
-        """The files of these layouts.
+        """Makes the weight files of these layouts.
 
         Raises:
             `CheckpointError`: two of them hold tensors of one name.
@@ -106,7 +106,7 @@ class WeightFiles:
         return self.layouts[self.file_of[tensor]].entries[tensor]
 
     def index_text(self, num_parameters: int) -> str:
-        """The content of the index file, as transformers writes it.
+        """Returns the content of the index file, as transformers writes it.
 
         Args:
             num_parameters (`int`): elements of all parameters of the model, tied ones once.

@@ -1,4 +1,4 @@
-"""Acts that all ranks run together: they succeed everywhere, or raise everywhere."""
+"""Functions that all ranks call together: they succeed on every rank, or raise on every rank."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,7 +16,7 @@ TORCH_WRITER, TORCH_READER = ("PytorchStreamWriter", "inline_container"), "Pytor
 def run_on_all_ranks(
     comm: Comm, subject: str, act: Callable[[], Result], kind: type[HfZeroError] = CheckpointError
 ) -> Result:
-    """Runs `act` on this rank, and lets every rank know how it went.
+    """Runs `act` on this rank, and raises on all ranks when it has failed on one of them.
 
     A rank that fails alone would leave the others waiting in their next collective: here they hear of it, and raise.
 
@@ -61,12 +61,12 @@ def collect_from_all_ranks(
 
 
 def on_first(comm: Comm, act: Callable[[], Result]) -> Callable[[], Result | None]:
-    """Returns `act` on rank 0, and nothing to do on the others, which still take part in `run_on_all_ranks`."""
+    """Returns `act` on rank 0, and a function that does nothing on the other ranks."""
     return act if comm.rank == 0 else lambda: None
 
 
 def reraise(failure: BaseException | None) -> None:
-    """Raises what has failed before: an act for `run_on_all_ranks`."""
+    """Raises an error that was caught before; it is an `act` for `run_on_all_ranks`."""
     if failure is not None:
         raise failure
 

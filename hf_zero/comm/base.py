@@ -22,14 +22,14 @@ ALIGN_NUMEL = 16
 
 @dataclass
 class Counters:
-    """Bytes that this rank sent since the start, by verb, and what was of a unit also by its name."""
+    """Counts the bytes that this rank has sent since the start, by collective and by unit."""
 
     sent_nbytes: dict[str, int] = field(default_factory=dict)
     unit_nbytes: dict[str, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, verb: str, nbytes: int, what: str | None = None) -> None:
-        """Counts bytes.
+        """Adds bytes to the counts.
 
         Args:
             verb (`str`): what was done with them.
@@ -62,7 +62,7 @@ DONE = Pending()
 
 
 class Waits(Protocol):
-    """Work under way."""
+    """An object whose work is under way and can be waited for."""
 
     def wait(self) -> object: ...
 
@@ -89,7 +89,7 @@ class Bucket:
         return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
     def rows(self, num_rows: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """The first bytes of the buffer as a contiguous matrix, `(num_rows, numel)`."""
+        """Returns the first bytes of the buffer as a contiguous matrix, `(num_rows, numel)`."""
         if self.memory is None:
             # one element of each row must fit, be the ranks ever so many
             nbytes = max(self.nbytes, num_rows * MAX_ITEMSIZE)
@@ -98,20 +98,21 @@ class Bucket:
 
 
 class SharedMemory(Protocol):
-    """Memory that is one for all ranks. Between two barriers each element has one writer, or readers."""
+    """Memory that all ranks map. Between two barriers an element has either one writer or several readers."""
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Makes such memory, 1-D and zero. All ranks call it."""
+        """Allocates shared memory, 1-D and zero. All ranks call it."""
 
     def read(self, full: Tensor, common: Tensor, *, what: str) -> None:
-        """Copies `common` memory into `full`, casting if need be; `what` is the unit's name."""
+        """Copies shared memory into `full`, and casts it where the dtypes differ; `what` is the unit's name."""
 
     def barrier(self) -> None:
-        """Waits for all ranks: what any wrote to common memory before, all can read after."""
+        """Waits until all ranks have called it. What one of them wrote to shared memory before, all can read
+        afterwards."""
 
 
 class Comm:
-    """The collectives among the data-parallel ranks. This base is the world of one rank: nothing to exchange.
+    """The collectives among the data-parallel ranks. This base class is for one rank, which exchanges nothing.
 
     All ranks call the same methods in the same order. Sums are taken in rank order, so that a run repeats bit for bit.
 
@@ -137,22 +138,22 @@ class Comm:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """All memory of its own through which collectives go: of constant size, whatever the model, and not there
-        before it is needed."""
+        """The buffers of constant size through which collectives go. Their memory is allocated when it is first
+        needed."""
         return []
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes of that memory, once all of it was needed."""
+        """The bytes of all buckets once they are allocated."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory, 1-D, of which other ranks take parts: what is to be gathered or reduced best lies in it. It lives
-        as long as the ranks are connected."""
+        """Allocates memory, 1-D, that other ranks can read directly, for tensors that are gathered or reduced. It
+        lives as long as the ranks are connected."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def progress(self) -> None:
-        """Does what can be done of the collectives under way without waiting; to be called now and then."""
+        """Advances the collectives under way as far as that needs no waiting. It is called now and then."""
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         """Fills `full` from the shards of all ranks.
@@ -186,7 +187,8 @@ class Comm:
         return DONE
 
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
-        """Sends tensors to some ranks and receives others from some. All ranks call it, be it with nothing to move.
+        """Sends tensors to some ranks and receives tensors from some. All ranks call it, also a rank that moves
+        nothing.
 
         Args:
             sends (`list[tuple[Tensor, int]]`): contiguous tensors, each with the rank that it goes to.
@@ -197,19 +199,19 @@ class Comm:
         return DONE
 
     def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
-        """The vectors of all ranks, stacked in rank order: shape `(num_ranks, vector.numel())`, on the CPU. Where a
-        rank is not reached, the error says `what` they are."""
+        """Returns the vectors of all ranks in rank order, as a CPU tensor of shape `(num_ranks, vector.numel())`.
+        `what` names them in an error."""
         return vector.detach().cpu().reshape(1, -1)
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrites a contiguous `tensor`, of any dtype, by rank 0's."""
+        """Overwrites a contiguous `tensor`, of any dtype, with rank 0's values."""
 
     def barrier(self) -> None:
         """Waits until every rank has called it."""
 
     def side_group(self, purpose: str) -> "Comm":
-        """The same ranks over connections of their own, for objects and tensors on the CPU. What goes on there does
-        not meet what goes on here, so it may be used by another thread. The first call for a purpose is collective."""
+        """Returns the same ranks over separate connections, for objects and CPU tensors, so that another thread can
+        use them. The first call for a purpose is collective."""
         return self
 
     def send(self, tensor: Tensor, rank: int) -> None:
@@ -218,7 +220,7 @@ class Comm:
         raise NotImplementedError("there is no other rank")
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        """Overwrites a contiguous tensor by what `rank` sends."""
+        """Overwrites a contiguous tensor with what `rank` sends."""
         raise NotImplementedError("there is no other rank")
 
     def broadcast_object(self, obj):

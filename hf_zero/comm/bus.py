@@ -1,4 +1,4 @@
-"""The bus between a device's memory and the host's: copies on streams of their own, threads for what has arrived.
+"""Copies between device and host memory on separate streams, and threads that work on what has arrived.
 
 The same code runs where the device is the CPU itself: `torch.cpu` has streams and events that do nothing, and copies
 are then made at once.
@@ -32,7 +32,8 @@ class Transfer(Pending):
     # `wait` makes the device's current stream wait, and not the host: kernels issued after it find the values.
 
     def synchronize(self) -> None:
-        """Lets the host wait until the copy is made: it may then read what came down, and write to what went up."""
+        """Lets the host wait until the copy is made. It may then read the target of a copy down, or write to the
+        source of a copy up."""
         self._event.synchronize()
 
     def is_done(self) -> bool:
@@ -52,8 +53,8 @@ class Job(Pending):
 
 
 class _Pages(mmap.mmap):
-    """Memory that says when it is about to be given back: weak references hear of it afterwards, when it may be
-    somebody else's already."""
+    """Host memory that reports when it is about to be freed. A weak reference would report it later, when the memory
+    may be in use again."""
 
     release: Callable[[], None] | None = None
 
@@ -63,7 +64,7 @@ class _Pages(mmap.mmap):
 
 
 class Bus:
-    """Copies between one device and the host, each direction on a stream of its own, and counts their bytes.
+    """Copies between one device and the host, with a stream for each direction, and counts the bytes.
 
     Args:
         device (`torch.device`): the device.
@@ -82,7 +83,7 @@ class Bus:
         self._failure: BaseException | None = None
 
     def empty(self, numel: int, dtype: torch.dtype, *, locked: bool = True) -> Tensor:
-        """Allocates host memory, 1-D and zero. It is given back when no tensor holds it.
+        """Allocates host memory, 1-D and zero. It is freed when no tensor uses it.
 
         Args:
             numel (`int`): elements.
@@ -102,15 +103,15 @@ class Bus:
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of host memory that is in use."""
+        """The bytes of host memory in use."""
         return sum(self._memory.values())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that `empty` gave."""
+        """Whether a tensor lies in memory that `empty` has allocated."""
         return tensor.untyped_storage().data_ptr() in self._memory
 
     def up(self, device: Tensor, host: Tensor) -> Transfer:
-        """Copies host memory to the device, ordered after what the current stream does so far.
+        """Copies host memory to the device, after the work that the current stream has so far.
 
         Args:
             device (`Tensor`): 1-D, on the device, overwritten.
@@ -119,7 +120,7 @@ class Bus:
         return self._copy("up", device, host)
 
     def down(self, host: Tensor, device: Tensor) -> Transfer:
-        """Copies device memory to the host, ordered after what the current stream does so far.
+        """Copies device memory to the host, after the work that the current stream has so far.
 
         Args:
             host (`Tensor`): 1-D, on the host, overwritten; to be read after a `synchronize`.
@@ -144,7 +145,7 @@ class Bus:
 
     @contextmanager
     def on_side_stream(self, way: str) -> Iterator[None]:
-        """Sends what is issued inside to a stream of the bus, after everything that the current stream has so far.
+        """Issues the work of the context to a stream of the bus, after the work that the current stream has so far.
 
         Args:
             way (`str`): "up" or "down".
@@ -155,8 +156,8 @@ class Bus:
             yield
 
     def later(self, work: Callable[[], object], lane: str = "arrivals", *, always: bool = False) -> Pending:
-        """Has work done on a thread of the bus, without gradients, after what was given to the same lane before. When
-        a job fails, those behind it are not done; `wait_for_jobs` raises.
+        """Runs a function on a thread of the bus, without gradients, after the earlier jobs of the same lane. After a
+        job that failed, later ones do not run, and `wait_for_jobs` raises.
 
         Args:
             work (`Callable`): it may itself give work to another lane.

@@ -19,7 +19,7 @@ SMALL_TAG = 0x3FFFFFFE
 
 
 class DistributedComm(Comm):
-    """The part that all `torch.distributed` backends share: the small, rare collectives.
+    """The small, rare collectives, which are the same for all `torch.distributed` backends.
 
     [Note: who does not answer] Of a collective, a backend says at best that it failed. Where gloo serves the group,
     ranks send small values to one another instead, so that each waits for a rank that it knows.
@@ -117,7 +117,7 @@ class DistributedComm(Comm):
         return [pickle.loads(memoryview(each.numpy())) for each in pickles]
 
     def _gather_small(self, own: Tensor, everyones: list[Tensor], what: str) -> None:
-        """Fills `everyones` with what the ranks give, in rank order."""
+        """Fills `everyones` with the tensors of all ranks, in rank order."""
         if not (self._has_gloo and own.is_cpu):
             with self._reaching(what):
                 dist.all_gather(everyones, own, group=self.group)
@@ -128,13 +128,13 @@ class DistributedComm(Comm):
         self._wait(works, what)
 
     def _other_ranks(self) -> list[int]:
-        """Returns all other ranks, each rank beginning with the next one."""
+        """Returns all other ranks, beginning with the one after this rank."""
         return [(self.rank + distance) % self.num_ranks for distance in range(1, self.num_ranks)]
 
     def _post(
         self, receives: list[tuple[Tensor, int]], sends: list[tuple[Tensor, int]], tag: int, what: str
     ) -> list[tuple[int, dist.Work]]:
-        """Begins messages from and to other ranks; `_wait` is for what it returns."""
+        """Begins messages from and to other ranks, and returns them for `_wait`."""
         works = []
         for begin, messages in ((dist.irecv, receives), (dist.isend, sends)):
             for tensor, peer in messages:
@@ -149,8 +149,8 @@ class DistributedComm(Comm):
 
     @contextmanager
     def _reaching(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Around every call of the backend: what it raises becomes a `CommError` that names the rank. What is wrong
-        with this rank's device is raised as it is."""
+        """Turns an error of the backend into a `CommError` that names the rank. An error of this rank's own device is
+        raised as it is."""
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -166,6 +166,6 @@ class DistributedComm(Comm):
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes. What is moved and not summed is moved so: gloo and NCCL know some
-    dtypes only."""
+    """Returns the memory of a contiguous tensor as bytes. Values that are moved and not summed go as bytes, since gloo
+    and NCCL know some dtypes only."""
     return tensor.view(-1).view(torch.uint8)

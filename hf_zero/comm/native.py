@@ -1,4 +1,4 @@
-"""The backend's own collectives, in place, for NCCL and others that implement them well.
+"""The backend's own collectives, in place, for NCCL and other backends that implement them well.
 
 Gathers and reductions have a process group each, so that neither waits behind the other; the backend runs them on its
 own streams, ordered after the work that the current stream had when they were issued.
@@ -21,7 +21,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class NativeComm(DistributedComm):
-    """Collectives through `torch.distributed` as they are.
+    """Collectives that call those of `torch.distributed` directly.
 
     [Note: what a reduction needs] Summands in the dtype of the sum are reduced where they lie. Others are cast on
     their way into one of two buckets, piece by piece: the same elements of every rank's range, which is what a
@@ -83,7 +83,8 @@ class NativeComm(DistributedComm):
             _put(out, total, accumulate)
 
     def _reduce_in_pieces(self, ranges: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool) -> None:
-        """Reduces summands, `(num_ranks, out.numel())`, that are not in the dtype of their sum."""
+        """Reduces summands of shape `(num_ranks, out.numel())` in pieces, where they are not in the dtype of their
+        sum."""
         under_way: deque = deque()
 
         def finish_one():

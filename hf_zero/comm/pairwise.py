@@ -1,4 +1,5 @@
-"""Point-to-point exchange in place, for gloo: fewer bytes and fewer copies than its own reduce-scatter and all-gather.
+"""Point-to-point exchange in place, for gloo: it needs fewer bytes and copies than gloo's own reduce-scatter and
+all-gather.
 
 gloo reduces by an all-reduce and slices, and gathers through copies. Here every rank sends each peer exactly the range
 that the peer needs, straight from the memory where it lies, and receives straight into the memory where it belongs.
@@ -69,7 +70,7 @@ class PairwiseComm(DistributedComm):
         return self._begin_messages("exchange", what, receives, sends)
 
     def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
-        """The part of the staging buffer that receives `peer`'s summand of a piece."""
+        """Returns the part of the staging buffer that receives `peer`'s summand of a piece."""
         return self._staging.rows(self.num_ranks - 1, numel, dtype)[peer if peer < self.rank else peer - 1]
 
     def _exchange(self, full: Tensor, piece: tuple[int, int], what: str) -> Pending:
@@ -79,7 +80,7 @@ class PairwiseComm(DistributedComm):
         return self._begin_messages("reduce", what, receives, sends)
 
     def _summand(self, full: Tensor, peer: int, piece: tuple[int, int]) -> Tensor:
-        """A rank's summand of a piece of this rank's range: in its place, or where it was received."""
+        """Returns a rank's summand of a piece of this rank's range, where it lies or was received."""
         start, stop = piece
         if peer != self.rank:
             return self._staged(full.dtype, peer, stop - start)
@@ -99,7 +100,7 @@ class PairwiseComm(DistributedComm):
 
 
 def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool) -> None:
-    """Adds in the order given, divides by the number of summands, and writes or adds the result to `out`.
+    """Averages the summands, added in the given order, and writes the result to `out` or adds it.
 
     Args:
         summands (`list[Tensor]`): 1-D, two or more; `out` may be one of them.
@@ -128,14 +129,14 @@ def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bo
 
 
 def tag_of(verb: str, what: str) -> int:
-    """A message tag of its own for every unit and verb: ranks that fell out of step wait for one another and fail with
-    a message, instead of taking one unit's values for another's."""
+    """Returns a message tag that is different for every unit and collective, so that ranks that are out of step fail
+    with a message instead of mixing up units."""
     return crc32(f"{verb} {what}".encode()) & 0x3FFFFFFF
 
 
 class StagedComm(PairwiseComm):
-    """gloo with tensors of an accelerator: its messages know CPU memory alone, so values go through copies there,
-    piece by piece. Each collective is done when it returns: the copies of the next one go through the same memory.
+    """Collectives for gloo on an accelerator's tensors. gloo sends CPU memory only, so values are copied there in
+    pieces, and each collective is complete when it returns.
 
     Meant for trying several ranks on one device; ranks with a device each have a backend of the device's own.
 

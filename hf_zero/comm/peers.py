@@ -1,4 +1,4 @@
-"""The other ranks of this host: short messages to them, and memory that is handed over with one.
+"""Connections to the other ranks of this host, for short messages and for handing over memory.
 
 [Note: messages] A rank tells its peers where its values lie (READY), reads theirs when they are ready, and tells when
 it has read them (DONE), after which the owner may write there again. All ranks begin their collectives in the same
@@ -30,7 +30,7 @@ from hf_zero.errors import CommError
 
 
 class Kind(IntEnum):
-    """The kinds of messages; three numbers follow each."""
+    """The kinds of messages. Each message is a kind and three numbers."""
 
     READY = 0  # tag, number of the memory, offset in bytes
     DONE = 1
@@ -44,7 +44,7 @@ _DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 class Peer:
-    """The connection to another rank, with what has come from it and was not used yet."""
+    """The connection to another rank, with the messages that have arrived and were not used yet."""
 
     def __init__(self, rank: int, connection: socket.socket):
         self.rank = rank
@@ -58,7 +58,7 @@ class Peer:
         self._waiter.register(connection, select.POLLIN)
 
     def send(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> bool:
-        """Sends one message; False when there is no room for it now.
+        """Sends one message. Returns False when the connection takes none now.
 
         Raises:
             `OSError`: when it cannot be sent, and not because the other rank has ended.
@@ -78,7 +78,7 @@ class Peer:
         return True
 
     def receive(self, seconds: float) -> bool:
-        """Takes in one message; False when none comes in time."""
+        """Receives one message. Returns False when none comes in time."""
         if seconds and not self._waiter.poll(seconds * 1000):
             return False
         try:
@@ -105,7 +105,7 @@ class Peer:
 
 
 class Peers:
-    """All other ranks: what is sent to them and received from them, as long as they are in step.
+    """The connections to all other ranks, which must begin the same collectives in the same order.
 
     Args:
         group (`dist.ProcessGroup`): all ranks.
@@ -124,7 +124,7 @@ class Peers:
         weakref.finalize(self, close, list(connections.values()))
 
     def begin(self, tag: int, what: str, number: int, offset: int) -> None:
-        """Tells all that this rank is ready for its next collective.
+        """Tells all other ranks that this rank is ready for its next collective.
 
         Args:
             tag (`int`): of the unit and what is done with it.
@@ -136,7 +136,7 @@ class Peers:
         self.num_begun += 1
 
     def barrier(self, what: str) -> None:
-        """Waits until all have come to this barrier; `what` is for messages."""
+        """Waits until all ranks have come to this barrier; `what` names it in an error."""
         self._num_barriers += 1
         self._num_begun_at_barrier = self.num_begun
         self.send(Kind.BARRIER, 0, 0, self.num_begun)
@@ -144,14 +144,14 @@ class Peers:
             self.receive_until(peer, lambda peer: peer.counts[Kind.BARRIER] >= self._num_barriers, what)
 
     def send(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> None:
-        """Sends one message to each."""
+        """Sends one message to each other rank."""
         for peer in self.all:
             while not self._try_to_send(peer, kind, *numbers, descriptor=descriptor):
                 for other in self.all:  # it may be waiting for room as well: make some
                     self.receive(other, 0.001, "sending")
 
     def receive_until(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
-        """Takes in messages of one rank until what this one waits for is there.
+        """Receives messages of one rank until the expected one is there.
 
         Raises:
             `CommError`: when it does not come, or the ranks are out of step.
@@ -163,14 +163,14 @@ class Peers:
             self._refuse_out_of_step(peer, what)
 
     def receive(self, peer: Peer, seconds: float, what: str) -> bool:
-        """As `Peer.receive`; `what` is for messages."""
+        """Receives one message as `Peer.receive` does; `what` names the work in an error."""
         try:
             return peer.receive(seconds)
         except OSError as error:
             raise self._failed(what, peer, error) from error
 
     def out_of_step(self, what: str, peer: Peer, there: str | int) -> CommError:
-        """Returns the error to raise where one rank does something else.
+        """Returns the error for ranks that do different things at the same time.
 
         Args:
             what (`str`): what this rank does.
@@ -191,7 +191,7 @@ class Peers:
             raise self._failed("sending", peer, error) from error
 
     def _refuse_out_of_step(self, peer: Peer, what: str) -> None:
-        """Refuses a rank that begins other collectives: between two barriers all ranks begin equally many."""
+        """Refuses a rank that has begun another number of collectives since the last barrier than this one."""
         num_barriers = peer.counts[Kind.BARRIER]
         if num_barriers < self._num_barriers:  # this rank waits for it at a memory barrier
             if peer.counts[Kind.READY] > self.num_begun:
@@ -207,8 +207,8 @@ class Peers:
 
 
 def mapped(descriptor: int, nbytes: int) -> Tensor:
-    """The memory behind a descriptor, as bytes. The descriptor is closed, and no other is kept, as Python's `mmap`
-    would do: the memory of a large model has more parts than a process may have open files by default."""
+    """Maps the memory of a descriptor as bytes, and closes the descriptor. Python's `mmap` would keep one open for
+    each mapping, and a process may have few."""
     try:
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:  # torch's way to say that the system refuses

@@ -56,7 +56,7 @@ _ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, list[RankAddress]] = WeakKeyDic
 
 
 def exchange_addresses(group: dist.ProcessGroup) -> None:
-    """Lets the ranks of a group know one another's host and process. All of them call it."""
+    """Exchanges host and process among the ranks of a group. All of them call it."""
     if group not in _ADDRESSES:
         addresses: list = [None] * dist.get_world_size(group)
         own = RankAddress(dist.get_rank(), socket.gethostname(), os.getpid())
@@ -66,31 +66,31 @@ def exchange_addresses(group: dist.ProcessGroup) -> None:
 
 
 def same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-    """Notes that `group` has the ranks of `other`, in the same order."""
+    """Registers `group` as one of the same ranks as `other`, in the same order."""
     if other in _ADDRESSES:
         _ADDRESSES[group] = _ADDRESSES[other]
 
 
 def name_of(group: dist.ProcessGroup, rank: int) -> str:
-    """Returns a rank of a group in words; its number is the world's, as in its log."""
+    """Returns the name of a rank for messages, with its number in the world, as in its log."""
     if group in _ADDRESSES:
         return str(_ADDRESSES[group][rank])
     return f"rank {dist.get_global_rank(group, rank)}"
 
 
 def num_hosts(group: dist.ProcessGroup) -> int:
-    """Returns on how many hosts the ranks of a group run, which have exchanged their addresses."""
+    """Returns on how many hosts the ranks of a group run. They must have exchanged their addresses."""
     return len({address.host for address in _ADDRESSES[group]})
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:
-    """Whether a device's tensors, by default those in the host's memory, go through gloo."""
+    """Whether gloo serves the tensors of a device, by default of the CPU."""
     served = {each.type for each in group._device_types}
     return device.type in served and group._get_backend(device).name().lower() == "gloo"
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long a group's collectives on a device's tensors may take, in seconds, as whoever made it has chosen."""
+    """Returns the time limit of a group's collectives on a device's tensors, in seconds."""
     try:
         timeout = group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):  # not every backend has options: MPI, torch's fake group, those of others
@@ -99,14 +99,14 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Gives gloo's collectives in a group a limit, unless whoever made the group has chosen one."""
+    """Sets the time limit of a group's gloo collectives, unless the maker of the group has chosen one."""
     backend = group._get_backend(CPU) if is_gloo(group) else None
     if backend is not None and backend.options._timeout == default_pg_timeout:
         backend._set_default_timeout(timedelta(seconds=seconds))
 
 
 def ended(group: dist.ProcessGroup) -> set[int]:
-    """Returns the ranks whose connections are closed, so that no message can be sent to them, where gloo serves."""
+    """Returns the ranks whose gloo connections are closed."""
     closed = set()
     for rank in range(dist.get_world_size(group)) if is_gloo(group) else ():
         try:
@@ -119,7 +119,8 @@ def ended(group: dist.ProcessGroup) -> set[int]:
 
 
 def _ended_soon(group: dist.ProcessGroup, error: BaseException | str) -> set[int]:
-    """As `ended`; looks again where an error says that somebody has gone, and nobody seems to have."""
+    """Returns what `ended` does, and looks again for a while where an error says that a rank has gone and none is
+    found."""
     deadline = time.monotonic() + (CLOSING_SECONDS if _is_closed(error) and is_gloo(group) else 0.0)
     while not (found := ended(group)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -135,7 +136,7 @@ def failure(
     gone: Collection[int] = (),
     seconds: float | None = None,
 ) -> CommError:
-    """Returns the error to raise when ranks are not reached.
+    """Returns the error for ranks that cannot be reached.
 
     Args:
         what (`str`): what was under way.
@@ -163,7 +164,7 @@ def failure(
 
 @contextmanager
 def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Names the ranks that are not reached where code that is not ours communicates, such as Trainer's.
+    """Names the ranks that cannot be reached when other code than ours communicates, such as Trainer's.
 
     Args:
         what (`str`): what is under way.
@@ -184,12 +185,13 @@ def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Itera
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Whether an error says that a rank was not reached, if it comes from a collective."""
+    """Whether an error that comes from a collective says that a rank was not reached."""
     return _is_signed(error) or _is_closed(error)
 
 
 def _is_signed(error: Exception) -> bool:
-    """Whether an error is certainly of torch.distributed. A download, too, may say that a connection was closed."""
+    """Whether an error certainly comes from torch.distributed. An error of a download, too, may say that a connection
+    was closed."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in SIGNED)
 
 

@@ -1,4 +1,4 @@
-"""Connects the ranks of one host, each two of them by a Unix socket that nobody else can use.
+"""Connects each two ranks of one host by a Unix socket that no other user can use.
 
 Each rank listens in a folder that only its user can enter. All know one another's folders before they are made, and
 remove them when all have connected: also those of ranks that were killed meanwhile.
@@ -31,7 +31,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 @dataclass(frozen=True)
 class _Endpoint:
-    """The address of a rank, which the others need to find it: its host, where it will listen, and the password."""
+    """The address at which a rank is found: its host, its socket, and the password."""
 
     host: str | None  # None where memory cannot be handed over
     boot: str | None
@@ -50,7 +50,8 @@ class _Endpoint:
 
 
 def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str | None]:
-    """Connects this rank with every other one by a Unix socket; with none where they are not all on one host.
+    """Connects this rank with every other one by a Unix socket. Returns `None` where the ranks are not all on one
+    host.
 
     Args:
         group (`dist.ProcessGroup`): the ranks; all of them call.
@@ -81,7 +82,7 @@ def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | Non
 
 
 def _agreed(group: dist.ProcessGroup, act: Callable[[], None]) -> str | None:
-    """Runs `act` on all ranks, and returns why it failed on one of them, if it did."""
+    """Runs `act` on all ranks, and returns the reason if it has failed on any of them."""
     failure = None
     try:
         act()
@@ -124,7 +125,7 @@ def _connected(listener: socket.socket, endpoints: list[_Endpoint], rank: int) -
 
 @contextmanager
 def _in(folder: str) -> Iterator[str]:
-    """The path of the socket in a folder, by way of the opened folder: such paths have at most 107 bytes."""
+    """Returns the path of a socket through the opened folder, since the path of a socket has at most 107 bytes."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/rank"
@@ -133,7 +134,7 @@ def _in(folder: str) -> Iterator[str]:
 
 
 def _greeted(connection: socket.socket, password: bytes) -> int | None:
-    """Returns the rank that has connected, or `None` where it is none of them."""
+    """Returns the rank that has connected, or `None` for a stranger."""
     if _user_of(connection) != os.geteuid():
         return None
     connection.settimeout(GREETING_SECONDS)
@@ -145,13 +146,14 @@ def _greeted(connection: socket.socket, password: bytes) -> int | None:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Returns the user whose process is at the other end, as the kernel says."""
+    """Returns the user of the process at the other end, as the kernel reports it."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1]
 
 
 def host_name() -> str | None:
-    """Returns a name that ranks share which can reach one another's sockets; `None` where memory cannot be shared."""
+    """Returns a name that is equal for ranks that can reach each other's sockets; `None` where memory cannot be
+    shared."""
     return _boot_id() + os.readlink("/proc/self/ns/net") if sys.platform == "linux" else None
 
 

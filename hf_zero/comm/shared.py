@@ -1,4 +1,4 @@
-"""Exchange among the ranks of one host through memory that all of them map: nothing is sent but short messages, see
+"""Collectives among the ranks of one host through memory that all of them map. Only short messages are sent, see
 [Note: messages]."""
 
 import os
@@ -16,7 +16,7 @@ from hf_zero.comm.peers import Kind, Peers, mapped
 
 
 class HostMemory:
-    """Memory of this host that all ranks map: one for all, or a rank's own that others read.
+    """Memory of this host that all ranks map: shared memory, or a rank's own memory that the others read.
 
     Args:
         rank, num_ranks (`int`): this one, and how many there are.
@@ -32,7 +32,8 @@ class HostMemory:
         self._own: dict[int, tuple[int, Tensor]] = {}  # by address; kept, so that no address comes twice
 
     def own(self, numel: int, dtype: torch.dtype, kind: Kind = Kind.MEMORY) -> Tensor:
-        """Makes memory, 1-D and zero, in which this rank writes and others read. It lives as long as this object."""
+        """Allocates memory, 1-D and zero, to which this rank writes and which others read. It lives as long as this
+        object."""
         nbytes = max(1, numel * dtype.itemsize)
         descriptor = os.memfd_create("hf_zero", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, nbytes)
@@ -58,14 +59,14 @@ class HostMemory:
         self._peers.barrier(what)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Returns the number by which the others know the memory of a tensor; `None` where they do not map it."""
+        """Returns the number that the other ranks know a tensor's memory by; `None` where they do not map it."""
         number, _ = self._own.get(tensor.untyped_storage().data_ptr(), (None, None))
         return number
 
 
 @dataclass(frozen=True)
 class _Collective:
-    """A collective under way: `take` is called with every rank's values, this one's included, in rank order."""
+    """A collective under way: `take` is called with the values of all ranks, in rank order."""
 
     number: int
     tag: int
@@ -75,7 +76,7 @@ class _Collective:
 
 
 class SharedComm(PairwiseComm):
-    """Collectives among processes of one host. What does not lie in `empty` memory goes the pairwise way.
+    """Collectives among processes of one host. Tensors that do not lie in memory from `empty` are exchanged in pairs.
 
     Args:
         group, device, timeout_seconds, bucket_nbytes: as for `PairwiseComm`.
@@ -143,7 +144,7 @@ class SharedComm(PairwiseComm):
             self._take_first()
 
     def _begin(self, verb: str, what: str, own: Tensor, number: int, numel: int, take: Callable) -> Pending:
-        """Begins a collective on what lies in memory `number`, of which each rank reads `numel` elements."""
+        """Begins a collective on the memory `number`, of which each rank reads `numel` elements."""
         tag, under_way = tag_of(verb, what), f"{verb} of unit {what!r}"
         self._host_peers.begin(tag, under_way, number, own.storage_offset() * own.element_size())
         collective = _Collective(self._host_peers.num_begun, tag, under_way, own, take)
@@ -153,7 +154,7 @@ class SharedComm(PairwiseComm):
         return Pending(partial(self._finish, collective))
 
     def _finish(self, collective: _Collective) -> None:
-        """Returns when this rank has what it needs and the others have read what they need from it."""
+        """Waits until this rank has its values and the others have read theirs from it."""
         self.progress()
         while self._under_way and self._under_way[0].number <= collective.number:
             for peer in self._host_peers.all:
@@ -165,7 +166,7 @@ class SharedComm(PairwiseComm):
             )
 
     def _take_first(self) -> None:
-        """Serves the oldest collective under way: all ranks are ready."""
+        """Executes the oldest collective under way, for which all ranks are ready."""
         collective = self._under_way.popleft()
         own, values = collective.own, {self.rank: collective.own}
         for peer in self._host_peers.all:

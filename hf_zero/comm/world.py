@@ -31,7 +31,7 @@ def connect(
     bucket_nbytes: int | str,
     shared_memory: bool = True,
 ) -> Comm:
-    """Joins the data-parallel ranks. One process that nobody launched as one of several is the world of one rank.
+    """Connects the data-parallel ranks. A single process that no launcher started is a world of one rank.
 
     Args:
         device (`torch.device`): where the tensors live.
@@ -89,7 +89,7 @@ def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup
 
 
 def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> dist.ProcessGroup:
-    """The group of the ranks of the world that hold the same parts as this one. All ranks of the world call it.
+    """Returns the group of the ranks that hold the same part of the model as this one. All ranks of the world call it.
 
     Raises:
         `ConfigError`: where some rank belongs to no division like the others.
@@ -109,7 +109,7 @@ def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> d
 
 
 def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool) -> tuple[Callable[..., Comm], list]:
-    """Returns the class that serves these ranks, and what its constructor takes beside the usual."""
+    """Returns the class of collectives for these ranks, and further arguments of its constructor."""
     if _backend(group, device) != "gloo":
         return NativeComm, []
     if device.type != "cpu":
@@ -127,7 +127,7 @@ def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:
 
 
 def _leave() -> None:
-    """Lets the backend's threads come to rest at the end of the program.
+    """Waits for a moment at the end of the program, so that the backend's threads can finish.
 
     gloo's threads drop a collective shortly after it is waited for, and need the interpreter to do so: one that comes
     to it while the interpreter ends aborts the process (seen in 2 of 8 runs of a few seconds, with torch 2.13).

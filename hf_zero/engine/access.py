@@ -43,15 +43,15 @@ def forget(units: list[Unit]) -> None:
 
 
 def unit_of(param: Tensor) -> Unit | None:
-    """The unit that holds a parameter, or `None` when it is not sharded."""
+    """Returns the unit that holds a parameter, or `None` when it is not sharded."""
     holder = getattr(param, UNIT_ATTRIBUTE, None)
     return None if holder is None else holder.unit()
 
 
 @contextmanager
 def named_writes() -> Iterator[None]:
-    """Names the parameter in what torch says of a write while its data is away. It costs nothing where none fails, so
-    the name is known only where the code that writes holds the parameter in a variable.
+    """Adds the parameter's name to torch's error for a write while its data is away. The name is known only where the
+    code that writes holds the parameter in a variable.
 
     Raises:
         `LifecycleError`: instead of torch's error. All others pass.
@@ -116,7 +116,7 @@ def gathered(what: nn.Module | Tensor | Iterable[Tensor], writeback: bool = Fals
 
 
 class RanksInStep(Uncopyable):
-    """True while forwards of a model gather parameters, so that every rank must run as many as the others.
+    """An object that is true while forwards of a model gather parameters, so that all ranks must run equally many.
 
     It stands where transformers' `generate` looks for a flag, which follows `gathered` in this way: inside it, each
     rank generates at its own pace and stops when it is done.
@@ -132,14 +132,15 @@ class RanksInStep(Uncopyable):
         return not all(unit.num_gathered for unit in self._units)
 
     def marks(self, module: nn.Module) -> list[Patch]:
-        """Tells `generate` of a module of the model, and refuses there what cannot be kept in step."""
+        """Returns the patches that show this object to `generate` of a module, and that refuse what ranks cannot do in
+        step."""
         patches = [Patch(module, "_is_fsdp_managed_module", self)]
         if hasattr(type(module), "_get_candidate_generator"):
             patches.append(Patch(module, "_get_candidate_generator", partial(self._get_candidates, module)))
         return patches
 
     def _get_candidates(self, module: nn.Module, *args, assistant_model: nn.Module | None = None, **kwargs):
-        """transformers' method by which assisted generation begins."""
+        """Refuses assisted generation on sharded parameters, else calls transformers' own method."""
         if self or getattr(assistant_model, "_is_fsdp_managed_module", False):
             raise LifecycleError(
                 "generate: with an assistant or prompt lookup every rank takes steps of its own, which sharded "

@@ -1,4 +1,4 @@
-"""Makes the engine of a plain model: partition, layout, buffers, slots, hooks."""
+"""Builds the engine of a plain model: partition, layout, buffers, slots and hooks."""
 
 import os
 import re
@@ -44,8 +44,8 @@ def shard_with(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ZeroEngine:
-    """Partitions a model over the data-parallel ranks, in place: see `hf_zero.shard`, which does it in every respect
-    that the settings name."""
+    """Partitions a model over the data-parallel ranks, in place, without what the settings say of activations; see
+    `hf_zero.shard`."""
     engine = engine_of(model)
     if engine is not None:
         if engine.config != config:
@@ -82,7 +82,7 @@ def build(
     *,
     bus: Bus | None = None,
 ) -> ZeroEngine:
-    """Makes the engine of a model, unit by unit, freeing each unit's former memory before the next is taken.
+    """Builds the engine of a model, unit by unit. The former memory of a unit is freed before the next is built.
 
     Args:
         model (`nn.Module`): not sharded.
@@ -155,8 +155,8 @@ def _assemble(model, config, comm, units, parts, specs, placeholders, bus) -> Ze
 
 
 def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str, nn.Parameter, torch.dtype]]]:
-    """A unit's parameters by dtype, trainability, and whether tensor-parallel ranks divide them; in each group
-    matrices come first, so that they lie aligned and that weight decay, which by custom spares vectors, cuts it in
+    """Groups a unit's parameters by dtype, by trainability, and by whether tensor-parallel ranks divide them. Matrices
+    come first in each group, so that they are aligned and that weight decay, which leaves vectors out, cuts it in
     two."""
     groups: dict[tuple, list] = {}
     for name, p in sorted(spec.params.items(), key=lambda item: item[1].dim() < 2):
@@ -192,7 +192,7 @@ def _lay_out(
 
 
 def _place_slots(units: list[Unit], config: ZeroConfig, comm: Comm, arena: Arena) -> None:
-    """Gives every unit whose whole values do not rest a slot in which they appear, which blocks share.
+    """Gives a slot to every unit whose whole values do not rest. Blocks share slots.
 
     A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
     """
@@ -228,7 +228,7 @@ def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
 
 
 def _read_sources(flats: list[Flat], comm: Comm) -> None:
-    """Reads, on every rank, what it holds of the parameters that have sources; all ranks come out alike.
+    """Reads this rank's ranges of the parameters that have sources. It succeeds on all ranks or fails on all.
 
     Raises:
         `CheckpointError`: a rank could not read, or the ranks were given different models.
@@ -271,8 +271,8 @@ def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOfflo
 
 
 def _make_disk_prefetchers(disk: "DiskOffload", units: list[Unit]) -> None:
-    """Gives units whose values rest on disk their prefetchers: a block is read at once, the root, which may be much
-    larger, in windows."""
+    """Gives a prefetcher to each unit whose values rest on disk. A block is read at once; the root may be much larger,
+    and is read in windows."""
     for unit in units:
         flats = [flat for flat in unit.flats if flat.rest.source is not None and flat.rest.source.on_disk is not None]
         if flats:
@@ -285,7 +285,7 @@ def _own_ranges(flats: list[Flat]) -> list[torch.Tensor]:
 
 
 def _place_gradients(units: list[Unit], comm: Comm, arena: Arena) -> None:
-    """Gives every trainable unit memory for its gradients: its own, or what the blocks share."""
+    """Gives memory for gradients to every trainable unit: memory of its own, or buffers that the blocks share."""
     lent = [unit for unit in units if unit.gradients and not unit.gradients[0].is_persistent]
     root = [unit for unit in lent if unit is units[0]]
     for members in (lent[len(root) :], root):
@@ -299,7 +299,7 @@ def _place_gradients(units: list[Unit], comm: Comm, arena: Arena) -> None:
 
 
 def _place_buffers(model: nn.Module, comm: Comm) -> None:
-    """Puts the model's buffers, which stay whole on every rank, on the engine's device with rank 0's values."""
+    """Moves the model's buffers to the engine's device with rank 0's values. They stay whole on every rank."""
     placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old ones live on, so that no id comes twice
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -313,7 +313,7 @@ def _place_buffers(model: nn.Module, comm: Comm) -> None:
 
 
 def _keep_in_fp32(model: nn.Module):
-    """Returns a test for the names of parameters that the model's authors want in fp32 whatever the others' dtype."""
+    """Returns a function that says whether a parameter stays in fp32 because the model's authors want it so."""
     names: list[str] = []
     for module in model.modules():
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):

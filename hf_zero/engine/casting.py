@@ -1,4 +1,4 @@
-"""The dtype in which a sharded model is shown: it can change for a while, but never for good."""
+"""Shows the parameters of a sharded model in another dtype for a while, and refuses to change the dtype for good."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ PLAIN_AGAIN = "do it before it is sharded, or after hf_zero.ShardedModel(model).
 
 
 def guard(engine: ModelUnits) -> None:
-    """Lets nobody move, cast or resize the parameters of a sharded model past the engine."""
+    """Refuses calls that would move, cast or resize the parameters of a sharded model without the engine."""
     for module in engine.model.modules():
         engine.handles.append(Patch(module, "_apply", partial(_apply, engine, module)))
         if hasattr(type(module), "resize_token_embeddings"):
@@ -29,7 +29,7 @@ def guard(engine: ModelUnits) -> None:
 
 
 def _resize(engine: ModelUnits, module: nn.Module, num_rows: int | None = None, *args, **kwargs) -> nn.Module:
-    """Replaces transformers' method, which would give an embedding data of another shape.
+    """Refuses to resize embeddings; it replaces transformers' method.
 
     Raises:
         `LifecycleError`: when there is to be another number of rows.
@@ -43,7 +43,8 @@ def _resize(engine: ModelUnits, module: nn.Module, num_rows: int | None = None, 
 
 
 def _apply(engine: ModelUnits, module: nn.Module, fn, recurse: bool = True) -> nn.Module:
-    """Replaces what `module.to(...)`, `module.half()` and their like call: parameters stay as the engine has them.
+    """Replaces `module._apply`, which `module.to(...)` and `module.half()` call, so that parameters stay as the engine
+    has them.
 
     Raises:
         `LifecycleError`: when they were to change.

@@ -1,4 +1,4 @@
-"""Weight gradients of linear and embedding modules, written straight into the buffer that is reduced.
+"""Weight gradients of linear and embedding modules, written directly into the buffer that is reduced.
 
 Autograd would allocate a tensor for each, add up those of tied weights in further ones, and the engine would copy the
 result. Here the matrix product writes where the gradient belongs. Values are those of the stock modules: the same
@@ -28,7 +28,7 @@ MIN_NUMEL = 2**16
 
 
 class Sink:
-    """The destination of one weight's gradient.
+    """The destination of one weight's gradient, and the question whether the gradient may go there directly.
 
     Args:
         engine (`ZeroEngine`): who is told that a gradient comes.
@@ -53,13 +53,14 @@ class Sink:
             return False
 
     def destination(self) -> tuple[Tensor, bool]:
-        """The memory for the gradient, and whether it holds one already, to which to add."""
+        """Returns the memory for the gradient, and whether it already holds one to which this is added."""
         self.engine.expect(self.unit, self.gradient, self.index)
         self.engine.comm.progress()
         return self.gradient.destination(self.index)
 
     def serves(self, weight: nn.Parameter, input_: Tensor) -> bool:
-        """Whether a call may go through the functions below: nobody else wants to see the gradient or the call."""
+        """Whether a call may go through the functions below. It may not when a hook, a subclass or a caller needs the
+        gradient."""
         return (
             torch.is_grad_enabled()
             and weight.requires_grad
@@ -71,7 +72,7 @@ class Sink:
 
 
 def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
-    """Routes the calls of stock linear and embedding modules through the functions below.
+    """Patches stock linear and embedding modules, so that their calls go through the functions below.
 
     Args:
         engine (`ZeroEngine`): of the model.
@@ -95,8 +96,8 @@ def install(engine: ZeroEngine, sinks: dict[int, Sink]) -> None:
 
 
 def uninstall(module: nn.Module) -> None:
-    """Gives a block that is to be compiled its stock modules back: a graph's gradients come out of its backward, and
-    what `install` put into each module would make each block's graph another."""
+    """Removes the patches of `install` from a block that is to be compiled. With them each block would need a graph of
+    its own."""
     for inner in module.modules():
         if getattr(inner.__dict__.get("forward"), "func", None) in (_linear, _conv1d, _embedding):
             del inner.forward
@@ -107,7 +108,7 @@ def _is_plain(module: nn.Embedding) -> bool:
 
 
 def _operand(sink: Sink, weight: nn.Parameter, input: Tensor) -> Tensor | None:
-    """The input as the functions below take it, or `None` when the stock module has to be called."""
+    """Returns the input for the functions below, or `None` when the stock module has to be called."""
     dtype = _autocast_dtype(input.device.type)
     if dtype is not None:
         if weight.dtype is not dtype:

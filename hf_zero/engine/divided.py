@@ -1,4 +1,4 @@
-"""Parameters that tensor-parallel ranks hold divided (DTensors): of each, the engine shards what this rank has.
+"""Parameters that are divided over tensor-parallel ranks (DTensors). The engine shards the part that this rank has.
 
 transformers' tensor parallelism makes the parameters that it divides DTensors over its mesh. All others are whole on
 each rank of the mesh, see the same inputs there and get the same gradients.
@@ -13,12 +13,12 @@ from hf_zero.errors import UnsupportedError
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, whose module takes as long to import as torch: who has one has imported it."""
+    """Whether a tensor is a DTensor. It does not import the module of DTensor, which takes as long as torch itself."""
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def is_divided(param: nn.Parameter) -> bool:
-    """Whether other ranks hold other parts of a parameter."""
+    """Whether a parameter is divided over tensor-parallel ranks."""
     return is_dtensor(param) and not all(placement.is_replicate() for placement in param.placements)
 
 
@@ -28,7 +28,7 @@ def local_of(param: nn.Parameter) -> Tensor:
 
 
 def put(param: nn.Parameter, values: Tensor) -> None:
-    """Sets `param.data` to `values`, the part of it that this rank has."""
+    """Sets this rank's part of `param.data` to `values`."""
     if not is_dtensor(param):
         param.data = values
         return
@@ -40,7 +40,8 @@ def put(param: nn.Parameter, values: Tensor) -> None:
 
 
 def with_local(param: nn.Parameter, values: Tensor) -> Tensor:
-    """Returns a tensor divided as a parameter is, whose part on this rank is `values`; else `values` themselves."""
+    """Returns a DTensor that is divided as a parameter is and has `values` on this rank; for other parameters,
+    `values`."""
     if not is_dtensor(param):
         return values
     from torch.distributed.tensor import DTensor
@@ -50,7 +51,7 @@ def with_local(param: nn.Parameter, values: Tensor) -> Tensor:
 
 
 def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """Returns this rank's part of a parameter's gradient, which is summed or cut as the parameter needs it."""
+    """Returns this rank's part of a parameter's gradient, summed or cut so that it fits the parameter's part."""
     if not is_dtensor(grad):
         return grad
     if grad.placements != param.placements:
@@ -59,7 +60,7 @@ def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
 
 
 def dividing_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks among which a model's parameters are divided; `None` where each is whole.
+    """Returns the group of ranks over which a model's parameters are divided; `None` where each is whole.
 
     Raises:
         `UnsupportedError`: for parameters that FSDP holds, or that are divided along several axes of a mesh.

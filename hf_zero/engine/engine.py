@@ -65,7 +65,7 @@ class ZeroEngine(ModelUnits):
             self._first_forwards.begin_forward(self._forward.has_backward)
 
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
-        """Ends such a forward."""
+        """Ends a forward that `begin_forward` has prepared."""
         if in_backward():
             return
         forward = self._forward
@@ -84,7 +84,7 @@ class ZeroEngine(ModelUnits):
             self.refuse_misuse()  # while the graph still holds what it took: backward lets go of it, the latest first
 
     def leaves_alone(self, unit: Unit) -> bool:
-        """Whether there is nothing to do around a block, see `ForwardPass`."""
+        """Whether a block needs nothing before and after its forward, see `ForwardPass`."""
         return self._forward.leaves_alone(unit)
 
     def before_block(self, unit: Unit, inputs_need_grad: bool) -> None:
@@ -123,7 +123,8 @@ class ZeroEngine(ModelUnits):
             backward.visit(unit)
 
     def _open_backward(self) -> BackwardPass:
-        """Opens a backward, once in each: the root is made whole, and a callback at its end is queued."""
+        """Opens a backward when its first gradient comes: the root becomes whole, and a callback at the end is
+        queued."""
         if self._backward is None:
             self._backward = BackwardPass(self, self._forward.running)
             self._first_forwards.end()
@@ -167,7 +168,7 @@ class ZeroEngine(ModelUnits):
             unit.lend_gradients()
 
     def recover(self) -> None:
-        """Recovers from a backward that failed: what it collected is dropped, and all is as before the step."""
+        """Recovers from a backward that failed: its gradients are dropped, and the engine is as before the step."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
         for unit in self.units:
             unit.wait_for_all_gather()
@@ -187,7 +188,7 @@ class ZeroEngine(ModelUnits):
     # The optimizer's step
 
     def finish_gradients(self) -> None:
-        """Reduces every gradient that is not reduced yet: stages 0 and 1 have left it until now."""
+        """Reduces all gradients that are not reduced yet. Stages 0 and 1 reduce here and not in backward."""
         if self._backward is not None:
             self.recover()
         for unit in self.units:
@@ -198,7 +199,8 @@ class ZeroEngine(ModelUnits):
         self._apply_grad_scale()
 
     def scale_gradients(self, scale: Tensor) -> None:
-        """Multiplies the reduced gradients: at once, when they are next looked at, or by who takes the scale.
+        """Multiplies the reduced gradients by a factor, now or when they are read. A fused optimizer may take the
+        factor over.
 
         Args:
             scale (`Tensor`): 0-d fp32.
@@ -207,7 +209,7 @@ class ZeroEngine(ModelUnits):
         self._grad_scale = scale
 
     def take_grad_scale(self) -> Tensor | None:
-        """Returns the factor by which the reduced gradients are still to be multiplied, by the caller from now on."""
+        """Returns the factor that is not applied to the reduced gradients yet. From now on the caller applies it."""
         scale, self._grad_scale = self._grad_scale, None
         return scale
 
@@ -218,7 +220,7 @@ class ZeroEngine(ModelUnits):
             torch._foreach_mul_([grad for grad in reduced if grad.device == device], scale.to(device))
 
     def clear_gradients(self) -> None:
-        """Forgets all gradients, and gives back the shards of them."""
+        """Drops all gradients, and frees the memory of their shards."""
         if self._backward is not None and not in_backward():
             self.recover()
         self._grad_scale = self.grad_norm = None
@@ -298,7 +300,8 @@ class ZeroEngine(ModelUnits):
     # What the masters and gradients hold
 
     def param_infos(self) -> list[ParamInfo]:
-        """All parameters in the model's order, tied ones once; the same on every rank."""
+        """Returns the facts of all parameters in the model's order, tied ones once. They are the same on every
+        rank."""
         self._refuse_divided()
         by_name = {info.name: info for flat in self.flats for info in flat.infos}
         return [by_name[name] for name, _ in self.model.named_parameters() if name in by_name]

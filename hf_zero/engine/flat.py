@@ -24,7 +24,7 @@ TAKEN_NUMEL = 2**23
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """The facts of a parameter that do not need its data.
+    """The facts of a parameter that are known without its data.
 
     Args:
         name (`str`): its first name in `model.named_parameters()`.
@@ -108,12 +108,12 @@ class Flat:
 
     @property
     def slot_part(self) -> tuple[int, torch.dtype]:
-        """What a slot must hold for the whole buffer: elements and dtype, see `Slot.views`."""
+        """The size of the whole buffer in a slot: elements and dtype, see `Slot.views`."""
         return self.layout.full_numel, self.dtype
 
     @property
     def master(self) -> Tensor:
-        """The values that the optimizer updates, as far as this rank holds them; NaN where they rest on disk."""
+        """This rank's range of the values that the optimizer updates; NaN where they rest on disk."""
         return self.rest.masters.values
 
     @property
@@ -128,13 +128,13 @@ class Flat:
             self.bind(self.rest.whole)
 
     def bind(self, full: Tensor) -> None:
-        """Names the memory in which the whole values appear, and makes the parameters' views of it."""
+        """Sets the memory in which the whole values appear, and makes the parameters' views of it."""
         self.full = full
         self.views = [full[span.offset : span.stop].view(span.shape) for span in self.layout.spans]
 
     def read(self) -> None:
-        """Makes the memory of the master and reads into it, and into the compute copy where it rests, what lies in
-        files. No other rank takes part. Does nothing where no parameter has a source."""
+        """Allocates the masters and reads lazily loaded values into them and into a compute copy that rests. No other
+        rank takes part. Does nothing where no parameter has a source."""
         if not any(self.is_read):
             return
         self.rest.allocate_masters()
@@ -145,7 +145,7 @@ class Flat:
                     source_of(self.params[piece.index]).read(piece.start, out, self._home_dtypes[piece.index])
 
     def fill(self) -> None:
-        """Takes over the parameters' data, but for those that were read: rank 0's values, into all that rests."""
+        """Copies rank 0's parameters, without those that `read` has read, into masters and compute copies."""
         if not any(self.is_read):
             self.rest.allocate_masters()
         numel, flattened = self.layout.full_numel, (-1, torch.empty(0))
@@ -179,7 +179,7 @@ class Flat:
             self.end_use()
 
     def end_use(self) -> None:
-        """Notes that the module that the parameters belong to has used them; they may stay for a while."""
+        """Notes that the forward of the parameters' module has ended. The values may stay for a while."""
         self.holders = [param._use_count() for param in self.params]
 
     def _put(self, values: list[Tensor]) -> None:
@@ -190,8 +190,8 @@ class Flat:
             companions.follow()
 
     def write_back(self) -> None:
-        """Makes rank 0's whole values everyone's: the master follows what was written to the parameters, or assigned
-        to their `data`."""
+        """Copies rank 0's whole values to all ranks. The masters follow what was written to the parameters, or
+        assigned to their `data`."""
         for index in self.assigned():
             self.take_assigned(index)
         self.comm.broadcast_(self.full)
@@ -201,7 +201,8 @@ class Flat:
 
     @property
     def shows_placeholders(self) -> bool:
-        """Whether all parameters show placeholders that nobody has written to. Of DTensors it is not known at once."""
+        """Whether all parameters show placeholders that nobody has written to. It is False for DTensors, of which this
+        is not known."""
         return all(map(is_untouched, self.params))
 
     def assigned(self) -> Iterator[int]:
@@ -233,7 +234,7 @@ class Flat:
         self.versions[index] = -1  # it counts as written
 
     def mark_clean(self) -> None:
-        """Notes that the parameters are as the engine made them: later changes are written by somebody else."""
+        """Notes that the parameters now have the engine's values, so that a later change is one by user code."""
         self.versions = [p._version for p in self.params]
         if self.rest.has_copy and self.rest.whole is not None:
             self.bits = bits_of(self.full)
@@ -260,7 +261,7 @@ class Flat:
         return next((piece.index for piece in pieces if piece.offset <= at < piece.offset + piece.numel), None)
 
     def write_master(self, index: int, values: Tensor) -> None:
-        """Overwrites what this rank has of one parameter's master.
+        """Overwrites this rank's range of one parameter's master.
 
         Args:
             index (`int`): which parameter.

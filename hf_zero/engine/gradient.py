@@ -1,4 +1,5 @@
-"""Gradients of one flat buffer: collected whole as autograd produces them, reduced to this rank's range."""
+"""Gradients of one flat buffer. They are collected whole as autograd produces them, and reduced to this rank's
+range."""
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Gradient:
         self._grads: list[Tensor] = []
 
     def lend(self, full: Tensor, views: list[Tensor]) -> None:
-        """Gives memory in which gradients are collected, see `views_of`. It is overwritten."""
+        """Sets the memory in which gradients are collected, see `views_of`. It is overwritten."""
         self.full, self.views = full, views
 
     def views_of(self, full: Tensor) -> list[Tensor]:
@@ -63,7 +64,7 @@ class Gradient:
         return [full[span.offset : span.stop].view(span.shape) for span in self.flat.layout.spans]
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
-        """Returns the memory for one parameter's gradient, then filled, and whether it holds one, to which to add.
+        """Returns the memory for one parameter's gradient, and whether it already holds one to which this is added.
 
         Raises:
             `LifecycleError`: when the gradients of this step are reduced already and rest where they were collected.
@@ -97,7 +98,8 @@ class Gradient:
             self._destinations, self._grads = [], []
 
     def reduce(self, what: str) -> Pending:
-        """Averages what was collected over the ranks, into `reduced`. Where no gradient came, zero counts."""
+        """Averages the collected gradients over the ranks, into `reduced`. A parameter without a gradient counts as
+        zero."""
         full = self.full
         self.flush()
         for start, stop in self._pads:  # each time: clipping by a norm that is not finite reaches the padding too
@@ -115,15 +117,15 @@ class Gradient:
         return self._reduce_into_rest(full, adds, what)
 
     def _make_reduced(self, full: Tensor) -> Tensor:
-        """Makes memory for the average of what is collected in `full`."""
+        """Allocates memory for the average of the gradients in `full`."""
         raise NotImplementedError
 
     def _reduce_into_rest(self, full: Tensor, adds: bool, what: str) -> Pending:
         return self._average(full, self.reduced, adds, what)
 
     def _update_witness(self) -> None:
-        """Adds to the witness. The smallest parameter serves: it is mostly a vector that a layer adds or multiplies
-        by, and a value that is not finite spreads over all of those on its way back."""
+        """Adds the gradient of the smallest parameter to the witness. A value that is not finite reaches nearly every
+        such vector of a layer in backward."""
         index = next((index for index in self._by_size if self.filled[index]), None)
         if index is not None and self.flat.comm.num_ranks > 1:
             own = self.views[index].view(-1)[:WITNESS_NUMEL].sum(dtype=torch.float64)
@@ -155,16 +157,16 @@ class Gradient:
         return whole
 
     def hand_over(self) -> None:
-        """Leaves the average, on the host, to the optimizer until the next is handed over, which lies elsewhere."""
+        """Hands the average on the host over to the optimizer. The next average lies in other memory."""
         self.reduced, self._other = self._other, self.reduced
 
     def give_up(self) -> None:
-        """Gives up all memory."""
+        """Frees all memory."""
         self.full = self.reduced = self._other = None
         self.views = []
 
     def clear(self) -> None:
-        """Forgets the gradients. Shards of them go back to their arena; on the host they stay."""
+        """Drops the gradients. Shards on the device go back to their arena; memory on the host stays allocated."""
         self.is_reduced = self.is_spent = False
         self.witness = None
         self.filled = [False] * len(self.filled)
@@ -173,14 +175,14 @@ class Gradient:
 
 
 class GradientInPlace(Gradient):
-    """The average rests where gradients are collected, which it overwrites."""
+    """Gradients whose average overwrites the memory in which they are collected."""
 
     def _make_reduced(self, full: Tensor) -> Tensor:
         return full[slice(*self.flat.held)]
 
 
 class GradientInArena(Gradient):
-    """The average rests in an arena of the device: a shard, or of more precision than what is collected."""
+    """Gradients whose average rests in an arena of the device, as a shard or in more precision."""
 
     def _make_reduced(self, full: Tensor) -> Tensor:
         return self._arena.take(self.flat.rest.masters.numel, self.dtype)
@@ -193,7 +195,7 @@ class GradientInArena(Gradient):
 
 
 class GradientOnHost(Gradient):
-    """The average is sent down to the host's memory and rests there."""
+    """Gradients whose average is copied to the host's memory and rests there."""
 
     rests_at = MemoryTier.HOST
 
@@ -221,8 +223,8 @@ class GradientOnHost(Gradient):
 
 
 def gradient_of(flat: Flat, sum_dtype: torch.dtype, arena: Arena) -> Gradient:
-    """Chooses where the gradient of a buffer rests, and in which dtype: that of the sum, unless the master is of lower
-    precision. See `Gradient`."""
+    """Chooses where the gradient of a buffer rests, and its dtype: the dtype of the sum, or of a master with lower
+    precision."""
     sum_dtype = torch.float64 if flat.dtype is torch.float64 else sum_dtype
     dtype = min(sum_dtype, flat.rest.masters.dtype, key=lambda dtype: dtype.itemsize)
     kind: type[Gradient] = GradientInArena
@@ -257,11 +259,12 @@ class GradientSlots:
 
     @property
     def slots(self) -> list[Slot]:
-        """The buffers that exist at the moment."""
+        """The buffers that are allocated now."""
         return [*self._free, *self._busy]
 
     def acquire(self) -> Slot:
-        """Returns a buffer to collect in: a new one while there is one at most, then the one that is being reduced."""
+        """Returns a buffer for gradients: a new one while there is at most one, then the one whose reduction began
+        first."""
         if not self._free and len(self._busy) > 1:
             self._wait_for_oldest()
         slot = self._free.pop() if self._free else Slot(self._arena.take(self._nbytes, torch.uint8))
@@ -269,7 +272,7 @@ class GradientSlots:
         return slot
 
     def reducing(self, slot: Slot, pending: Pending) -> None:
-        """Notes that the buffer is free again when `pending` is done."""
+        """Notes that a buffer is free when `pending` is done."""
         del self._busy[slot]  # they are waited for in the order of the reductions, which is the same on all ranks
         self._busy[slot] = pending
 
@@ -279,14 +282,14 @@ class GradientSlots:
         self._free.append(slot)
 
     def wait_for_all(self) -> None:
-        """Waits for all reductions under way, and gives the memory back, unless its arena would keep it anyway."""
+        """Waits for all reductions under way, and frees the buffers, unless their arena would keep the memory."""
         while self._wait_for_oldest():
             pass
         while self._free and not self._arena.keeps:
             self._arena.give(self._free.pop().buffer)
 
     def _wait_for_oldest(self) -> bool:
-        """Waits for the oldest reduction under way; False when there is none."""
+        """Waits for the oldest reduction under way. Returns False when there is none."""
         for slot, pending in self._busy.items():
             if pending is not None:
                 pending.wait()

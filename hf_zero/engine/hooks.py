@@ -100,8 +100,8 @@ def _after_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs, output) 
 
 
 def _hook_outputs(output, inputs, hook) -> None:
-    """Has `hook` called when the gradient of any output arrives. An input that is handed through is not an output: its
-    gradient arrives when the backward has come to whoever made it."""
+    """Has `hook` called when the gradient of any output arrives. An input that is returned unchanged does not count,
+    since its gradient arrives later."""
     if not torch.is_grad_enabled():
         return
     handed_in = tensors_in(inputs)
@@ -153,8 +153,7 @@ def _guard_loading(engine: ZeroEngine) -> None:
 
 
 def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_metadata, *_) -> None:
-    """What is loaded reaches masters of more precision than the parameters unrounded: what is then written to the
-    parameters agrees with them.
+    """Writes loaded values to the masters without rounding, before they are written to the parameters.
 
     Raises:
         `LifecycleError`: for `assign=True`, and where what is loaded would be lost.
@@ -183,8 +182,8 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
 
 
 def _outer_modules(model: nn.Module, blocks: dict[Unit, nn.Module], root: Unit) -> list[nn.Module]:
-    """The modules around the blocks, and those that own parameters of the root, where these go away: any may be called
-    on its own."""
+    """Returns the modules around the blocks, and at stage 3 those that own parameters of the root. Any of them may be
+    called alone."""
     inside = {id(m) for block in blocks.values() for m in block.modules()}
     root_params = {id(p) for flat in root.flats for p in flat.params}
     outer = []
@@ -197,7 +196,7 @@ def _outer_modules(model: nn.Module, blocks: dict[Unit, nn.Module], root: Unit) 
 
 
 def tensors_in(*values) -> list[Tensor]:
-    """The tensors in a module's arguments or outputs, through tuples, lists and mappings."""
+    """Returns the tensors in a module's arguments or outputs, through tuples, lists and mappings."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

@@ -15,7 +15,7 @@ NUM_PIECES = 8
 
 
 class Ring:
-    """A few buffers that are filled in turn. Who takes one waits until its last use is over.
+    """A few buffers that are filled in turn. Taking one waits until its last use is over.
 
     Args:
         make (`Callable`): gives memory, 1-D uint8, of so many bytes.
@@ -30,11 +30,11 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """The bytes of its buffers."""
         return sum(buffer.numel() for buffer in self._buffers if buffer is not None)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns the next buffer's first elements, 1-D. A buffer that is too small is made anew."""
+        """Returns the first elements of the next buffer, 1-D. A buffer that is too small is replaced."""
         self._last = (self._last + 1) % len(self._buffers)
         use, self._uses[self._last] = self._uses[self._last], None
         if use is not None:
@@ -46,12 +46,12 @@ class Ring:
         return buffer[:nbytes].view(dtype)
 
     def hold(self, use: Pending) -> None:
-        """Notes what the buffer that was taken last is used for."""
+        """Notes the work that uses the buffer that was taken last."""
         self._uses[self._last] = use
 
 
 class HostTransfer:
-    """Moves shards between host and device. What the buffers hold on the way does not grow with the model.
+    """Moves shards between host and device through buffers of constant size.
 
     Args:
         bus (`Bus`): the copies.
@@ -66,12 +66,12 @@ class HostTransfer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that there are so far, on the host."""
+        """The bytes of its buffers on the host."""
         return self._going_down.nbytes + self._going_up.nbytes
 
     def up(self, device: Tensor, host: Tensor) -> Pending:
-        """Copies a shard to the device, cast if need be. What is cast has been read when this returns; else the host's
-        values may be written again after a `Bus.synchronize`, or when gradients that were made with them are here.
+        """Copies a shard to the device, and casts it where the dtypes differ. The host's values may be overwritten
+        after a `Bus.synchronize`; those that are cast, when this returns.
 
         Args:
             device (`Tensor`): 1-D, overwritten; to be read after a `wait`.
@@ -87,7 +87,7 @@ class HostTransfer:
         return transfer  # of the last part: copies of one way are made in their order
 
     def down(self, host: Tensor, device: Tensor, *, accumulate: bool) -> Pending:
-        """Copies or adds values to a shard on the host, which is complete after a `Bus.wait_for_jobs`.
+        """Copies values to a shard on the host, or adds them. The shard is complete after a `Bus.wait_for_jobs`.
 
         Args:
             host (`Tensor`): 1-D, of any dtype.

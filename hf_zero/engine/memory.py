@@ -11,7 +11,8 @@ from hf_zero.engine.model_units import ModelUnits
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on one rank by tensor class, each tensor counted once; of the device but where it says otherwise.
+    """The bytes on one rank by tensor class, each tensor counted once. They are on the device unless a field says
+    otherwise.
 
     Args:
         parameter_nbytes (`int`): the parameters as they rest: compute copies at stages 0 to 2, masters at stage 3.
@@ -68,7 +69,7 @@ def measure(engine: ModelUnits) -> MemoryReport:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' distinct ranges of memory: views of one another count once."""
+    """Returns the bytes of the tensors' distinct ranges of memory. Views of one another count once."""
     ranges = sorted({(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors})
     total, end = 0, 0
     for low, high in ranges:

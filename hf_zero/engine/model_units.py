@@ -30,21 +30,21 @@ class Updates(Protocol):
         """Finishes an update that is under way: masters can then be read, and compute copies have followed."""
 
     def abandon(self) -> None:
-        """Ends a step whose gradients are dropped: what was done of it already stays done."""
+        """Ends a step whose gradients are dropped. Units that are updated already stay updated."""
 
 
 class ShardedState(Protocol):
     """An optimizer over the shards, as far as its memory is measured."""
 
     def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]:
-        """Every tensor of its state on this rank, and where it rests."""
+        """Returns every tensor of its state on this rank, and where it rests."""
 
     def unsharded_state_nbytes(self) -> int:
-        """Bytes of its state over whole parameters."""
+        """Returns the bytes of its state over whole parameters."""
 
 
 def _nothing() -> None:
-    """Does nothing, where a callback is optional."""
+    """Does nothing: the default of an optional callback."""
 
 
 class ModelUnits(Uncopyable):
@@ -109,7 +109,7 @@ class ModelUnits(Uncopyable):
         return any(flat.cast for flat in self.flats)
 
     def gradients(self) -> Iterator[Gradient]:
-        """The gradients of all trainable buffers, in a fixed order."""
+        """Yields the gradients of all trainable buffers, in a fixed order."""
         for unit in self.units:
             yield from unit.gradients
 
@@ -119,7 +119,7 @@ class ModelUnits(Uncopyable):
         self.root.unshard()
 
     def reduce(self, unit: Unit, at_step: bool = False) -> None:
-        """Begins to reduce a unit's gradients: its backward is over, or all are, `at_step`."""
+        """Begins to reduce a unit's gradients, after its backward or `at_step`."""
         if at_step:
             self._reducing.append(unit.reduce_gradients(at_step=True))
         else:
@@ -137,7 +137,7 @@ class ModelUnits(Uncopyable):
             slots.wait_for_all()
 
     def wait_for_host(self) -> None:
-        """Waits for what the bus's threads do. Where one rank's have failed, all ranks raise.
+        """Waits for the jobs of the bus's threads. When one rank's have failed, all ranks raise.
 
         Raises:
             `CommError`: another rank's have failed; on that one, whatever it was.
@@ -175,7 +175,7 @@ class ModelUnits(Uncopyable):
             )
 
     def refuse_held(self, what: str) -> None:
-        """Refuses something while a context holds the parameters.
+        """Refuses an act inside `hf_zero.gathered` or `computing_in`.
 
         Args:
             what (`str`): what is refused, for the message.

@@ -31,8 +31,8 @@ def is_reordered(param: nn.Parameter) -> bool:
 
 
 class Companions:
-    """Tensors that an opaque parameter carries as attributes. Its layer may take them away when it is first used, so
-    they are put back whenever the data is; those that are the data itself follow it.
+    """Tensors that an opaque parameter carries as attributes. Its layer may remove them at its first use, so they are
+    restored with the data.
 
     Args:
         param (`nn.Parameter`): with the data that it was made with.
@@ -45,7 +45,7 @@ class Companions:
         self._others = {name: value for name, value in tensors.items() if name not in self._aliases}
 
     def follow(self) -> None:
-        """Puts the tensors back, after the parameter got other data."""
+        """Restores the tensors after the parameter got other data."""
         vars(self._param).update(self._others, **dict.fromkeys(self._aliases, self._param.data))
 
 
@@ -55,7 +55,7 @@ def companions_of(params: list[nn.Parameter]) -> list[Companions]:
 
 
 def unpack_layers(model: nn.Module) -> list[Patch]:
-    """Makes bitsandbytes' layers as they were before their first use, and keeps them from reordering their weights.
+    """Restores bitsandbytes' layers to their form before the first use, and keeps them from reordering their weights.
 
     The 8-bit layer takes the bytes out of its parameter; the 4-bit layer, on CPUs with AVX512-BF16, reorders them in
     its first evaluation, see `is_reordered`.

@@ -1,4 +1,4 @@
-"""The partition of a model into units, read off its structure: its repeated blocks, and the root with the rest."""
+"""The partition of a model into units by its structure: its repeated blocks, and the root with the rest."""
 
 from collections import Counter
 from collections.abc import Container
@@ -17,7 +17,7 @@ SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # the dt
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """One unit to be: a name, the module whose forward uses it, and its parameters by name."""
+    """The description of a unit: its name, the module whose forward uses it, and its parameters by name."""
 
     name: str
     module: nn.Module
@@ -26,7 +26,7 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class StackSpec:
-    """Blocks that are called one after the other, in their order, by the forward of `owner`."""
+    """The description of a stack: blocks that the forward of `owner` calls in their order."""
 
     owner: nn.Module
     units: list[UnitSpec]
@@ -34,7 +34,7 @@ class StackSpec:
 
 @dataclass(frozen=True)
 class Partition:
-    """Every parameter of the model in exactly one unit."""
+    """The descriptions of all units. Every parameter of the model is in exactly one."""
 
     root: UnitSpec
     stacks: list[StackSpec]
@@ -74,7 +74,8 @@ def partition(model: nn.Module) -> Partition:
 
 
 def _caller(model: nn.Module, path: str) -> nn.Module:
-    """The module whose forward calls the members of the container at `path`: the nearest around it that has one."""
+    """Returns the module whose forward calls the members of the container at `path`: the nearest around it that has a
+    forward."""
     while path:
         path = path.rpartition(".")[0]
         owner = model.get_submodule(path)
@@ -84,7 +85,7 @@ def _caller(model: nn.Module, path: str) -> nn.Module:
 
 
 def canonical_names(model: nn.Module) -> dict[int, str]:
-    """The first name of every parameter, by its `id`: tied parameters have one."""
+    """Returns the first name of every parameter by its `id`. Tied parameters have one name."""
     return {id(p): name for name, p in model.named_parameters()}
 
 
@@ -100,7 +101,8 @@ def _refuse_compiled(model: nn.Module) -> None:
 def refuse_what_cannot_be_sharded(
     model: nn.Module, device: torch.device | None = None, *, is_ready: bool = True
 ) -> None:
-    """Refuses parameters whose bytes are not a dense tensor of their own, and modules in whose graph hooks would be.
+    """Refuses parameters that are not dense tensors of their own, and compiled modules, in whose graphs hooks would
+    be.
 
     Args:
         model (`nn.Module`): not yet sharded.
@@ -171,7 +173,7 @@ def _biases_beside_opaque(model: nn.Module) -> dict[int, nn.Parameter]:
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device; "cpu" and "cpu:0" are one."""
+    """Whether a tensor is on a device. "cpu" and "cpu:0" are the same."""
     has_same_index = None in (tensor.device.index, device.index) or tensor.device.index == device.index
     return tensor.device.type == device.type and has_same_index
 
@@ -184,7 +186,8 @@ def _no_split_names(model: nn.Module) -> set[str]:
 
 
 def _containers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The containers whose members are blocks, outermost first, by path; none lies inside another's block."""
+    """Returns the containers whose members are blocks, by path and outermost first. None lies inside the block of
+    another."""
     found = [
         (path, module)
         for path, module in model.named_modules()
@@ -198,7 +201,8 @@ def _containers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _longest(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Of containers nested in one another, those whose longest is longest; a single block is no repetition."""
+    """Returns, of containers that are nested in one another, those with the longest list. A single block is no
+    repetition."""
     chosen = []
     for path, container in _outermost(found):
         inner = [(p, c) for p, c in found if _is_inside(p, path)]
@@ -211,7 +215,7 @@ def _longest(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
 
 
 def _holds_blocks(container: nn.Module) -> bool:
-    """Whether the members are called themselves: a list of lists is not, its inner lists' members are."""
+    """Whether the members of a container are called themselves. Those of a list of lists are not."""
     members = [module for _, module in _members(container)]
     return bool(members) and all(type(module).forward is not nn.Module.forward for module in members)
 
@@ -233,7 +237,7 @@ def _members(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _count_users(model: nn.Module, containers: list[tuple[str, nn.Module]]) -> dict[int, int]:
-    """Counts the users of each parameter: the different blocks that hold it, and whatever holds it outside of them."""
+    """Counts the users of each parameter: the blocks that hold it, and all else that holds it as one more."""
     blocks = {id(block): block for _, container in containers for _, block in _members(container)}
     users = Counter(id(p) for block in blocks.values() for p in block.parameters())
     users.update({id(p) for module in _around(model, blocks) for p in module.parameters(recurse=False)})
@@ -241,7 +245,7 @@ def _count_users(model: nn.Module, containers: list[tuple[str, nn.Module]]) -> d
 
 
 def _around(model: nn.Module, blocks: Container[int]) -> dict[nn.Module, None]:
-    """The modules that can be reached without entering a block; one may lie inside a block all the same.
+    """Returns the modules that can be reached without entering a block. One of them may lie inside a block too.
 
     Args:
         model (`nn.Module`): which holds the blocks.

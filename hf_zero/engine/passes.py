@@ -45,7 +45,8 @@ class ForwardPass:
             self._engine.blocks[0].prefetch_from_disk()
 
     def end(self, stack: Stack | None, failed: bool) -> None:
-        """Ends such a forward: what is left of its stack is passed over, so that all ranks gather the same."""
+        """Ends a forward that `begin` has begun. Units of its stack that were not called are gathered too, so that all
+        ranks gather the same."""
         if stack is not None:
             rest = stack.finish()
             self._take([] if failed else rest, stack)
@@ -89,8 +90,8 @@ class ForwardPass:
             last.reshard()
 
     def _take(self, units: list[Unit], stack: Stack) -> None:
-        """Gathers units of a stack. Those that a backward will come to are noted: by what all ranks know, whether or
-        not this one skips a block."""
+        """Gathers units of a stack, and records those that a backward will come to, also where this rank skips a
+        block."""
         if self.depth == 0:
             self.has_backward = torch.is_grad_enabled()  # a block that is called by hand
         for unit in units:
@@ -137,7 +138,8 @@ class BackwardPass:
         self._pass_over(self._schedule.open_pass(units))
 
     def visit(self, unit: Unit) -> None:
-        """Notes that backward has come to a unit: its parameters become whole, and what came before it is complete."""
+        """Makes the parameters of the unit whole that backward has come to, and reduces the units that backward has
+        left."""
         if unit is not self._current or unit.phase is not Phase.UNSHARDED:
             self._pass_over(self._schedule.rewind_to(unit))
             unit.fill_slot()
@@ -153,7 +155,7 @@ class BackwardPass:
         unit.unshard()
 
     def finish(self) -> None:
-        """Reduces every unit that has not been reduced, in a fixed order; nothing stays unsharded."""
+        """Reduces all units that are left, in a fixed order, and reshards everything."""
         engine = self._engine
         self._pass_over(self._schedule.finish_passes())
         self._turn_to(None)
@@ -187,7 +189,7 @@ class BackwardPass:
 
 
 def prefetch(unit: Unit, candidates: list[Unit], running: list[Unit], count: int) -> None:
-    """Gathers the units that come next, as far as there is room, and has the one behind them read from disk.
+    """Gathers the next units, as far as there is room, and begins to read the unit behind them from disk.
 
     Args:
         unit (`Unit`): the unit that is used now.

@@ -1,4 +1,4 @@
-"""Patches and hooks that the engine puts onto a user's objects, and can take off again."""
+"""Patches and hooks that the engine puts onto a user's objects, and that can be removed."""
 
 from functools import update_wrapper
 
@@ -18,7 +18,7 @@ class Uncopyable:
 
 
 class Patch:
-    """An attribute of one object that stands before its class's, or one of its own, until it is removed.
+    """An attribute that is set on one object and hides the former one until it is removed.
 
     Args:
         owner: the object.
@@ -38,7 +38,7 @@ class Patch:
 
 
 class NodeHook:
-    """A hook on a node of autograd's graph, which lives as long as somebody holds it.
+    """A hook on a node of autograd's graph. The node lives as long as this object.
 
     Args:
         node: the node.
@@ -54,7 +54,7 @@ class NodeHook:
 
 
 class ForwardGuard(Uncopyable):
-    """Leads those who call `module.forward(...)`, as some models do with their blocks, through `module(...)`.
+    """Turns calls of `module.forward(...)`, which would skip all hooks, into calls of `module(...)`.
 
     Args:
         module (`nn.Module`): with hooks.
@@ -68,7 +68,7 @@ class ForwardGuard(Uncopyable):
 
     @classmethod
     def build(cls, module: nn.Module) -> list:
-        """Puts a guard before a module's forward; gives all that is to be removed again."""
+        """Puts a guard before a module's forward, and returns the patches that it consists of."""
         guard = cls(module)
         return [
             Patch(module, "forward", guard),

@@ -1,11 +1,11 @@
-"""Placeholders: the data that parameters show while their values are away."""
+"""Placeholders, the data that parameters show while their values are away."""
 
 import torch
 from torch import Tensor
 
 
 class Placeholders:
-    """Makes placeholders: NaN in any shape, at the cost of one element.
+    """Makes placeholders: NaN in any shape, in the memory of one element.
 
     Most writes raise, since all elements share memory. For those that torch lets through (`fill_`, or one element),
     every placeholder is a lazy copy of one number: the first write gives it memory of its own. So no other changes,
@@ -20,19 +20,19 @@ class Placeholders:
         self._numbers: dict[torch.dtype, Tensor] = {}
 
     def of(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A placeholder: NaN, or 0 for dtypes that have none."""
+        """Returns a placeholder of NaN, or of 0 for dtypes without NaN."""
         if dtype not in self._numbers:
             self._numbers[dtype] = torch.full((), _away(dtype), dtype=dtype, device=self._device)
         return torch._lazy_clone(self._numbers[dtype]).expand(shape)
 
 
 def is_untouched(tensor: Tensor) -> bool:
-    """Whether a tensor is a placeholder that nobody has written to, as far as can be known on the host."""
+    """Whether a tensor is a placeholder that nobody has written to, as far as the host knows."""
     return torch._C._is_cow_tensor(tensor)
 
 
 def is_written(placeholder: Tensor) -> bool:
-    """Whether a placeholder that was touched has another value: kernels that may write, and do not, touch it too."""
+    """Whether a placeholder that was touched has changed. A kernel that could write and did not touches it too."""
     if not placeholder.numel() or placeholder.device.type == "meta":
         return False
     number = placeholder.as_strided((), ())

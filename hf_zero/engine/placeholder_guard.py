@@ -21,8 +21,8 @@ NUM_BEHIND_FORWARD = 1000
 
 
 class PlaceholderGuard(TorchDispatchMode):
-    """Refuses computation with parameters whose data is away: in a forward, and in what a loss is made of behind it.
-    It takes about ten microseconds for every operation, so it looks at the first forward of each kind alone.
+    """Refuses computation with parameters whose data is away, in a forward and in the loss behind it. It costs about
+    ten microseconds per operation, so only the first forward of each kind runs under it.
 
     Args:
         engine (`ModelUnits`): whose parameters are looked at, for as long as it lives.
@@ -67,15 +67,15 @@ class PlaceholderGuard(TorchDispatchMode):
         return result
 
     def stay(self) -> bool:
-        """Looks at what a loss is made of, for so many operations at most: a backward may never come. False where a
-        mode of others is active, which would end while this one stays."""
+        """Stays active after the forward, to see the operations of the loss, for a limited number of operations.
+        Returns False where another dispatch mode is active."""
         self._num_left = NUM_BEHIND_FORWARD
         return all(isinstance(mode, PlaceholderGuard) for mode in _get_current_dispatch_mode_stack())
 
     @staticmethod
     def remove_those_over() -> None:
-        """Takes what is over from the stack of modes, as far as that can be: in a backward autograd puts back what
-        there was when it began, and modes of others end before."""
+        """Removes guards that have ended from torch's stack of modes. A guard below another mode stays until that mode
+        ends."""
         while not in_backward():
             mode = next(reversed(_get_current_dispatch_mode_stack()), None)
             if not isinstance(mode, PlaceholderGuard) or not (mode.is_over or mode._engine() is None):
@@ -83,7 +83,7 @@ class PlaceholderGuard(TorchDispatchMode):
             mode.__exit__(None, None, None)
 
     def _name_of(self, tensor: Tensor) -> str | None:
-        """The parameter whose placeholder a tensor is, or a view of it."""
+        """Returns the name of the parameter whose placeholder a tensor is or views; `None` for other tensors."""
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor) or not is_untouched(tensor):
             return None
         return self._names.get(tensor.untyped_storage()._cdata)
@@ -94,8 +94,8 @@ class PlaceholderGuard(TorchDispatchMode):
 
 
 class FirstForwards:
-    """Has the first forward of each kind run under a `PlaceholderGuard`. The kinds are: in training or not, with
-    gradients or not. The guard stays until the backward, and so sees what the loss is made of.
+    """Runs the first forward of each kind under a `PlaceholderGuard`. The kinds are training or evaluation, with or
+    without gradients. The guard stays until the backward, so it sees the loss too.
 
     Args:
         engine (`ModelUnits`): the model.
@@ -107,7 +107,7 @@ class FirstForwards:
         self._guarded: set[tuple[bool, bool]] = set()  # the kinds
 
     def begin_forward(self, has_backward: bool) -> None:
-        """Looks at the forward that begins, if it is the first of its kind.
+        """Starts a guard if the forward is the first of its kind.
 
         Args:
             has_backward (`bool`): whether a backward is to follow.
@@ -119,7 +119,7 @@ class FirstForwards:
             self._guard.__enter__()
 
     def end_forward(self, failed: bool) -> None:
-        """Looks no more, unless a loss is to come."""
+        """Ends the guard, unless a loss is to come."""
         if self._guard is None:
             return
         if failed:
@@ -128,7 +128,7 @@ class FirstForwards:
             self.end()
 
     def end(self) -> None:
-        """Looks no more. Where something was refused, the next forwards are looked at again."""
+        """Ends the guard. After a refusal the next forwards run under a guard again."""
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.is_over = True
@@ -138,7 +138,7 @@ class FirstForwards:
 
 
 def _is_about_shape(func) -> bool:
-    """Whether an operation looks at shape, dtype and device alone, or gives a parameter its data."""
+    """Whether an operation reads only shape, dtype and device, or sets a parameter's data."""
     name = func.__name__.partition(".")[0]
     return name.endswith("_like") or name.startswith(("new_", "is_", "_has_"))
 

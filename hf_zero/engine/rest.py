@@ -50,11 +50,11 @@ class DeviceShard:
         self._locked = locked
 
     def allocate(self) -> None:
-        """Makes memory for the values, zero."""
+        """Allocates memory for the values, filled with zeros."""
         self.values = torch.zeros(self.numel, dtype=self.dtype, device=self._comm.device)
 
     def pieces(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
-        """The values, whole or in pieces that are in memory one after the other, each with the range that it covers.
+        """Yields the values, whole or in pieces that are in memory in turn, each with the range that it covers.
 
         Args:
             writes (`bool`): what is written to them lasts.
@@ -63,23 +63,23 @@ class DeviceShard:
         yield self.values, self.covers
 
     def cut(self, start: int, stop: int) -> list[Range]:
-        """Cuts a part of the range where another one of the pieces begins."""
+        """Cuts a part of the range at the boundaries of the pieces."""
         return [(start, stop)]
 
     def copy_to(self, target: Tensor, values: Tensor) -> Pending:
-        """Copies one of the pieces to the device; it may be overwritten after a `Bus.synchronize`."""
+        """Copies a piece to the device. The piece may be overwritten after a `Bus.synchronize`."""
         target.copy_(values)
         return Pending()
 
     def write(self, values: Tensor, covers: Range) -> Pending:
-        """Overwrites a part with values that lie on the host, which may be overwritten after a `Bus.synchronize`."""
+        """Overwrites a part with values on the host. These may be overwritten after a `Bus.synchronize`."""
         return self.transfer.up(self._part(covers), values)
 
     def _part(self, covers: Range) -> Tensor:
         return self.values[covers[0] - self.covers[0] : covers[1] - self.covers[0]]
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None) -> Pending:
-        """Copies the values to their range of `full`, cast if need be, and sends them from there."""
+        """Copies the values to their range of `full`, cast if need be, and gathers the other ranges."""
         own = full[slice(*self.covers)].copy_(self.values)
         return self._comm.all_gather(full, own, what=what)
 
@@ -138,8 +138,8 @@ class DiskShard(HostShard):
 
 
 def copy_overlap(memory: Tensor, covers: Range, values: Tensor, what: Range) -> None:
-    """Copies what two ranges of a buffer have in common: into `memory`, which is `covers` of it, from `values`, which
-    are `what` of it."""
+    """Copies the overlap of two ranges of a buffer from `values` (the range `what`) into `memory` (the range
+    `covers`)."""
     low, high = max(covers[0], what[0]), min(covers[1], what[1])
     if low < high:
         memory[low - covers[0] : high - covers[0]].copy_(values[low - what[0] : high - what[0]])
@@ -149,7 +149,7 @@ SHARDS = {shard.tier: shard for shard in (DeviceShard, HostShard, DiskShard)}
 
 
 class Rest:
-    """Where the values of one flat buffer rest on this rank; this base is what the kinds have in common.
+    """The place where the values of one flat buffer rest on this rank. The subclasses are the five kinds.
 
     Args:
         masters (`DeviceShard`): the values that the optimizer updates, as far as this rank does it.
@@ -180,15 +180,15 @@ class Rest:
         """Allocates the memory in which whole values rest on this rank, or are shared by all."""
 
     def allocate_masters(self) -> None:
-        """Makes the memory in which masters rest, to be filled through `at_rest`."""
+        """Allocates the memory of the masters, which is filled through `at_rest`."""
         self.masters.allocate()
 
     def at_rest(self, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
-        """All memory in which values rest, to be written, each with the range that it covers; see `masters.pieces`."""
+        """Yields all memory in which values rest, to be written, with the range of each; see `masters.pieces`."""
         yield from self.masters.pieces(writes=True, only=only)
 
     def take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
-        """Takes over values of rank 0.
+        """Copies values of rank 0 into the memory in which they rest.
 
         Args:
             values (`Tensor`): 1-D, of the masters' dtype, overwritten by rank 0's.
@@ -201,7 +201,7 @@ class Rest:
                 copy_overlap(memory, covers, values[each[0] - start : each[1] - start], each)
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
-        """Brings the whole values into `full`, from what each rank has of them.
+        """Gathers the whole values into `full` from the ranges of all ranks.
 
         Args:
             full (`Tensor`): memory for them.
@@ -214,12 +214,12 @@ class Rest:
         """Waits for all ranks, where they read one another's masters."""
 
     def refresh(self) -> Pending:
-        """Lets the compute copy of the range that the masters cover follow them, unless that has begun already."""
+        """Copies the masters to the compute copy of their range, unless `begin_refresh` has begun that."""
         refreshing, self.refreshing = self.refreshing, None
         return self._send_all() if refreshing is None else refreshing
 
     def begin_refresh(self) -> None:
-        """Begins what the next `refresh` returns."""
+        """Begins the copies that the next `refresh` returns."""
         self.refreshing = self._send_all()
 
     def _send_all(self) -> Pending:
@@ -231,7 +231,7 @@ class Rest:
         return last
 
     def send(self, values: Tensor, covers: Range) -> Pending:
-        """Writes the compute copy of a range, if there is one beside the masters.
+        """Copies masters of a range to the compute copy, where there is one beside the masters.
 
         Args:
             values (`Tensor`): the masters there, to be overwritten after a `Bus.synchronize`.
@@ -240,15 +240,14 @@ class Rest:
         return Pending()
 
     def follow_written(self, full: Tensor) -> None:
-        """Lets the masters follow what was written to the whole values. What was not written keeps its master: the
-        compute copy may be a rounded one."""
+        """Updates the masters of elements that user code wrote; the others keep theirs, as the copy may be rounded."""
         for master, (start, stop) in self.masters.pieces(writes=True):
             values = full[start:stop].to(master.device)
             written = values != master.to(values.dtype)
             master.copy_(torch.where(written, values.to(master.dtype), master))
 
     def release(self) -> None:
-        """Gives up all memory."""
+        """Frees all memory."""
         self.whole = self.compute_shard = self.source = self.masters.values = self.masters.on_disk = None
 
     def whole_master(self, what: str) -> Tensor:
@@ -285,7 +284,7 @@ class ReplicatedRest(_Whole):
         yield self.whole, (0, self._numel)
 
     def follow_written(self, full: Tensor) -> None:
-        """Does nothing: the values are the masters."""
+        """Does nothing, since the values are the masters."""
 
     def whole_master(self, what: str) -> Tensor:
         return self.whole
@@ -320,7 +319,7 @@ class SharedRest(Rest):
             self.whole = self._common
 
     def allocate_masters(self) -> None:
-        """Does nothing: there is memory already."""
+        """Does nothing, since `allocate` has allocated the memory."""
 
     def take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
         for each in ranges if self._comm.rank == 0 else ():
@@ -347,7 +346,7 @@ class ShardedRest(Rest):
 
 
 class ShardedCopyRest(ShardedRest):
-    """Each rank holds its range of the masters, and of the compute copy, from which the whole values are gathered: the
+    """Each rank holds its range of the masters and of the compute copy, from which the whole values are gathered. The
     masters are elsewhere, of another dtype, or changing meanwhile."""
 
     has_copy = True

@@ -1,4 +1,4 @@
-"""The order in which units are gathered and reduced: all ranks keep it without asking one another.
+"""The order in which units are gathered and reduced. All ranks keep it without communication.
 
 Collectives must be issued in one order on all ranks, while a rank may skip a block (layer drop) or call blocks in an
 order of its own. So the order is not that of the calls: blocks of a stack are taken in their order, a block that was
@@ -15,7 +15,7 @@ from hf_zero.engine.unit import Unit
 
 
 class Stack:
-    """The units that one module's forward uses, one after the other.
+    """The units that the forward of one module uses in their order.
 
     Args:
         units (`list[Unit]`): in the order in which they are expected.
@@ -38,13 +38,13 @@ class Stack:
             self.seen.append(unit)
 
     def finish(self) -> list[Unit]:
-        """Returns the units left over in this pass; the next pass begins anew."""
+        """Returns the units that this pass has left out, and begins the next pass."""
         rest = self.units[self.next :]
         self.next = 0
         return rest
 
     def advance(self, unit: Unit) -> list[Unit]:
-        """Returns the units to take so that `unit` is the last of them."""
+        """Returns the units to use next: those that this pass has left out before `unit`, and `unit` last."""
         at = self.index[unit]
         if at == self.next - 1:
             return [unit]  # called again at once: a block that is shared by all layers
@@ -60,14 +60,14 @@ MAX_PASSES = 64
 
 @dataclass(frozen=True)
 class Visit:
-    """A unit that backward comes to. `is_taken`: a recomputation has had it gathered before."""
+    """One use of a unit to which backward comes. `is_taken` says that a recomputation has gathered it."""
 
     unit: Unit
     is_taken: bool
 
 
 class Schedule:
-    """The stacks, and the tape of what the forward passes took.
+    """The stacks, and the tape on which forward passes record the units that they use.
 
     Args:
         stacks (`list[Stack]`): the model's towers.
@@ -84,7 +84,7 @@ class Schedule:
 
     @property
     def current_pass(self) -> list[Unit]:
-        """The units that the outermost forward under way has noted."""
+        """The units that the outermost forward under way has recorded."""
         return self._passes[-1]
 
     def begin_pass(self) -> None:
@@ -100,14 +100,14 @@ class Schedule:
         self._left[unit] += 1
 
     def open_pass(self, units: list[Unit]) -> Iterator[Visit]:
-        """Notes that backward has come to this pass, and passes over what is left of those it came to before."""
+        """Notes that backward has come to this pass, and drops the rest of the passes before it."""
         if not any(units is opened for opened in self._opened):
             yield from self.finish_passes()
             self._opened.append(units)
 
     def look_back(self, unit: Unit) -> Iterator[Unit]:
-        """A recomputation comes to `unit` before backward does: the units from the tape's end to it that were not
-        taken yet, which stay on the tape. Other passes than those that backward has come to are not looked at."""
+        """Yields the units from the tape's end to `unit` that were not taken yet, for a recomputation, which comes
+        before backward. They stay on the tape."""
         tape = self._tape_of(unit)
         if tape is None or (self._opened and not any(tape is opened for opened in self._opened)):
             return
@@ -118,7 +118,8 @@ class Schedule:
         yield from reversed(tape[end:start])
 
     def rewind_to(self, unit: Unit) -> Iterator[Visit]:
-        """Takes the tape back to the last use of `unit`, which comes last. One off the tape comes alone."""
+        """Rewinds the tape to the last use of `unit` and returns the units, `unit` last. A unit that is not on the
+        tape is returned alone."""
         tape = self._tape_of(unit)
         if tape is None:
             yield Visit(unit, is_taken=False)
@@ -131,7 +132,7 @@ class Schedule:
             yield Visit(unit, is_taken=False) if last is unit else visit
 
     def finish_passes(self) -> Iterator[Visit]:
-        """Takes the tape back to the beginning of the passes that the backward has come to."""
+        """Rewinds the tape to the beginning of the passes that backward has come to, and returns the units."""
         for tape in self._opened:
             while tape:
                 yield self._pop(tape)
@@ -143,7 +144,7 @@ class Schedule:
         self._rewound.clear()
 
     def _tape_of(self, unit: Unit) -> list[Unit] | None:
-        """The pass that holds the next use of `unit`: one that the backward has come to, else the latest."""
+        """Returns the pass with the next use of `unit`: one that backward has come to, else the latest."""
         candidates = [*reversed(self._opened), *reversed(self._passes)]
         return next((units for units in candidates if unit in units), None)
 
@@ -155,16 +156,17 @@ class Schedule:
         return visit
 
     def is_complete(self, unit: Unit) -> bool:
-        """Whether the backward under way has come to every noted use of `unit`. One off the tape may come again."""
+        """Whether the backward under way has come to every recorded use of `unit`. A unit that is not on the tape may
+        come again."""
         return unit in self._rewound and not self._left[unit]
 
     def after(self, unit: Unit, count: int) -> list[Unit]:
-        """The units that a forward is likely to take next."""
+        """Returns the units that a forward is likely to use next."""
         stack = self.stack_of[unit]
         return stack.units[stack.next : stack.next + count]
 
     def before(self, count: int) -> list[Unit]:
-        """The units that a backward is likely to take next."""
+        """Returns the units that a backward is likely to use next."""
         return self._opened[-1][: -count - 1 : -1] if self._opened else []
 
     def reset(self) -> None:

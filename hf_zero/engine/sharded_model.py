@@ -1,4 +1,4 @@
-"""What a user holds of a sharded model, and the one way from a model to its engine."""
+"""The handle that users hold of a sharded model, and the functions that find a model's engine."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -48,8 +48,8 @@ class ShardedModel(Uncopyable):
         return self._held
 
     def refuse_misuse(self) -> None:
-        """Looks whether parameters were used or written to while their data was away. Before a backward it still finds
-        what a loss has taken of them: that backward would begin with it, and then let go of it.
+        """Refuses parameters that were used or written to while their data was away. It is called before a backward,
+        which would release what a loss holds of them.
 
         Raises:
             `LifecycleError`: with a parameter's name.
@@ -62,7 +62,7 @@ class ShardedModel(Uncopyable):
         return gathered(self._engine.model, writeback)
 
     def full_grad(self, name: str) -> Tensor | None:
-        """The whole averaged gradient of one parameter, on every rank; all ranks call it, after backward.
+        """Returns the whole averaged gradient of one parameter on every rank. All ranks call it, after backward.
 
         Args:
             name (`str`): a name of `model.named_parameters()`.
@@ -76,13 +76,13 @@ class ShardedModel(Uncopyable):
         return self._engine.full_grad(name)
 
     def named_shards(self) -> Iterator[NamedShard]:
-        """The parameters' values as the optimizer has them: the ranges that this rank owns, which over all ranks tile
-        every parameter exactly once. Each has `name`, `shape`, `start` and `tensor`."""
+        """Yields the ranges of the masters that this rank owns, each with `name`, `shape`, `start` and `tensor`. The
+        ranges of all ranks cover every parameter exactly once."""
         return self._engine.named_shards()
 
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Shows the floating-point parameters and buffers in another dtype, for evaluation: masters, and what the
-        optimizer holds, stay as they are. All ranks enter it together; there are no gradients inside.
+        """Shows the floating-point parameters and buffers in another dtype, for evaluation without gradients. Masters
+        and optimizer state stay as they are. All ranks enter the context together.
 
         Where the parameters rest whole (stages 0 to 2), the context holds a second copy of them in `dtype`; at stage 3
         one of the root and of the block under way.
@@ -102,8 +102,8 @@ class ShardedModel(Uncopyable):
         return measure(self._engine)
 
     def unshard(self) -> nn.Module:
-        """Gives the model back as it was before `hf_zero.shard`: a plain module, whole on every rank, with the present
-        values in the dtypes that it came with. All ranks call it.
+        """Turns the model back into a plain module, whole on every rank, with its present values in the dtypes that it
+        had before `hf_zero.shard`. All ranks call it.
 
         What had no master and was cast by `compute_dtype`, as frozen parameters are, comes back rounded. Gradients
         since the last step are dropped. Optimizers on this model can step no more.
@@ -125,8 +125,8 @@ class ShardedModel(Uncopyable):
 
 
 def _restore(engine: ZeroEngine) -> None:
-    """Takes everything off the model that the engine put onto it, and gives its parameters memory of their own. Each
-    buffer is given up before the next is made whole."""
+    """Removes everything that the engine put onto the model, and gives the parameters memory of their own. Each buffer
+    is freed before the next is made whole."""
     while engine.handles:
         engine.handles.pop().remove()
     forget(engine.units)
@@ -155,14 +155,15 @@ Sharded: TypeAlias = nn.Module | ShardedModel | ZeroEngine
 
 
 def engine_of(model: Sharded) -> ZeroEngine | None:
-    """The engine that holds a model's parameters, or `None` for a plain model. An engine is returned as it is."""
+    """Returns the engine that holds a model's parameters, or `None` for a plain model. An engine is returned as it
+    is."""
     if isinstance(model, nn.Module):
         return model.__dict__.get(ENGINE_ATTRIBUTE)
     return model._held if isinstance(model, ShardedModel) else model
 
 
 def require_engine(model: Sharded) -> ZeroEngine:
-    """The engine of a model that must be sharded.
+    """Returns the engine of a model that must be sharded.
 
     Raises:
         `LifecycleError`: when it is not.

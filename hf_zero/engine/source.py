@@ -34,7 +34,7 @@ COMPUTED = (
 
 
 def set_source(param: nn.Parameter, source: Source) -> None:
-    """Notes on a parameter on the meta device where its values are. They are read when it is sharded."""
+    """Attaches a source to a parameter on the meta device. Its values are read when the model is sharded."""
     setattr(param, SOURCE_ATTRIBUTE, source)
 
 
@@ -44,7 +44,8 @@ def source_of(param: Tensor) -> Source | None:
 
 
 def has_sources(model: nn.Module) -> bool:
-    """Whether values of a model's parameters are still to be read: it can be sharded, but neither run nor moved."""
+    """Whether values of a model's parameters are still in files. Such a model can be sharded, but neither run nor
+    moved."""
     return any(source_of(p) is not None for p in model.parameters())
 
 
@@ -75,7 +76,8 @@ def materialize(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def placeholders(model: nn.Module) -> Iterator[None]:
-    """Lets parameters that are still in files pass for ones on the CPU, for code that adds others beside them.
+    """Gives parameters that are still in files placeholders on the CPU while the context lasts, for code that adds
+    others beside them.
 
     PEFT puts an adapter on the device of the weight that it adapts, and it must not be the meta device:
 
@@ -107,12 +109,12 @@ def placeholders(model: nn.Module) -> Iterator[None]:
 
 
 def fits(param: nn.Parameter, source: Source) -> bool:
-    """Whether a parameter is still the one whose values the source has."""
+    """Whether a parameter still has the shape that its source describes."""
     return tuple(param.shape) == tuple(source.shape)
 
 
 def give_data(param: nn.Parameter, data: Tensor) -> None:
-    """Sets `param.data`, also of a parameter on the meta device: the object stays the same."""
+    """Sets `param.data`, also of a parameter on the meta device. The object stays the same."""
     if param.device.type == "meta":
         _swap(param, data)
     else:
@@ -127,5 +129,5 @@ def _swap(param: nn.Parameter, data: Tensor) -> None:
 
 
 def forget_source(param: Tensor) -> None:
-    """Forgets the source of a parameter whose values have been read."""
+    """Removes the source of a parameter whose values have been read."""
     param.__dict__.pop(SOURCE_ATTRIBUTE, None)

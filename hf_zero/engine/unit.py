@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Phase(Enum):
-    """The phases of a unit: where the whole values are, and what its parameters show."""
+    """The phases of a unit, which say where the whole values are and what its parameters show."""
 
     SHARDED = "sharded"  # only this rank's shard is held; parameters are placeholders
     GATHERING = "gathering"  # the all-gather is under way; parameters are placeholders
@@ -45,7 +45,7 @@ ALLOWED = {
 
 
 def moved(name: str, phase: Phase, new: Phase) -> Phase:
-    """Returns `new`, if a unit may go there from `phase`.
+    """Returns the phase `new` if a unit may enter it from `phase`.
 
     Raises:
         `LifecycleError`: for a transition that does not exist.
@@ -103,14 +103,14 @@ class Unit(Uncopyable):
         return self.phase is Phase.UNSHARDED
 
     def all_gather(self) -> None:
-        """Starts to bring the whole values into the slot, unless they are there or on their way."""
+        """Begins to gather the whole values into the slot, unless they are there or on their way."""
         if self.phase is not Phase.SHARDED:
             return
         self._take_slot()
         self._begin_all_gather()
 
     def prefetch_from_disk(self) -> None:
-        """Begins to read what rests on disk and is gathered after what is being gathered now."""
+        """Begins to read the values from disk, for the next all-gather of this unit."""
         if self.disk_prefetcher is not None and self.phase is Phase.SHARDED:
             self.disk_prefetcher.prefetch()
 
@@ -157,7 +157,7 @@ class Unit(Uncopyable):
             self.phase = moved(self.name, self.phase, Phase.GATHERED)
 
     def end_use(self) -> None:
-        """Notes that the forward of its block has ended. What a `gathered` context holds may be used by others."""
+        """Notes that the forward of its block has ended, unless a `gathered` context holds the parameters."""
         if self.is_sharded and not self.num_gathered:
             for flat in self.flats:
                 flat.end_use()
@@ -174,7 +174,7 @@ class Unit(Uncopyable):
             refuse_uses(flat)
 
     def evict(self) -> None:
-        """Gives up the slot's contents, because another unit takes it or the values have changed."""
+        """Drops the slot's contents, because another unit takes the slot or the values have changed."""
         if self.num_gathered:
             return  # its values lie in memory of its own
         self.wait_for_all_gather()
@@ -183,7 +183,7 @@ class Unit(Uncopyable):
             self.phase = moved(self.name, self.phase, Phase.SHARDED)
 
     def refresh(self, only_trained: bool) -> list[Pending]:
-        """Makes the compute copy follow the masters: sharded values are gathered when next used, others now.
+        """Updates the compute copies from the masters. Sharded values are gathered at their next use, others now.
 
         Args:
             only_trained (`bool`): frozen parameters have kept their values.
@@ -199,17 +199,17 @@ class Unit(Uncopyable):
 
     @property
     def reduces_each_backward(self) -> bool:
-        """Whether its gradients are reduced at the end of every backward: sharded ones, and those in half precision,
-        which would lose what later micro-batches add."""
+        """Whether its gradients are reduced at the end of every backward. Sharded ones are, and those in half
+        precision, where later micro-batches would be rounded away."""
         return any(not gradient.is_reduced_once for gradient in self.gradients)
 
     @property
     def has_collected(self) -> bool:
-        """Whether gradients have come in that are not reduced yet."""
+        """Whether it has gradients that are not reduced yet."""
         return any(any(gradient.filled) for gradient in self.gradients)
 
     def lend_gradients(self) -> None:
-        """Takes memory in which gradients are collected, unless there is some."""
+        """Takes memory in which gradients are collected, unless it has some."""
         if self.gradients and self.gradients[0].full is None:
             slot = self._gradient_slot = self.gradient_slots.acquire()
             if self not in slot.memos:
@@ -219,8 +219,8 @@ class Unit(Uncopyable):
                 gradient.lend(*memory)
 
     def begin_gathered(self, writeback: bool) -> None:
-        """Makes the parameters whole in memory of their own, outside of the slots, until `end_gathered`; with
-        `writeback`, what is written to them meanwhile is kept."""
+        """Makes the parameters whole in memory outside of the slots, until `end_gathered`. With `writeback`, what is
+        written to them is kept."""
         self.keeps_writes = self.keeps_writes or writeback
         if self.num_gathered or not self.is_sharded:
             self.num_gathered += 1
@@ -242,13 +242,13 @@ class Unit(Uncopyable):
             self.unshard()
 
     def fill_slot(self) -> None:
-        """Inside `gathered`, brings the values also into the slot, where autograd's views of a former forward look."""
+        """Copies the values inside `gathered` into the slot too, where autograd's views of a former forward look."""
         if self._outer_fulls and self.slot is not None and self.slot.holder is not self:
             self._take_slot()
             self._copy_to(self._outer_fulls)
 
     def end_gathered(self, writeback: bool) -> None:
-        """Ends a `begin_gathered`; with `writeback`, rank 0's values become everyone's."""
+        """Ends a `begin_gathered`. With `writeback`, all ranks take rank 0's values."""
         if writeback:
             for flat in self.flats:
                 flat.write_back()
@@ -300,7 +300,7 @@ class Unit(Uncopyable):
             self.slot.holder = None
 
     def reduce_gradients(self, then: Callable[[], None] = lambda: None, *, at_step: bool = False) -> Pending:
-        """Averages what was collected over the ranks: all ranks call it for the same units in the same order.
+        """Averages the collected gradients over the ranks. All ranks call it for the same units in the same order.
 
         Args:
             then (`Callable`): called once what goes to the host has been sent there.
@@ -331,7 +331,7 @@ class Unit(Uncopyable):
         return reducing
 
     def drop_gradients(self) -> None:
-        """Forgets gradients that were collected but not reduced, after a backward that failed."""
+        """Drops gradients that were collected but not reduced, after a backward that failed."""
         for gradient in self.gradients:
             gradient.clear()
             if not gradient.is_persistent:
@@ -366,7 +366,7 @@ def slot_parts(flats: list[Flat]) -> list[tuple[int, torch.dtype]]:
 
 
 def bind_to_slot(flats: list[Flat], slot: Slot) -> None:
-    """Lets the whole values of a unit's buffers appear in a slot, as far as they need one."""
+    """Binds the buffers of a unit that need a slot to it, so that their whole values appear there."""
     moving = [flat for flat in flats if flat.rest.whole is None]
     for flat, full in zip(moving, slot.views(slot_parts(flats))):
         flat.bind(full)

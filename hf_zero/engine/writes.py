@@ -1,4 +1,4 @@
-"""Writes of user code to parameters, beside the optimizer: they are found before the next step.
+"""Writes of user code to parameters, which are found before the optimizer's next step.
 
 [Note: a value that is written counts, or the write raises]
 Where parameters rest whole on every rank (stages 0 to 2), user code may write to them between steps: a state dict,
@@ -25,7 +25,8 @@ _INSIDE = "write inside `with hf_zero.gathered(parameter, writeback=True):`"
 
 
 def take(engine: ModelUnits) -> None:
-    """Takes over into the masters what was written on all ranks. All ranks call it before they update.
+    """Updates the masters from what user code wrote to the parameters on all ranks. All ranks call it before an
+    update.
 
     Raises:
         `LifecycleError`: on all ranks, when one of them has written what the others have not, or what cannot be taken
@@ -59,7 +60,7 @@ def take(engine: ModelUnits) -> None:
 
 
 def _sum_of(flat: Flat) -> Tensor:
-    """Returns a sum by which changed values show; where there is no master, only by which unlike ranks show."""
+    """Returns a checksum of the values. Where the values are the masters it serves only to compare ranks."""
     return bits_of(flat.full) if flat.rest.has_copy else flat.full.view(torch.int64).sum()
 
 
@@ -89,8 +90,8 @@ def _follow(engine: ModelUnits, flat: Flat) -> None:
 
 
 def refuse_lost(engine: ModelUnits) -> None:
-    """Refuses values that were written to copies which are given up, or put in place of data that is away, and uses of
-    such data.
+    """Refuses values that were written to a temporary copy, data that was assigned while a parameter's own is away,
+    and uses of such data.
 
     Raises:
         `LifecycleError`: with the parameter's name; its data is put back.

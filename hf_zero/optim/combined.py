@@ -1,4 +1,4 @@
-"""Several optimizers as one, and the usual pair: Muon for the hidden matrices, AdamW for the rest."""
+"""Several optimizers as one, and a common pair: Muon for the hidden matrices, AdamW for the rest."""
 
 from collections import defaultdict
 
@@ -35,7 +35,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.share()
 
     def share(self) -> None:
-        """Lets the optimizers have this one's groups and state: they are one object for all of them."""
+        """Makes the optimizers use the groups and the state of this one."""
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:
             optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
@@ -53,7 +53,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict) -> None:
-        """Refuses a group once it is built: which optimizer would it be for?"""
+        """Refuses a group after the optimizer is built, since its optimizer would be unknown."""
         if self._is_built:
             raise ConfigError("add_param_group: add the group to one of the optimizers before they are combined")
         super().add_param_group(param_group)

@@ -1,4 +1,5 @@
-"""Optimizers that are not elementwise: each parameter, or block of one, is updated by one rank, which may not hold it.
+"""Optimizers that are not elementwise: one rank updates each parameter, or each block of one, also where it does not
+hold it.
 
 Its gradients and values come there, and its new values go back.
 """
@@ -58,7 +59,8 @@ class ParamPartition:
 
 
 def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGranularity]) -> list[ParamPartition]:
-    """Divides what an optimizer does not update element by element. All ranks come to the same.
+    """Divides the parameters that an optimizer does not update by elements over the ranks. The result is the same on
+    all ranks.
 
     Args:
         engine (`ZeroEngine`): the sharded model.
@@ -81,7 +83,7 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
 
 
 def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Iterator[int], num_ranks: int):
-    """Returns, by rank, the range that it updates, and the shape that the optimizer is to see."""
+    """Returns for each rank the range that it updates, and the shape that the optimizer sees."""
     span = flat.layout.spans[index]
     ranges = (
         blocks(flat.layout, index, granularity) if granularity != PARAMETER else [(span.stop, span.stop)] * num_ranks
@@ -117,7 +119,7 @@ class BorrowedSlice:
 
 
 class Exchange:
-    """Moves the ranges of one optimizer's parameters, one unit at a time: no rank has more than that beside its own.
+    """Moves ranges of one optimizer's parameters between ranks, one unit at a time.
 
     All ranks know all moves and make those of a unit at once, in one order.
 
@@ -144,11 +146,11 @@ class Exchange:
 
     @property
     def units(self) -> list[Unit]:
-        """The units of which any rank updates parameters."""
+        """The units with parameters that any rank updates."""
         return list(self._moves)
 
     def borrow(self, unit: Unit) -> None:
-        """Brings the gradients and values of a unit's slices that this rank updates and does not hold."""
+        """Receives gradients and values of the unit's slices that this rank updates and does not hold."""
         self._borrowed = {
             (flat_slice.gradient, flat_slice.indices[0]): _borrow(flat_slice)
             for flat_slice in self._to_borrow.get(unit, ())
@@ -173,7 +175,7 @@ class Exchange:
             param.grad = borrowed.grad.view(param.shape).to(param.dtype)
 
     def give_back(self, unit: Unit) -> None:
-        """Sends the new values to the ranks that hold them; nothing of them stays here."""
+        """Sends the new values to the ranks that hold them, and frees the borrowed memory."""
         sends, receives = [], []
         for move in self._used_moves(unit):
             flat = move.partition.gradient.flat
@@ -197,7 +199,7 @@ class Exchange:
         comm.exchange(sends, receives, what=unit.name).wait()
 
     def _used_moves(self, unit: Unit) -> Iterator[Move]:
-        """Yields the moves that concern this rank, of parameters that have a gradient, on which all ranks agree."""
+        """Yields this rank's moves of parameters that have a gradient. All ranks agree on these parameters."""
         for move in self._moves[unit]:
             if move.partition.gradient.used[move.partition.index] and self._comm.rank in (move.holder, move.updater):
                 yield move
@@ -215,7 +217,7 @@ def _moves(partition: ParamPartition) -> Iterator[Move]:
 
 
 def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
-    """Allocates memory for a slice, with what this rank has of it already."""
+    """Allocates memory for a slice, and fills in the part that this rank holds."""
     flat, numel = flat_slice.flat, flat_slice.stop - flat_slice.start
     grad = torch.empty(numel, dtype=flat_slice.gradient.dtype, device=flat.master.device)
     values = torch.empty(numel, dtype=flat.master.dtype, device=flat.master.device)
@@ -231,7 +233,7 @@ def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
 
 
 def _own_part(flat_slice: FlatSlice) -> tuple[int, int]:
-    """Returns the range of a slice that this rank holds; empty where the second is not the greater."""
+    """Returns the range (start, stop) of a slice that this rank holds. It is empty unless stop is greater."""
     return max(flat_slice.start, flat_slice.flat.held[0]), min(flat_slice.stop, flat_slice.flat.held[1])
 
 
@@ -240,7 +242,8 @@ def _part(tensor: Tensor, covers: tuple[int, int], move: Move) -> Tensor:
 
 
 def _is_at_hand(flat: Flat) -> bool:
-    """Whether every rank can read all masters where they lie: they are the compute copies, or common memory."""
+    """Whether every rank can read all masters where they lie, since they are the compute copies or in shared
+    memory."""
     return flat.rest.whole is not None and not flat.rest.has_copy
 
 
@@ -248,7 +251,7 @@ def _is_at_hand(flat: Flat) -> bool:
 
 
 def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
-    """Gives every parameter to one rank, so that all ranks update about equally many elements.
+    """Assigns every parameter to one rank, so that all ranks update about equally many elements.
 
     The largest first, each to the rank with the fewest elements so far; of those with equally few, to the one whose
     shard holds most of it, which then need not be sent.
@@ -293,7 +296,7 @@ def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> list[tu
 
 
 def _allowed(wanted: int, last: int, numel: int, granularity: ShardGranularity) -> int:
-    """Returns the cut nearest to the one that is wanted, after the last one."""
+    """Returns the allowed cut that is nearest to the wanted one and not before the last cut."""
     block = granularity.block if numel % granularity.block == 0 else numel
     cut = max(last, (wanted + block // 2) // block * block)
     if cut - last < granularity.min_numel:

@@ -49,7 +49,7 @@ class FlatSlice:
 
     @cached_property
     def indices(self) -> list[int]:
-        """The parameters that lie in it, wholly or in part."""
+        """The indices of the parameters that lie in the slice, wholly or in part."""
         return [param_slice.index for param_slice in self.flat.layout.param_slices(self.start, self.stop)]
 
     @property
@@ -58,18 +58,18 @@ class FlatSlice:
 
     @property
     def within(self) -> slice:
-        """The range of it in what this rank holds of the master."""
+        """The range of the slice in this rank's part of the master."""
         first = self.flat.held[0]
         return slice(self.start - first, self.stop - first)
 
     @property
     def on_disk(self) -> "DiskTensor | None":
-        """Where the master rests on disk."""
+        """The tensor on disk in which the master rests; `None` where it rests in memory."""
         return self.flat.rest.masters.on_disk
 
     @property
     def is_held(self) -> bool:
-        """Whether it lies in what this rank holds of the master."""
+        """Whether this rank holds the master of the slice."""
         low, high = self.flat.held
         return low <= self.start and self.stop <= high
 
@@ -84,7 +84,8 @@ class FlatSlice:
 
     @property
     def saved(self) -> tuple[int, int]:
-        """The range whose state this rank saves. Where all ranks update the whole buffer, each saves its own range."""
+        """The range whose state this rank saves. Where all ranks update the whole buffer, each saves the range that it
+        owns."""
         return self.flat.owned if self.flat.plan.master is Residency.REPLICATED else (self.start, self.stop)
 
     def named(self, tensor: Tensor, only: tuple[int, int]) -> Iterator[NamedShard]:
@@ -94,7 +95,8 @@ class FlatSlice:
             yield from self.flat.named_shards(tensor.reshape(-1), covers, only)
 
     def cuts(self, key: Callable[[int], object]) -> list[tuple[int, int]]:
-        """Returns the ranges in which `key(index of the parameter)` is the same. Padding goes with what is before."""
+        """Returns the ranges in which `key(index of the parameter)` is the same. Padding belongs to the range before
+        it."""
         cuts, last = [self.start], None
         for position, index in enumerate(self.indices):
             value = key(index)
@@ -129,8 +131,8 @@ def group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 def make_slices(
     engine: ZeroEngine, optimizer: torch.optim.Optimizer, elementwise: list[bool], others: list[FlatSlice]
 ) -> list[FlatSlice]:
-    """Makes the slices that this rank updates, in the order of the buffers: of every trainable buffer what the rank
-    holds, cut where the optimizer group changes, and the others.
+    """Makes the slices that this rank updates, in the order of the buffers: its range of every trainable buffer, cut
+    where the optimizer group changes, and the slices `others`.
 
     Args:
         engine (`ZeroEngine`): the sharded model.

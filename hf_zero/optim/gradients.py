@@ -1,4 +1,4 @@
-"""All gradients as one: their norm, and whether they are finite, so that no step is taken on what is not."""
+"""The norm of all gradients, and whether they are finite, so that no step is taken on those that are not."""
 
 from numbers import Real
 
@@ -19,8 +19,8 @@ WHAT = "the gradient norm"
 
 
 def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = float("inf")) -> Tensor:
-    """Returns the norm over all parameters and ranks of the averaged gradients, by one exchange of few numbers, and
-    notes it as `engine.grad_norm`. It is finite if and only if all gradients are (and their norm can be told).
+    """Returns the norm of the averaged gradients over all parameters and ranks, by one exchange of few numbers, and
+    sets `engine.grad_norm`. It is finite only if all gradients are.
 
     Every rank measures the ranges that it owns, at every stage the same ones: the result does not depend on the stage.
     Gradients of what tensor-parallel ranks divide are measured by each of them, those of what is whole on all of them
@@ -57,7 +57,7 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
 
 
 def _gathered(comm: Comm, values: Tensor, norm_type: float, max_norm: float) -> Tensor:
-    """Returns all ranks' values, [ranks, values], after a look whether all of them clip alike."""
+    """Returns the values of all ranks, [ranks, values], and refuses ranks that clip differently."""
     asked = [values.new_full((1,), number) for number in (norm_type, max_norm)]  # a copy from the host would wait
     rows = comm.all_gather_vector(torch.cat([values, *asked]), what=WHAT)
     told = rows[:, -2:].tolist() if not values.is_meta else []  # a simulated step has no values
@@ -71,7 +71,7 @@ def _gathered(comm: Comm, values: Tensor, norm_type: float, max_norm: float) -> 
 
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:
-    """Returns what this rank's ranges add to the norm, before the root is taken: one number, fp64."""
+    """Returns the part of this rank's ranges in the norm, before the root: one number, fp64."""
     owned = [part for gradient in gradients for part in _rows(gradient.owned_range())]
     if owned:
         parts = [_row_norms(part, norm_type) for part in owned]
@@ -89,7 +89,7 @@ def _row_norms(rows: Tensor, norm_type: float) -> Tensor:
 
 
 def _rows(flat: Tensor) -> list[Tensor]:
-    """Returns a 1-D tensor as rows, and what is left over as one more."""
+    """Returns a 1-D tensor as rows of equal length, and the rest as one more row."""
     whole = flat.numel() // ROW_NUMEL * ROW_NUMEL
     return [part for part in (flat[:whole].view(-1, ROW_NUMEL), flat[whole:].view(1, -1)) if part.numel()]
 
@@ -100,9 +100,8 @@ def is_finite(unit: Unit) -> bool:
 
 
 def trace(engine: ZeroEngine) -> str:
-    """Says from where gradients that are not finite came: the rank, and the unit where backward met them first.
-    All ranks call it.
-    """
+    """Returns the origin of gradients that are not finite: the rank, and the unit that backward came to first. All
+    ranks call it."""
     units = [unit for unit in [*reversed(engine.blocks), engine.root] if unit.gradients]
     bad = [not is_finite(unit) for unit in units]
     told = [not _is_finite_here(unit) for unit in units]
@@ -118,7 +117,7 @@ def trace(engine: ZeroEngine) -> str:
 
 
 def _is_finite_here(unit: Unit) -> bool:
-    """Whether what this rank has added to a unit's gradients was finite, as far as it can be told afterwards."""
+    """Whether this rank's summand of a unit's gradients was finite, as far as its witness tells."""
     return all(g.witness is None or bool(torch.isfinite(g.witness)) for g in unit.gradients)
 
 

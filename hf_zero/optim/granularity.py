@@ -32,7 +32,7 @@ BLOCK_NUMEL = 256
 
 @dataclass(frozen=True)
 class ShardGranularity:
-    """The places at which the parameters of an optimizer may be cut.
+    """The sizes in which the parameters of an optimizer may be cut.
 
     Args:
         block (`int`): cuts lie at multiples of so many elements, counted from the parameter's first; 0 where it is
@@ -106,7 +106,7 @@ def refuse_unknown(cls: type) -> None:
 
 
 def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGranularity]) -> None:
-    """Refuses to update whole parameters of which tensor-parallel ranks have a part each.
+    """Refuses optimizers of whole parameters where tensor-parallel ranks divide these.
 
     Args:
         optimizer (`torch.optim.Optimizer`): with groups of the model's parameters.
@@ -139,6 +139,6 @@ def has_early_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_overrides(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer of bitsandbytes may treat some parameters otherwise than the others."""
+    """Whether an optimizer of bitsandbytes has overrides for some parameters."""
     manager = getattr(optimizer, "mng", None)
     return manager is not None and bool(manager.pid2config or manager.module_weight_config_triple)

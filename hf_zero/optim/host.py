@@ -26,7 +26,7 @@ Gradients = dict[Unit, list[tuple[FlatSlice, Tensor]]]  # by unit its slices tha
 
 @contextmanager
 def lent(grads: Iterable[tuple[FlatSlice, Tensor]]) -> Iterator[list[nn.Parameter]]:
-    """Lends the parameters of some slices their gradients, as long as the context lasts."""
+    """Sets the gradients of some slices' parameters while the context lasts."""
     grads = list(grads)
     for flat_slice, grad in grads:
         flat_slice.param.grad = grad.to(flat_slice.param.dtype)
@@ -36,7 +36,8 @@ def lent(grads: Iterable[tuple[FlatSlice, Tensor]]) -> Iterator[list[nn.Paramete
 
 
 class PartialStep:
-    """One step of an optimizer, made in parts: each parameter is stepped once, and what a group counts goes up once.
+    """One step of an optimizer, made in parts: each parameter is updated once, and the counts of the groups go up
+    once.
 
     The parts are made by a shallow copy that shares the optimizer's state and has the groups' hyperparameters as they
     are now. So they may be made on another thread, while a scheduler sets those of the next step.
@@ -53,7 +54,7 @@ class PartialStep:
         self._copy.param_groups = [dict(group) for group in self._groups]
 
     def step(self, params: Iterable[nn.Parameter], scale: torch.Tensor | None = None) -> None:
-        """Steps these parameters.
+        """Updates these parameters.
 
         Args:
             params (iterable of `nn.Parameter`): with their gradients; those of other optimizers are left alone.
@@ -72,7 +73,7 @@ class PartialStep:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether somebody has set other hyperparameters since."""
+        """Whether the hyperparameters have changed since the step began."""
         return any(
             group.get(key) is not value and key != "params" and bool(torch.as_tensor(group.get(key) != value).any())
             for group, before in zip(self.optimizer.param_groups, self._groups)
@@ -80,7 +81,7 @@ class PartialStep:
         )
 
     def finish(self) -> None:
-        """Lets the optimizer's groups count this step."""
+        """Adds this step to the counts of the optimizer's groups."""
         for group, before, after in zip(self.optimizer.param_groups, self._groups, self._copy.param_groups):
             counted = {key: value for key, value in after.items() if value is not before.get(key)}
             counted.pop("params", None)
@@ -97,7 +98,8 @@ class When(Enum):
 
 
 class HostUpdate:
-    """One optimizer step in parts. While one unit is updated, the compute copy of the one before is on its way up.
+    """One optimizer step in parts. While one unit is updated, the compute copy of the unit before is copied to the
+    device.
 
     Args:
         optimizers (iterable of `torch.optim.Optimizer`): those that step, with their hyperparameters as they are now.
@@ -148,17 +150,17 @@ class HostUpdate:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether somebody has set other hyperparameters since it was made."""
+        """Whether the hyperparameters have changed since it was made."""
         return any(step.is_outdated for step in self._steps)
 
     def finish(self) -> None:
-        """Ends the step, of which all units are updated: the optimizers' groups count it."""
+        """Ends the step after all units are updated, and adds it to the groups' counts."""
         for step in self._steps:
             step.finish()
 
 
 class HostSteps:
-    """The steps of what rests on the host, each at its time (`When`).
+    """The steps of units that rest on the host, each at its time (`When`).
 
     Args:
         engine (`ZeroEngine`): the sharded model.
@@ -172,16 +174,16 @@ class HostSteps:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the present gradients were applied while they came."""
+        """Whether the present gradients were applied in backward."""
         return self._update is not None and self._update.when is When.BACKWARD
 
     @property
     def met_nonfinite(self) -> bool:
-        """Whether the update in backward ended at gradients that are not finite."""
+        """Whether the update in backward has stopped at gradients that are not finite."""
         return self.is_spent and not self._update.is_finite
 
     def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None, when: When) -> HostUpdate:
-        """Has these units stepped, but for those that were updated in backward; `end` takes what it returns.
+        """Begins the update of units that were not updated in backward. Its result is for `end`.
 
         Args:
             optimizers (`list[torch.optim.Optimizer]`): those that step.
@@ -202,7 +204,7 @@ class HostSteps:
         return update
 
     def end(self, update: HostUpdate) -> None:
-        """Waits for what was begun, or leaves it to go on beside the next forward and backward."""
+        """Waits for the update that `begin` has begun, or lets it run beside the next forward and backward."""
         if update.when is When.DELAYED:
             self._update = update
             for gradient in self._engine.gradients():
@@ -212,7 +214,7 @@ class HostSteps:
         update.finish()
 
     def finish_update(self) -> None:
-        """Waits for an update that is under way. The compute copies follow one that was delayed."""
+        """Waits for an update that is under way. After a delayed one the compute copies are updated."""
         update = self._update
         if self.is_spent:
             self._engine.wait_for_host()
@@ -224,7 +226,7 @@ class HostSteps:
             self._engine.bus.synchronize()  # the masters may be written to from now on
 
     def abandon(self) -> None:
-        """Ends a step whose gradients are dropped: units that were updated while they came stay so."""
+        """Ends a step whose gradients are dropped. Units that were updated in backward stay updated."""
         if self.is_spent:
             early, self._update = self._update, None
             early.is_over = True
@@ -234,7 +236,7 @@ class HostSteps:
 
     @contextmanager
     def in_backward(self, optimizers: list, gradients_of: Callable[[list[Unit]], Gradients]) -> Iterator[None]:
-        """See `ShardedOptimizer.in_backward`.
+        """Updates units in backward, see `ShardedOptimizer.in_backward`.
 
         Args:
             optimizers (`list[torch.optim.Optimizer]`): those that step.

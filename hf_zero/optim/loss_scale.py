@@ -8,7 +8,8 @@ from hf_zero.optim.sharded import ShardedOptimizer
 
 
 class ZeroGradScaler(GradScaler):
-    """`torch.amp.GradScaler` whose overflow check covers all ranks' shards, so that all skip a step or none does."""
+    """A `torch.amp.GradScaler` whose overflow check covers the shards of all ranks, so that all ranks skip a step or
+    none does."""
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
         """Called by `unscale_`: divides the averaged gradients by the scale, and notes on every rank whether any
@@ -41,7 +42,7 @@ class ZeroGradScaler(GradScaler):
 
 
 def sharded_of(optimizer) -> ShardedOptimizer | None:
-    """The sharded optimizer inside whatever wraps it, or `None`."""
+    """Returns the sharded optimizer inside wrappers, or `None`."""
     while optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer

@@ -99,7 +99,7 @@ class ShardedOptimizer(StateRecords):
         engine.optimizer = weakref.ref(self)
 
     def _make_swap(self) -> "Swap | None":
-        """Reserves room, where masters rest on disk, for the state beside them. It brings both from there.
+        """Makes the `Swap` for masters that rest on disk, and reserves room for their state.
 
         Raises:
             `ConfigError`: for optimizers that look at all their masters at a time, or stack their state.
@@ -117,7 +117,7 @@ class ShardedOptimizer(StateRecords):
         )
 
     def _in_turn(self, *, writes: bool) -> Iterator[list[FlatSlice]]:
-        """Yields the slices while their masters and state are in memory: all at once, or as they come from the disk.
+        """Yields the slices while their masters and state are in memory: all at once, or in turn from the disk.
 
         Args:
             writes (`bool`): what is written to masters and state lasts.
@@ -140,8 +140,8 @@ class ShardedOptimizer(StateRecords):
         return [flat_slice for flat_slice in self.slices if self._inner_of[flat_slice.group] is inner]
 
     def _share_groups(self) -> None:
-        """Lets the inner optimizer's groups hold the slices. Groups and state are one object for both optimizers, so
-        that schedulers may change either."""
+        """Puts the slices into the inner optimizer's groups. Both optimizers share groups and state, so that
+        schedulers may change either."""
         for index, group in enumerate(self.inner.param_groups):
             # where this rank updates none of a group, schedulers still find one (`AdafactorSchedule`)
             group["params"] = [flat_slice.param for flat_slice in self.slices if flat_slice.group == index] or [
@@ -154,7 +154,7 @@ class ShardedOptimizer(StateRecords):
         self.state = self.inner.state
 
     def add_param_group(self, param_group: dict) -> None:
-        """Refused: the slices are cut by the groups when the optimizer is built."""
+        """Refuses a new group, since the slices are cut by the groups when the optimizer is built."""
         if hasattr(self, "param_groups") and self.param_groups is self.inner.param_groups:
             raise LifecycleError(
                 "add_param_group: the shards are assigned; give all groups when the optimizer is built"
@@ -163,7 +163,8 @@ class ShardedOptimizer(StateRecords):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates the masters by the averaged gradients; the compute copies follow. The gradients are consumed.
+        """Updates the masters by the averaged gradients, and the compute copies from the masters. It drops the
+        gradients.
 
         Raises:
             `NonFiniteError`: on all ranks, when a gradient is not finite and the setting `nonfinite` is "stop".
@@ -201,7 +202,7 @@ class ShardedOptimizer(StateRecords):
         return loss
 
     def _may_step(self) -> bool:
-        """Whether the gradients are finite, or are taken as they are. All ranks agree."""
+        """Whether the step may be taken: the gradients are finite, or `nonfinite` is "ignore". All ranks agree."""
         self.step_was_skipped = False
         setting = self.engine.config.nonfinite
         if setting == "ignore" or (not self._host.met_nonfinite and bool(self._norm().isfinite())):
@@ -226,7 +227,7 @@ class ShardedOptimizer(StateRecords):
         return False
 
     def _norm(self) -> Tensor:
-        """Returns the norm that was measured, or else the one that is measured fastest. All ranks call it."""
+        """Returns the norm that was measured, or measures the fastest one. All ranks call it."""
         norm = self.engine.grad_norm
         return measure_norm(self.engine, float("inf")) if norm is None else norm
 
@@ -249,8 +250,8 @@ class ShardedOptimizer(StateRecords):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Updates each unit as soon as its gradients are there, beside the rest of the backward, where masters rest on
-        the host. It stands around the last backward before `step`. The gradients can then not be clipped any more.
+        """Updates each unit as soon as it has its gradients, beside the rest of the backward, where masters rest on
+        the host. It is for the last backward before `step`; the gradients cannot be clipped afterwards.
 
         Where that is not possible, `step` does it all, with the same result: masters on the device, updates that are
         delayed, optimizers that are not elementwise, steps that may have to be left out (`nonfinite="skip"`). An
@@ -268,11 +269,11 @@ class ShardedOptimizer(StateRecords):
             yield
 
     def train(self) -> None:
-        """Shows the parameters at which schedule-free optimizers take gradients. All ranks call it."""
+        """Switches schedule-free optimizers to the parameters that are trained. All ranks call it."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Shows the parameters of schedule-free optimizers that are evaluated and saved. All ranks call it."""
+        """Switches schedule-free optimizers to the parameters that are evaluated and saved. All ranks call it."""
         self._switch("eval")
 
     @torch.no_grad()
@@ -292,12 +293,12 @@ class ShardedOptimizer(StateRecords):
             self.engine.mark_updated(only_trained=True)
 
     def _can_scale(self) -> bool:
-        """Whether the update itself can scale the gradients: torch's fused optimizers do, without a pass over them."""
+        """Whether the update itself can scale the gradients, as torch's fused optimizers do without another pass."""
         fused = all(getattr(inner, "_step_supports_amp_scaling", False) for inner in self._inners)
         return fused and all(group.get("fused") for group in self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of this step."""
+        """Drops the gradients of this step."""
         self.engine.clear_gradients()
 
     @torch.no_grad()
@@ -336,7 +337,7 @@ class ShardedOptimizer(StateRecords):
                 gradient.reduced.clamp_(-clip_value, clip_value)
 
     def _gradients_of(self, units: Iterable[Unit]) -> Gradients:
-        """Returns, by unit, the slices that this rank holds and that have a gradient, each with its own."""
+        """Returns by unit the slices that this rank holds and that have a gradient, each with its gradient."""
         wanted = set(units)
         grads: Gradients = {}
         for flat_slice in self.slices:
@@ -347,7 +348,7 @@ class ShardedOptimizer(StateRecords):
 
     @property
     def has_applied_gradients(self) -> bool:
-        """Whether the gradients of this step were applied while they came, see `in_backward`."""
+        """Whether the gradients of this step were applied in backward, see `in_backward`."""
         return self._host.is_spent
 
     def _refuse_spent(self) -> None:
@@ -365,7 +366,7 @@ class ShardedOptimizer(StateRecords):
             )
 
     def _leave_out_unused(self) -> None:
-        """Leaves out parameters that no rank used: they have no gradient, and an optimizer does not decay them.
+        """Leaves out parameters that no rank used. They have no gradient, and are not decayed.
 
         The ranks agree by one vector. A slice in which used and unused parameters meet is divided between them, with
         its state, so that each keeps a step count of its own, as in an optimizer on whole parameters.

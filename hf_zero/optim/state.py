@@ -20,7 +20,7 @@ TABLES = ("qmap", "qmap1", "qmap2")
 
 
 class StateRecords(torch.optim.Optimizer):
-    """The half of `ShardedOptimizer` that knows the state of its slices. The other half makes them, and steps."""
+    """The part of `ShardedOptimizer` that reads and loads the state of its slices."""
 
     engine: ZeroEngine
     inner: torch.optim.Optimizer
@@ -55,7 +55,7 @@ class StateRecords(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_scalar_state(self, state: dict[str, dict[str, float]]) -> None:
-        """Makes the state anew, its numbers from `state`, its tensors empty. It comes before those are loaded.
+        """Makes the state new with the numbers of `state` and empty tensors, which are loaded afterwards.
 
         Args:
             state (`dict[str, dict[str, float]]`): for every parameter that has state, its numbers by key (there may
@@ -73,7 +73,7 @@ class StateRecords(torch.optim.Optimizer):
                 _set_numbers(flat_slice, self.state[flat_slice.param], values, type(self.inner).__name__)
 
     def _cut_slices(self, key: Callable[[FlatSlice, int], object]) -> None:
-        """Cuts slices wherever `key(slice, index of the parameter)` changes; their state goes with the parts."""
+        """Cuts slices wherever `key(slice, index of the parameter)` changes, with their state."""
         self.slices = [part for flat_slice in self.slices for part in self._parts_of(flat_slice, key)]
         self._share_groups()
 
@@ -105,7 +105,7 @@ class StateRecords(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Takes back what `state_dict` gave on this rank. All ranks call it.
+        """Loads the result of `state_dict` on this rank. All ranks call it.
 
         Raises:
             `LifecycleError`: for groups or stretches that are not these: of another rank, stage or training.
@@ -149,7 +149,8 @@ class StateRecords(torch.optim.Optimizer):
                 self.state.update(type(inner)(groups, **inner.defaults).state if groups else {})
 
     def _create_state(self) -> None:
-        """Lets the inner optimizers make their state, by a step with zero gradients on zeros; groups stay alike."""
+        """Makes the inner optimizers create their state by a step with zero gradients on zeros. Groups stay as they
+        are."""
         self._make_early_state()
         # one at a time: no more than one slice's values are set aside
         for flat_slice in (flat_slice for slices in self._in_turn(writes=True) for flat_slice in slices):
@@ -183,7 +184,7 @@ class StateRecords(torch.optim.Optimizer):
         return found
 
     def load_groups_state(self, groups: list[dict]) -> None:
-        """Takes over hyperparameters from `groups_state`.
+        """Loads hyperparameters from the result of `groups_state`.
 
         Raises:
             `CheckpointError`: when the groups are not the same in number or in parameters.
@@ -226,7 +227,7 @@ class StateRecords(torch.optim.Optimizer):
 
     @property
     def late_state(self) -> list[str]:
-        """The names of the optimizers whose state is not among `expected_state` before the first step."""
+        """The names of the optimizers whose state is not in `expected_state` before the first step."""
         return [type(inner).__name__ for inner in self._exchanges] if not self.state else []
 
     def _state_dtypes(self, group: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -235,7 +236,7 @@ class StateRecords(torch.optim.Optimizer):
         return {key: tensor.dtype for key, tensor in found if tensor.dim()}
 
     def _try_state(self, group: int, dtype: torch.dtype) -> dict:
-        """Returns the state of a few elements, which the optimizer makes and forgets again."""
+        """Returns the state that the optimizer makes for a few elements, and removes it from the optimizer."""
         param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
         self._step_alone(param, group)
         return self.state.pop(param, {})
@@ -276,7 +277,7 @@ class StateRecords(torch.optim.Optimizer):
 
 
 def _fits(param: nn.Parameter, values: dict) -> bool:
-    """Whether state may be that of a slice: what has a value for each element is 1-D, or of a parameter's shape."""
+    """Whether a saved state fits a slice: a tensor with a value for each element is 1-D or has a parameter's shape."""
     shaped = [value for value in values.values() if isinstance(value, Tensor) and value.dim() == param.dim() > 0]
     return not shaped or any(value.shape == param.shape for value in shaped)
 

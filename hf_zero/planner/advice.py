@@ -1,4 +1,4 @@
-"""Which settings fit a device: all ways to shard, to offload and to checkpoint, the cheapest first."""
+"""Advice on the settings that fit a device: all ways to shard, to offload and to checkpoint, the cheapest first."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Advice:
         return (prediction.resting_nbytes if peak is None else peak) <= USABLE_SHARE * self.memory_nbytes
 
     def render(self) -> str:
-        """A table of the ways, and the advice with its reason."""
+        """Returns a table of the ways, and the advice with its reason."""
         head = f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'at rest':>9}  {'peak':>9}  {'host':>9}  fits"
         unit = f"GiB of each device; tensors may take {USABLE_SHARE:.0%} of {self.memory_nbytes / GIB:.1f}"
         return "\n".join([unit, head, *map(self._row, self.predictions), self._verdict()])
@@ -69,7 +69,7 @@ class Advice:
 
 
 def flags_of(prediction: Prediction) -> str:
-    """The flags by which a run is what was predicted."""
+    """Returns the flags of a run that was predicted."""
     flags = [f"--zero_stage {prediction.config.stage}"]
     if prediction.config.offload != "none":
         flags.append(f"--zero_offload {prediction.config.offload}")

@@ -78,7 +78,7 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
 
 
 def render_classes(classes: list[TensorClass]) -> str:
-    """One line for each class: its purpose, dtype, and bytes on a rank."""
+    """Returns one line for each class: its purpose, dtype, and bytes on a rank."""
     width = max((len(each.name) for each in classes), default=0)
     lines = []
     for each in classes:
@@ -91,7 +91,7 @@ def render_classes(classes: list[TensorClass]) -> str:
 
 
 def by_field(classes: list[TensorClass]) -> dict[str, int]:
-    """The bytes of classes under the names that [`MemoryReport`] has for them, to stand beside what is measured."""
+    """Returns the bytes of classes under the names of [`MemoryReport`], for a comparison with measured bytes."""
     found: Counter[str] = Counter()
     for each in classes:
         field = (

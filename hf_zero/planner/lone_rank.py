@@ -1,6 +1,5 @@
-"""One rank of any number, alone in its process: collectives and copies that send nothing, and take memory and count
-bytes as the real ones do. They are the package's own, down to where values would leave the process.
-"""
+"""One rank of any number, alone in its process. Its collectives and copies are the package's own, but send nothing;
+they take memory and count bytes as real ones do."""
 
 from collections.abc import Callable
 
@@ -30,7 +29,7 @@ RANKS_PER_HOST = 8
 
 
 class _Alone(Comm):
-    """The collectives of a lone rank: the others are taken to be in the same state as this one."""
+    """The collectives of a lone rank. The other ranks are assumed to be in the same state as this one."""
 
     is_on_cpu = False
 
@@ -150,7 +149,7 @@ class _Shared(_Pairwise, SharedComm):
 def lone_rank(
     meter: Meter, num_ranks: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str = "auto"
 ) -> Comm:
-    """Makes one of some ranks, without the others.
+    """Makes the collectives of one of several ranks, without the others.
 
     Args:
         meter (`Meter`): counts what it takes.
@@ -170,7 +169,7 @@ def lone_rank(
 
 
 class LoneBus(Bus):
-    """The way to a host whose memory has no data either. Work is done when it is given.
+    """The bus to a host whose memory has no data. A job is done when it is given.
 
     Args:
         counters (`Counters`): as for `Bus`.

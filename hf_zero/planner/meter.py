@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors without data would take, were they made: a step is run on the meta device.
+"""Counts the bytes that tensors on the meta device would take with data.
 
 Attention takes the memory there of the kernel that a device would choose: torch itself would take the plain formula,
 with all its scores.
@@ -29,7 +29,7 @@ _HOST = torch.device("cpu")
 
 
 def _yes(*_, **__) -> bool:
-    """Answers that masks hide nothing, and that sequences are of one piece."""
+    """Returns the answer of masks that hide nothing, and of sequences that are not packed."""
     return True
 
 
@@ -70,7 +70,8 @@ _ASSUMED = {
 
 
 class Meter(TorchDispatchMode):
-    """While it is entered, every storage on the meta device that an operation makes is counted until it is freed."""
+    """Counts, while it is entered, every storage on the meta device from the operation that makes it until it is
+    freed."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +87,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def at(self, tier: MemoryTier, share: int = 1) -> Iterator[None]:
-        """Counts what is made inside on `tier`; of what so many ranks share, each counts its part."""
+        """Counts tensors that are made inside on `tier`. Of memory that several ranks share, each counts its part."""
         before = self._tier, self._share
         self._tier, self._share = tier, share
         try:
@@ -130,7 +131,7 @@ class Meter(TorchDispatchMode):
 
 @contextmanager
 def device_attention(on_cpu: bool) -> Iterator[None]:
-    """While it is entered, `scaled_dot_product_attention` of tensors without data takes what it would on a device.
+    """Makes `scaled_dot_product_attention` of tensors without data take the memory that it takes on a device.
 
     On CPUs torch is asked which kernel it would choose. On GPUs it is taken to be a fused one where there is one: they
     keep the output and one number for each query, whatever their name.
@@ -175,7 +176,7 @@ def _is_fused_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask, dropout_p,
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """A CPU tensor of this shape, of a few elements that all rows share."""
+    """Returns a CPU tensor of this shape, of a few elements that all rows share."""
     row = torch.empty(tensor.shape[-1], dtype=tensor.dtype)
     rows = row.as_strided(tensor.shape, (0,) * (tensor.dim() - 1) + (1,))
     return rows.requires_grad_(tensor.requires_grad)

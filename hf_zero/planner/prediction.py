@@ -1,4 +1,4 @@
-"""Predicts what a run takes from its model's shapes: memory by tensor class, traffic, disk.
+"""Predicts memory by tensor class, traffic and disk space of a run from the shapes of its model.
 
 [Note: deep models] Where all blocks are alike, what a few of them take tells what many take. Each number that is
 predicted is an affine function of how many blocks there are: at any named moment of a step, such as the end of the
@@ -65,7 +65,7 @@ class Prediction:
 
     @property
     def peak_nbytes(self) -> int | None:
-        """The most bytes that tensors take on the device in a step."""
+        """The highest number of bytes that tensors take on the device in a step."""
         return None if self.step is None else self.step.peak_nbytes
 
     @property
@@ -89,7 +89,7 @@ class Prediction:
         return sum(each.nbytes for each in self.classes if each.tier is tier)
 
     def render(self) -> str:
-        """Renders what a rank takes: one line for each class and each sum."""
+        """Returns the prediction as text, with one line for each class and each sum."""
         lines = [render_classes(self.classes)]
         lines += [f"  {name:<32}  {nbytes / 2**20:>12.2f} MiB" for name, nbytes in self._sums()]
         return "\n".join([*lines, *([f"  not known: {self.note}"] if self.note else [])])
@@ -230,7 +230,7 @@ def _try_step(simulation: SimulatedStep, batch: dict[str, Tensor]) -> tuple[Step
 
 
 def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
-    """Where what is offloaded rests in files: gradients never do, and all else goes through a few buffers."""
+    """Adapts a prediction to offload in files: gradients stay in memory, and all else goes through a few buffers."""
     from hf_zero.storage.disk import NUM_BUFFERS, WINDOW_NUMEL
 
     found = [
@@ -245,7 +245,7 @@ def _in_files(classes: list[TensorClass]) -> list[TensorClass]:
 
 
 def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
-    """The model in the dtypes that it came in, the state, and masters that these dtypes cannot hold.
+    """Returns the bytes of the model in its own dtypes, the state, and the masters that these dtypes cannot hold.
 
     Of a model with adapters they alone are saved: the base stays where it came from.
     """
@@ -260,7 +260,7 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
 
 
 def alike_blocks(model: nn.Module) -> str | None:
-    """The path of the list whose members are all of a model's blocks, and alike; `None` where there is none."""
+    """Returns the path of the list that has all of a model's blocks, if they are equal; `None` where there is none."""
     stacks = partition(model).stacks
     units = stacks[0].units if len(stacks) == 1 else []
     path = units[0].name.rpartition(".")[0] if units else ""
@@ -278,7 +278,7 @@ def _shapes(unit: UnitSpec) -> tuple:
 
 
 def extended(fewer: Any, more: Any, times: int) -> Any:
-    """What would come `times` as far beyond `fewer` as `more` is: of every whole number in equal structures.
+    """Extrapolates every whole number of two equal structures: the result is `times` as far from `fewer` as `more` is.
 
     Args:
         fewer: a number, or a list, dict or dataclass of such.

@@ -1,4 +1,5 @@
-"""A training step without data: the engine shards a meta-device copy of the model as one rank of many, and steps.
+"""A training step without data: the engine shards a copy of the model on the meta device as one rank of many, and
+steps.
 
 [Note: what is not seen] What kernels take inside of one operation, and what a device's libraries take for themselves.
 Of values that are not there it is assumed that masks hide nothing and that every branch on them is taken; experts that
@@ -34,7 +35,7 @@ NUM_EDGE = 3
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of one step in the steady state, on the device where nothing else is said.
+    """The bytes of one step in the steady state, on the device unless a field says otherwise.
 
     Args:
         resting_nbytes (`int`): held between backward and optimizer step.
@@ -58,7 +59,7 @@ class StepMemory:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most at any moment."""
+        """The highest number at any moment."""
         return max(self.moments.values())
 
 
@@ -119,7 +120,7 @@ class SimulatedStep:
         return next((flat.rest.masters.transfer.nbytes for flat in self.engine.flats), 0)
 
     def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> StepMemory:
-        """One step of one micro-batch, with clipping.
+        """Runs one step of one micro-batch, with clipping.
 
         Args:
             batch (`dict[str, Tensor]`): what the model's forward is given, with labels.
@@ -176,7 +177,7 @@ def _replica_of(model: nn.Module) -> nn.Module:
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:
-    """Switches on what transformers' models have; the newer name, or the older one.
+    """Switches on the gradient checkpointing of transformers' models, under its newer or older name.
 
     Raises:
         `UnsupportedError`: for a model without a switch.
@@ -189,7 +190,7 @@ def _checkpoint_blocks(model: nn.Module) -> None:
 
 
 class _PeakRecorder:
-    """Notes what is held when the last block's forward ends, and the most between the moments of a step.
+    """Records the bytes that are held when the last block's forward ends, and the peaks between the moments of a step.
 
     Args:
         meter (`Meter`): counts.
@@ -209,7 +210,7 @@ class _PeakRecorder:
 
     @property
     def head(self) -> int:
-        """The most that is added to them until backward comes to the last block."""
+        """The most bytes that are added until backward comes to the last block."""
         return max((nbytes for name, nbytes in self._laps if name == "head"), default=0) - self._at_end_of_blocks
 
     def moments(self) -> dict[str, int]:
@@ -225,7 +226,7 @@ class _PeakRecorder:
         self._handles.append(block.register_forward_hook(self._after_block))
 
     def lap(self, name: str) -> None:
-        """Notes the peak since the last lap."""
+        """Records the peak since the last lap."""
         self._laps.append((name, self._meter.peak[MemoryTier.DEVICE]))
         self._meter.peak[MemoryTier.DEVICE] = self._meter.held[MemoryTier.DEVICE]
 
@@ -250,7 +251,7 @@ class _PeakRecorder:
 
 
 def _loss_of(output) -> Tensor:
-    """Returns what is differentiated: the loss, or the sum of all outputs where a model returns no loss."""
+    """Returns the loss, or the sum of all outputs where a model returns no loss."""
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = sum(tensor.float().sum() for tensor in tensors_in(output) if tensor.requires_grad)
@@ -258,7 +259,8 @@ def _loss_of(output) -> Tensor:
 
 
 class MetaOptimizer(torch.optim.Optimizer):
-    """Makes the state of its parameters in its first step, and takes nothing else: fused optimizers update in place.
+    """An optimizer that only makes the state of its parameters in its first step, as fused optimizers take no other
+    memory.
 
     Args:
         params (iterable of `nn.Parameter`): on the meta device.
@@ -275,7 +277,7 @@ class MetaOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Makes the state that is not there yet."""
+        """Makes the state of parameters that have none yet."""
         for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
             if param not in self.state:
                 self.state[param] = {

@@ -1,4 +1,4 @@
-"""Memory for tensors that live long, apart from that of short-lived ones (ZeRO-R M_D, arXiv 1910.02054 section 6.3).
+"""Memory for long-lived tensors, separate from that of short-lived ones (ZeRO-R M_D, arXiv 1910.02054 section 6.3).
 
 Where the two come from one place, what stays lies between holes that later activations, of other lengths, do not fit.
 What is filled again and again takes slots, which live as long as the engine: fresh memory costs page faults on CPUs.
@@ -23,7 +23,7 @@ ALIGN_NBYTES = 64
 
 
 class Arena:
-    """Contiguous memory of one purpose, from which tensors are taken and to which they are given back, in any order.
+    """Contiguous memory from which tensors of one purpose are taken, and to which they are given back in any order.
 
     Who gives memory back has seen to it that nothing under way on another stream still uses it.
 
@@ -62,28 +62,28 @@ class Arena:
 
     @property
     def capacity_nbytes(self) -> int:
-        """Bytes of all stretches."""
+        """The bytes of all stretches."""
         return sum(stretch.memory.numel() for stretch in self._stretches.values())
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes that are taken, gaps of alignment included."""
+        """The bytes that are taken, with gaps of alignment."""
         return sum(self._taken.values())
 
     @property
     def largest_hole_nbytes(self) -> int:
-        """The most that can be taken at once without growing."""
+        """The most bytes that can be taken at once without a new stretch."""
         holes = [hole for stretch in self._stretches.values() for hole in stretch.holes]
         return max((stop - start for start, stop in holes), default=0)
 
     @property
     def fragmentation(self) -> float:
-        """The part of what is free that is not in the largest hole; 0 when nothing is free."""
+        """The part of the free bytes that is not in the largest hole; 0 when nothing is free."""
         free = self.capacity_nbytes - self.used_nbytes
         return 1 - self.largest_hole_nbytes / free if free else 0.0
 
     def expect(self, numel: int, dtype: torch.dtype, count: int = 1) -> None:
-        """Announces that so many such tensors will be taken at once: the next stretch is made to hold them."""
+        """Announces that `count` such tensors will be in use together, so that the next stretch has room for them."""
         self._expected_nbytes += count * _aligned(numel * dtype.itemsize)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -100,7 +100,7 @@ class Arena:
         return self._stretches[key].memory[start : start + numel * dtype.itemsize].view(dtype)
 
     def give(self, tensor: Tensor) -> None:
-        """Takes back what `take` returned: its memory is somebody else's from now on.
+        """Gives a tensor of `take` back. Its memory may be taken again at once.
 
         Raises:
             `LifecycleError`: when it is not taken from here, or given back already.
@@ -117,13 +117,13 @@ class Arena:
             del self._stretches[key]
 
     def close(self) -> None:
-        """Gives all memory up: what is still in use lives as long as its users."""
+        """Frees all memory. Tensors in use keep theirs as long as they live."""
         self._stretches.clear()
         self._taken.clear()
         self._pool = None
 
     def _hole(self, nbytes: int) -> tuple[int, int] | None:
-        """Takes the first hole that is large enough: its stretch and where it begins there."""
+        """Takes the first hole that is large enough, and returns its stretch and where it begins there."""
         for key, stretch in self._stretches.items():
             start = stretch.take(nbytes)
             if start is not None:
@@ -170,14 +170,14 @@ class Arenas(NamedTuple):
 
 
 class Holder(Protocol):
-    """The one who fills a buffer."""
+    """An object that fills a slot."""
 
     def evict(self) -> None:
-        """Called when another is about to fill it."""
+        """Gives the slot up, because another holder is about to fill it."""
 
 
 class Slot:
-    """One reused buffer. `holder` is whoever filled it last; its contents are the holder's until another takes it.
+    """One reused buffer. Its contents belong to `holder`, which filled it last, until another holder takes it.
 
     Args:
         buffer (`Tensor`): 1-D uint8.
@@ -207,20 +207,20 @@ def parts_nbytes(parts: list[tuple[int, torch.dtype]]) -> int:
 
 
 def trim(device: torch.device) -> None:
-    """Gives what the device's allocator keeps of freed memory back to the device: what is made next, and stays, does
-    not come to lie in blocks that activations had and want again."""
+    """Returns freed memory from the allocator's cache to the device, so that long-lived tensors do not take blocks
+    that activations need again."""
     backend = _backend_of(device)
     if hasattr(backend, "empty_cache"):
         backend.empty_cache()
 
 
 def _backend_of(device: torch.device) -> Any:
-    """The device's module; the meta device, whose tensors take no memory, has none."""
+    """Returns torch's module for a device; `None` for the meta device."""
     return None if device.type == "meta" else torch.get_device_module(device)
 
 
 class _Stretch:
-    """One run of memory and what of it is free: ranges [start, stop) in order, no two of which touch."""
+    """One run of memory and its free ranges [start, stop), in order, no two of which touch."""
 
     def __init__(self, memory: Tensor):
         self.memory = memory

@@ -1,4 +1,5 @@
-"""Offload to disk: tensors that rest in files and come into memory in windows. Only who uses it imports this room."""
+"""Offload to disk: tensors rest in files and come into memory in windows. The room is imported only when it is
+used."""
 
 from hf_zero.storage.disk import DiskBuffers, DiskTensor, Extent, windows
 from hf_zero.storage.offload import DiskOffload, DiskPrefetcher, Swap

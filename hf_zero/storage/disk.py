@@ -36,7 +36,7 @@ class Extent:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in the file: whole pages."""
+        """The bytes that it takes in the file, in whole pages."""
         return in_pages(self.numel * self.dtype.itemsize)
 
     def window(self, start: int, stop: int) -> "Extent":
@@ -50,7 +50,7 @@ class Extent:
         return self.offset + self.nbytes
 
     def overlaps(self, start: int, stop: int) -> bool:
-        """Whether any of bytes [start, stop) of the file is among its own."""
+        """Whether it shares any byte with bytes [start, stop) of the file."""
         return self.offset < stop and start < self.stop
 
 
@@ -86,7 +86,7 @@ class DiskBuffers:
         file.readers.add(self)
 
     def tensors(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list["DiskTensor"]:
-        """Reserves room for tensors, which are then zero. Collective.
+        """Reserves room in the file for tensors, which are then zero. Collective.
 
         Args:
             comm (`Comm`): the ranks.
@@ -107,8 +107,8 @@ class DiskBuffers:
         uses: list[Pending] | None = None,
         then: Record | None = None,
     ) -> Iterator[list[Tensor]]:
-        """Yields the tensors of one record after the other. While they are used, the next record is read and the last
-        one written; they are gone when the next is asked for.
+        """Yields the tensors of one record after the other. Meanwhile the next record is read and the last one
+        written. The tensors are valid until the next are asked for.
 
         Args:
             records (`Sequence[Record]`): in what order.
@@ -131,7 +131,7 @@ class DiskBuffers:
                 uses.clear()
 
     def prefetch(self, record: Record) -> None:
-        """Begins to read what is loaded next. This may be called at any time, or never."""
+        """Begins to read the record that is loaded next. It may be called at any time, or never."""
         is_here = any(one.overlaps(e.offset, e.stop) for used in self._here for one in used for e in record)
         if is_here or self._is_ahead(record):
             return
@@ -170,7 +170,7 @@ class DiskBuffers:
         return [memory[: e.numel * e.dtype.itemsize].view(e.dtype) for e, memory in _parts(record, buffer)]
 
     def release(self, record: Record, *, writes: bool, uses: Sequence[Pending] = ()) -> None:
-        """Gives up a loaded record, beginning to write it; nobody writes to its tensors any more.
+        """Releases a loaded record and begins to write it. Its tensors must not be written to any more.
 
         Args:
             record (`Record`): what.
@@ -191,7 +191,7 @@ class DiskBuffers:
             self._leaving.append((buffer, reads))
 
     def _claim(self, nbytes: int) -> Tensor:
-        """Returns a buffer that nothing uses: a new one, or the one that was released first."""
+        """Returns a buffer that is not in use: a new one, or the one that was released first."""
         self._buffer_nbytes, buffer = max(self._buffer_nbytes, nbytes), None
         if self._leaving and self._num_buffers >= self._limit:
             buffer = self._wait_for_oldest()
@@ -223,7 +223,7 @@ class DiskTensor:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """The number of its elements."""
         return self.extent.numel
 
     @property

@@ -56,11 +56,11 @@ class DiskOffload:
         return self._file.nbytes
 
     def prefetcher(self, tensors: list[DiskTensor], targets: Callable[[], list[Tensor]], **how) -> "DiskPrefetcher":
-        """Makes a `DiskPrefetcher` of some of the tensors."""
+        """Makes a `DiskPrefetcher` for some of the tensors."""
         return DiskPrefetcher(self._gathered, self._bus, tensors, targets, **how)
 
     def swap(self, slices: Sequence["Swapped"], state, state_of) -> "Swap":
-        """Makes a `Swap` of masters, which reserves room for their state. Collective."""
+        """Makes a `Swap` for masters, and reserves room for their state. Collective."""
         swap = Swap(self._updated, self._comm, slices, state, state_of)
         if self._comm.rank == 0:
             self._speed.log(self._file, "masters and optimizer state")
@@ -89,11 +89,11 @@ class DiskPrefetcher:
         self._records = [tuple(tensors[i].extent.window(*window) for i, *window in part) for part in self._parts]
 
     def prefetch(self) -> None:
-        """Begins to read what the next `load` takes."""
+        """Begins to read the values for the next `load`."""
         self._buffers.prefetch(self._records[0])
 
     def load(self) -> Pending:
-        """Begins to copy the values to the device, from where they are gathered."""
+        """Begins to copy the values to the device, where they are gathered."""
         transfer, targets = Pending(), self._targets()
         uses: list[Pending] = []
         for tensors, parts in zip(self._buffers.walk(self._records, writes=False, uses=uses), self._parts):
@@ -110,11 +110,11 @@ class Swapped(Protocol):
 
     @property
     def on_disk(self) -> DiskTensor:
-        """Where the values rest."""
+        """The tensor on disk in which the values rest."""
 
     @property
     def within(self) -> slice:
-        """The range in that tensor."""
+        """The range of the slice in that tensor."""
 
 
 class Turn(NamedTuple):
@@ -155,7 +155,7 @@ class Swap:
         self._next: dict[Record, Record] = {}  # what came next when it was last used
 
     def walk(self, slices: Sequence[Swapped], *, writes: bool) -> Iterator[Turn]:
-        """Yields slices in turn; the next ones are read, and the last ones written, while some are here.
+        """Yields slices in turn. Meanwhile the next ones are read and the last ones written.
 
         Args:
             slices (`Sequence[Swapped]`): which.
@@ -189,7 +189,7 @@ class Swap:
         own.update({key: tensor for key, tensor in state.items() if key in own})
 
     def _hide(self, param: nn.Parameter, state: dict[str, Tensor]) -> None:
-        """Puts NaN in place of a slice's tensors. State that the optimizer has made anew meanwhile is taken over."""
+        """Replaces the tensors of a slice by NaN, after it has kept state that the optimizer has made meanwhile."""
         param.data = _nothing(param)
         own = self._state.get(param, {})
         for key in state.keys() & own.keys():

@@ -1,4 +1,5 @@
-"""The file of one rank in which tensors rest. It is read and written past the page cache where that can be.
+"""The file in which the tensors of one rank rest. It is read and written without the page cache where the system
+allows it.
 
 Its pieces are moved by a few threads. Through io_uring the same pieces took as long (`docs/memory.md` has the
 numbers), and it is switched off in many containers.
@@ -62,7 +63,7 @@ class _Operation:
 
 
 class SwapFile:
-    """A file that has no name any more, so that nothing of it is left however the process ends. Use `open`.
+    """A file without a name, of which nothing is left however the process ends. It is made by `open`.
 
     What is asked for later finds what was written before: a read or write waits for those under way that it meets.
     When the disk refuses a read or write, everything that is asked of the file from then on raises.
@@ -104,11 +105,11 @@ class SwapFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads and writes go past the page cache."""
+        """Whether reads and writes go without the page cache."""
         return self._descriptor != self._plain
 
     def reserve(self, comm: Comm, nbytes: int) -> int:
-        """Reserves room at the end of the file, full of zeros, so that a full disk is found now. Collective.
+        """Reserves room at the end of the file, filled with zeros, so that a full disk is noticed now. Collective.
 
         Args:
             comm (`Comm`): the ranks.
@@ -154,7 +155,7 @@ class SwapFile:
         return self._move(READ, offset, memory)
 
     def write(self, offset: int, memory: Tensor) -> Pending:
-        """Writes `memory`, which must stay as it is until the result is waited for; see `read`."""
+        """Writes `memory`, which must not change until the result was waited for; see `read`."""
         return self._move(WRITE, offset, memory)
 
     def _move(self, way: str, offset: int, memory: Tensor) -> Pending:
@@ -177,7 +178,7 @@ class SwapFile:
         return Pending(lambda: self._finish(operation))
 
     def _wait_for_conflicts(self, way: str, start: int, stop: int) -> None:
-        """Waits for what is under way in this range and must come before."""
+        """Waits for operations under way in this range that must end first."""
         with self._lock:
             before = [operation for operation in self._under_way if operation.conflicts(way, start, stop)]
         for operation in before:
@@ -225,7 +226,7 @@ class SwapFile:
             os.posix_fadvise(self._plain, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Gives the file's space back. What is under way ends before."""
+        """Waits for all operations and frees the file's space."""
         self._threads.shutdown()
         self._close()
 

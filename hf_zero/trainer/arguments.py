@@ -1,4 +1,4 @@
-"""The training arguments: those of `TrainingArguments` and of ZeRO. What cannot work is refused early."""
+"""The training arguments: those of `TrainingArguments` and of ZeRO, with early checks."""
 
 import inspect
 import os
@@ -29,7 +29,7 @@ Class = TypeVar("Class")
 
 
 def helped(cls: type[Class]) -> type[Class]:
-    """Gives the fields of a dataclass the help that command lines show: what its docstring says of them in `Args`."""
+    """Sets the help texts of a dataclass's fields from `Args` of its docstring."""
     texts = re.findall(r"^    (\w+) \(.*?\): (.*(?:\n        .*)*)", inspect.cleandoc(cls.__doc__ or ""), re.MULTILINE)
     by_name = {name: " ".join(text.replace("`", "").split()) for name, text in texts}
     for each in fields(cls):  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ class ZeroArgumentsMixin(_Arguments):
 
     @property
     def place_model_on_device(self) -> bool:
-        """Always false: the engine moves the shards, and nobody the whole model."""
+        """Always false, since the engine moves the shards and nothing moves the whole model."""
         return False
 
     def zero_config(self) -> ZeroConfig:

@@ -1,4 +1,4 @@
-"""The batches of a run: where it is among them, and what is done where ranks have unlike numbers of them.
+"""The batches of a run: its position among them, and batches for ranks that have unequal numbers of them.
 
 The place of a run is counted in samples, so that it goes on there with any number of ranks and batches of any size.
 
@@ -35,7 +35,7 @@ OVERRIDES = ("set_initial_training_values", "_init_training_state", "_run_epoch"
 
 @dataclass(frozen=True)
 class Epochs:
-    """How a run takes its samples.
+    """The way in which a run takes its samples.
 
     Args:
         num_samples (`int`): in an epoch, over all ranks.
@@ -54,8 +54,8 @@ class Epochs:
         return self.per_batch * self.accumulation
 
     def batches(self, first: int = 0) -> int:
-        """Returns how many batches an epoch has that goes on at sample `first`. Whole steps before it are skipped, and
-        count; the samples of the next step that were taken already are left out."""
+        """Returns how many batches an epoch has that goes on at sample `first`. Whole steps before it are skipped and
+        count. Samples of a later step that were used already do not."""
         num_samples = self.num_samples - first % self.per_step
         return num_samples // self.per_batch if self.drop_last else math.ceil(num_samples / self.per_batch)
 
@@ -83,12 +83,11 @@ class Position:
         return data.steps(self.sample) - self.sample // data.per_step
 
     def within(self, data: Epochs) -> "Position":
-        """Returns the same place, or the beginning of the next epoch where too few samples of this one are left for a
-        batch."""
+        """Returns this position, or the beginning of the next epoch where too few samples are left for a batch."""
         return self if self.left(data) > 0 else Position(self.epoch + 1, 0, self.step)
 
     def after(self, step: int, data: Epochs) -> "Position":
-        """Returns where the run is at a later step, counted from the run's beginning."""
+        """Returns the position at a later step, counted from the beginning of the run."""
         start = self.within(data)
         taken, left = step - start.step, start.left(data)
         if taken < left:
@@ -140,8 +139,7 @@ class Remaining(Sampler):
 
 
 def epochs_of(dataloader, accumulation: int) -> Epochs | None:
-    """Returns how a prepared data loader takes its samples, or `None` where that is not known: ranks may not take
-    turns batch by batch, or the order may depend on the size of the batches."""
+    """Returns how a prepared data loader takes its samples, or `None` where that is unknown."""
     if not isinstance(dataloader, DataLoaderShard):
         return None
     sampler, shard = dataloader.get_sampler(), dataloader.batch_sampler
@@ -174,7 +172,7 @@ def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> 
 
 @contextmanager
 def evened(trainer: Trainer, dataloader) -> Iterator:
-    """Gives the loader for an evaluation of `trainer`: its own, or one that goes on on every rank as long as any rank
+    """Gives the loader for an evaluation of `trainer`: its own, or one that yields on every rank as long as any rank
     has data.
 
     Args:
@@ -196,7 +194,7 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
 
 
 def is_even(dataloader) -> bool:
-    """Tells whether all ranks are known to get equally many rows with every batch. All ranks call it and agree."""
+    """Returns whether all ranks are known to get equally many rows with every batch. All ranks call it and agree."""
     found = _supplies(dataloader)
     return len(found) == 1 or all(other == (True, found[0][1]) for other in found)
 
@@ -218,8 +216,8 @@ def _supplies(dataloader) -> list[tuple[bool, int | None]]:
 
 
 class Supply:
-    """The batches of a training. Where ranks may have unlike numbers of them, they compare before each step, so that
-    no rank waits for one that has none left.
+    """The batches of a training. Where ranks may have unequal numbers of them, they compare before each step, so that
+    no rank waits for one that has no batch.
 
     Args:
         dataloader: this rank's. All ranks make theirs at once.
@@ -237,8 +235,8 @@ class Supply:
                 _refuse("before the first step", [1 if length is None else length for length in lengths])
 
     def longest(self, counts: Sequence[int]) -> Sequence[int]:
-        """Returns the largest of what ranks have counted with their own loaders. So no rank ends before it is seen to
-        lack a batch, and all ranks have one schedule."""
+        """Returns the largest number of batches that any rank has counted, so that all ranks have the same
+        schedule."""
         if self._is_even:
             return counts
         return tuple(map(max, zip(*gather_object([tuple(counts)]), strict=True)))
@@ -280,7 +278,7 @@ def _refuse(when: str, counts: list[int]) -> None:
 
 
 class EvenLoader:
-    """Gives every rank batches as long as any rank has one.
+    """A loader that gives every rank batches as long as any rank has one.
 
     Args:
         dataloader: this rank's.
@@ -345,7 +343,8 @@ class BatchesMixin(ZeroTrainerBase):
     _supply: Supply
 
     def set_initial_training_values(self, args, dataloader, **kwargs):
-        """Counts as Trainer does. A run that is resumed counts from where it is, whatever its batches were before."""
+        """Counts as Trainer does. A resumed run counts from its position, also with batches of another size than
+        before."""
         self._supply = Supply(dataloader)
         values = super().set_initial_training_values(args, dataloader, **kwargs)
         epochs, per_epoch, examples, samples, per_step, in_epoch, steps = self._supply.longest(values)
@@ -384,7 +383,7 @@ class BatchesMixin(ZeroTrainerBase):
         )
 
     def get_batch_samples(self, epoch_iterator, num_batches, device, **kwargs):
-        """Takes batches as Trainer does. Where a rank has fewer than others, all ranks say so, and none waits."""
+        """Takes batches as Trainer does. Where a rank has fewer than others, all ranks raise an error."""
         batches = self._supply.next(epoch_iterator, num_batches, self._engine.comm, self.state.global_step)
         return super().get_batch_samples(batches, num_batches, device, **kwargs)
 

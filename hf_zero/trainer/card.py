@@ -1,4 +1,4 @@
-"""The model card: what a reader of a repository wants to know about the run that made the model."""
+"""The model card, which describes the run that made a model to readers of its repository."""
 
 import html
 import json
@@ -134,7 +134,7 @@ def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any
 
 
 def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
-    """Collects what the JSON files of a folder tell: configs, the manifest of its state, the trainer's state.
+    """Collects the facts in the JSON files of a folder: configs, the manifest of its state, the trainer's state.
 
     Args:
         folder (`Path`): a model or an adapter; its newest checkpoint is asked too.
@@ -196,7 +196,7 @@ def _training_rows(facts: RunFacts) -> dict[str, Any]:
 
 
 def _memory_section(facts: RunFacts) -> str:
-    """Writes MiB by tensor class and rank, beside what plain data parallelism would hold."""
+    """Returns a table of MiB by tensor class and rank, beside those of plain data parallelism."""
     if not facts.memory:
         return ""
     ranks = [f"rank {rank}" for rank in range(len(facts.memory))]
@@ -243,7 +243,7 @@ def _base_of(trainer: Trainer, summary: TrainingSummary) -> tuple[str | None, bo
 
 
 def _base(name: str) -> tuple[str, bool]:
-    """Returns what a reader calls a model that was loaded by this name, and whether that is a hub id."""
+    """Returns the name of a base model for readers, and whether it is a hub id."""
     in_cache = re.search(r"models--([^/]+)--([^/]+)/snapshots/", name)
     if in_cache:
         return f"{in_cache[1]}/{in_cache[2]}", True

@@ -1,4 +1,4 @@
-"""Checks of training arguments, in one table. Scripts and recipes go through it before anything is loaded."""
+"""Checks of training arguments in one table, for scripts and recipes, before anything is loaded."""
 
 import json
 import math
@@ -88,8 +88,8 @@ def check_arguments(settings: Settings) -> None:
 
 
 def check_schedule(settings: Settings) -> None:
-    """Makes the schedule of one parameter, since transformers knows which numbers each kind takes. It is for callers
-    who know that Trainer is going to make it.
+    """Makes a schedule for one parameter, since transformers knows which numbers each kind takes. It is for runs whose
+    schedule Trainer makes.
 
     Args:
         settings (`Mapping[str, Any]`): as for `check_arguments`, which has gone through them.
@@ -114,7 +114,7 @@ def check_schedule(settings: Settings) -> None:
 
 
 def check_output_dir(output_dir: str | None, name: str = "output_dir") -> None:
-    """Makes sure that a folder can be written without creating it yet.
+    """Checks that a folder can be written, without creating it.
 
     Args:
         output_dir (`str`, *optional*): The folder; it may not exist so far.
@@ -220,7 +220,7 @@ def _intervals(settings: Settings) -> str | None:
 
 
 def _best(settings: Settings) -> str | None:
-    """Refuses to look for the best checkpoint where none can be known as the best, or saved."""
+    """Refuses settings for the best checkpoint where no checkpoint could be known as the best, or saved."""
     saves, evaluates = _value(settings["save_strategy"]), _value(settings["eval_strategy"])
     loads = "load_best_model_at_end" if settings["load_best_model_at_end"] else None
     asks = "save_strategy best" if saves == "best" else loads
@@ -304,7 +304,7 @@ def _schedule_kwargs(settings: Settings) -> dict[str, Any]:
 
 
 def _optimizer(settings: Settings) -> str | None:
-    """Lets transformers look for the optimizer's package, and read its arguments."""
+    """Checks with transformers that the optimizer's package is there and that its arguments can be read."""
     try:
         Trainer.get_optimizer_cls_and_kwargs(
             SimpleNamespace(**{**settings, "optim": OptimizerNames(settings["optim"])})

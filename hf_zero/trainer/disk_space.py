@@ -1,4 +1,4 @@
-"""Room on the disk: looked at before the first step, waited for when something cannot be saved for lack of it.
+"""Disk space: it is checked before the first step, and waited for when it is missing for a save.
 
 It is made by deleting old checkpoints, where there are more than `--save_total_limit`.
 """
@@ -38,7 +38,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def check_room(trainer: ZeroTrainerBase) -> None:
-    """Looks, before the first step, whether what the run will save fits its disk. All ranks call it.
+    """Checks, before the first step, that the files that the run will save fit its disk. All ranks call it.
 
     Args:
         trainer (`ZeroTrainerBase`): its model and optimizer prepared.
@@ -76,8 +76,8 @@ def check_room(trainer: ZeroTrainerBase) -> None:
 
 
 def state_nbytes(trainer: ZeroTrainerBase) -> int:
-    """Returns the bytes that a checkpoint takes for masters and for what the optimizer will hold from the first step
-    on. All ranks call it. The state of optimizers that are not elementwise is not known before the first step."""
+    """Returns the bytes of masters and optimizer state in a checkpoint. All ranks call it. Before the first step the
+    state of optimizers that are not elementwise is unknown."""
     engine, optimizer = trainer._engine, trainer._prepared_optimizer
     own = sum(numel * dtype.itemsize for dtype, numel, _ in optimizer.expected_state())
     held = collect_from_all_ranks(
@@ -98,8 +98,8 @@ def save_with_room(
     fallback: str | None,
     signals: StopOnSignal,
 ) -> str:
-    """Saves what only memory holds. Where the disk is full, it saves elsewhere, or looks again until there is room.
-    All ranks call it.
+    """Saves something that only memory holds. Where the disk is full it saves elsewhere, or waits for room. All ranks
+    call it.
 
     Args:
         comm (`Comm`): the ranks.
@@ -163,7 +163,7 @@ class _Elsewhere:
         self._folder: str | None = None  # until it is chosen
 
     def saved(self, save: Callable[[str], None]) -> str | None:
-        """Tries to save there. Returns where, or `None` when it is not saved. All ranks call it."""
+        """Tries to save there, and returns the folder, or `None` when it was not saved. All ranks call it."""
         if not self._fallback:
             return None
         try:
@@ -182,7 +182,7 @@ class _Elsewhere:
 
 
 def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
-    """Tries to save. All ranks call it.
+    """Tries to save, and returns the error if the disk had no room. All ranks call it.
 
     Args:
         comm (`Comm`): the ranks.
@@ -209,7 +209,7 @@ def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
 
 
 def fallback_of(fallback: str, folder: str, inside: str = "") -> str:
-    """Returns a folder that holds nothing yet, in the one for such cases.
+    """Returns an empty folder inside the fallback folder.
 
     Args:
         fallback (`str`): the one for such cases.
@@ -303,7 +303,7 @@ def keep_best(run_dir: str, best: str) -> None:
 
 
 def is_known_finite(checkpoint: Path) -> bool:
-    """Tells, by its manifest, whether loss and gradient norm of a checkpoint's last step were numbers."""
+    """Returns whether loss and gradient norm of a checkpoint's last step were finite, by its manifest."""
     try:
         manifest = Manifest.read(checkpoint)
     except CheckpointError:
@@ -318,7 +318,7 @@ def _rotate(folder: Path, limit: int, newest: Path, best: Path | None) -> None:
 
 
 def _own(folder: Path) -> list[Path]:
-    """Returns the checkpoints that are no links. Links are the user's: to a checkpoint on another disk, say."""
+    """Returns the checkpoints that are not links. A link, such as to another disk, belongs to the user."""
     return [path for path in checkpoints_in(folder) if not path.is_symlink()]
 
 

@@ -1,5 +1,4 @@
-"""Pushing to a hub from many ranks: one of them talks to it, and all learn how it went. No token is written to
-disk."""
+"""Pushes to a hub from many ranks: one rank talks to the hub, and all get the result. No token is written to disk."""
 
 import copy
 import glob
@@ -58,7 +57,7 @@ _REMEDIES = {
 
 @contextmanager
 def hub_errors(subject: str) -> Iterator[None]:
-    """Turns what the hub's client raises into one line.
+    """Turns errors of the hub's client into one line.
 
     Args:
         subject (`str`): what was being done to what.
@@ -78,7 +77,7 @@ def hub_errors(subject: str) -> Iterator[None]:
 
 
 def hub_reason(error: BaseException) -> str | None:
-    """Returns what a failure means in one line, or `None` when the hub and the way to it have no part in it."""
+    """Returns the meaning of a failure in one line, or `None` when neither hub nor network caused it."""
     for cause in causes(error):
         if isinstance(cause, OfflineModeIsEnabled):
             return "HF_HUB_OFFLINE is set; unset it"
@@ -99,7 +98,7 @@ def hub_reason(error: BaseException) -> str | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tells whether trying again may help: the connection failed, or the server had no time."""
+    """Returns whether another try may help: the connection failed, or the server was busy."""
     for cause in causes(error):
         if isinstance(cause, HfHubHTTPError):
             return cause.response.status_code in TRANSIENT_STATUS
@@ -153,8 +152,8 @@ class PushMixin(ZeroTrainerBase):
             self._is_pushing = False
 
     def note_elsewhere(self, wanted: str, folder: str) -> None:
-        """Notes that the model had to be saved elsewhere than wanted. It is not uploaded: reports and cards are not
-        with it."""
+        """Notes that the model was saved in another folder. It is not uploaded, since reports and cards are not
+        there."""
         self.saved_elsewhere = folder
         if self.is_world_process_zero():
             logger.warning("%s: no room, so the model is in %s", wanted, folder)
@@ -223,8 +222,8 @@ check_overrides(PushMixin, Trainer, OVERRIDES)
 
 @contextmanager
 def uploading(token: str | None = None) -> Iterator[None]:
-    """While it is entered, uploads of Trainer leave out what is private: the training arguments, and files outside the
-    folder to which a link in it leads.
+    """Makes Trainer's uploads leave out private files: the training arguments, and files outside the folder to which
+    links in it lead.
 
     Args:
         token (`str`, *optional*): for uploads that are given none.
@@ -248,7 +247,7 @@ def uploading(token: str | None = None) -> Iterator[None]:
 
 
 def links_out_of(folder: Path) -> list[Path]:
-    """Returns the files of a folder that are links to files outside it: an upload would read whatever they lead to."""
+    """Returns the files of a folder that are links to files outside it, which an upload would read."""
     whole = folder.resolve()
     found = (path for path in folder.rglob("*") if path.is_file())
     return sorted(path for path in found if not path.resolve().is_relative_to(whole))
@@ -279,8 +278,8 @@ def without_tokens(args: TrainingArguments) -> TrainingArguments:
 
 
 def token_warning(folder: str | os.PathLike) -> str | None:
-    """Returns what to tell the owner of a folder whose training arguments hold a token, or `None` where they do not.
-    Other programs and earlier versions save them so. Nothing in the file is executed."""
+    """Returns a warning for the owner of a folder whose training arguments hold a token, or `None`. Nothing in the
+    file is executed."""
     path = Path(folder) / TRAINING_ARGS_NAME
     if not _holds_token(path):
         return None
@@ -309,7 +308,7 @@ def _holds_token(path: Path) -> bool:
 
 
 def _follows_secret(pickled: bytes) -> bool:
-    """Tells whether a text follows the name of a token, as a value follows its key."""
+    """Returns whether a text follows the name of a token, as a value follows its key."""
     before: Any = None
     for operation, argument, _ in pickletools.genops(pickled):
         if "PUT" in operation.name or operation.name == "MEMOIZE":

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into a trainer: weights, optimizer and schedule. What is not as it was before is said."""
+"""Loads a checkpoint into a trainer: weights, optimizer and schedule. It tells what is not as it was before."""
 
 import logging
 import math
@@ -37,7 +37,7 @@ OVERRIDES = ("_load_optimizer_and_scheduler", "_load_from_checkpoint", "_load_be
 def changes(
     scheduler: LRScheduler, saved: dict, *, given: list[float], num_steps: int, num_steps_before: int | None
 ) -> Iterator[str]:
-    """Yields a sentence for each thing that will be unlike the run that saved.
+    """Yields a sentence for each setting that differs from the run that saved the checkpoint.
 
     Args:
         scheduler (`LRScheduler`): as it goes on: this run's, with the state that was saved.
@@ -70,7 +70,7 @@ def changes(
 
 
 def take_new_rates(scheduler: LRScheduler) -> None:
-    """Lets the next step have the rates of the schedule as it is now. The optimizer's are those of the run that saved,
+    """Sets the learning rates of the next step by the present schedule. The optimizer has those of the run that saved,
     and Trainer sets others only after its first step."""
     for index, (group, rate) in enumerate(zip(scheduler.optimizer.param_groups, _rates(scheduler))):
         if _is_unlike(float(group["lr"]), rate):
@@ -82,8 +82,8 @@ def take_new_rates(scheduler: LRScheduler) -> None:
 
 
 def _rates(scheduler: LRScheduler) -> list[float]:
-    """Returns by group the rate of the next step, for a schedule that is a function of the step; of others nothing is
-    known."""
+    """Returns the learning rate of the next step by group, for schedules that are functions of the step; `None` for
+    others."""
     if type(scheduler) is not LambdaLR:
         return []
     return [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
@@ -114,7 +114,7 @@ def show_rates(scheduler: LRScheduler | None) -> None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a resumed run knows of the run before.
+    """The record of the earlier run that a resumed run has.
 
     Args:
         position (`Position`): where it was in its data.
@@ -128,7 +128,7 @@ class Resumed:
 
 
 def resumed_from(folder: str | os.PathLike | None) -> Resumed:
-    """Reads the record of a checkpoint; weights without a state have none.
+    """Reads the record of a checkpoint. Weights without a state have none.
 
     Raises:
         `CheckpointError`: it cannot be read.
@@ -141,8 +141,8 @@ def resumed_from(folder: str | os.PathLike | None) -> Resumed:
 
 
 class CompareLoss(TrainerCallback):
-    """Warns when the first loss after resuming is far from the last one before: then the data, the model or the
-    settings are not what they were.
+    """Warns when the first loss after resuming is far from the last loss before, which means other data, another model
+    or other settings.
 
     Args:
         trainer (`ZeroTrainerMixin`): which is resumed.
@@ -177,8 +177,8 @@ class RestoringMixin(ZeroTrainerBase):
     resumed = Resumed()
 
     def _checkpoint_of(self, given: str | os.PathLike | bool | None) -> str | os.PathLike | bool | None:
-        """Looks through the checkpoint that a run is to go on from, notes where that run was, and returns what Trainer
-        takes."""
+        """Checks the checkpoint from which a run goes on, notes the position of that run, and returns the value for
+        Trainer."""
         if isinstance(given, (str, os.PathLike)):
             restore_replaced(Path(given).parent)
         if given is True:

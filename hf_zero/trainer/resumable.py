@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that is as it was saved, on every rank.
+"""The choice of the checkpoint from which a run goes on: the newest that is undamaged on every rank.
 
 Beside weights and state, whose checksums are on record, there are files that Trainer itself writes. They must exist,
 and be of the same moment as the rest.
@@ -36,7 +36,7 @@ _RNG_STATES = re.compile(r"rng_state(_\d+)?\.pth")
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to go on from.
+    """The checkpoint from which a run goes on.
 
     Args:
         folder (`str`, *optional*): the newest that is whole; `None` where none is.
@@ -48,7 +48,7 @@ class Choice:
 
 
 def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Choice:
-    """Returns the newest checkpoint that is as it was saved, on every rank. All ranks call it, and get the same.
+    """Returns the newest checkpoint that is undamaged on every rank. All ranks call it, and get the same.
 
     What is small is read by every rank, the tensors are divided over the ranks that see the same files. What is
     skipped is said, and why.
@@ -85,7 +85,7 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Ch
 
 
 def fault_of(folder: Path, *, reads_tensors: bool) -> CheckpointError | None:
-    """Returns what keeps a checkpoint from being resumed from. All ranks call it, and get the same.
+    """Returns the reason why a run cannot resume from a checkpoint, or `None`. All ranks call it, and get the same.
 
     Args:
         folder (`Path`): the checkpoint.
@@ -116,8 +116,8 @@ def _check_own_tensors(folder: Path, index: int, count: int) -> None:
 
 
 def _identity(folder: Path) -> tuple[int, ...] | None:
-    """Returns what is equal for ranks that see the same files: copies on several disks differ in time, by
-    nanoseconds."""
+    """Returns a value that is equal for ranks that see the same files. Copies on several disks differ in their times
+    by nanoseconds."""
     for path in (folder / TABLE_NAME, manifest_path(folder), folder / TRAINER_STATE_NAME):
         if path.is_file():
             found = path.stat()
@@ -157,15 +157,15 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def _warn_of_changed(folder: Path) -> None:
-    """Names the files that are not as they were saved, and that a run does not read."""
+    """Warns of changed files that a run does not read."""
     table = recorded(folder)
     if table is not None and (changed := table.changed_files(folder)):
         logger.warning("%s: changed since it was saved, and is not read here: %s", folder, ", ".join(changed))
 
 
 def check_resumable(folder: str | Path) -> None:
-    """Checks that a folder can be resumed from: the files that are read are as they were saved, but for the values of
-    tensors, which are compared later.
+    """Checks that a run can resume from a folder: the files that are read are unchanged. The values of tensors are
+    compared later.
 
     Args:
         folder (`str` or `Path`): the checkpoint.
@@ -249,7 +249,7 @@ def position_of(folder: str | os.PathLike, manifest: Manifest) -> Position | Non
 
 
 def schedule_position(scheduler: Any) -> int | None:
-    """Returns how often a schedule was moved on, by the state that it saves, or `None` where that does not tell."""
+    """Returns how often a schedule was stepped, by its saved state, or `None` where that is unknown."""
     return None if scheduler is None else _position_in(scheduler.state_dict())
 
 
@@ -276,7 +276,7 @@ def _check_schedule(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_generators(folder: Path, manifest: Manifest) -> None:
-    """Checks that the states of the generators are there. Trainer would go on without them and say nothing."""
+    """Checks that the states of the random generators are there. Trainer would go on without them silently."""
     if manifest.num_ranks == 1 and (folder / "rng_state.pth").is_file():
         names = ["rng_state.pth"]
     else:

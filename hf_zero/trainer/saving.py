@@ -1,5 +1,5 @@
-"""Saving of a trainer's checkpoints: what Trainer writes goes into a temporary folder, and all of it appears at
-once."""
+"""Saves a trainer's checkpoints: Trainer writes into a temporary folder, which gets its name when everything is in
+it."""
 
 import io
 import logging
@@ -44,7 +44,7 @@ OVERRIDES = (
 
 
 class Saver:
-    """The checkpoint that is being saved, and the one that a thread still writes.
+    """The checkpoint that is being saved, and the one that a thread is still writing.
 
     Args:
         in_background (`bool`): lets a thread write, after a copy.
@@ -74,7 +74,7 @@ class Saver:
 
     @contextmanager
     def in_foreground(self) -> Iterator[None]:
-        """While it is entered, a checkpoint is complete when `finish` returns, or an error is raised there."""
+        """Makes `finish` return only when a checkpoint is complete, or raise an error, while the context lasts."""
         snapshots, self._snapshots = self._snapshots, None
         try:
             yield
@@ -130,7 +130,7 @@ class Saver:
             current.discard()
 
     def wait(self) -> Path | None:
-        """Waits until what was saved is complete, and uploads it where that was asked for.
+        """Waits until the checkpoint is complete, and uploads it if that was requested.
 
         Returns:
             `Path` or `None`: the newest checkpoint.
@@ -155,7 +155,8 @@ class SavingMixin(PushMixin, BatchesMixin):
     _saver: Saver
 
     def wait_for_checkpoint(self) -> Path | None:
-        """Waits until what is written in the background is complete. Returns the newest checkpoint, if there is one.
+        """Waits until the checkpoint in the background is complete, and returns the newest checkpoint, if there is
+        one.
 
         Raises:
             `CheckpointError`: it could not be saved; on all ranks.
@@ -176,7 +177,8 @@ class SavingMixin(PushMixin, BatchesMixin):
             self.state.best_model_checkpoint = None
 
     def _is_background_done(self) -> bool:
-        """Waits as `wait_for_checkpoint` does, and says what could not be saved. All ranks get the same."""
+        """Waits as `wait_for_checkpoint` does, and reports a checkpoint that could not be saved. All ranks get the
+        same."""
         try:
             self.wait_for_checkpoint()
         except CommError:

@@ -1,4 +1,4 @@
-"""Signals that end a training. The ranks agree on them at the end of a step, save, and leave."""
+"""Signals that end a training. The ranks agree on them at the end of a step, save, and exit."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ class Stopped(SystemExit):
 
 
 def is_another(number: int, since: float | None, now: float) -> bool:
-    """Tells whether a signal that first came at `since` (`None` for never) has been sent a second time.
+    """Returns whether a signal that first came at `since` (`None` for never) was sent a second time.
 
     Args:
         number (`int`): the signal.
@@ -61,7 +61,7 @@ class StopOnSignal(TrainerCallback):
 
     @contextmanager
     def received(self) -> Iterator[None]:
-        """While it is entered, the signals that nobody else handles come here."""
+        """Handles, while it is entered, the signals that have no other handler."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python lets no other thread have handlers
             return

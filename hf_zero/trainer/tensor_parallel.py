@@ -1,4 +1,4 @@
-"""Models that transformers has divided over tensor-parallel ranks. In a trainer, the ranks of one group see one
+"""Models that transformers has divided over tensor-parallel ranks. In a trainer the ranks of one group get the same
 batch."""
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def refuse_divided(name: str, model: nn.Module, args) -> None:
 
 @contextmanager
 def apart(model: nn.Module | None) -> Iterator[None]:
-    """Hides from accelerate that a model is divided already: it would look for FSDP along the other axis.
+    """Hides from accelerate that a model is divided already, since it would expect FSDP along the other axis.
 
     Args:
         model (`nn.Module`, *optional*): any.

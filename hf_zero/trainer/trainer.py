@@ -37,7 +37,7 @@ OVERRIDES = ("create_accelerator_and_postprocess", "train", "_move_model_to_devi
 
 
 class TellMemory(TrainerCallback):
-    """Prints one line per tensor class on rank 0, on stderr: purpose, dtype, bytes per rank.
+    """A callback that prints one line per tensor class on rank 0, on stderr: purpose, dtype, bytes per rank.
 
     Args:
         trainer (`ZeroTrainerBase`): whose model trains.
@@ -136,7 +136,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
         self._saver = Saver(in_background=self.args.zero_async_save)
 
     def _move_model_to_device(self, model, device) -> None:
-        """Does nothing: the engine moves what each rank keeps."""
+        """Does nothing, since the engine moves the part of each rank."""
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None, **kwargs):
         """Trains as `Trainer.train` does. `True` resumes from the newest checkpoint that is as it was saved. SIGTERM
@@ -158,8 +158,8 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs
     ):
-        """Evaluates as Trainer does. A rank whose data ends before another's goes on with batches that do not count.
-        For `bf16_full_eval` and `fp16_full_eval` the model is only shown in that dtype, and trains on as it was."""
+        """Evaluates as Trainer does. A rank whose data ends early continues with batches that do not count. With
+        `bf16_full_eval` and `fp16_full_eval` the model is shown in that dtype, and trained further as it was."""
         dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
         engine, shown = self.accelerator.shard(self.model), nullcontext()
         engine.finish_updates()  # what is measured is what a checkpoint of now would hold
@@ -188,7 +188,7 @@ def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(trainer: Trainer, error: ValueError) -> ConfigError | None:
-    """Returns what a trainer refuses in one line, or `None` where it is not known what that is."""
+    """Returns the reason why a trainer refuses a model in one line, or `None` where it is unknown."""
     strategy = getattr(getattr(trainer, "args", None), "eval_strategy", "no")
     if "eval_dataset" in str(error) and strategy != "no" and getattr(trainer, "eval_dataset", None) is None:
         return ConfigError(
@@ -199,7 +199,7 @@ def _named(trainer: Trainer, error: ValueError) -> ConfigError | None:
 
 
 def _check_schedule(cls: type, given: dict[str, Any]) -> None:
-    """Tries the schedule, unless one is given or a subclass makes its own."""
+    """Checks the schedule, unless one is given or a subclass makes its own."""
     optimizer, schedule = given.get("optimizers") or (None, None)
     makers = ("create_scheduler", "create_optimizer_and_scheduler")
     if schedule is not None or any(getattr(cls, name) is not getattr(Trainer, name) for name in makers):

@@ -1,4 +1,4 @@
-"""What the parts of `ZeroTrainerMixin` have in common: the arguments, the engine and the optimizer."""
+"""The base class of the parts of `ZeroTrainerMixin`: arguments, engine and optimizer."""
 
 from typing import TYPE_CHECKING
 

@@ -28,7 +28,7 @@ def _clone_template(original, model: nn.Module, *args, **kwargs):
 
 
 def _hash(original, model: nn.Module) -> str:
-    """Replaces `hash_module`; it reads one tensor at a time."""
+    """Replaces `hash_module`, and reads one tensor at a time."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         values, source = tensor.detach(), source_of(tensor)
@@ -49,7 +49,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def fit_for_lazy_loading(trainer_class: type) -> Iterator[None]:
-    """While it is entered, a trainer's constructor can work on weights without reading them all.
+    """Lets a trainer's constructor work on weights that are still in files, without reading all of them.
 
     Args:
         trainer_class (`type`): derived from one of TRL's, in whose module the functions stand.

@@ -90,7 +90,7 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         super().add_callback(callback)
 
     def _precompute_ref_logps(self, *args, **kwargs) -> Any:
-        """Computes them as TRL does, by forwards of the sharded model."""
+        """Computes the reference's log probabilities as TRL does, by forwards of the sharded model."""
         self.accelerator.shard(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)
 
@@ -108,7 +108,8 @@ def _is_of_trl(cls: type) -> bool:
 
 @torch.no_grad()
 def sync_reference(model: nn.Module, reference: nn.Module, alpha: float) -> None:
-    """Moves a reference model by `alpha` of the way to the policy (TR-DPO, arXiv 2404.09656). All ranks call it.
+    """Moves a reference model by the fraction `alpha` towards the policy (TR-DPO, arXiv 2404.09656). All ranks call
+    it.
 
     Both are sharded; one unit at a time is gathered.
 

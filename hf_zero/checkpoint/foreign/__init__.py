@@ -1,4 +1,4 @@
-"""Checkpoints that other programs left: DeepSpeed, torch's distributed checkpoints, FSDP and plain Trainer runs."""
+"""Checkpoints of other programs: DeepSpeed, torch's distributed checkpoints, FSDP and plain Trainer runs."""
 
 from hf_zero.checkpoint.foreign.reading import (
     Carried,

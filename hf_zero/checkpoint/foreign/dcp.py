@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint`, and what Trainer leaves of an FSDP run and of a plain one.
+"""Checkpoints of `torch.distributed.checkpoint`, and those that Trainer writes with FSDP and alone.
 
 The index `.metadata` says of every tensor which boxes of it lie at which bytes of which file. With FSDP a box is some
 rows of a parameter. Trainer writes two such folders, `pytorch_model_fsdp_0` and `optimizer_0`, or with
@@ -28,19 +28,19 @@ WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 
 
 def fsdp_weights(folder: Path) -> dict[str, ForeignTensor]:
-    """The weights of a Trainer run with FSDP, saved in shards or whole."""
+    """Returns the weights of a Trainer run with FSDP, saved in shards or whole."""
     whole = folder / f"{FSDP_WEIGHTS}.bin"
     return full_weights(whole) if whole.is_file() else read_weights(folder / f"{FSDP_WEIGHTS}_0")
 
 
 def fsdp_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
-    """The optimizer state of a Trainer run with FSDP, saved in shards or whole."""
+    """Returns the optimizer state of a Trainer run with FSDP, saved in shards or whole."""
     whole = folder / f"{FSDP_STATE}.bin"
     return full_state(whole, groups) if whole.is_file() else read_state(folder / f"{FSDP_STATE}_0", groups)
 
 
 def read_weights(folder: Path) -> dict[str, ForeignTensor]:
-    """The tensors under "model" by name.
+    """Returns the tensors under "model" by name.
 
     Raises:
         `CheckpointError`: there is no such folder, no model in it, or it is damaged.
@@ -52,7 +52,7 @@ def read_weights(folder: Path) -> dict[str, ForeignTensor]:
 
 
 def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
-    """The state under "optim" or "optimizer" by parameter name, flattened or not. Raises as `read_weights`."""
+    """Returns the state under "optim" or "optimizer" by parameter name, flattened or not. Raises as `read_weights`."""
     files = _Folder.read(folder)
     state: dict[str, dict[str, Any]] = {}
     by_index: dict[str, dict[str, Any]] = {}
@@ -72,14 +72,14 @@ def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
 
 
 def _split(path: Sequence[Any]) -> tuple[str, str]:
-    """("state", "parameter.key") of a path; the flattened form has both in one part of it."""
+    """Returns ("state", "parameter.key") of a path. The flattened form has both in one part of it."""
     kind, _, names = ".".join(map(str, path)).partition(".")
     return kind, names
 
 
 @dataclass
 class _Folder:
-    """One folder of a distributed checkpoint, its index read.
+    """One folder of a distributed checkpoint, whose index was read.
 
     Args:
         folder (`Path`): where it lies.
@@ -102,7 +102,7 @@ class _Folder:
         return cls(folder, index, {place.key(): info for place, info in index.storage_data.items()})
 
     def below(self, roots: Sequence[str]) -> Iterator[tuple[tuple, str]]:
-        """Yields (path below the root, key of the index) of everything under one of the roots."""
+        """Yields (path below the root, key of the index) for all entries under one of the roots."""
         paths = self.index.planner_data or {}
         found = False
         for key in self.index.state_dict_metadata:
@@ -165,7 +165,7 @@ class _Folder:
         return loaded
 
     def _load(self, key: str, offsets: tuple[int, ...] | None) -> Any:
-        """Reads one chunk or object, whole: the largest is what one rank of the saving run held of a tensor."""
+        """Reads one chunk or object whole. A chunk is at most what one rank of the saving run held of a tensor."""
         if self.last is not None and self.last[0] == (key, offsets):
             return self.last[1]
         info = self._place(key, offsets)
@@ -198,17 +198,18 @@ class _Folder:
 
 
 def full_weights(path: Path) -> dict[str, ForeignTensor]:
-    """The tensors of a file that holds a model's state dict."""
+    """Returns the tensors of a file that holds a model's state dict."""
     return {name: ForeignTensor.of(tensor) for name, tensor in load_mapped(path).items() if isinstance(tensor, Tensor)}
 
 
 def full_state(path: Path, groups: Sequence[dict]) -> ForeignState:
-    """The optimizer state of a file that holds an optimizer's state dict, its parameters numbered or named."""
+    """Returns the optimizer state of a file that holds an optimizer's state dict, with numbered or named
+    parameters."""
     return state_by_name(path, load_mapped(path), groups)
 
 
 def trainer_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
-    """The optimizer state of a plain Trainer run."""
+    """Returns the optimizer state of a plain Trainer run."""
     return full_state(folder / OPTIMIZER_NAME, groups)
 
 
@@ -243,7 +244,7 @@ def state_by_name(subject: Path, saved: Mapping[str, Any], groups: Sequence[dict
 
 
 def _names(subject: Path, saved_groups: Sequence[dict], groups: Sequence[dict]) -> dict[Any, str]:
-    """The name of each number, where parameters are numbered."""
+    """Returns the parameter name of each number, where parameters are numbered."""
     if not any(isinstance(param, int) for group in saved_groups for param in group["params"]):
         return {}
     if all("param_names" in group for group in saved_groups):

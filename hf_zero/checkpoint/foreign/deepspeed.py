@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed ZeRO, stages 1 to 3, from the files alone.
+"""Checkpoints of DeepSpeed ZeRO, stages 1 to 3, read without DeepSpeed.
 
 `mp_rank_00_model_states.pt` (stages 1 and 2) or `zero_pp_rank_{r}_mp_rank_00_model_states.pt` (stage 3) hold the names
 and shapes; `[bf16_]zero_pp_rank_{r}_mp_rank_00_optim_states.pt` hold the rank's part of the fp32 values and of the
@@ -33,7 +33,8 @@ _STATE_KEYS = {2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
 
 def tag_folder(folder: Path) -> Path | None:
-    """The folder `global_step...` that a checkpoint's `latest` names, or the folder itself; None for others."""
+    """Returns the folder `global_step...` that a checkpoint's `latest` names, or the folder itself; `None` for other
+    folders."""
     latest = folder / "latest"
     if latest.is_file():
         with open(latest, "rb") as file:
@@ -44,7 +45,8 @@ def tag_folder(folder: Path) -> Path | None:
 
 
 def read_weights(folder: Path) -> dict[str, ForeignTensor]:
-    """Parameters and buffers by name: fp32 masters of what was trained, the rest as the model had it.
+    """Returns parameters and buffers by name: fp32 masters of trained parameters, and the others as the model had
+    them.
 
     Raises:
         `CheckpointError`: files are missing, damaged, or of a kind that is not imported.
@@ -65,7 +67,7 @@ def read_weights(folder: Path) -> dict[str, ForeignTensor]:
 
 
 def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
-    """The optimizer's state and hyperparameters by parameter name. Raises as `read_weights`."""
+    """Returns the optimizer's state and hyperparameters by parameter name. Raises as `read_weights`."""
     files, state = _Files.read(folder), ForeignState()
     for name, location in files.locations():
         found, settings = files.state_of(0, location.group), files.settings_of(location.group)
@@ -82,7 +84,7 @@ def read_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
 
 @dataclass(frozen=True)
 class _ParamLocation:
-    """The location of a parameter: in the flat parts of which group, how far from their beginning, of which shape."""
+    """The location of a parameter: its group, its offset in the group's flat parts, and its shape."""
 
     group: int
     offset: int
@@ -173,7 +175,7 @@ class _Files:
             )
 
     def tensor(self, name: str, location: _ParamLocation, parts: Sequence[Tensor]) -> ForeignTensor:
-        """A parameter, or state of its shape, from the ranks' flat parts of its group."""
+        """Returns a parameter, or state of its shape, from the ranks' flat parts of its group."""
         if self.layout == 2:
             boxes = boxes_of(parts, location.offset, math.prod(location.shape))
         else:
@@ -181,7 +183,8 @@ class _Files:
         return ForeignTensor.build(name, location.shape, boxes, is_flat=True)
 
     def frozen(self) -> dict[str, ForeignTensor]:
-        """The parameters that were not trained, at stage 3; those of other stages lie among the model's tensors."""
+        """Returns the parameters that were not trained at stage 3. At other stages they lie among the model's
+        tensors."""
         shapes = self.model.get("frozen_param_shapes") if self.layout == 3 else None
         if not shapes:
             return {}
@@ -204,7 +207,8 @@ class _Files:
         return parts
 
     def settings_of(self, group: int) -> dict[str, Any]:
-        """Returns hyperparameters. A group of the user's may have been cut into several flat groups at stage 3."""
+        """Returns hyperparameters by parameter name. Stage 3 may have cut one of the user's groups into several flat
+        groups."""
         for settings in self.optim[0][_STATE_KEYS[self.layout]]["param_groups"]:
             if group in settings["params"]:
                 return {key: value for key, value in settings.items() if key != "params"}

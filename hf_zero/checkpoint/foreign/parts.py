@@ -1,4 +1,4 @@
-"""The content of a foreign checkpoint of any format: whole tensors by name, each in parts that lie in files."""
+"""The content of a foreign checkpoint of any format: tensors by name, each in parts that lie in files."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +32,8 @@ class Box:
         return math.prod(self.sizes)
 
     def read_into(self, shape: tuple[int, ...], start: int, out: Tensor) -> None:
-        """Fills those of elements [start, start + out.numel()) of a flattened tensor of that shape that lie in it."""
+        """Fills the elements of `out` that lie in the box. `out` is elements [start, start + out.numel()) of the
+        flattened tensor."""
         values, position = None, 0  # not loaded until it is known that it is needed
         for slab in slabs(shape, start, start + out.numel()):
             sizes = [stop - first for first, stop in slab]
@@ -50,7 +51,8 @@ class Box:
 
 
 def slabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yields the rectangles, at most two for each dimension, that make elements [start, stop) of a flattened tensor.
+    """Yields the rectangles that together are elements [start, stop) of a flattened tensor, at most two for each
+    dimension.
 
     Yields:
         for each dimension, the first index and the one behind the last.
@@ -89,7 +91,8 @@ class ForeignTensor:
 
     @classmethod
     def build(cls, name: str, shape: Iterable[int], boxes: Iterable[Box], *, is_flat: bool) -> "ForeignTensor":
-        """Checks that the boxes tile the tensor or, where it `is_flat`, the flattened one.
+        """Makes a tensor of boxes, and checks that they tile it; where it `is_flat`, that they tile the flattened
+        tensor.
 
         Raises:
             `CheckpointError`: naming the tensor of which a part is missing.
@@ -106,7 +109,7 @@ class ForeignTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "ForeignTensor":
-        """Makes one of a tensor that lies whole in one file, mapped and not read."""
+        """Makes a `ForeignTensor` of a tensor that lies whole in one file, mapped and not read."""
         flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous, as saved tensors nearly always are
         return cls(tuple(tensor.shape), (flat.numel(),), (Box((0,), (flat.numel(),), flat.detach),))
 
@@ -139,7 +142,7 @@ class ForeignState:
 
 
 def _overlap(boxes: Sequence[Box], num_dims: int) -> bool:
-    """Whether two of the boxes, none of them empty, have an element in common."""
+    """Whether any two of the boxes have an element in common. None of them is empty."""
     if num_dims == 0:
         return len(boxes) > 1
     low = torch.tensor([box.offsets for box in boxes], dtype=torch.int64).view(len(boxes), num_dims)
@@ -150,7 +153,7 @@ def _overlap(boxes: Sequence[Box], num_dims: int) -> bool:
 
 
 def boxes_of(parts: Sequence[Tensor], offset: int, numel: int, *, start: int = 0) -> Iterator[Box]:
-    """Elements [offset, offset + numel) of mapped 1-D tensors laid one behind the other: parts of a flattened tensor.
+    """Yields boxes for elements [offset, offset + numel) of mapped 1-D tensors that lie one behind the other.
 
     Args:
         parts (`Sequence[Tensor]`): the mapped tensors.

@@ -57,7 +57,7 @@ TRAINER = ForeignFormat("Trainer", None, dcp.trainer_state)
 
 
 def detect(folder: str | os.PathLike) -> ForeignFormat | None:
-    """Detects whose checkpoint a folder is, by the files in it. Nothing is opened but DeepSpeed's `latest`.
+    """Detects which program wrote a checkpoint, by the files in the folder. Only DeepSpeed's `latest` is opened.
 
     Args:
         folder (`str` or `os.PathLike`): such as `checkpoint-500`.
@@ -80,7 +80,7 @@ def detect(folder: str | os.PathLike) -> ForeignFormat | None:
 
 @dataclass(frozen=True)
 class Carried:
-    """The facts of a run in a foreign checkpoint, beside weights and optimizer state.
+    """The facts that a foreign checkpoint has of its run, beside weights and optimizer state.
 
     Args:
         num_steps (`int`, *optional*): optimizer steps taken, where a file says it.
@@ -96,7 +96,7 @@ class Carried:
 
 
 def carried(folder: str | os.PathLike) -> Carried:
-    """Returns what could be taken over besides weights and optimizer state.
+    """Returns the facts of a foreign run that can be taken over beside weights and optimizer state.
 
     Raises:
         `CheckpointError`: a damaged DeepSpeed checkpoint.
@@ -113,7 +113,8 @@ def carried(folder: str | os.PathLike) -> Carried:
 
 
 def load_foreign(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) -> None:
-    """Takes over a run of DeepSpeed, FSDP, torch's distributed checkpoints or plain Trainer. Collective.
+    """Loads weights and optimizer state of a run of DeepSpeed, FSDP, torch's distributed checkpoints or plain Trainer.
+    Collective.
 
     Args:
         model (`nn.Module` or [`ShardedModel`]): the sharded model.
@@ -208,7 +209,7 @@ def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | o
 
 @contextmanager
 def _understood(folder: str | os.PathLike) -> Iterator[None]:
-    """Turns whatever readers of foreign files stumble over into one line: they may hold anything."""
+    """Turns errors that arise while foreign files are read into one line, since the files may hold anything."""
     try:
         yield
     except (HfZeroError, OSError):
@@ -231,7 +232,7 @@ def _known(folder: str | os.PathLike) -> ForeignFormat:
 
 
 def _by_own_name(model: nn.Module, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames what is found under any name of a tied parameter to the first one, which is the engine's."""
+    """Renames tied parameters to their first name, which is the engine's."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     own = {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -283,8 +284,7 @@ def _check_shape(folder: str | os.PathLike, name: str, tensor: ForeignTensor, wa
 
 
 def _check_keys(folder: str | os.PathLike, state: ForeignState, optimizer: Optimizer) -> None:
-    """Refuses state of another optimizer, whose tensors would have no place or leave places empty, and of another
-    shape."""
+    """Refuses state whose keys or shapes are not those of this optimizer."""
     held: dict[str, set[str]] = {}
     for key, shard in optimizer.named_state_shards(resident=True, values=False):
         held.setdefault(shard.name, set()).add(key)
@@ -301,7 +301,7 @@ def _check_keys(folder: str | os.PathLike, state: ForeignState, optimizer: Optim
 
 
 def _groups(folder: str | os.PathLike, groups: Iterable[dict], settings: Mapping[str, dict]) -> list[dict]:
-    """This run's groups with the hyperparameters that their parameters had."""
+    """Returns this run's groups with the hyperparameters that their parameters had."""
     loaded = []
     for group in groups:
         keys = (group.keys() | {"initial_lr"}) - _HOW - {"param_names"}

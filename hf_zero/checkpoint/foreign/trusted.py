@@ -1,4 +1,4 @@
-"""Reading pickled files of others without running anything that they say.
+"""Reads pickled files of other programs without running code from them.
 
 `torch.load` gets `weights_only=True` throughout. The index of a torch distributed checkpoint is a plain pickle, for
 which torch itself uses `pickle.load`: here an unpickler reads it that knows a dozen harmless names and refuses others.
@@ -24,7 +24,7 @@ _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}
 
 
 class InertRecord:
-    """Takes the place of a class of another program: keeps what the file says of it, and does nothing."""
+    """Stands for a class of another program: it keeps the data and runs nothing."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -34,7 +34,7 @@ class InertRecord:
 
 
 class Index(InertRecord):
-    """In place of `MetadataIndex`, the key under which the index keeps a piece."""
+    """Stands for `MetadataIndex`, the key under which the index keeps a piece."""
 
     fqn: str
 
@@ -84,8 +84,8 @@ def load_small(path: Path) -> Any:
 
 
 def check_archive(path: Path) -> None:
-    """Checks that a file is a small one of `torch.save`, is as its own checksums say and claims no more than it holds.
-    Nothing is loaded.
+    """Checks that a file is a small one of `torch.save`, agrees with its own checksums, and does not claim more bytes
+    than it has. Nothing is loaded.
 
     Raises:
         `CheckpointError`: it is empty, cut off, damaged, too large, compressed, or asks for memory by a number.
@@ -113,7 +113,7 @@ def check_archive(path: Path) -> None:
 
 
 def load_bytes(data: bytes, subject: str) -> Any:
-    """Loads what `torch.save` made of one object, from memory. Raises as `load_mapped`."""
+    """Loads an object that `torch.save` wrote, from memory. Raises as `load_mapped`."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -139,7 +139,8 @@ def load_index(path: Path) -> Any:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Gives stand-ins for the records of an index, and torch's sizes, dtypes and layouts. Nothing else is found."""
+    """Unpickles an index with inert records in place of its classes. Besides them it knows torch's sizes, dtypes and
+    layouts only."""
 
     RECORDS = {
         "torch.distributed.checkpoint.metadata": (
@@ -181,7 +182,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(record: type, name: str) -> Any:
-    """A member of an enumeration, as Python before 3.11.4 pickles it; of nothing else is an attribute given."""
+    """Returns a member of an enumeration, as Python before 3.11.4 pickles it, and no attribute of anything else."""
     if not (isinstance(record, type) and issubclass(record, InertRecord) and isinstance(name, str)):
         raise CheckpointError("builtins.getattr")
     return record(name)
