@@ -15,19 +15,20 @@ import os
 import sys
 import time
 from argparse import Namespace
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 from benchmarks.exact import CASES, DELAYS, print_exact
 from benchmarks.launch import BACKENDS, GroupError, run_group
 from benchmarks.machine import available_nbytes, describe_gpu, describe_machine, one_line
-from benchmarks.memory_plan import most_layers, plan, search
 from benchmarks.report import markdown
 from benchmarks.workload import SIZES, Workload
 
 
-# By name: the mode, what `memory_plan.plan` is to know of it.
+# By name: the mode, and what of masters, gradients and state is offloaded: nothing, the part that the device has no
+# place for, the whole of them, or all with the parameters.
 CONTENDERS = {
     "device": ("hf_zero-2", "device"),
     "offload": ("hf_zero-2@offload=optimizer", "part"),
@@ -37,6 +38,12 @@ CONTENDERS = {
 }
 PARTS = ("exact", "rates", "largest", "speed")
 GIB = 2**30
+MOST_LAYERS = 1024
+STATE_NBYTES = 16  # per parameter: fp32 master, gradient and two moments of Adam, wherever they are
+COPY_NBYTES = 2  # the bf16 copy that computes
+COLLECTED_NBYTES = 2  # the bf16 gradients, where all of them exist at once
+STAGING_NBYTES = 3 * 2**29  # page-locked buffers, and what the libraries take
+HOST_SHARE, DEVICE_SHARE = 0.94, 0.9  # of what is free: of the rest, allocators waste some
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,7 +151,8 @@ def _largest(options: Namespace, report: dict) -> tuple[dict, bool]:
             trials.append(attempt(name, layers, options, steps=1))
             return trials[-1]["error"] is None
 
-        first = most_layers(lambda layers, name=name: _is_promising(name, layers, options), limit=1024)
+        numbers = range(1, MOST_LAYERS + 1)
+        first = bisect_left(numbers, True, key=lambda layers, name=name: _is_too_large(name, layers, options))
         layers = search(works, first, grain=options.grain)
         best = next((trial for trial in trials if trial["layers"] == layers and trial["error"] is None), None)
         found[name] = {"layers": layers, "predicted_layers": first, "trials": trials, "best": best}
@@ -158,17 +166,52 @@ def workload_of(layers: int, options: Namespace) -> Workload:
     )
 
 
-def _planned(name: str, layers: int, options: Namespace):
-    return plan(CONTENDERS[name][1], workload_of(layers, options), **_room(options))
+def search(works: Callable[[int], bool | None], first: int, *, grain: int, growth: float = 1.25) -> int:
+    """The largest number of layers with which a trial works (0 for none), but for the grain: growing from the first
+    as long as it does, then halving the interval. `works` says None when no further trial may be made."""
+    low, high, layers = 0, None, max(1, first)
+    while high is None or high - low > grain:
+        worked = works(layers)
+        if worked is None:
+            break
+        low, high = (layers, high) if worked else (low, layers)
+        layers = max(low + grain, int(low * growth)) if high is None else (low + high) // 2
+        if layers == low:
+            break
+    return low
+
+
+def planned(name: str, layers: int, options: Namespace) -> dict:
+    """What a trial in bf16 by one process takes, roughly: the `fraction` of the model that is offloaded, the bytes of
+    the device and of the host, and why it is not tried (`refusal`; None where it is)."""
+    (_, kind), room, shape = CONTENDERS[name], _room(options), workload_of(layers, options).shape
+    num, tokens = shape.num_parameters, options.seq * options.batch
+    # inputs of recomputed blocks, one block's inside, logits and their gradients
+    inside = tokens * (24 * shape.hidden + 10 * shape.intermediate)
+    active = 2 * tokens * shape.hidden * layers + inside + 18 * tokens * shape.vocab
+    # buffers in which two blocks and the root have their gradients, or their parameters
+    active += 0 if kind == "device" else 4 * (2 * shape.num_block_parameters + shape.vocab * shape.hidden)
+    fraction = 0.0 if kind == "device" else 1.0
+    if kind == "part":
+        left = room["device_nbytes"] * DEVICE_SHARE - active - COPY_NBYTES * num
+        # whole blocks are offloaded: one more than enough
+        fraction = min(1.0, max(0.0, 1 - left / (STATE_NBYTES * num)) + 1 / layers)
+    copies = {"device": COPY_NBYTES + COLLECTED_NBYTES, "all": 0}.get(kind, COPY_NBYTES)
+    on_device = int(copies * num + STATE_NBYTES * num * (1 - fraction) + active)
+    on_host = int(STATE_NBYTES * num * fraction) + (STAGING_NBYTES if fraction else 0)
+    allowed, refusal = HOST_SHARE * room["host_nbytes"], None  # where the host runs full, all on the machine suffers
+    if on_host > allowed:
+        refusal = f"{on_host / GIB:.2f} GiB of main memory are needed, and {allowed / GIB:.2f} may be taken"
+    return {"fraction": fraction, "device_nbytes": on_device, "host_nbytes": on_host, "refusal": refusal}
 
 
 def _room(options: Namespace) -> dict[str, int]:
     return {"device_nbytes": _device_room(options), "host_nbytes": _host_room(options)}
 
 
-def _is_promising(name: str, layers: int, options: Namespace) -> bool:
-    planned = _planned(name, layers, options)
-    return planned.refusal is None and planned.device_nbytes <= 0.95 * _device_room(options)
+def _is_too_large(name: str, layers: int, options: Namespace) -> bool:
+    plan = planned(name, layers, options)
+    return plan["refusal"] is not None or plan["device_nbytes"] > 0.95 * _device_room(options)
 
 
 def _host_room(options: Namespace) -> int:
@@ -195,16 +238,15 @@ def free_on_device(spec: dict, rank: int) -> int:
 
 def attempt(name: str, layers: int, options: Namespace, *, steps: int) -> dict:
     """One trial: refused, failed (`error` says why), or what it measured."""
-    workload, planned = workload_of(layers, options), _planned(name, layers, options)
-    trial = {"mode": name, "layers": layers, "num_parameters": workload.shape.num_parameters, "refusal": None}
-    trial |= {"fraction": planned.fraction, "planned": vars(planned), "room": _room(options), "error": planned.refusal}
-    if planned.refusal:
-        trial["refusal"] = planned.refusal
-        print(f"  {name}, {layers} layers: refused, {planned.refusal}", file=sys.stderr)
+    workload, plan = workload_of(layers, options), planned(name, layers, options)
+    trial = {"mode": name, "layers": layers, "num_parameters": workload.shape.num_parameters, "room": _room(options)}
+    trial |= {"fraction": plan["fraction"], "planned": plan, "refusal": plan["refusal"], "error": plan["refusal"]}
+    if trial["refusal"]:
+        print(f"  {name}, {layers} layers: refused, {trial['refusal']}", file=sys.stderr)
         return trial
     mode, kind = CONTENDERS[name]
     if kind == "part":
-        mode += f"@offload_fraction={planned.fraction:.6f}"
+        mode += f"@offload_fraction={trial['fraction']:.6f}"
     spec = {"mode": mode, "workload": workload.to_dict(), "warmup": options.warmup, "steps": steps}
     spec |= {"host_floor_nbytes": int(options.floor_gib * GIB / 2), "device_nbytes": None}
     if options.device_gib is not None:
@@ -217,7 +259,7 @@ def attempt(name: str, layers: int, options: Namespace, *, steps: int) -> dict:
     trial["seconds"] = time.monotonic() - begin
     last = (trial["error"] or "trained").strip().splitlines()[-1]
     print(
-        f"  {name}, {layers} layers, {workload.shape.num_parameters / 1e9:.2f} B, offloaded {planned.fraction:.2f}: "
+        f"  {name}, {layers} layers, {workload.shape.num_parameters / 1e9:.2f} B, offloaded {trial['fraction']:.2f}: "
         f"{last} ({trial['seconds']:.0f} s)",
         file=sys.stderr,
     )
@@ -274,8 +316,7 @@ def _sizes(largest: dict) -> list[int]:
 
 
 def _compute_seconds(layers: int, options: Namespace) -> float | None:
-    workload = replace(workload_of(layers, options), dtype="bf16")
-    spec = {"workload": workload.to_dict(), "warmup": options.warmup, "steps": options.steps}
+    spec = {"workload": workload_of(layers, options).to_dict(), "warmup": options.warmup, "steps": options.steps}
     try:
         return median(_run("benchmarks.gpu_offload_worker:time_compute", spec, options)["seconds"])
     except GroupError as error:

@@ -1,12 +1,13 @@
 """Offload compared, planned and proved exact, at sizes that say nothing about speed."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
 
 from benchmarks import exact, gpu_offload, offload
-from benchmarks.memory_plan import STATE_NBYTES, most_layers, plan, search
+from benchmarks.gpu_offload import STATE_NBYTES
 from benchmarks.placement import storage_nbytes
 from benchmarks.workload import SIZES, Workload
 from hf_zero.comm import Bus
@@ -55,11 +56,13 @@ def test_exactness_check_sees_an_update_that_nobody_waits_for(run_exact, monkeyp
     assert not all(entry["equal"] for entry in cases)
 
 
-def test_plan_offloads_what_the_device_has_no_place_for():
+def test_plan_offloads_what_the_device_has_no_place_for(monkeypatch):
     room = {"device_nbytes": 139 * GIB, "host_nbytes": 122 * GIB}
+    monkeypatch.setattr(gpu_offload, "_room", lambda options: room)
+    options = gpu_offload.parse_arguments([])
 
-    def planned(layers: int, kind: str = "part"):
-        return plan(kind, Workload(size="8b", dtype="bf16", seq=2048, batch=8, layers=layers, recompute=True), **room)
+    def planned(layers: int, name: str = "offload") -> Namespace:
+        return Namespace(**gpu_offload.planned(name, layers, options))
 
     num = Workload(size="8b", layers=46).shape.num_parameters
     assert num > 10e9
@@ -68,10 +71,10 @@ def test_plan_offloads_what_the_device_has_no_place_for():
     part = planned(46)
     assert part.refusal is None and 0.2 < part.fraction < 0.6 and part.device_nbytes < room["device_nbytes"]
     assert part.host_nbytes >= STATE_NBYTES * num * part.fraction
-    assert "GiB of main memory are needed" in planned(46, "all").refusal
-    assert "GiB of main memory are needed" in planned(46, "whole").refusal
-    most = most_layers(lambda layers: planned(layers).refusal is None)
-    assert planned(most).refusal is None and planned(most + 1).refusal
+    assert "GiB of main memory are needed" in planned(46, "fsdp2-offload").refusal
+    assert "GiB of main memory are needed" in planned(46, "offload-all").refusal
+    most = max(layers for layers in range(1, 100) if planned(layers).refusal is None)
+    assert all(planned(layers).refusal for layers in range(most + 1, 100))
     assert planned(20).fraction < planned(40).fraction < planned(most).fraction
 
 
@@ -82,11 +85,11 @@ def test_search_ends_at_the_largest_that_works():
         tried.append(layers)
         return layers <= most
 
-    assert search(works, 8, grain=1) == 41 and len(tried) <= 16
-    assert search(lambda layers: works(layers, 3), 64, grain=1) == 3
-    assert search(lambda layers: False, 16, grain=1) == 0
+    assert gpu_offload.search(works, 8, grain=1) == 41 and len(tried) <= 16
+    assert gpu_offload.search(lambda layers: works(layers, 3), 64, grain=1) == 3
+    assert gpu_offload.search(lambda layers: False, 16, grain=1) == 0
     answers = iter([True, None])
-    assert search(lambda layers: next(answers), 16, grain=1) == 16
+    assert gpu_offload.search(lambda layers: next(answers), 16, grain=1) == 16
 
 
 def test_storages_count_once_and_on_the_host_alone():
