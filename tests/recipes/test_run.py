@@ -23,7 +23,8 @@ RUN = ["-m", "hf_zero.recipes", "classify"]
 def run_command(argv: list[str], folder: Path) -> subprocess.CompletedProcess:
     """Runs this Python in a process group of its own, which is ended whole when it takes too long."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [environment.get("PYTHONPATH")])])
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     process = subprocess.Popen(
         [sys.executable, *argv],
         cwd=folder,
