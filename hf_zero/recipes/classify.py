@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers.trainer_utils import PredictionOutput
+from transformers.trainer_utils import EvalPrediction, PredictionOutput
 from transformers.utils import ModelOutput
 
 from hf_zero.errors import ConfigError, DataError
@@ -26,6 +26,7 @@ from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.page import memory_table
 from hf_zero.recipes.tasks import CommonArguments
+from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 
@@ -59,6 +60,13 @@ class Arguments(AdapterArguments, CommonArguments):
     label_column: str = field(default="label", metadata={"help": "The column that holds the class."})
     num_classes: int = field(default=10, metadata={"help": f"How many packages {BUILT_IN} is made of."})
     max_length: int = field(default=128, metadata={"help": "Longer texts are cut to so many tokens."})
+    compute_metrics: str | None = field(
+        default=None,
+        metadata={
+            "help": "file.py:function, which takes transformers' EvalPrediction (logits and classes of the test rows) "
+            "and gives a dict of metrics beside the accuracy."
+        },
+    )
 
 
 def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
@@ -76,6 +84,8 @@ def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} {getattr(arguments, name)}: expected {least} or more")
     if arguments.num_classes != Arguments.num_classes and arguments.dataset_name != BUILT_IN:
         raise ConfigError(f"num_classes: of {BUILT_IN} alone; the classes of other data are those of its labels")
+    if arguments.compute_metrics:
+        check_function("compute_metrics", arguments.compute_metrics)
     check_adapter(arguments)
     check_sources(arguments)
     if is_local(arguments.train_file or arguments.dataset_name):
@@ -143,7 +153,7 @@ def make_trainer(model: nn.Module, arguments: Arguments, training: ZeroTrainingA
         train_dataset=data.train,
         eval_dataset=data.test,
         processing_class=data.processing_class,
-        compute_metrics=_accuracy,
+        compute_metrics=partial(_metrics, more=metrics_of(arguments.compute_metrics)),
         compute_loss_func=partial(_mean_loss, label_smoothing=training.label_smoothing_factor),
     )
 
@@ -224,8 +234,12 @@ def _mean_loss(
     return cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="sum") / num_items_in_batch
 
 
-def _accuracy(predictions: PredictionOutput) -> dict[str, float]:
-    return {"accuracy": float((predictions.predictions.argmax(-1) == predictions.label_ids).mean())}
+def _metrics(
+    predictions: EvalPrediction, more: Callable[[EvalPrediction], Mapping[str, float]]
+) -> Mapping[str, float]:
+    """The accuracy, and what the user's function gives."""
+    accuracy = float((predictions.predictions.argmax(-1) == predictions.label_ids).mean())
+    return {"accuracy": accuracy, **more(predictions)}
 
 
 def _predict_in_order(trainer: ZeroTrainer) -> PredictionOutput:

@@ -30,8 +30,9 @@ from hf_zero.trainer.resumable import check_resumable, newest_whole
 # Trainer leaves what begins so out of what it uploads.
 EARLIER = "_earlier"
 # A run that goes on keeps its task, the task's own arguments but for these, its decisive training arguments, and those
-# that say in which order rows come. These say how rows are read and attention is computed; the results are the same.
-FREE = ("dataset_num_proc", "skip_bad_rows", "attn_implementation")
+# that say in which order rows come. These say how rows are read, attention is computed and the model is evaluated; the
+# results are the same.
+FREE = ("dataset_num_proc", "skip_bad_rows", "attn_implementation", "compute_metrics")
 # These say how a run is watched, what of it is kept, and where it is told and uploaded; its model is the same.
 NOT_OF_THE_MODEL = (
     *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter"),

@@ -1,15 +1,11 @@
 """The tasks that TRL's trainers train: `dpo`, `reward`, `kto`, `grpo`, `rloo` and `distill`."""
 
-import ast
 import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +19,7 @@ from hf_zero.recipes.data.preferences import COLUMNS, Judged, Preferences, Promp
 from hf_zero.recipes.data.rows import cut_note, plural
 from hf_zero.recipes.loading import is_adapter, load_config, resolve_model
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
+from hf_zero.recipes.user_code import check_function, load_function
 from hf_zero.trl import (
     ZeroDistillationTrainer,
     ZeroDPOTrainer,
@@ -120,26 +117,7 @@ def _check_reward(name: str) -> None:
         if name != "think_format_reward" and importlib.util.find_spec("math_verify") is None:
             raise ConfigError(f"reward_funcs {name}: math-verify is not installed; pip install math-verify")
         return
-    path, function = _file_and_function(name)
-    if path.suffix != ".py" or not function:
-        raise ConfigError(f"reward_funcs {name!r}: expected one of {', '.join(NAMED_REWARDS)}, or file.py:function")
-    if not path.is_file():
-        raise ConfigError(f"reward_funcs {name}: there is no file {path}; give where it is")
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"reward_funcs {name}: {path} is not valid Python ({error}); correct it") from error
-    if not any(function in _names_of(statement) for statement in tree.body):
-        raise ConfigError(f"reward_funcs {name}: {path} has no function {function!r}; give the name of one")
-
-
-def _names_of(statement: ast.stmt) -> list[str]:
-    """The names that a statement may give to functions."""
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return [statement.name]
-    if isinstance(statement, ast.ImportFrom | ast.Import):
-        return [alias.asname or alias.name for alias in statement.names]
-    return [target.id for target in getattr(statement, "targets", ()) if isinstance(target, ast.Name)]
+    check_function("reward_funcs", name, NAMED_REWARDS)
 
 
 def rewards_of(arguments: RewardedArguments) -> list[Reward | str]:
@@ -162,32 +140,13 @@ def _reward_of(name: str) -> Reward:
         from trl import rewards
 
         return getattr(rewards, name)
-    path, function = _file_and_function(name)
-    try:
-        found = getattr(_module_of(path.resolve()), function, None)
-    except Exception as error:  # whatever the user's code raises
-        raise ConfigError(
-            f"reward_funcs {name}: {path} fails ({type(error).__name__}: {error}); correct it"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"reward_funcs {name}: {function!r} is no function there; give the name of one")
-    if not inspect.isfunction(found) or inspect.iscoroutinefunction(found):  # a module; what TRL awaits
-        return found
-    return _checked(found, name, path.resolve())
+    judge = load_function("reward_funcs", name, _as_rewards)
+    if not inspect.isfunction(judge) or inspect.iscoroutinefunction(judge):  # a module; what TRL awaits
+        return judge
 
-
-def _checked(function: Reward, name: str, path: Path) -> Reward:
-    """Returns a function that judges as another one does, and whose errors name file and line."""
-
-    @wraps(function)  # TRL logs rewards under its name
-    def judge(*args: Any, **kwargs: Any) -> list[float | None]:
-        try:
-            rewards = [None if value is None else float(value) for value in function(*args, **kwargs)]
-        except Exception as error:  # whatever the user's code raises
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-            where = f"{path}, line {frames[-1].lineno}" if frames else str(path)
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"reward_funcs {name}: fails in training ({where}: {reason}); correct it") from error
+    @wraps(judge)  # TRL logs rewards under its name
+    def counted(*args: Any, **kwargs: Any) -> list[float | None]:
+        rewards = judge(*args, **kwargs)
         completions = kwargs.get("completions", rewards)
         if len(rewards) != len(completions):
             raise ConfigError(
@@ -196,26 +155,11 @@ def _checked(function: Reward, name: str, path: Path) -> Reward:
             )
         return rewards
 
-    return judge
+    return counted
 
 
-def _file_and_function(name: str) -> tuple[Path, str]:
-    file, _, function = name.rpartition(":")
-    return Path(file).expanduser(), function
-
-
-@cache
-def _module_of(path: Path) -> ModuleType:
-    """The module of a file, which may import others beside it."""
-    spec = importlib.util.spec_from_file_location(f"hf_zero_rewards_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for what looks its own module up, such as dataclasses
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
+def _as_rewards(found: Any) -> list[float | None]:
+    return [None if value is None else float(value) for value in found]
 
 
 # Models

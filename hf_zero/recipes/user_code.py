@@ -1,0 +1,116 @@
+"""Functions in Python files of the user's, which a key names as `file.py:function`: rewards, metrics."""
+
+import ast
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hf_zero.errors import ConfigError
+
+
+def check_function(key: str, name: str, also: Sequence[str] = ()) -> None:
+    """Refuses a function that is not there. None of the user's code runs: this may be the launcher.
+
+    Args:
+        key (`str`): The key that names it, for the message.
+        name (`str`): `file.py:function`.
+        also (`Sequence[str]`): Names that the key takes, too, for the message.
+
+    Raises:
+        ConfigError: If there is no such file, or no such name in it.
+    """
+    path, function = _file_and_function(name)
+    if path.suffix != ".py" or not function:
+        names = f"one of {', '.join(also)}, or " if also else ""
+        raise ConfigError(f"{key} {name!r}: expected {names}file.py:function")
+    if not path.is_file():
+        raise ConfigError(f"{key} {name}: there is no file {path}; give where it is")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key} {name}: {path} is not valid Python ({error}); correct it") from error
+    if not any(function in _names_of(statement) for statement in tree.body):
+        raise ConfigError(f"{key} {name}: {path} has no function {function!r}; give the name of one")
+
+
+def _names_of(statement: ast.stmt) -> list[str]:
+    """The names that a statement may give to functions."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [statement.name]
+    if isinstance(statement, ast.ImportFrom | ast.Import):
+        return [alias.asname or alias.name for alias in statement.names]
+    return [target.id for target in getattr(statement, "targets", ()) if isinstance(target, ast.Name)]
+
+
+def load_function(key: str, name: str, convert: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Loads a function, whose errors in training name file and line.
+
+    Args:
+        key (`str`): The key that names it, for messages.
+        name (`str`): `file.py:function`, which has been checked.
+        convert (`Callable`): Applied to what it returns; what it raises counts as the function's own error.
+
+    Returns:
+        `Callable`: What is no plain function (a module, a coroutine function) is given as it is.
+
+    Raises:
+        ConfigError: If the file fails, or what it names is no function.
+    """
+    path, function = _file_and_function(name)
+    resolved = path.resolve()
+    try:
+        found = getattr(_module_of(resolved), function, None)
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"{key} {name}: {path} fails ({type(error).__name__}: {error}); correct it") from error
+    if not callable(found):
+        raise ConfigError(f"{key} {name}: {function!r} is no function there; give the name of one")
+    if not inspect.isfunction(found) or inspect.iscoroutinefunction(found):
+        return found
+
+    @wraps(found)  # rewards are logged under its name
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return convert(found(*args, **kwargs))
+        except Exception as error:  # whatever the user's code raises
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(resolved)]
+            where = f"{resolved}, line {frames[-1].lineno}" if frames else str(resolved)
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{key} {name}: fails in training ({where}: {reason}); correct it") from error
+
+    return checked
+
+
+def _file_and_function(name: str) -> tuple[Path, str]:
+    file, _, function = name.rpartition(":")
+    return Path(file).expanduser(), function
+
+
+@cache
+def _module_of(path: Path) -> ModuleType:
+    """The module of a file, which may import others beside it."""
+    spec = importlib.util.spec_from_file_location(f"hf_zero_user_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for what looks its own module up, such as dataclasses
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def metrics_of(name: str | None) -> Callable[[Any], dict[str, float]]:
+    """Loads the function that `compute_metrics` names; one that gives no metrics if it is not set."""
+    return load_function("compute_metrics", name, _as_metrics) if name else lambda predictions: {}
+
+
+def _as_metrics(found: Any) -> dict[str, float]:
+    if not isinstance(found, Mapping):
+        raise TypeError(f"it gave a {type(found).__name__}, expected a dict of names and numbers")
+    return {str(metric): float(value) for metric, value in found.items()}

@@ -1,0 +1,75 @@
+"""Metrics by a Python file of the user's."""
+
+import pytest
+
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.user_code import check_function, load_function, metrics_of
+from tests.recipes.ranks import logged, run_on_ranks
+
+
+CODE = """
+import numpy as np
+from beside import FACTOR
+
+def both(predictions):
+    wrong = predictions.predictions.argmax(-1) != predictions.label_ids
+    return {"error_rate": wrong.mean(), "scaled": np.float32(FACTOR)}
+
+def fails(predictions):
+    raise KeyError("no such row")
+
+def bare(predictions):
+    return 0.5
+
+async def awaited(predictions):
+    return {}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "beside.py").write_text("FACTOR = 3\n", encoding="utf-8")
+    (tmp_path / "judge.py").write_text(CODE, encoding="utf-8")
+    return tmp_path / "judge.py"
+
+
+def test_metrics_of_a_file_stand_beside_the_accuracy_and_choose_the_best_model(file, tiny_model, csv_file, tmp_path):
+    argv = ["classify", f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", "--output_dir=out"]
+    argv += [f"--compute_metrics={file}:both", "--max_steps=4", "--eval_strategy=steps", "--eval_steps=2", "--use_cpu"]
+    argv += ["--save_steps=2", "--load_best_model_at_end", "--metric_for_best_model=error_rate"]
+    ended = run_on_ranks([*argv, "--greater_is_better=false"], tmp_path)
+    assert [each.code for each in ended] == [0, 0], ended[0].err
+    found = {name: logged(tmp_path / "out", f"eval_{name}") for name in ("accuracy", "error_rate", "scaled")}
+    assert len(found["accuracy"]) == 4  # before, at two steps, at the end
+    assert found["error_rate"] == pytest.approx([1 - accuracy for accuracy in found["accuracy"]])
+    assert set(found["scaled"]) == {3.0}
+    report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "<span>error rate</span>" in report and 'id="chart-eval_error_rate"' in report
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("accuracy", "expected file.py:function"),
+        ("none.py:f", "there is no file none.py; give where it is"),
+        ("{file}:nothing", "has no function 'nothing'; give the name of one"),
+    ],
+)
+def test_a_metric_that_is_not_there_is_refused_before_anything_starts(command_line, file, name, reason):
+    code, line, ran = command_line("classify", "--compute_metrics", name.format(file=file))
+    assert (code, ran, line.count("\n")) == (2, False, 1)
+    assert "compute_metrics " in line and reason in line
+
+
+def test_a_metric_that_fails_is_told_by_file_and_line(file):
+    with pytest.raises(ConfigError, match=r"compute_metrics .*judge.py:fails: fails in .*judge.py, line 10: KeyError"):
+        metrics_of(f"{file}:fails")(None)
+    with pytest.raises(ConfigError, match="it gave a float, expected a dict of names and numbers"):
+        metrics_of(f"{file}:bare")(None)
+    assert metrics_of(None)(None) == {}
+
+
+def test_what_is_awaited_is_a_function_too(file):
+    check_function("reward_funcs", f"{file}:awaited")
+    assert load_function("reward_funcs", f"{file}:awaited", float).__name__ == "awaited"
