@@ -26,6 +26,7 @@ from hf_zero.trainer.card import facts_of, fenced
 REPORT_NAME = "report.html"
 REPORT_FOLDER = "report"  # of its charts as PNGs, and what was measured
 RESOLVED_NAME = "resolved.yaml"
+SAMPLES_NAME = "_samples.json"  # it holds rows, and Trainer uploads nothing that begins so
 HIDDEN_NAME = f"_{RESOLVED_NAME}"  # it names folders of this machine, and Trainer uploads nothing that begins so
 WEIGHTS = (
     *("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors"),
@@ -40,7 +41,7 @@ LEFT = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "added_tokens.json", "special_tokens_map.json"),
     *("chat_template.jinja", "additional_chat_templates", "training_args.bin", TABLE_NAME, "README.md"),
-    *(REPORT_NAME, REPORT_FOLDER, LOG_NAME, RESOLVED_NAME, HIDDEN_NAME),
+    *(REPORT_NAME, REPORT_FOLDER, LOG_NAME, RESOLVED_NAME, HIDDEN_NAME, SAMPLES_NAME),
 )
 
 
@@ -61,7 +62,12 @@ def write_configuration(trainer: ZeroTrainer, settings: Settings) -> None:
 
 
 def write_artifacts(
-    trainer: ZeroTrainer, settings: Settings, data: Data, watch: Watch, say: Callable[..., None]
+    trainer: ZeroTrainer,
+    settings: Settings,
+    data: Data,
+    watch: Watch,
+    answers: list[dict[str, Any]],
+    say: Callable[..., None],
 ) -> None:
     """Writes the report and the model card on rank 0. All ranks call it after training and saving.
 
@@ -70,6 +76,7 @@ def write_artifacts(
         settings ([`Settings`]): Of the run.
         data ([`Data`]): What it was trained on.
         watch ([`Watch`]): What has watched it.
+        answers (`list[dict]`): Tables for the report of what it answers to rows.
         say (`Callable`): Prints, on rank 0.
     """
     comm = trainer._engine.comm
@@ -90,7 +97,7 @@ def write_artifacts(
             results=results_of(log, args.metric_for_best_model, args.greater_is_better),
             facts=numbers_of(trainer, facts.precision or "", log, found),
             charts=charts,
-            tables=tables_of(log, found),
+            tables=[*(() if args.push_to_hub else answers), *tables_of(log, found)],
             notes=[_without_folders(note, settings) for note in data.notes],
             sample="" if args.push_to_hub else data.sample,  # a page that is published shows no data
             command=repeating_command(settings, "" if Path(given).is_absolute() else given),

@@ -33,7 +33,7 @@ from hf_zero.recipes.lora import (
     quantization_of,
 )
 from hf_zero.recipes.measured import Watch
-from hf_zero.recipes.tasks import CommonArguments, SourceArguments
+from hf_zero.recipes.tasks import CommonArguments, SampleArguments, SourceArguments
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
 
@@ -65,7 +65,7 @@ class TemplateArguments:
 
 
 @dataclass
-class CausalArguments(AdapterArguments, LoadArguments, CommonArguments):
+class CausalArguments(SampleArguments, AdapterArguments, LoadArguments, CommonArguments):
     """Keys of `sft` and `pretrain`, beside those of all tasks."""
 
     dataset_text_field: str = field(default=TEXT_COLUMN, metadata={"help": "The column that holds texts."})

@@ -17,7 +17,15 @@ from transformers import PretrainedConfig
 from hf_zero.checkpoint.format import read_json
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.artifacts import HIDDEN_NAME, LEFT, REPORT_NAME, RESOLVED_NAME, WEIGHTS, configuration_of
+from hf_zero.recipes.artifacts import (
+    HIDDEN_NAME,
+    LEFT,
+    REPORT_NAME,
+    RESOLVED_NAME,
+    SAMPLES_NAME,
+    WEIGHTS,
+    configuration_of,
+)
 from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, load_config, resolve_model
 from hf_zero.recipes.metrics import LOG_NAME, read_log
 from hf_zero.recipes.settings import AUTO, NEVER, Settings, parse_settings
@@ -32,7 +40,7 @@ EARLIER = "_earlier"
 # A run that goes on keeps its task, the task's own arguments but for these, its decisive training arguments, and those
 # that say in which order rows come. These say how rows are read, attention is computed and the model is evaluated; the
 # results are the same.
-FREE = ("dataset_num_proc", "skip_bad_rows", "attn_implementation", "compute_metrics")
+FREE = ("dataset_num_proc", "skip_bad_rows", "attn_implementation", "compute_metrics", "samples")
 # These say how a run is watched, what of it is kept, and where it is told and uploaded; its model is the same.
 NOT_OF_THE_MODEL = (
     *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter"),
@@ -163,7 +171,7 @@ def left_in(folder: Path, *, with_model: bool) -> list[Path]:
     """
     with_model = with_model and holds_model(folder)
     checkpoints = checkpoints_in(folder)
-    patterns = LEFT if with_model else (LOG_NAME, RESOLVED_NAME, HIDDEN_NAME) if checkpoints else ()
+    patterns = LEFT if with_model else (LOG_NAME, RESOLVED_NAME, HIDDEN_NAME, SAMPLES_NAME) if checkpoints else ()
     return sorted({*checkpoints, *(path for pattern in patterns for path in folder.glob(pattern))})
 
 

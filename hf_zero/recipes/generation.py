@@ -118,14 +118,18 @@ class TextGenerator:
         ends = sorted({token for token in ends if token is not None})
         return cls(name, model, tokenizer, {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id, **options})
 
-    def tokens(self, prompt: str | list[Message]) -> list[int]:
+    def tokens(self, prompt: str | list[Message], tools: list | None = None) -> list[int]:
         """The token ids of a text that is continued as it is, or of a chat, up to where the answer begins.
+
+        Args:
+            prompt (`str` or `list[Message]`): the text or the chat.
+            tools (`list`, *optional*): that the model may call in the chat.
 
         Raises:
             BadRow: the chat template refuses the messages, or the prompt has no tokens.
         """
         is_text = isinstance(prompt, str)
-        text = prompt if isinstance(prompt, str) else render(self.tokenizer, prompt, None, is_prompt=True)
+        text = prompt if isinstance(prompt, str) else render(self.tokenizer, prompt, tools, is_prompt=True)
         ids = self.tokenizer(text, add_special_tokens=is_text)["input_ids"]
         if not ids:
             raise BadRow("the prompt has no tokens")

@@ -10,6 +10,7 @@ from hf_zero.comm.ranks import transport_errors
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
 from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside
 from hf_zero.recipes.measured import Watch
+from hf_zero.recipes.samples import Samples
 from hf_zero.recipes.settings import AUTO, Settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -51,11 +52,14 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
         if moved is not None:
             say(f"what a run before has left is in {moved} now")
     write_configuration(trainer, settings)
+    samples = Samples.of(trainer, data, getattr(settings.arguments, "samples", 0), say)
+    samples.before(resumes=checkpoint is not None)
     trainer.leaves_model = True
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
     task.after(trainer, data, watch, settings.arguments, say)
-    write_artifacts(trainer, settings, data, watch, say)
+    samples.after()
+    write_artifacts(trainer, settings, data, watch, samples.tables(), say)
     if training.push_to_hub:
         trainer.push_to_hub(commit_message=f"{settings.task}: end of training", revision=training.hub_revision)
     return trainer

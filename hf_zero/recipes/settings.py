@@ -245,6 +245,8 @@ def check_settings(settings: Settings) -> int | None:
     """
     world_size = launched_world_size(settings.num_processes)
     check_training_settings(settings.training)
+    if (samples := getattr(settings.arguments, "samples", 0)) < 0:
+        raise ConfigError(f"samples {samples}: expected 0 or more")
     task = TASKS[settings.task]
     if not task.holds_out:
         check_test_set(settings)

@@ -114,3 +114,13 @@ class CommonArguments(SourceArguments):
     """The same keys and `max_length`, for tasks whose training arguments have no `max_length`."""
 
     max_length: int = field(default=1024, metadata={"help": "Longer rows are cut to so many tokens."})
+
+
+@dataclass
+class SampleArguments:
+    """Keys of tasks whose models may write text."""
+
+    samples: int = field(
+        default=3,
+        metadata={"help": "How many test rows the model answers before and after training; 0: none."},
+    )

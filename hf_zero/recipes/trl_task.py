@@ -28,7 +28,7 @@ from hf_zero.recipes.data.sources import shuffled
 from hf_zero.recipes.loading import check_model, check_positions, num_positions
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
 from hf_zero.recipes.measured import Watch
-from hf_zero.recipes.tasks import SourceArguments
+from hf_zero.recipes.tasks import SampleArguments, SourceArguments
 
 
 try:
@@ -47,7 +47,7 @@ _INDECISIVE = frozenset(
 
 
 @dataclass
-class TrlArguments(AdapterArguments, LoadArguments, SourceArguments):
+class TrlArguments(SampleArguments, AdapterArguments, LoadArguments, SourceArguments):
     """What a task takes beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
 
 

@@ -1,0 +1,189 @@
+"""Answers of a model to a few test rows, before and after it is trained, for people to read."""
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hf_zero.checkpoint.folders import write_whole
+from hf_zero.comm.agreement import on_first, run_on_all_ranks
+from hf_zero.recipes.artifacts import SAMPLES_NAME
+from hf_zero.recipes.data import BadRow, Data
+from hf_zero.recipes.data.formats import Message
+from hf_zero.recipes.data.rows import plural
+from hf_zero.recipes.data.tokens import IGNORED
+from hf_zero.recipes.generation import TextGenerator
+from hf_zero.trainer import ZeroTrainer
+
+
+Question = tuple[str | list[Message], str | None]  # a prompt, and the answer that the row has
+
+MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 64, 1024
+NUM_TRIED = 100  # rows that may be too long, or refused by the chat template
+BATCH_SIZE = 8
+NUM_WORDS = 8  # of a text, which the model continues
+KEYS = ("before", "after", "expected")
+WIDTH = 300  # characters of a text that are printed
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The rows and the answers to them. All ranks generate the same together; the first writes and prints.
+
+    Args:
+        trainer ([`ZeroTrainer`]): has the model.
+        say (`Callable`): prints, on rank 0.
+        rows (`list[dict]`): with "prompt" and "expected", and "before" and "after" as far as they are known.
+        tokens (`list[list[int]]`): their prompts.
+        generator ([`TextGenerator`], *optional*): of the model; `None` where there are no rows.
+    """
+
+    trainer: ZeroTrainer
+    say: Callable[..., None]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    generator: TextGenerator | None = None
+
+    @classmethod
+    def of(cls, trainer: ZeroTrainer, data: Data, number: int, say: Callable[..., None]) -> "Samples":
+        """Takes the first test rows that the model can answer; none if it writes no text, or nothing is tested.
+
+        Args:
+            trainer ([`ZeroTrainer`]): has the model.
+            data ([`Data`]): its test rows, as they were read.
+            number (`int`): how many rows; fewer where not so many are short enough.
+            say (`Callable`): prints, on rank 0.
+        """
+        if not number or data.test is None or not trainer.model.can_generate():
+            return cls(trainer, say)
+        options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "use_cache": True}
+        generator = TextGenerator.of("the model", trainer.model, data.processing_class, options)
+        asked = list(islice(_asked(data.test, generator), number))
+        return cls(trainer, say, [row for row, _ in asked], [tokens for _, tokens in asked], generator)
+
+    def before(self, *, resumes: bool) -> None:
+        """Lets the model answer before it is trained. All ranks call it.
+
+        Args:
+            resumes (`bool`): the model is to go on from a checkpoint; the answers are those that the run began with.
+        """
+        if resumes:
+            try:
+                kept = json.loads(self._path.read_text(encoding="utf-8"))
+                known = {json.dumps(row["prompt"]): row["before"] for row in kept}
+            except (OSError, ValueError, KeyError, TypeError):
+                known = {}  # the run began without samples
+            for row in self.rows:
+                row["before"] = known.get(json.dumps(row["prompt"]))
+            return
+        if self.rows:
+            self._answer("before")
+            self._tell("before training", ("before",))
+
+    def after(self) -> None:
+        """Lets the model answer after it was trained. All ranks call it."""
+        if self.rows:
+            self._answer("after")
+            self._tell("before and after training", KEYS)
+
+    def tables(self) -> list[dict[str, Any]]:
+        """Returns the table for the report, or none: what was asked, both answers, and what the row has."""
+        rows = [[_text_of(row["prompt"]), *(row.get(key) or "" for key in KEYS)] for row in self.rows]
+        table = {
+            "name": "samples",
+            "title": "Answers to test rows",
+            "head": ["asked", *KEYS],
+            "rows": rows,
+            "note": "",
+        }
+        return [table] if rows else []
+
+    def _answer(self, key: str) -> None:
+        model = self.trainer.model.eval()
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self.trainer.compute_loss_context_manager():
+            for start in range(0, len(self.rows), BATCH_SIZE):
+                tokens = self.tokens[start : start + BATCH_SIZE]
+                room = min(map(self.generator.room, tokens))
+                for row, text in zip(self.rows[start:], self.generator.generate(tokens, max_new_tokens=room)):
+                    row[key] = text
+        comm = self.trainer.accelerator.shard(self.trainer.model).comm
+        text = json.dumps(self.rows, ensure_ascii=False, indent=1)
+        run_on_all_ranks(
+            comm, f"writing {SAMPLES_NAME}", on_first(comm, partial(write_whole, self._path, text.encode()))
+        )
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.trainer.args.output_dir) / SAMPLES_NAME
+
+    def _tell(self, when: str, keys: tuple[str, ...]) -> None:
+        lines = [f"answers to {plural(len(self.rows), 'test row')}, {when}:"]
+        for row in self.rows:
+            lines.append(f"  {_shown(_text_of(row['prompt']))}")
+            lines += [f"    {key}: {_shown(row[key])}" for key in keys if row.get(key) is not None]
+        self.say("\n".join(lines))
+
+
+def _asked(test: Dataset, generator: TextGenerator) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """The rows that the model can answer, and the token ids of their prompts."""
+    for row in islice(test, NUM_TRIED):
+        try:
+            if "input_ids" in row:
+                question, tokens = _tokenized(row, generator.tokenizer)
+            else:
+                question = question_of(row)
+                tokens = generator.tokens(question[0], row.get("tools"))
+            generator.room(tokens)
+        except BadRow:
+            continue
+        if len(tokens) <= MAX_PROMPT_TOKENS:
+            yield dict(zip(("prompt", "expected"), question)), tokens
+
+
+def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Question, list[int]]:
+    """Of a row of token ids: what comes before the first that the loss counts, what comes from there on, and the
+    token ids of the former. Where the loss counts all, a few tokens are the prompt."""
+    ids, labels = row["input_ids"], row.get("labels") or row["input_ids"]
+    begin = next((number for number, label in enumerate(labels) if label != IGNORED), 0) or NUM_WORDS
+    prompt, expected = tokenizer.batch_decode([ids[:begin], ids[begin:]], skip_special_tokens=True)
+    return (prompt, expected), ids[:begin]
+
+
+def question_of(row: Mapping[str, Any]) -> Question:
+    """What to ask the model of a row, and what the row has as the answer.
+
+    Args:
+        row (`Mapping`): with `messages`; with `prompt`, and perhaps `completion` or `chosen`; or with a text.
+    """
+    if row.get("messages"):
+        turns = _turns(row["messages"])
+        last = max((number for number, turn in enumerate(turns) if turn["role"] == "assistant"), default=len(turns))
+        return turns[:last], turns[last]["content"] if last < len(turns) else None
+    if "prompt" in row:
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else _turns(row["prompt"])
+        expected = row.get("chosen", row.get("completion") if row.get("label", True) else None)
+        return prompt, expected if expected is None else _text_of(expected)
+    words = next((value for value in row.values() if isinstance(value, str)), "").split(" ")
+    return " ".join(words[:NUM_WORDS]), " ".join(words[NUM_WORDS:])
+
+
+def _turns(messages: list[Message]) -> list[Message]:
+    """The same, without the keys that only other messages have."""
+    return [{key: value for key, value in turn.items() if value is not None} for turn in messages]
+
+
+def _text_of(prompt: str | list[Message]) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(str(turn.get("content")) for turn in prompt[-1:])
+
+
+def _shown(text: str) -> str:
+    return textwrap.shorten(text, WIDTH, placeholder=" ...")

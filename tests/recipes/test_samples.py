@@ -1,0 +1,128 @@
+"""Answers to test rows, before and after training."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hf_zero.recipes.artifacts import SAMPLES_NAME
+from hf_zero.recipes.samples import MAX_NEW_TOKENS, question_of
+from tests.recipes.preferences import as_chats, preferences, write_rows
+from tests.recipes.ranks import run_on_ranks
+
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+
+@pytest.fixture
+def train(tiny_llama, tmp_path):
+    """Trains on preferences or completions, on two ranks; gives what was said."""
+    rows = {name: preferences(count, seed) for name, count, seed in (("train", 32, 0), ("test", 8, 1))}
+
+    def call(task: str, chats: bool = False, **settings) -> str:
+        argv = []
+        for name, found in rows.items():
+            found = as_chats(found) if chats else found
+            if task == "sft":
+                found = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in found]
+            argv.append(f"--{name}_file={write_rows(tmp_path / f'{name}.jsonl', found)}")
+        settings = {
+            "model_name_or_path": tiny_llama,
+            "output_dir": "out",
+            "max_length": 48,
+            "learning_rate": 1e-2,
+            "max_steps": 4,
+            "per_device_train_batch_size": 4,
+            "bf16": False,
+            "save_strategy": "no",
+            "report_to": "none",
+            **settings,
+        }
+        argv += [f"--{name}={value}" for name, value in settings.items()]
+        first, second = run_on_ranks([task, *argv], tmp_path)
+        assert (first.code, second.code) == (0, 0), first.err + second.err
+        assert second.out == ""
+        return first.out
+
+    return call
+
+
+def expected(folder: Path, prompts: list) -> list[str]:
+    """Greedy answers, as transformers gives them one by one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        length = inputs["input_ids"].shape[1]
+        num_new = min(MAX_NEW_TOKENS, 64 - max(len(tokenizer(each)["input_ids"]) for each in prompts))
+        tokens = model.generate(inputs["input_ids"], max_new_tokens=num_new, do_sample=False)
+        found.append(tokenizer.decode(tokens[0, length:], skip_special_tokens=True))
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sft_answers_test_rows_before_and_after(train, tiny_llama, tmp_path, stage):
+    said = train("sft", zero_stage=stage)
+    rows = json.loads((tmp_path / "out" / SAMPLES_NAME).read_text(encoding="utf-8"))
+    tests = [json.loads(line) for line in (tmp_path / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    prompts = [row["prompt"] for row in tests[:3]]
+    assert [(row["prompt"], row["expected"]) for row in rows] == [
+        (row["prompt"], row["completion"]) for row in tests[:3]
+    ]
+    assert [row["before"] for row in rows] == expected(tiny_llama, prompts)
+    assert [row["after"] for row in rows] == expected(tmp_path / "out", prompts)
+    assert any(row["before"] != row["after"] for row in rows)
+    before, both = said.index("answers to 3 test rows, before training:"), said.index("before and after training:")
+    assert 0 < before < both < said.index("report: ")
+    assert "Answers to test rows" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_training_does_not_depend_on_samples(train, tmp_path):
+    """Dropout of an adapter draws random numbers in each step."""
+    weights = []
+    for samples in (0, 3):
+        said = train("dpo", chats=True, samples=samples, output_dir=f"out-{samples}", use_peft=True, lora_dropout=0.2)
+        assert ("answers to 3 test rows" in said) == (samples > 0)
+        assert (tmp_path / f"out-{samples}" / SAMPLES_NAME).is_file() == (samples > 0)
+        weights.append(load_file(tmp_path / f"out-{samples}" / "adapter_model.safetensors"))
+    without, with_samples = weights
+    assert all(tensor.equal(with_samples[name]) for name, tensor in without.items())
+
+
+def test_a_run_that_goes_on_keeps_the_answers_that_it_began_with(train, tiny_llama, tmp_path):
+    save = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    train("sft", **save)
+    said = train("sft", **{**save, "max_steps": 6, "samples": 2})
+    assert "resume: going on from" in said and "before training:" not in said
+    rows = json.loads((tmp_path / "out" / SAMPLES_NAME).read_text(encoding="utf-8"))
+    prompts = [row["prompt"] for row in rows]
+    assert len(rows) == 2
+    assert [row["before"] for row in rows] == expected(tiny_llama, prompts)
+    assert [row["after"] for row in rows] == expected(tmp_path / "out", prompts)
+
+
+USER, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"messages": [USER, SAID, USER, {**SAID, "tool_calls": None}], "tools": None}, ([USER, SAID, USER], "b")),
+        ({"messages": [USER]}, ([USER], None)),
+        ({"prompt": "a", "completion": "b"}, ("a", "b")),
+        ({"prompt": "a", "completion": "b", "label": False}, ("a", None)),
+        ({"prompt": [USER], "chosen": [SAID], "rejected": [USER]}, ([USER], "b")),
+        ({"prompt": "a", "answer": "b"}, ("a", None)),
+        (
+            {"text": "one two three four five six seven eight nine"},
+            ("one two three four five six seven eight", "nine"),
+        ),
+    ],
+)
+def test_what_is_asked_of_a_row(row, question):
+    assert question_of(row) == question
