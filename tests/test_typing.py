@@ -13,7 +13,7 @@ import pytest
 from accelerate import Accelerator
 
 from hf_zero.accelerator.launched import OTHER_SETTINGS
-from hf_zero.accelerator.settings import ZeroAcceleratorSettings
+from hf_zero.accelerator.named_settings import ZeroAcceleratorSettings
 from hf_zero.config import ZeroConfig, ZeroSettings
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_zero.accelerator import states
 from hf_zero.accelerator.last_step import LastStep
 from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
-from hf_zero.accelerator.settings import ZeroAcceleratorSettings
+from hf_zero.accelerator.named_settings import ZeroAcceleratorSettings
 from hf_zero.activation import shard_with
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
@@ -187,7 +187,7 @@ class ZeroAccelerator(Accelerator):
         engine, plugin = None if is_trained else engine_of(model), self.state.dynamo_plugin
         engine = self.shard(model) if engine is None else engine  # one that is only evaluated may have another stage
         if is_new and self.patches_saving and hasattr(model, "save_pretrained"):
-            save = partial(states.save_pretrained, engine, model.save_pretrained)
+            save = partial(states.save_prepared, engine, model.save_pretrained)
             engine.handles.append(Patch(model, "save_pretrained", save))
         backend = plugin.backend
         if backend is not DynamoBackend.NO:
@@ -318,7 +318,7 @@ class ZeroAccelerator(Accelerator):
             `CheckpointError`: on all ranks. Nothing is left, and nothing lost.
         """
         states.refuse_pickles(safe_serialization)
-        return states.save_state(self, self.last_step, super().save_state, output_dir, **save_model_func_kwargs)
+        return states.save_run(self, self.last_step, super().save_state, output_dir, **save_model_func_kwargs)
 
     def load_state(self, input_dir: str | None = None, **load_model_func_kwargs) -> None:
         """Reads what `save_state` wrote, at any stage and with any number of ranks; each rank reads its own ranges.
@@ -330,7 +330,7 @@ class ZeroAccelerator(Accelerator):
         Raises:
             `CheckpointError`: on all ranks, when it is incomplete, damaged, or of other models.
         """
-        states.load_state(self, partial(super().load_state, **load_model_func_kwargs), input_dir)
+        states.load_run(self, partial(super().load_state, **load_model_func_kwargs), input_dir)
 
     # Whose parameters they are
 

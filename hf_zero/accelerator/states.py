@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _KNOWN = {"save_directory", "is_main_process", "save_function", "safe_serialization", "max_shard_size"}
 
 
-def save_state(
+def save_run(
     accelerator: Accelerator,
     last_step: LastStep,
     save_rest: Callable[[str], object],
@@ -81,7 +81,7 @@ def save_state(
     return str(folder)
 
 
-def load_state(
+def load_run(
     accelerator: Accelerator, load_rest: Callable[[str], object], input_dir: str | os.PathLike | None
 ) -> None:
     """Reads a checkpoint, as `ZeroAccelerator.load_state` says.
@@ -128,7 +128,7 @@ def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size:
         save_adapters(engine, str(staged))
 
 
-def save_pretrained(engine: ZeroEngine, own: Callable[..., object], *args, **kwargs) -> None:
+def save_prepared(engine: ZeroEngine, own: Callable[..., object], *args, **kwargs) -> None:
     """Replaces the `save_pretrained` of a prepared model. Where the parameters are whole it calls the model's own.
     Else all ranks call it with `is_main_process`, as accelerate's examples do, and whole weights are written.
 

@@ -69,11 +69,11 @@ def shard_with(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"shard: {str(model)[:60]!r} is of type {type(model).__name__}; give a torch.nn.Module")
     if not (config.partition_activations or config.offload_activations):
-        return build.shard_with(model, config, device=device, group=group)
+        return build.shard_parameters(model, config, device=device, group=group)
     refuse_without_switch(model)
     if config.partition_activations and any(param.requires_grad for param in model.parameters()):
         _refuse_undivided(model)
-    engine = build.shard_with(model, config, device=device, group=group)
+    engine = build.shard_parameters(model, config, device=device, group=group)
     place_activations(engine)
     return engine
 

@@ -120,10 +120,10 @@ def check_checkpoint(folder: str | os.PathLike) -> None:
     check_weights(folder)
     check_configs(folder)
     if (folder / STATE_FOLDER).is_dir():
-        read_state(folder)
+        read_saved_state(folder)
 
 
-def read_state(folder: str | os.PathLike) -> tuple[Manifest, WeightFiles, ChecksumTable]:
+def read_saved_state(folder: str | os.PathLike) -> tuple[Manifest, WeightFiles, ChecksumTable]:
     """Reads manifest, files and checksums of a checkpoint's state, without the values of tensors.
 
     Raises:

@@ -21,7 +21,7 @@ from hf_zero.checkpoint.manifest import (
     Manifest,
     check_ranges,
     manifest_path,
-    read_state,
+    read_saved_state,
 )
 from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.staging import Staged, StagedFiles, connected, inside
@@ -126,7 +126,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     engine = require_engine(model)
     engine.begin_update()
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
-    manifest, files, table = run_on_all_ranks(comm, subject, lambda: read_state(folder))
+    manifest, files, table = run_on_all_ranks(comm, subject, lambda: read_saved_state(folder))
     masters = files.layouts[MASTER_NAME].entries if MASTER_NAME in files.layouts else {}
 
     def read() -> Ranges:

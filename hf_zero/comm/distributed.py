@@ -161,7 +161,7 @@ class DistributedComm(Comm):
             raise self._failed(what, peer, error) from error
 
     def _failed(self, what: str, peer: int | None, error: BaseException | str) -> CommError:
-        gone = set().union(*(ranks.ended(side_group.group) for side_group in self._side_groups.values()))
+        gone = set().union(*(ranks.closed_ranks(side_group.group) for side_group in self._side_groups.values()))
         return ranks.failure(what, self.group, error, peer=peer, gone=gone, seconds=self.timeout_seconds)
 
 

@@ -105,7 +105,7 @@ def take_timeout(group: dist.ProcessGroup, seconds: float) -> None:
         backend._set_default_timeout(timedelta(seconds=seconds))
 
 
-def ended(group: dist.ProcessGroup) -> set[int]:
+def closed_ranks(group: dist.ProcessGroup) -> set[int]:
     """Returns the ranks whose gloo connections are closed."""
     closed = set()
     for rank in range(dist.get_world_size(group)) if is_gloo(group) else ():
@@ -118,11 +118,11 @@ def ended(group: dist.ProcessGroup) -> set[int]:
     return closed
 
 
-def _ended_soon(group: dist.ProcessGroup, error: BaseException | str) -> set[int]:
-    """Returns what `ended` does, and looks again for a while where an error says that a rank has gone and none is
+def _closed_ranks_soon(group: dist.ProcessGroup, error: BaseException | str) -> set[int]:
+    """Returns what `closed_ranks` does, after more tries where an error says that a rank has gone and none is
     found."""
     deadline = time.monotonic() + (CLOSING_SECONDS if _is_closed(error) and is_gloo(group) else 0.0)
-    while not (found := ended(group)) and time.monotonic() < deadline:
+    while not (found := closed_ranks(group)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
 
@@ -150,7 +150,7 @@ def failure(
     has_waited = bool(re.search("time(d )?out", reason, re.IGNORECASE))
     if has_waited and peer is not None:  # others that have waited for it may have ended before
         return CommError(f"{what}: {name_of(group, peer)} does not answer{limit}; look at its log first")
-    gone = _ended_soon(group, error).union(gone, [peer] if peer is not None and _is_closed(error) else [])
+    gone = _closed_ranks_soon(group, error).union(gone, [peer] if peer is not None and _is_closed(error) else [])
     names = " and ".join(name_of(group, rank) for rank in sorted(gone))
     if len(gone) == 1:
         return CommError(f"{what}: {names} has ended; look at its log first")
@@ -179,7 +179,7 @@ def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Itera
         if isinstance(error, HfZeroError) or not is_of_transport(error) or not dist.is_initialized():
             raise
         group = group or dist.group.WORLD
-        if not _is_signed(error) and not _ended_soon(group, error):  # of a connection to somewhere else
+        if not _is_signed(error) and not _closed_ranks_soon(group, error):  # of a connection to somewhere else
             raise
         raise failure(what, group, error) from error
 

@@ -1,7 +1,7 @@
 """The sharding engine: partition, units, hooks. It takes any `nn.Module`."""
 
 from hf_zero.engine.access import gathered
-from hf_zero.engine.build import shard_with
+from hf_zero.engine.build import shard_parameters
 from hf_zero.engine.compilation import compile_blocks
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard, ParamInfo
@@ -24,5 +24,5 @@ __all__ = [
     "materialize",
     "placeholders",
     "require_engine",
-    "shard_with",
+    "shard_parameters",
 ]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hf_zero.storage import DiskOffload
 
 
-def shard_with(
+def shard_parameters(
     model: nn.Module,
     config: ZeroConfig,
     *,

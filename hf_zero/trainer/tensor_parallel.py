@@ -13,7 +13,7 @@ from hf_zero.engine.divided import dividing_group
 from hf_zero.errors import ConfigError
 
 
-def refuse_divided(name: str, model: nn.Module, args) -> None:
+def refuse_settings_of_divided(name: str, model: nn.Module, args) -> None:
     """Refuses settings that do not go with a model that tensor-parallel ranks divide, before anything is done with it.
 
     Args:

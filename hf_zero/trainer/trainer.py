@@ -29,7 +29,7 @@ from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
 from hf_zero.trainer.signals import StopOnSignal
-from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_divided
+from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
@@ -223,7 +223,7 @@ def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_r
     if args.zero_stage == 3:
         refuse_quantized_model(model)
     if engine_of(model) is None:
-        refuse_divided(name, model, args)
+        refuse_settings_of_divided(name, model, args)
         refuse_what_cannot_be_sharded(model, args.device, is_ready=is_ready)
 
 

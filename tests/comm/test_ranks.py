@@ -171,13 +171,13 @@ def test_what_says_that_a_rank_was_not_reached_is_known(text, of_transport, clos
 def _look_too_early() -> str:
     """The first look finds nobody gone: a process that is ending closes its connections one after the other."""
     found = iter([set(), set(), {0}])
-    with mock.patch("hf_zero.comm.ranks.ended", lambda group: next(found)):
+    with mock.patch("hf_zero.comm.ranks.closed_ranks", lambda group: next(found)):
         return str(failure("a barrier", dist.group.WORLD, "Connection reset by peer"))
 
 
 def _hear_it_from_others() -> str:
     """In words that a download would use as well."""
-    with mock.patch("hf_zero.comm.ranks.ended", lambda group: {0}), pytest.raises(CommError) as caught:
+    with mock.patch("hf_zero.comm.ranks.closed_ranks", lambda group: {0}), pytest.raises(CommError) as caught:
         with transport_errors("training"):
             raise RuntimeError("Connection reset by peer")
     return str(caught.value)
