@@ -1,4 +1,4 @@
-"""A text classification data set that every Python brings along: the docstrings of its own standard library.
+"""A data set for text classification that every Python contains: the docstrings of its standard library.
 
 The label of a docstring is the top-level package it was written for. Sources are parsed, never imported, and names
 that would give the answer away are replaced, so that a model has to read the sentence to tell `email` from `logging`.
@@ -127,7 +127,8 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _public_name(name: str) -> str:
-    """`_pydecimal` is the Python source of `decimal`; the other private modules only lose their underscore."""
+    """Returns the public name of a private module: `_pydecimal` is the source of `decimal`, and others lose their
+    underscore."""
     twin = name.removeprefix("_py")
     return twin if twin in sys.stdlib_module_names else name.lstrip("_")
 
@@ -147,7 +148,7 @@ def _docstrings_in(path: Path) -> Iterator[str]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all statements in it. Expressions, of which there are many more, hold no docstrings."""
+    """Yields a node and all statements in it. Expressions, of which there are many more, hold no docstrings."""
     yield node
     for name in ("body", "orelse", "handlers", "finalbody", "cases"):
         inner = getattr(node, name, None)
@@ -156,7 +157,7 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _pattern(names: Iterable[str], whole_word: bool) -> re.Pattern[str]:
-    """A class name is replaced inside words too (`LoggingError`), unless it is so short that it is in every word."""
+    """Returns a pattern for a class name, also inside words (`LoggingError`), unless the name is very short."""
     around = r"(?<![^\W_])%s(?![^\W_])"
     longest_first = sorted(filter(None, names), key=lambda name: (-len(name), name))
     alternatives = [around % re.escape(n) if whole_word or len(n) < 3 else re.escape(n) for n in longest_first]

@@ -188,8 +188,8 @@ def _stopped_by(number: int) -> BaseException:
 
 
 def _end_of(folder: Path, failures: Mapping[int, Any], received: list[int], num_processes: int) -> BaseException:
-    """What to raise when processes have failed: they may have saved and left, as a signal told them to, or it may have
-    ended them. Ranks that then lose touch with them fail of that."""
+    """Returns the error for processes that have failed, or that a signal has ended. Other ranks then fail because they
+    cannot reach these."""
     codes = {failure.exitcode for failure in failures.values()}
     left = [number for number in HANDED_ON if 128 + number in codes]
     reports = _read_reports(folder)

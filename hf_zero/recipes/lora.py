@@ -107,7 +107,7 @@ def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> N
 
 
 def quantization_of(arguments: QuantizationArguments, dtype: str) -> "BitsAndBytesConfig | None":
-    """How the base of the adapter is quantized, as TRL describes it; `None` where it is not.
+    """Returns TRL's description of how the adapter's base is quantized; `None` where it is not.
 
     Args:
         arguments ([`QuantizationArguments`]): say which way.
@@ -193,5 +193,5 @@ def adapt(
 
 
 def _targets(arguments: AdapterArguments) -> list[str]:
-    """Where only parameters are named, no module gets an adapter."""
+    """Returns the modules that get an adapter: none where only parameters are named."""
     return arguments.lora_target_modules or ([] if arguments.lora_target_parameters else [ALL_LINEAR])

@@ -57,7 +57,7 @@ class Step:
 
     @property
     def exchanged(self) -> str:
-        """How ranks exchanged `sent_nbytes`."""
+        """The way in which ranks exchanged `sent_nbytes`."""
         return "Read from shared memory" if self.shares_memory else "Sent"
 
 

@@ -1,4 +1,4 @@
-"""Rows with a class, of texts or images: what is read of them, and which classes there are."""
+"""Rows of texts or images, each with a class."""
 
 from hf_zero.recipes.classification.inputs import Images, Texts
 from hf_zero.recipes.classification.labelled import BadRows, Classes, Labelled

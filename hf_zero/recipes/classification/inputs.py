@@ -1,4 +1,4 @@
-"""What is classified: texts, pairs of texts, or images."""
+"""The inputs of a classifier: texts, pairs of texts, or images."""
 
 import hashlib
 import io
@@ -28,7 +28,7 @@ from hf_zero.recipes.loading import load_tokenizer, quiet
 
 
 class Texts:
-    """How texts come to a model.
+    """Reads and tokenizes texts for a model.
 
     Args:
         columns (`Sequence[str]`): The column of the text and, of pairs, that of the second one.
@@ -60,7 +60,7 @@ class Texts:
         self.processor = tokenizer
 
     def take(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """What is read of a row.
+        """Returns the texts of a row.
 
         Raises:
             BadRow: a text is missing, or is none.
@@ -68,7 +68,7 @@ class Texts:
         return {column: text_of(row.get(column), column) for column in self.columns}
 
     def hash(self, row: Mapping[str, Any]) -> str:
-        """What decides on which side of a split a row lies."""
+        """Returns the hash that decides on which side of a split a row lies."""
         return text_hash(row[self.columns[0]])
 
     def prepare(self, data: Dataset, numbers: Sequence[int]) -> Dataset:
@@ -79,15 +79,15 @@ class Texts:
         return Dataset.from_dict({**columns, "labels": list(numbers)})
 
     def notes(self) -> list[str]:
-        """How much of what was prepared has been cut: one line, or none."""
+        """Returns a line that says how many texts were cut, or none."""
         return [cut_note(self._num_cut, self._max_length, self._num_lost)] if self._num_cut else []
 
     def batch(self, data: Dataset) -> BatchEncoding:
-        """Rows as a model takes them, to predict."""
+        """Returns rows as a model takes them for a prediction."""
         return self._tokens(data, padding=True, return_tensors="pt")
 
     def shown(self, row: Mapping[str, Any]) -> str | dict[str, str]:
-        """A row as the pipeline of transformers takes it, not too long for a command line."""
+        """Returns a row as the pipeline of transformers takes it, short enough for a command line."""
         texts = [textwrap.shorten(row[column], 60, placeholder="") for column in self.columns]
         return texts[0] if len(texts) == 1 else dict(zip(("text", "text_pair"), texts))
 
@@ -107,7 +107,7 @@ class Texts:
 
 
 class Images:
-    """How images come to a model.
+    """Reads and prepares images for a model.
 
     Args:
         column (`str`): The column of the images.
@@ -144,7 +144,7 @@ class Images:
                 raise ConfigError(f"{path}: its image processor does not load ({reason})") from error
 
     def take(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What is read of a row: the image as it is stored, after a look at its first bytes.
+        """Returns the image of a row as it is stored, after a check of its first bytes.
 
         Raises:
             BadRow: there is no image, or it is none.
@@ -162,24 +162,24 @@ class Images:
         return {column: {"bytes": stored.get("bytes"), "path": stored.get("path")}}
 
     def hash(self, row: Mapping[str, Any]) -> str:
-        """What decides on which side of a split a row lies."""
+        """Returns the hash that decides on which side of a split a row lies."""
         return hashlib.sha256(_content(row[self.columns[0]])).hexdigest()
 
     def prepare(self, data: datasets.Dataset, numbers: Sequence[int]) -> "Pixels":
-        """Rows that become pixels when they are read; `numbers` are those of their classes."""
+        """Returns rows that become pixels when they are read; `numbers` are those of their classes."""
         return Pixels(data, self.columns[0], numbers, self.processor)
 
     def notes(self) -> list[str]:
-        """Nothing: no image is cut."""
+        """Returns no lines, since no image is cut."""
         return []
 
     def batch(self, data: datasets.Dataset) -> dict[str, torch.Tensor]:
-        """Rows as a model takes them, to predict."""
+        """Returns rows as a model takes them for a prediction."""
         rows = self.prepare(data, [0] * len(data))
         return {"pixel_values": torch.stack([row["pixel_values"] for row in rows])}
 
     def shown(self, row: Mapping[str, Any]) -> list[str]:
-        """Images, of which there is one, as the pipeline of transformers takes them."""
+        """Returns a list of one image, as the pipeline of transformers takes it."""
         path = row[self.columns[0]].get("path")
         return [path if path and Path(path).is_file() else "image.png"]
 
@@ -217,12 +217,12 @@ def _content(stored: Mapping[str, Any]) -> bytes:
 
 
 def _open(stored: Mapping[str, Any]) -> Any:
-    """The image; Pillow reads its first bytes now, and the rest when it is asked for."""
+    """Opens an image. Pillow reads its first bytes now, and the rest when its pixels are needed."""
     from PIL import Image
 
     return Image.open(io.BytesIO(stored["bytes"]) if stored.get("bytes") is not None else stored["path"])
 
 
 def _reason(error: Exception, stored: Mapping[str, Any]) -> str:
-    """What is wrong with which file; Pillow names an object where it was given bytes."""
+    """Returns the error with the file's name, since Pillow names an object where it was given bytes."""
     return f"{stored.get('path') or 'no file name'}: {type(error).__name__}"

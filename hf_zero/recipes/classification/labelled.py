@@ -1,4 +1,4 @@
-"""Rows with a class each, examined one by one before anything is trained on them."""
+"""Rows with a class each, which are examined one by one before the training."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from hf_zero.recipes.docstrings import is_test_hash
 
 @dataclass(frozen=True)
 class Classes:
-    """Which classes there are.
+    """The classes of a data set.
 
     Args:
         names (`list[str]`): By number, as the model's config will have them.
@@ -26,36 +26,38 @@ class Classes:
 
     @classmethod
     def of_feature(cls, feature: Any) -> "Classes | None":
-        """Those that a data set declares for its column (`datasets.ClassLabel`), where it does."""
+        """Returns the classes that a data set declares for its column (`datasets.ClassLabel`); `None` where it
+        declares none."""
         if not isinstance(feature, ClassLabel):
             return None
         return cls(list(feature.names), {str(number): number for number in range(feature.num_classes)})
 
     @classmethod
     def of_labels(cls, labels: Iterable[str]) -> "Classes":
-        """Those that are found: whole numbers in their order, anything else in that of the alphabet."""
+        """Makes the classes of the labels that are found, whole numbers in their order and all others
+        alphabetically."""
         found = set(labels)
         are_numbers = all(label.removeprefix("-").isdecimal() for label in found)
         names = sorted(found, key=int if are_numbers else None)
         return cls(names, {name: number for number, name in enumerate(names)})
 
     def numbers(self, labels: Iterable[str]) -> list[int]:
-        """The numbers of known labels."""
+        """Returns the numbers of known labels."""
         return [self.number_of[label] for label in labels]
 
     def name_of(self, label: str) -> str:
-        """The class that a known label stands for."""
+        """Returns the class of a known label."""
         return self.names[self.number_of[label]]
 
     def unknown(self, label: str) -> BadRow:
-        """What to say of a label that is not among them."""
+        """Returns the message for a label that is not among the classes."""
         known = list(self.number_of)
         shown = ", ".join(known) if len(known) <= 10 else f"{len(known)} classes, {known[0]} to {known[-1]}"
         return BadRow(f"class {label!r} is none of the training rows' or of the data set's: {shown}")
 
 
 def label_of(value: Any, column: str) -> str:
-    """The label in a cell, whatever its type.
+    """Returns the label in a cell of any type.
 
     Raises:
         BadRow: there is none, or something that names no class.
@@ -69,7 +71,7 @@ def label_of(value: Any, column: str) -> str:
 
 @dataclass
 class BadRows:
-    """What becomes of bad rows: the first one ends the run, or all are left out and counted.
+    """Counts bad rows that are left out, or ends the run at the first one.
 
     Args:
         are_skipped (`bool`): which.
@@ -82,7 +84,7 @@ class BadRows:
     first: str = ""
 
     def add(self, where: str, error: BadRow) -> None:
-        """Takes one.
+        """Adds a bad row.
 
         Raises:
             DataError: naming it, unless bad rows are left out.
@@ -94,13 +96,13 @@ class BadRows:
         self.count += 1
 
     def notes(self) -> list[str]:
-        """What there is to say of them: one line, or none."""
+        """Returns a line about the bad rows, or none."""
         return [f"{plural(self.count, 'bad row')} left out, the first: {self.first}"] if self.count else []
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Rows that can be trained on, and the label of each.
+    """Rows that can be used for training, and the label of each.
 
     Args:
         data (`datasets.Dataset`): the columns that are classified, as [`Texts`] or [`Images`] take them.
@@ -116,7 +118,7 @@ class Labelled:
 
     @classmethod
     def examine(cls, rows: Rows, inputs: Texts | Images, label_column: str, bad: BadRows) -> "Labelled":
-        """Reads all rows, and keeps the good ones.
+        """Reads all rows and keeps the good ones.
 
         Raises:
             DataError: if one is bad and bad rows are not left out.
@@ -152,11 +154,11 @@ class Labelled:
         return self._at([not test for test in is_test]), self._at(is_test)
 
     def first(self, num_rows: int | None) -> "Labelled":
-        """The first so many rows; all of them for `None`."""
+        """Returns the first `num_rows` rows, or all of them for `None`."""
         return self._at([position < (num_rows or len(self)) for position in range(len(self))])
 
     def known(self, classes: Classes, bad: BadRows) -> "Labelled":
-        """The rows whose labels name a class.
+        """Returns the rows whose labels name a class.
 
         Raises:
             DataError: if one does not and bad rows are not left out.

@@ -63,13 +63,13 @@ def load_classifier(
 
 
 def head_of(model: PreTrainedModel) -> list[str]:
-    """The names of the modules that a classifier has beside its base model, and that have parameters."""
+    """Returns the names of the modules with parameters that a classifier has beside its base model."""
     beside = [(name, child) for name, child in model.named_children() if name != model.base_model_prefix]
     return [name for name, child in beside if any(True for _ in child.parameters())]
 
 
 def _base_prefix(path: str, inputs: Texts | Images, where: dict[str, str]) -> str:
-    """How names of the base model's parameters begin in the classifier."""
+    """Returns the prefix of the base model's parameters in the classifier."""
     config = AutoConfig.from_pretrained(path, **where)
     kind = inputs.classifiers.get(type(config), None)
     if kind is None:
@@ -78,7 +78,7 @@ def _base_prefix(path: str, inputs: Texts | Images, where: dict[str, str]) -> st
 
 
 def _refuse_other_base(path: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Only a head may be of another shape."""
+    """Refuses a base model of another shape. Only the head may have another shape."""
     prefix = f"{model.base_model_prefix}."
     for name, found, wanted in sorted(info["mismatched_keys"]):
         if name.startswith(prefix):
