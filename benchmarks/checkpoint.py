@@ -21,9 +21,10 @@ from pathlib import Path
 from benchmarks.checkpoint_names import SAVING_MODES, why_left_out
 from benchmarks.checkpoint_report import print_report, summarize
 from benchmarks.compare import rotated
-from benchmarks.launch import GroupError, remove_shared_memory, run_group, shared_memory_files
+from benchmarks.launch import remove_shared_memory, run_group, shared_memory_files
 from benchmarks.machine import describe_machine, one_line
 from benchmarks.workload import SIZES, Workload
+from tests.distributed import RemoteError
 
 
 _WORKER = "benchmarks.checkpoint_worker"
@@ -156,7 +157,7 @@ class Measurement:
             return run_group(
                 f"{_WORKER}:{task}", spec, num_processes=self.options.num_processes, timeout=self.options.timeout
             )
-        except GroupError as error:
+        except RemoteError as error:
             print(f"{name} {self.workload.dtype} {label}: {error}", file=sys.stderr)
             if "loader" in settings:
                 entry["load_errors"][label] = str(error)

@@ -14,11 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.launch import BACKENDS, GroupError, remove_shared_memory, run_group, shared_memory_files
+from benchmarks.launch import BACKENDS, remove_shared_memory, run_group, shared_memory_files
 from benchmarks.machine import describe_machine, one_line
 from benchmarks.names import ALL_MODES, missing_package, parse_mode
 from benchmarks.report import bytes_table, ratios_table, summarize, time_table
 from benchmarks.workload import SIZES, Workload
+from tests.distributed import RemoteError
 
 
 DEFAULT_MODES = "hf_zero-0,hf_zero-1,hf_zero-2,hf_zero-3,ddp,fsdp2"
@@ -153,7 +154,7 @@ def _attempt(raw: dict, name: str, task: str, workload: Workload, options: argpa
             backend=BACKENDS[options.device],
             start="spawn" if options.device == "cuda" else "forkserver",
         )
-    except GroupError as error:
+    except RemoteError as error:
         entry["error"] = str(error)
         print(f"{name} {workload.dtype}: {error}", file=sys.stderr)
         return

@@ -12,10 +12,11 @@ import sys
 
 import torch
 
-from benchmarks.launch import GroupError, run_group
+from benchmarks.launch import run_group
 from benchmarks.modes import build_mode
 from benchmarks.report import MIB, markdown
 from benchmarks.workload import SIZES, Workload
+from tests.distributed import RemoteError
 
 
 GOAL = 1.03  # reserved / allocated bytes, both at their peaks
@@ -38,7 +39,7 @@ def measure(modes: list[str], workload: Workload, *, steps: int, num_ranks: int,
         try:
             ranks = run_group("benchmarks.fragmentation:vary_length", spec, num_processes=num_ranks, **settings)
             found[name] = {"ranks": ranks, "error": None}
-        except GroupError as error:
+        except RemoteError as error:
             found[name] = {"ranks": [], "error": str(error)}
             print(f"{name}: {error}", file=sys.stderr)
     return found

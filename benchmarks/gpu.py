@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.launch import GroupError, run_group
+from benchmarks.launch import run_group
 from benchmarks.machine import describe_gpu, describe_machine, one_line
 from benchmarks.names import missing_package, parse_mode
 from benchmarks.report import PHASES, markdown, worst
 from benchmarks.workload import SIZES, Workload
+from tests.distributed import RemoteError
 
 
 # Dense bf16 TFLOPS of the vendor's data sheets, by a part of the device's name.
@@ -130,7 +131,7 @@ def _time_mode(entry: dict, name: str, workload: Workload, options: argparse.Nam
             backend="nccl" if options.device == "cuda" else "gloo",
             start=_start(options),
         )
-    except GroupError as error:
+    except RemoteError as error:
         entry["error"] = str(error)
         print(f"{name}: {error}", file=sys.stderr)
 
@@ -218,7 +219,7 @@ def check_ranks(options: argparse.Namespace) -> dict[str, dict]:
             try:
                 ranks = run_group("benchmarks.gpu_worker:train_rank", job, num_processes=2, **group)
                 checks[name] = _compare(ranks, reference, dtype) | {"error": None}
-            except GroupError as error:
+            except RemoteError as error:
                 checks[name] = {"error": str(error), "agrees": False}
                 print(f"{name}: {error}", file=sys.stderr)
     for name, check in checks.items():

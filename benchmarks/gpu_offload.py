@@ -21,10 +21,11 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.exact import CASES, DELAYS, print_exact
-from benchmarks.launch import BACKENDS, GroupError, run_group
+from benchmarks.launch import BACKENDS, run_group
 from benchmarks.machine import available_nbytes, describe_gpu, describe_machine, one_line
 from benchmarks.report import markdown
 from benchmarks.workload import SIZES, Workload
+from tests.distributed import RemoteError
 
 
 # By name: the mode, and what of masters, gradients and state is offloaded: nothing, the part that the device has no
@@ -103,7 +104,7 @@ def _settings(options: Namespace) -> dict:
 
 
 def _run(task: str, spec: dict, options: Namespace) -> dict:
-    """One task in a fresh process: what goes wrong there, an end by the kernel included, is a `GroupError` here."""
+    """One task in a fresh process: what goes wrong there, an end by the kernel included, is a `RemoteError` here."""
     return run_group(
         task,
         spec | {"device": options.device, "threads": options.threads},
@@ -121,7 +122,7 @@ def _exact(options: Namespace, report: dict) -> tuple[dict, bool]:
     patient = Namespace(**(vars(options) | {"timeout": max(options.timeout, 590)}))  # hundreds of short runs
     try:
         checks = _run("benchmarks.exact:check", spec, patient)
-    except GroupError as error:
+    except RemoteError as error:
         print(f"exact: {error}", file=sys.stderr)
         return {"error": str(error)}, True
     print_exact(checks)
@@ -254,7 +255,7 @@ def attempt(name: str, layers: int, options: Namespace, *, steps: int) -> dict:
     begin = time.monotonic()
     try:
         trial["result"] = _run("benchmarks.gpu_offload_worker:train", spec, options)
-    except GroupError as error:
+    except RemoteError as error:
         trial["error"] = str(error)
     trial["seconds"] = time.monotonic() - begin
     last = (trial["error"] or "trained").strip().splitlines()[-1]
@@ -319,7 +320,7 @@ def _compute_seconds(layers: int, options: Namespace) -> float | None:
     spec = {"workload": workload_of(layers, options).to_dict(), "warmup": options.warmup, "steps": options.steps}
     try:
         return median(_run("benchmarks.gpu_offload_worker:time_compute", spec, options)["seconds"])
-    except GroupError as error:
+    except RemoteError as error:
         print(f"  compute alone, {layers} layers: {error}", file=sys.stderr)
         return None
 

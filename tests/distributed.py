@@ -1,38 +1,47 @@
-"""Runs a test's function on several real gloo ranks of this machine.
+"""Runs functions on several real ranks of this machine, for tests and for benchmarks.
 
-Importing torch and transformers takes longer than most tests. So one process, the template, imports them and runs
-nothing; ranks are forked from it, and kept from test to test. Ranks that fail or hang are killed, all of a group, and
-so are those that have collected threads: each of gloo's groups has some that wake a hundred times a second, and what
-refers to a group may lie in a cycle. The next test gets new ones.
+Importing torch and transformers takes longer than most tests. So ranks are forked from Python's fork server, which has
+imported them (`tests/preload.py`) and runs nothing. Those of tests are kept from test to test. Ranks that fail or hang
+are killed, all of a group, and so are those that have collected threads: each of gloo's groups has some that wake a
+hundred times a second, and what refers to a group may lie in a cycle. The next test gets new ones.
 """
 
 import atexit
 import faulthandler
-import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from unittest import mock
+
+from hf_zero.parent import end_with_parent
 
 
-_POOLS: dict[int, "_Pool"] = {}
-_KEY = b"hf-zero-tests"
+_KEPT: dict[int, "_Group"] = {}
 # With more threads than this in a rank, the group is not used again.
 _MAX_THREADS = 64
+# A rank that waits for one that raised would wait long: so many seconds are enough. Of one that died it is told.
+_GRACE = 5.0
+# What a rank that has not failed takes to leave its group.
+_LEAVING = 10.0
 
 
-def run_ranks(fn, num_ranks: int, *args, timeout: float = 120.0) -> list:
+def run_ranks(fn: Callable, num_ranks: int, *args, timeout: float = 120.0) -> list:
     """Calls `fn(*args)` on every rank of a process group, and returns the results in rank order.
 
     Args:
@@ -44,24 +53,58 @@ def run_ranks(fn, num_ranks: int, *args, timeout: float = 120.0) -> list:
     Raises:
         `RemoteError`: with the traceback of the first rank that failed.
     """
-    pool = _POOLS.get(num_ranks)
-    if pool is None:
-        pool = _POOLS[num_ranks] = _Pool(num_ranks)
+    group = _KEPT.get(num_ranks)
+    if group is None:
+        group = _KEPT[num_ranks] = _Group(num_ranks)
     try:
-        return pool.call(fn, args, timeout)
+        return group.call(fn, args, timeout)
     except BaseException:
-        pool.is_worn = True
+        group.is_worn = True
         raise
     finally:
-        if pool.is_worn:
-            pool.kill()
-            del _POOLS[num_ranks]
+        if group.is_worn:
+            group.end()
+            del _KEPT[num_ranks]
+
+
+def run_new_ranks(
+    fn: Callable,
+    num_ranks: int,
+    *args,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    start: str = "forkserver",
+    num_threads: int = 1,
+) -> list:
+    """As `run_ranks`, in processes that have done nothing before, and that end.
+
+    Args:
+        backend (`str`): of the process group.
+        start (`str`): how processes start; "spawn" where CUDA is used, which a forked process may not be able to open.
+        num_threads (`int`): of each rank.
+    """
+    group, patience = _Group(num_ranks, backend, timeout, start=start, num_threads=num_threads), 0.0
+    try:
+        results = group.call(fn, args, timeout)
+        patience = _LEAVING
+        return results
+    finally:
+        group.end(patience)
+
+
+def start_ranks(fn: Callable, num_ranks: int, *args) -> list[BaseProcess]:
+    """Starts processes that call `fn(*args)`, with what torch's launcher would set in their environment. No process
+    group is initialised, and to end them is the caller's."""
+    return _start(fn, [args] * num_ranks)
 
 
 def forget_ranks() -> None:
     """Ends all ranks that are kept: the next test takes new ones, which have made no group but the world."""
-    while _POOLS:
-        _POOLS.popitem()[1].kill()
+    while _KEPT:
+        _KEPT.popitem()[1].end()
+
+
+atexit.register(forget_ranks)  # before that of multiprocessing, which would wait for them
 
 
 class RemoteError(AssertionError):
@@ -79,190 +122,153 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class _Pool:
+class _Group:
     """Ranks of one process group. `is_worn` once they should not be used again."""
 
-    def __init__(self, num_ranks: int):
-        port = free_port()
+    def __init__(self, num_ranks: int, backend: str = "gloo", limit: float = 60.0, **settings):
         self.is_worn = False
-        self.pids, self.connections = [], []
-        for rank in range(num_ranks):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            }
-            pid, connection = _template().fork(env)
-            self.pids.append(pid)
-            self.connections.append(connection)
+        pipes = [multiprocessing.Pipe() for _ in range(num_ranks)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = _start(_serve, [(theirs, backend, limit) for _, theirs in pipes], **settings)
+        for _, theirs in pipes:
+            theirs.close()
 
-    def call(self, fn, args, timeout: float) -> list:
-        from hf_zero.engine import direct
-
-        job = pickle.dumps((fn.__module__, fn.__qualname__, args, direct.MIN_NUMEL))
-        for connection in self.connections:
+    def call(self, fn: Callable, args: tuple, timeout: float) -> list:
+        direct = sys.modules.get("hf_zero.engine.direct")
+        job = pickle.dumps((fn.__module__, fn.__qualname__, args, direct and direct.MIN_NUMEL))
+        for connection in self._connections:
             connection.send_bytes(job)
-        results, failures = [], []
-        for rank, connection in enumerate(self.connections):
-            # a rank that waits for one that failed would wait long: give it little time after the first failure
-            limit = 5.0 if failures else timeout
-            try:
-                ready = connection.poll(limit)
-                answer = (
-                    pickle.loads(connection.recv_bytes())
-                    if ready
-                    else ("failed", "Timeout", f"no answer within {limit:.0f} s\n{_stacks(self.pids[rank])}")
-                )
-            except EOFError:
-                answer = ("failed", "Died", "the process ended")
-            if answer[0] == "failed":
-                failures.append((rank, *answer[1:]))
-            else:
-                results.append(answer[1])
-                self.is_worn |= answer[2] > _MAX_THREADS
+        answers = self._answers(timeout)
+        # the reason first, then those who waited for it in vain
+        waited = {"CommError": 1, "Timeout": 2}
+        failures = [(rank, *answer[1:]) for rank, answer in enumerate(answers) if answer[0] == "failed"]
         if failures:
-            # the reason first, then those who waited for it in vain
-            waited = {"CommError": 1, "Timeout": 2}
-            failures.sort(key=lambda failure: waited.get(failure[1], 0))
-            raise RemoteError(*failures[0])
-        return results
+            raise RemoteError(*min(failures, key=lambda failure: waited.get(failure[1], 0)))
+        self.is_worn |= any(num_threads > _MAX_THREADS for _, _, num_threads in answers)
+        return [result for _, result, _ in answers]
 
-    def kill(self) -> None:
-        for pid, connection in zip(self.pids, self.connections, strict=True):
+    def _answers(self, timeout: float) -> list[tuple]:
+        """What each rank says: that it is done, with its result and the number of its threads, or how it failed."""
+        answers: list[tuple] = [()] * len(self._connections)
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        limit, deadline = timeout, time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for connection in ready or list(waiting):
+                rank = waiting.pop(connection)
+                answers[rank] = self._answer(rank) if ready else self._no_answer(rank, limit)
+                has_raised = answers[rank][0] == "failed" and answers[rank][1] != "Died"
+                if has_raised and time.monotonic() + _GRACE < deadline:
+                    limit, deadline = _GRACE, time.monotonic() + _GRACE
+        return answers
+
+    def _answer(self, rank: int) -> tuple:
+        try:
+            return pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(_GRACE)
+            return "failed", "Died", f"the process ended with exit code {self._processes[rank].exitcode}"
+
+    def _no_answer(self, rank: int, limit: float) -> tuple:
+        """Tells where each thread of the rank is."""
+        pid = self._processes[rank].pid
+        os.kill(pid, signal.SIGUSR2)
+        time.sleep(1.0)
+        stacks = _stacks_file(pid).read_text() if _stacks_file(pid).exists() else ""
+        return "failed", "Timeout", f"no answer within {limit:.0f} s\n{stacks}"
+
+    def end(self, patience: float = 0.0) -> None:
+        """Gives the ranks some seconds to leave by themselves, then kills them with all that they have started."""
+        for connection in self._connections:
             connection.close()
-            _template().kill(pid)
+        deadline = time.monotonic() + patience
+        for process in self._processes:
+            if patience:
+                process.join(max(0.0, deadline - time.monotonic()))
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # which may have had no time to make a group
+            process.join()
+            _stacks_file(process.pid).unlink(missing_ok=True)
+
+
+@cache
+def _context(start: str) -> BaseContext:
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(["tests.preload"])
+        root = str(Path(__file__).parents[1])
+        path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path):
+            forkserver.ensure_running()
+    return context
+
+
+def _start(fn: Callable, args: list[tuple], start: str = "forkserver", num_threads: int = 1) -> list[BaseProcess]:
+    """Starts a rank for each tuple of arguments."""
+    env = {
+        **os.environ,
+        "WORLD_SIZE": str(len(args)),
+        "LOCAL_WORLD_SIZE": str(len(args)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": str(num_threads),
+    }
+    processes = []
+    for rank, own in enumerate(args):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(_context(start).Process(target=_be_rank, args=(env | ranks, fn, own)))
+        processes[-1].start()
+    return processes
+
+
+def _be_rank(env: dict[str, str], fn: Callable, args: tuple) -> None:
+    os.setsid()  # what it starts is killed with it
+    end_with_parent(os.getppid())
+    os.environ.clear()
+    os.environ.update(env)
+    import torch
+
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    fn(*args)
+
+
+def _serve(connection: Connection, backend: str, limit: float) -> None:
+    """Runs what it is told, and answers with the result or the error, and with the number of its threads."""
+    import torch.distributed as dist
+
+    with open(_stacks_file(os.getpid()), "w") as stacks:
+        faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
+        joined = _tried(dist.init_process_group, backend, timeout=timedelta(seconds=limit))
+        while True:
+            try:
+                job = connection.recv_bytes()
+            except (EOFError, ConnectionResetError):
+                break
+            connection.send_bytes(pickle.dumps(joined if joined[0] == "failed" else _tried(_run, job)))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _run(job: bytes):
+    import torch
+
+    from hf_zero.engine import direct
+
+    module, name, args, min_numel = pickle.loads(job)
+    direct.MIN_NUMEL = direct.MIN_NUMEL if min_numel is None else min_numel
+    torch.manual_seed(1234)
+    return getattr(importlib.import_module(module), name)(*args)
+
+
+def _tried(fn: Callable, *args, **kwargs) -> tuple:
+    import psutil
+
+    try:
+        return "done", fn(*args, **kwargs), psutil.Process().num_threads()
+    except BaseException as error:  # noqa: B902 - everything goes to the caller, who decides
+        return "failed", type(error).__name__, "".join(traceback.format_exception(error))
 
 
 def _stacks_file(pid: int) -> Path:
     return Path(tempfile.gettempdir(), f"hf-zero-tests-{pid}.stacks")
-
-
-def _stacks(pid: int) -> str:
-    """Where each thread of a rank that does not answer is."""
-    os.kill(pid, signal.SIGUSR2)
-    time.sleep(1.0)
-    return _stacks_file(pid).read_text()
-
-
-class _Template:
-    """The process that ranks are forked from."""
-
-    def __init__(self):
-        self._listener = Listener(("127.0.0.1", 0), authkey=_KEY)
-        root = str(Path(__file__).parents[1])
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-        }
-        command = [sys.executable, "-m", "tests.distributed", str(self._listener.address[1])]
-        self._process = subprocess.Popen(command, env=env, start_new_session=True)
-        self._connection = self._listener.accept()
-
-    def fork(self, env: dict[str, str]) -> tuple[int, Connection]:
-        """A new rank with these environment variables: its process id, and the connection to it."""
-        self._connection.send(("fork", env))
-        pid = self._connection.recv()
-        return pid, self._listener.accept()
-
-    def kill(self, pid: int) -> None:
-        """Kills a rank with all that it started, and waits for its end."""
-        self._connection.send(("kill", pid))
-        self._connection.recv()
-
-    def end(self) -> None:
-        self._connection.close()
-        self._process.wait()
-
-
-@cache
-def _template() -> _Template:
-    template = _Template()
-    atexit.register(template.end)
-    return template
-
-
-def _be_template(port: int) -> None:
-    """Imports what most tests need, then forks and ends ranks as it is told, until nobody is there to tell it."""
-    import torch
-    import torch._dynamo
-    import transformers.trainer  # noqa: F401
-
-    import hf_zero.engine.direct  # noqa: F401
-
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    connection = Client(("127.0.0.1", port), authkey=_KEY)
-    pids: set[int] = set()
-    while True:
-        try:
-            order, what = connection.recv()
-        except EOFError:
-            break
-        if order == "kill":
-            pids.remove(what)
-            _kill(what)
-            connection.send(what)
-        elif pid := os.fork():
-            pids.add(pid)
-            connection.send(pid)
-        else:
-            connection.close()
-            _be_rank(port, what)
-    for pid in pids:
-        _kill(pid)
-
-
-def _kill(pid: int) -> None:
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    _stacks_file(pid).unlink(missing_ok=True)
-
-
-def _be_rank(port: int, env: dict[str, str]) -> NoReturn:
-    os.setsid()
-    os.environ.clear()
-    os.environ.update(env)
-    try:
-        _serve(port)
-    except BaseException:  # noqa: B902 - nothing of the template's may run in the rank
-        traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
-def _serve(port: int) -> None:
-    """Runs what it is told, and answers with the result or the error, and with the number of its threads."""
-    import psutil
-    import torch
-    import torch.distributed as dist
-
-    from hf_zero.engine import direct
-
-    stacks = open(_stacks_file(os.getpid()), "w")  # noqa: SIM115 - as long as the process lives
-    faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
-    connection = Client(("127.0.0.1", port), authkey=_KEY)
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
-    this = psutil.Process()
-    while True:
-        try:
-            module, name, args, direct.MIN_NUMEL = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        try:
-            torch.manual_seed(1234)
-            fn = getattr(importlib.import_module(module), name)
-            answer = ("done", fn(*args), this.num_threads())
-        except BaseException as error:  # noqa: B902 - everything goes to the test, which decides
-            answer = ("failed", type(error).__name__, "".join(traceback.format_exception(error)))
-        connection.send_bytes(pickle.dumps(answer))
-
-
-if __name__ == "__main__":
-    _be_template(int(sys.argv[1]))

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from benchmarks.launch import GroupError, run_group
+from benchmarks.launch import run_group
+from tests.distributed import RemoteError
 
 
 TASKS = "tests.benchmarks.tasks"
@@ -24,8 +25,9 @@ def test_wire_counter_sees_what_a_rank_sends():
 @pytest.mark.quick
 @pytest.mark.timeout(180)
 def test_a_rank_that_raises_ends_the_group_with_its_traceback():
+    run_group(f"{TASKS}:sleep", {"seconds": 0}, num_processes=2, timeout=120)  # takes as long as imports do
     start = time.monotonic()
-    with pytest.raises(GroupError, match="rank 1: (.|\n)*ValueError: the reason"):
+    with pytest.raises(RemoteError, match="rank 1: (.|\n)*ValueError: the reason"):
         run_group(f"{TASKS}:raise_on_last_rank", {}, num_processes=2, timeout=120)
     assert time.monotonic() - start < 60
     assert multiprocessing.active_children() == []
@@ -33,6 +35,6 @@ def test_a_rank_that_raises_ends_the_group_with_its_traceback():
 
 @pytest.mark.timeout(180)
 def test_a_group_that_does_not_answer_is_ended():
-    with pytest.raises(GroupError, match="no answer in time"):
+    with pytest.raises(RemoteError, match="no answer within 3 s"):
         run_group(f"{TASKS}:sleep", {"seconds": 300}, num_processes=2, timeout=3)
     assert multiprocessing.active_children() == []

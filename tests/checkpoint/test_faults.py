@@ -1,6 +1,5 @@
 """Ranks are killed at random moments of saves: nothing that was complete is lost, and the run goes on bit for bit."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from hf_zero.engine import engine_of
-from tests.distributed import free_port
+from tests.distributed import start_ranks
 from tests.tiers import more
 
 
@@ -20,7 +19,7 @@ NUM_RANKS = 2
 LIMIT_SECONDS = 60.0
 
 
-def train(rank: int, port: int, folder: str, num_steps: int) -> None:
+def train(folder: str, num_steps: int) -> None:
     """Trains with a checkpoint after every step, each second one in the background; goes on where a run was killed."""
     import torch.distributed as dist
 
@@ -28,14 +27,8 @@ def train(rank: int, port: int, folder: str, num_steps: int) -> None:
     from hf_zero.checkpoint import check_checkpoint
     from tests.checkpoint import models
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=timedelta(seconds=LIMIT_SECONDS),
-    )
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_SECONDS))
+    rank = dist.get_rank()
     engine = engine_of(hf_zero.shard(models.tied_llama(), stage=3))
     optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW, lr=1e-2)
     newest = steps_in(folder)[-1:]
@@ -61,14 +54,6 @@ def train(rank: int, port: int, folder: str, num_steps: int) -> None:
 
 def steps_in(folder: str) -> list[int]:
     return sorted(int(path.name.partition("-")[2]) for path in Path(folder).glob("checkpoint-*"))
-
-
-def start(context, folder: str, num_steps: int) -> list:
-    port = free_port()
-    processes = [context.Process(target=train, args=(rank, port, folder, num_steps)) for rank in range(NUM_RANKS)]
-    for process in processes:
-        process.start()
-    return processes
 
 
 def wait_for(condition, processes: list) -> bool:
@@ -107,17 +92,15 @@ def assert_complete(folder: str) -> None:
 
 @pytest.mark.parametrize("num_kills, num_steps, in_saves", [(12, 6, 1), *more((30, 10, 5))])
 def test_ranks_killed_in_the_middle_of_saves_lose_nothing(tmp_path, num_kills, num_steps, in_saves):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "hf_zero", "tests.checkpoint.models"])
     whole = str(tmp_path / "whole")
-    end(start(context, whole, num_steps))
+    end(start_ranks(train, NUM_RANKS, whole, num_steps))
     assert steps_in(whole) == list(range(1, num_steps + 1))
 
     generator, kills, runs, left_over = random.Random(0), 0, 0, 0
     folder = str(tmp_path / "0")
     while kills < num_kills:
         before = steps_in(folder)
-        processes = start(context, folder, num_steps)
+        processes = start_ranks(train, NUM_RANKS, folder, num_steps)
         goes_on = wait_for(lambda: steps_in(folder)[len(before) :], processes)  # noqa: B023 - called at once
         time.sleep(generator.uniform(0, 0.05))
         if generator.random() < 0.7:  # in the middle of a save, most of the time

@@ -1,10 +1,9 @@
 """A short training on two ranks that can be started, killed and gone on with, and what is asked of its folder.
 
-Ranks are forked from a process that has imported everything, so a run takes seconds.
+Its ranks are started as those of tests are.
 """
 
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 
 from hf_zero.engine import engine_of
-from tests.distributed import free_port
+from tests.distributed import start_ranks
 
 
 NUM_RANKS = 2
@@ -31,12 +30,6 @@ SETTINGS = {
 BESIDE = ("config.json", "trainer_state.json", "scheduler.pt", *(f"rng_state_{rank}.pth" for rank in range(NUM_RANKS)))
 
 Fault = Callable[[int], None]  # what a rank does to itself before it trains; it can be pickled
-
-
-def context():
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["transformers.trainer", "hf_zero.trainer", "tests.trainer.harness", __name__])
-    return made
 
 
 @dataclass
@@ -57,14 +50,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("training-*"):
             path.unlink()
-        port, made = free_port(), context()
-        processes = [
-            made.Process(target=_be_rank, args=(rank, port, str(folder), fault, in_background))
-            for rank in range(NUM_RANKS)
-        ]
-        for process in processes:
-            process.start()
-        return cls(folder, processes)
+        return cls(folder, start_ranks(_be_rank, NUM_RANKS, str(folder), fault, in_background))
 
     def wait_for_training(self) -> None:
         """Returns when all ranks are about to train, or one has ended."""
@@ -91,14 +77,12 @@ class Run:
         return lines[-1] if lines else ""
 
 
-def _be_rank(rank: int, port: int, folder: str, fault: Fault | None, in_background: bool) -> None:
+def _be_rank(folder: str, fault: Fault | None, in_background: bool) -> None:
+    rank = int(os.environ["RANK"])
     said = os.open(f"{folder}/said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)  # as in `run_ranks`: sums of more threads have other bits
     code = 0
     try:
         _train(rank, Path(folder), fault, in_background)
@@ -114,7 +98,6 @@ def _train(rank: int, folder: Path, fault: Fault | None, in_background: bool) ->
     from tests import models
     from tests.trainer.harness import Rows, make, seed_everything, weights_of
 
-    torch.set_num_threads(1)
     out = folder / "out"
     goes_on = any(out.glob("checkpoint-*"))
     seed_everything()
