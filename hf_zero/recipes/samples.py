@@ -19,13 +19,13 @@ from hf_zero.recipes.artifacts import SAMPLES_NAME
 from hf_zero.recipes.data import BadRow, Data
 from hf_zero.recipes.data.formats import Message
 from hf_zero.recipes.data.rows import plural
-from hf_zero.recipes.data.tokens import IGNORED
 from hf_zero.recipes.generation import TextGenerator
 from hf_zero.trainer import ZeroTrainer
 
 
 Question = tuple[str | list[Message], str | None]  # a prompt, and the answer that the row has
 
+IGNORED = -100  # the label of a token that the loss does not count
 MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 64, 1024
 NUM_TRIED = 100  # rows that may be too long, or refused by the chat template
 BATCH_SIZE = 8
