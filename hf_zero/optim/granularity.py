@@ -105,7 +105,7 @@ def refuse_unknown(cls: type) -> None:
         )
 
 
-def refuse_whole_of_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGranularity]) -> None:
+def refuse_divided(optimizer: torch.optim.Optimizer, granularities: list[ShardGranularity]) -> None:
     """Refuses optimizers of whole parameters where tensor-parallel ranks divide these.
 
     Args:

@@ -18,13 +18,7 @@ from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange, make_partitions
 from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_slices, named_groups
 from hf_zero.optim.gradients import measure_norm, trace
-from hf_zero.optim.granularity import (
-    granularity_of,
-    has_early_state,
-    inner_optimizers,
-    refuse_unknown,
-    refuse_whole_of_divided,
-)
+from hf_zero.optim.granularity import granularity_of, has_early_state, inner_optimizers, refuse_divided, refuse_unknown
 from hf_zero.optim.host import Gradients, HostSteps, PartialStep, When, lent
 from hf_zero.optim.state_records import StateRecords
 from hf_zero.sharding.arena import trim
@@ -74,7 +68,7 @@ class ShardedOptimizer(StateRecords):
         self._inner_of = [inner for inner in self._inners for _ in inner.param_groups]  # by index of the group
         granularities = [granularity_of(inner) for inner in self._inner_of]
         if engine.divided_over is not None:
-            refuse_whole_of_divided(optimizer, granularities)
+            refuse_divided(optimizer, granularities)
         self._make_state_early = [inner for inner in self._inners if has_early_state(inner)]
         optimizer.state.clear()
         frozen = [flat for flat in engine.flats if not flat.trainable]
