@@ -10,8 +10,9 @@ import pytest
 from hf_zero.recipes.artifacts import REPORT_FOLDER, REPORT_NAME, RESOLVED_NAME
 from hf_zero.recipes.data.formats import FORMATS, text_format
 from hf_zero.recipes.earlier_run import EARLIER
-from hf_zero.recipes.listing import first_comment, ready_made
+from hf_zero.recipes.listing import first_comment
 from hf_zero.recipes.metrics import LOG_NAME
+from hf_zero.recipes.parser import ready_made
 from hf_zero.recipes.settings import LaunchArguments
 from hf_zero.recipes.tasks import TASKS, TOOLS, CommonArguments
 from tests.generated import check_part

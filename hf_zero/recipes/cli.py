@@ -2,12 +2,11 @@
 
 import os
 import sys
-from dataclasses import fields
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
 from hf_zero.recipes.listing import listed, summaries
-from hf_zero.recipes.parser import Parser, parser_for, program, unknown_message, unknown_task_message
+from hf_zero.recipes.parser import Parser, parser_for, program, unknown_task_message
 from hf_zero.recipes.silence import silence
 from hf_zero.recipes.tasks import TASKS, TOOLS
 
@@ -74,17 +73,16 @@ def _run_task_of(task: str, argv: list[str]) -> None:
         raise ConfigError(unknown_task_message(task, (*TASKS, *TOOLS)))
     from hf_zero.recipes.earlier_run import check_resume
     from hf_zero.recipes.run import run_task
-    from hf_zero.recipes.settings import check_settings, parse_settings
+    from hf_zero.recipes.settings import resolve_settings
 
-    settings = parse_settings(task, argv)
-    world_size = check_settings(settings)
+    settings = resolve_settings(task, argv)
     check_resume(settings)
     if settings.dry_run:
         from hf_zero.recipes.plan import dry_run
 
-        dry_run(settings, world_size)
+        dry_run(settings)
         return
-    if world_size is None and (settings.num_processes or 1) > 1:
+    if settings.launched is None and (settings.num_processes or 1) > 1:
         from hf_zero.recipes.launch import launch
 
         launch(settings.num_processes, run_task, settings)
@@ -120,10 +118,6 @@ def run_tool(tool: str, argv: list[str]) -> None:
         HfZeroError: What is wrong with the command line, or with what the tool was given.
     """
     module = TOOLS[tool].load()
-    known = {field.name for field in fields(module.Arguments)}
-    namespace, unknown = make_tool_parser(tool).parse_known_args(argv)
-    if unknown:
-        raise ConfigError(unknown_message("command line", unknown[0].split("=")[0], known))
-    values = vars(namespace)
+    values = make_tool_parser(tool).values(argv)
     positional = [values.pop(module.POSITIONAL[0])] if module.POSITIONAL else []
     module.run(*positional, module.Arguments(**values))

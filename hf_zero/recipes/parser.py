@@ -1,5 +1,6 @@
 """Parsers for tasks and tools, which raise where argparse would exit, and messages about unknown names."""
 
+import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
@@ -7,12 +8,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
+
 from hf_zero.errors import ConfigError, nearest
 
 
 SCRIPT = "hf-zero"
 MODULE = "python -m hf_zero.recipes"
-_QUANTIZED = "recipes load no quantized models; load it in a script with quantization_config, for hf_zero.ZeroTrainer"
+# The ready-made files: an installed package has them beside this one (`setup.py`), a checkout in its folder recipes/.
+FOLDERS = (Path(__file__).parent / "files", Path(__file__).parents[2] / "recipes")
 
 
 def _called(name: str, others: str, remark: str = "") -> dict[str, str]:
@@ -25,11 +29,11 @@ COMMANDS: dict[str, str] = {
     "ppo": "is not supported; the nearest are grpo and rloo",
     "orpo": "is not supported; the nearest is dpo",
     "train": "name what is trained, such as sft, dpo or classify",
-    "qlora": _QUANTIZED,
     "launch": "name a task; --num_processes starts its processes",
     "export": "a run leaves a folder that from_pretrained loads; merge makes one of an adapter and its base model",
     **_called("sft", "finetune"),
     **_called("sft", "lora", ", with --use_peft"),
+    **_called("sft", "qlora", ", with --use_peft and --load_in_4bit"),
     **_called("pretrain", "clm"),
     **_called("plan", "estimate estimate_memory"),
     **_called("migrate", "convert", ", for configurations; checkpoints need none: from_pretrained loads them"),
@@ -42,7 +46,9 @@ COMMANDS: dict[str, str] = {
 KEYS: dict[str, str] = {
     "trust_remote_code": "recipes run no code of a model's own; train it in a script, with hf_zero.ZeroTrainer",
     "logging_dir": "training_log.jsonl is in output_dir; TensorBoard's folder is set by TENSORBOARD_LOGGING_DIR",
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), _QUANTIZED),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit"), "tasks for language models load a base in 4 or 8 bits, no other"
+    ),
     **_called("model_name_or_path", "model model_name base_model"),
     **_called("dataset_name", "dataset datasets dataset_path"),
     **_called("dataset_text_field", "dataset_text_column"),
@@ -86,6 +92,31 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
+    def values(self, argv: list[str]) -> dict[str, Any]:
+        """Reads the values of all keys, from the command line and the YAML file that `--config` names, if it has it.
+
+        Raises:
+            ConfigError: If a key is unknown (the nearest known one is named) or a value does not parse.
+        """
+        known = {field.name for kind in self.kinds for field in fields(kind) if field.init}
+        config, from_file = getattr(self.parse_known_args(argv)[0], "config", None), []
+        if config:
+            from_file = _yaml_flags(config, known)
+            try:
+                self.parse_known_args(from_file)
+            except ConfigError as error:
+                raise ConfigError(f"--config {config}: {error}") from error
+        namespace, unknown = self.parse_known_args(from_file + argv)  # of two equal flags argparse takes the last
+        if unknown:
+            raise ConfigError(unknown_message("command line", unknown[0].split("=")[0], known))
+        return vars(namespace)
+
+
+def ready_made(folders: Iterable[Path] = FOLDERS) -> dict[str, Path]:
+    """Returns the ready-made YAML files by name, from the first folder that has any."""
+    found = (sorted(folder.glob("*.yaml")) for folder in folders)
+    return {path.name: path for path in next(filter(None, found), [])}
+
 
 def parser_for(name: str, summary: str, kinds: Iterable[type]) -> Parser:
     """Makes the parser of a task or a tool, which takes the fields of dataclasses as keys.
@@ -113,6 +144,37 @@ def _dataclass_parser() -> Callable[..., Parser]:
         """Takes `error` from `Parser` and the rest from `HfArgumentParser`."""
 
     return DataclassParser
+
+
+def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
+    there_is = ready_made()
+    file = there_is[path] if path in there_is and not Path(path).exists() else Path(path)
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError as error:
+        found = nearest(file.name, there_is)
+        hint = f"; did you mean {found}?" if found else ""
+        raise ConfigError(f"--config {path}: no such file, nor a ready-made recipe{hint}") from error
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: not valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: a {type(content).__name__} at the top, expected lines of `key: value`")
+    flags: list[str] = []
+    for key, value in content.items():
+        if key not in known:
+            raise ConfigError(unknown_message(path, str(key), known))
+        flags += _flag(key, value)
+    return flags
+
+
+def _flag(key: str, value: Any) -> list[str]:
+    if value in (None, []):
+        return []  # an empty value leaves the default
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}={json.dumps(value, default=str) if isinstance(value, dict) else value}"]
 
 
 def unknown_message(where: str, key: str, known: Iterable[str]) -> str:

@@ -193,22 +193,21 @@ def _empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def dry_run(settings: Settings, world_size: int | None) -> None:
+def dry_run(settings: Settings) -> None:
     """Prints the configuration, the data, the units and the predicted memory of a run.
 
     Data, model and trainer are made as the run would make them, so what it would refuse is refused here.
 
     Args:
         settings ([`Settings`]): Of the run.
-        world_size (`int`, *optional*): How many processes a launcher has started.
 
     Raises:
         ConfigError: If it is one of several processes.
     """
-    if (world_size or 1) > 1:
+    if (settings.launched or 1) > 1:
         raise ConfigError(
-            f"--dry_run: one process tells it, and the launcher has started {world_size}; leave the launcher out, "
-            "with --num_processes for the memory to expect"
+            f"--dry_run: one process tells it, and the launcher has started {settings.launched}; leave the launcher "
+            "out, with --num_processes for the memory to expect"
         )
     task = TASKS[settings.task].load()
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:

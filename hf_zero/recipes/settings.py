@@ -1,10 +1,9 @@
 """The settings of a run, read from the command line and a YAML file, and the checks before it starts."""
 
-import json
 import os
 import resource
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +14,7 @@ import yaml
 
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES, refuse_other_engines
 from hf_zero.errors import ConfigError, size_text
-from hf_zero.recipes.listing import config_file, hint
-from hf_zero.recipes.parser import Parser, parser_for, unknown_message
+from hf_zero.recipes.parser import Parser, parser_for
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
@@ -41,6 +39,7 @@ class Settings:
         resume (`str`): "auto", "never" or a checkpoint.
         dry_run (`bool`): Say what would be done, and do nothing.
         overwrite_output_dir (`bool`): The model that `output_dir` holds may be replaced.
+        launched (`int`, *optional*): How many processes a launcher such as torchrun has started; `None` without one.
     """
 
     task: str
@@ -50,6 +49,7 @@ class Settings:
     resume: str = AUTO
     dry_run: bool = False
     overwrite_output_dir: bool = False
+    launched: int | None = None
 
     def values(self) -> dict[str, Any]:
         """All keys of the run as YAML knows them, the task first."""
@@ -122,7 +122,10 @@ def make_parser(task: str) -> Parser:
     Returns:
         [`Parser`]: It knows `--config`, `--num_processes`, the task's arguments and all training arguments.
     """
-    module = TASKS[task].load()
+    return _parser(task, TASKS[task].load())
+
+
+def _parser(task: str, module: Any) -> Parser:
     parser = parser_for(task, TASKS[task].summary, (LaunchArguments, module.Arguments, module.Training))
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
     # Its type has a list beside the name, of which HfArgumentParser takes the name alone.
@@ -143,23 +146,16 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     Raises:
         ConfigError: If a key is unknown (the nearest known one is named) or a value does not parse.
     """
-    parser = make_parser(task)
-    _, own_arguments, training = kinds = parser.kinds
-    known = {field.name for kind in kinds for field in fields(kind) if field.init}
-    config = parser.parse_known_args(argv)[0].config
-    from_file = _yaml_flags(config, known) if config else []
-    try:
-        parser.parse_known_args(from_file)
-    except ConfigError as error:
-        raise ConfigError(f"--config {config}: {error}") from error
-    namespace, unknown = parser.parse_known_args(from_file + argv)  # of two equal flags argparse takes the last
-    if len(namespace.report_to) == 1:
-        namespace.report_to = namespace.report_to[0]
-    if unknown:
-        raise ConfigError(unknown_message("command line", unknown[0].split("=")[0], known))
-    values = vars(namespace)
+    return _parsed(task, TASKS[task].load(), argv)
+
+
+def _parsed(task: str, module: Any, argv: list[str]) -> Settings:
+    own_arguments, training = module.Arguments, module.Training
+    values = _parser(task, module).values(argv)
+    if len(values["report_to"]) == 1:
+        values["report_to"] = values["report_to"][0]
     if values["task"] not in (None, task):
-        where = config or "the flag"
+        where = values["config"] or "the flag"
         raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
     return Settings(
         task=task,
@@ -194,33 +190,6 @@ def _pick(values: dict[str, Any], kind: type) -> dict[str, Any]:
     return {field.name: values[field.name] for field in fields(kind) if field.init}
 
 
-def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
-    try:
-        content = yaml.safe_load(config_file(path).read_text(encoding="utf-8")) or {}
-    except FileNotFoundError as error:
-        raise ConfigError(f"--config {path}: no such file, nor a ready-made recipe{hint(path)}") from error
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not valid YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: a {type(content).__name__} at the top, expected lines of `key: value`")
-    flags: list[str] = []
-    for key, value in content.items():
-        if key not in known:
-            raise ConfigError(unknown_message(path, str(key), known))
-        flags += _flag(key, value)
-    return flags
-
-
-def _flag(key: str, value: Any) -> list[str]:
-    if value in (None, []):
-        return []  # an empty value leaves the default
-    if isinstance(value, list):
-        return [f"--{key}", *map(str, value)]
-    return [f"--{key}={json.dumps(value, default=str) if isinstance(value, dict) else value}"]
-
-
 def yaml_text(values: dict[str, Any]) -> str:
     """Lines of `key: value`, in the order given."""
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
@@ -234,26 +203,28 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def check_settings(settings: Settings) -> int | None:
-    """Refuses a run that cannot work, before a process is started or a weight is read.
+def resolve_settings(task: str, argv: list[str]) -> Settings:
+    """Reads the settings, and refuses a run that cannot work, before a process is started or a weight is read.
 
-    Returns:
-        `int` or `None`: How many processes a launcher such as torchrun has started; `None` when there is none.
+    Args:
+        task (`str`): A key of `TASKS`.
+        argv (`list[str]`): What follows the task on the command line.
 
     Raises:
         HfZeroError: As the checks of the settings below raise it, and the task's own.
     """
-    world_size = launched_world_size(settings.num_processes)
+    module = TASKS[task].load()
+    settings = _parsed(task, module, argv)
+    launched = launched_world_size(settings.num_processes)
     check_training_settings(settings.training)
     if (samples := getattr(settings.arguments, "samples", 0)) < 0:
         raise ConfigError(f"samples {samples}: expected 0 or more")
-    task = TASKS[settings.task]
-    if not task.holds_out:
+    if not TASKS[task].holds_out:
         check_test_set(settings)
-    task.load().check(settings.arguments, settings.training)
+    module.check(settings.arguments, settings.training)
     if not settings.arguments.use_peft:
         check_file_sizes(settings.arguments.model_name_or_path)
-    return world_size
+    return replace(settings, launched=launched)
 
 
 def check_training_settings(settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes import listing
+from hf_zero.recipes import listing, parser
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.settings import parse_settings
 
@@ -18,7 +18,7 @@ def _elsewhere(monkeypatch, tmp_path):
 
 def test_list_prints_every_recipe_with_its_first_comment(capsys):
     assert main(["list"]) == 0
-    output, found = capsys.readouterr().out, listing.ready_made()
+    output, found = capsys.readouterr().out, parser.ready_made()
     assert "quickstart.yaml" in found
     for name, path in found.items():
         comment = listing.first_comment(path)
@@ -53,6 +53,6 @@ def test_an_installed_package_has_its_files_beside_it(tmp_path):
     """The first folder that has any counts, which a checkout has not."""
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "mine.yaml").touch()
-    folders = (tmp_path / "nowhere", tmp_path / "files", *listing.FOLDERS)
-    assert listing.ready_made(folders) == {"mine.yaml": tmp_path / "files" / "mine.yaml"}
-    assert listing.ready_made([]) == {}
+    folders = (tmp_path / "nowhere", tmp_path / "files", *parser.FOLDERS)
+    assert parser.ready_made(folders) == {"mine.yaml": tmp_path / "files" / "mine.yaml"}
+    assert parser.ready_made([]) == {}

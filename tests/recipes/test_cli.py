@@ -38,6 +38,7 @@ def test_of_a_name_that_nobody_has_the_nearest_is_named(name, nearest, capsys):
     [
         ("ppo", "the nearest are grpo and rloo"),
         ("train", "name what is trained, such as sft, dpo or classify"),
+        ("qlora", "it is called sft here, with --use_peft and --load_in_4bit"),
         ("qxz", "nothing here is called like it; see --help"),
     ],
 )
@@ -56,7 +57,8 @@ def test_what_other_names_are_told_to_stand_for_exists():
     assert len(told) > 30 and set(told) <= known
     told = [word for text in COMMANDS.values() for word in re.findall(r"it is called (\w+) here", text)]
     assert told and set(told) <= {*TASKS, *TOOLS}
-    trainers = {word for text in COMMANDS.values() for word in re.findall(r"Zero\w+", text)}
+    texts = (*COMMANDS.values(), *KEYS.values())
+    trainers = {word for text in texts for word in re.findall(r"Zero\w+", text)}
     assert trainers and trainers - {"ZeroTrainer"} <= set(hf_zero.trl.__all__)
 
 

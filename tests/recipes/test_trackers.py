@@ -9,6 +9,7 @@ import pytest
 
 from tests.recipes.ranks import logged
 from tests.recipes.test_run import run_command
+from tests.tiers import in_core
 
 
 NAMES = ["loss", "zero/tokens_per_second", "zero/memory_mib", "zero/peak_memory_mib", "zero/exchanged_mib_per_step"]
@@ -60,7 +61,7 @@ def records_of(content: bytes) -> Iterator[bytes]:
 READERS = {"tensorboard": of_tensorboard, "trackio": of_trackio, "wandb": of_wandb}
 
 
-@pytest.mark.parametrize("tracker", READERS)
+@pytest.mark.parametrize("tracker", in_core(["tensorboard"], READERS))
 def test_a_tracker_is_given_loss_speed_memory_and_what_was_exchanged(
     tracker, tiny_model, csv_file, tmp_path, monkeypatch
 ):
