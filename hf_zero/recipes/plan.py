@@ -259,7 +259,8 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> l
     """
     args = trainer.args
     batch = next(iter(trainer.get_train_dataloader()))
-    batch = _generated(trainer, batch) if isinstance(batch, list) else _widest(trainer, batch, max_length)
+    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    batch = _generated(trainer, base, batch) if isinstance(batch, list) else _widest(base, batch, max_length)
     prediction = predict_with(
         trainer.model,
         args.zero_config(),
@@ -274,23 +275,21 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> l
     return [of_batch, *prediction.render().splitlines(), *_reference(trainer, num_ranks)]
 
 
-def _widest(trainer: ZeroTrainer, batch: Mapping[str, Tensor], max_length: int | None) -> Mapping[str, Tensor]:
+def _widest(model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None) -> Mapping[str, Tensor]:
     """Returns a batch of tokens with rows of the greatest possible length; other batches stay as they are."""
     if "input_ids" not in batch or max_length is None:
         return batch
-    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     num_rows, width = batch["input_ids"].shape
     longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
     return example_batch(model, num_rows, max(width, longest))
 
 
-def _generated(trainer: ZeroTrainer, rows: list[dict[str, Any]]) -> Mapping[str, Tensor]:
+def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str, Any]]) -> Mapping[str, Tensor]:
     """As many rows as a step takes at once, as long as the prompts of these rows with what is generated to them."""
     tokenize, args = trainer.processing_class, trainer.args
     prompts = [row["prompt"] for row in rows]
     texts = [p if isinstance(p, str) else tokenize.apply_chat_template(p, tokenize=False) for p in prompts]
     longest = max(len(ids) for ids in tokenize(texts)["input_ids"])
-    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     return example_batch(model, args.per_device_train_batch_size, longest + args.max_completion_length)
 
 
