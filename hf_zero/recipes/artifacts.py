@@ -13,6 +13,7 @@ from typing import Any
 from hf_zero.checkpoint.folders import write_whole
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
+from hf_zero.engine import require_engine
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.measured import MEASURED_NAME, Step, Watch
 from hf_zero.recipes.metrics import LOG_NAME, read_log
@@ -79,7 +80,7 @@ def write_artifacts(
         answers (`list[dict]`): Tables for the report of what it answers to rows.
         say (`Callable`): Prints, on rank 0.
     """
-    comm = trainer._engine.comm
+    comm = require_engine(trainer.model).comm
     measured = watch.gather()
     trainer.memory_of_ranks = tuple(comm.all_gather_object(trainer.memory_report()))
 

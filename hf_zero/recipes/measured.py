@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from hf_zero.checkpoint.folders import write_whole
+from hf_zero.engine import require_engine
 from hf_zero.engine.hooks import tensors_in
 from hf_zero.engine.unit import Unit
 from hf_zero.planner import by_field, tensor_classes
@@ -131,15 +132,15 @@ class Watch(TrainerCallback):
         self._number = min(state.global_step + STEPS_BEFORE, state.max_steps - 1) + 1
         if optimizer is not None:
             sharded = getattr(optimizer, "optimizer", optimizer)  # in accelerate's wrapper
-            self._planned = by_field(tensor_classes(self._trainer._engine, sharded))
+            self._planned = by_field(tensor_classes(require_engine(self._trainer.model), sharded))
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step + 1 != self._number:
             return
         self._is_on = True
-        self._sent = dict(self._trainer._engine.comm.counters.unit_nbytes)
+        self._sent = dict(require_engine(self._trainer.model).comm.counters.unit_nbytes)
         self._note("forward", "begin")
-        for unit, module in self._trainer._engine.modules.items():
+        for unit, module in require_engine(self._trainer.model).modules.items():
             self._hooks.append(module.register_forward_pre_hook(partial(self._before_forward, unit)))
             self._hooks.append(module.register_forward_hook(partial(self._hook_backward, unit)))
 
@@ -157,7 +158,7 @@ class Watch(TrainerCallback):
         if self._is_on:
             self._is_on = False
             self._note("optimizer", "after the update")
-            engine, before = self._trainer._engine, self._sent
+            engine, before = require_engine(self._trainer.model), self._sent
             after = engine.comm.counters.unit_nbytes
             self._sent = {u.name: after.get(u.name, 0) - before.get(u.name, 0) for u in engine.units}
 
@@ -166,11 +167,11 @@ class Watch(TrainerCallback):
 
     def memory(self) -> list[dict[str, int]]:
         """Returns the largest values of the fields of `MemoryReport`, by rank. All ranks call it after training."""
-        return self._trainer._engine.comm.all_gather_object(self._largest)
+        return require_engine(self._trainer.model).comm.all_gather_object(self._largest)
 
     def gather(self) -> Measured:
         """Returns the measurements of all ranks. All ranks call it after training."""
-        comm = self._trainer._engine.comm
+        comm = require_engine(self._trainer.model).comm
         moments, sent = zip(*comm.all_gather_object((self._moments, self._sent)), strict=True)
         step = Step(self._number, list(moments), list(sent), comm.shared_memory is not None) if self._moments else None
         return Measured(self.memory(), step, self._planned)

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import IntervalStrategy
 
+from hf_zero.engine import require_engine
 from hf_zero.recipes.data.tokens import IGNORED
 from hf_zero.trainer import ZeroTrainer
 from hf_zero.trainer.card import MIB, NO_METRICS
@@ -84,7 +85,7 @@ class Telemetry(TrainerCallback):
         self._exchanged += self._exchanged_so_far() - self._exchanged_before
 
     def _exchanged_so_far(self) -> int:
-        return sum(self._trainer._engine.comm.counters.unit_nbytes.values())
+        return sum(require_engine(self._trainer.model).comm.counters.unit_nbytes.values())
 
     def on_evaluate(self, args, state, control, **kwargs):
         self._since = time.perf_counter()
@@ -95,7 +96,7 @@ class Telemetry(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in logs or self._counts is None:
             return  # of an evaluation, or the summary at the end
-        comm = self._trainer._engine.comm
+        comm = require_engine(self._trainer.model).comm
         own = [*self._counts.tolist(), self._exchanged, self._seconds, *memory_in_use(args.device)]
         ranks = comm.all_gather_vector(torch.tensor(own, dtype=torch.float64, device=comm.device))
         (num_tokens, num_rows, exchanged), slowest = ranks[:, :3].sum(0).tolist(), float(ranks[:, 3].max())
