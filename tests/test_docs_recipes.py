@@ -14,7 +14,7 @@ from hf_zero.recipes.listing import first_comment
 from hf_zero.recipes.metrics import LOG_NAME
 from hf_zero.recipes.parser import ready_made
 from hf_zero.recipes.settings import LaunchArguments
-from hf_zero.recipes.tasks import TASKS, TOOLS, CommonArguments
+from hf_zero.recipes.tasks import TASKS, TOOLS, SourceArguments
 from tests.generated import check_part
 
 
@@ -41,10 +41,10 @@ def formats() -> str:
 
 
 def arguments() -> str:
-    shared = {field.name: field for kind in (LaunchArguments, CommonArguments) for field in fields(kind)}
+    shared = {field.name: field for kind in (LaunchArguments, SourceArguments) for field in fields(kind)}
     owners, known, defaults = {}, dict(shared), {}
     for task, entry in TASKS.items():
-        for kind in (LaunchArguments, entry.load().Arguments, entry.load().Training):
+        for kind in (LaunchArguments, entry.load().Arguments):
             for field in fields(kind):
                 owners.setdefault(field.name, []).append(task)
         for field in fields(entry.load().Arguments):

@@ -25,7 +25,7 @@ from hf_zero.recipes.loading import check_model, check_positions, num_positions,
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.page import memory_table
-from hf_zero.recipes.tasks import CommonArguments
+from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
@@ -38,7 +38,7 @@ Training = ZeroTrainingArguments
 
 
 @dataclass
-class Arguments(AdapterArguments, CommonArguments):
+class Arguments(AdapterArguments, SourceArguments):
     """What `classify` takes beside the training arguments."""
 
     dataset_name: str | None = field(

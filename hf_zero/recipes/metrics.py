@@ -15,7 +15,6 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_zero.engine import require_engine
-from hf_zero.recipes.data.tokens import IGNORED
 from hf_zero.trainer import ZeroTrainer
 from hf_zero.trainer.card import MIB, NO_METRICS
 
@@ -150,20 +149,7 @@ def counts_of(batch: Mapping[str, Any]) -> tuple[Tensor | int, Tensor | int]:
     is_padded = isinstance(mask, Tensor) and mask.dim() == 2
     if not isinstance(positions, Tensor) or positions.shape != ids.shape:
         return (mask.sum() if is_padded else ids.numel()), ids.shape[0]
-    tails = _padded_tails(ids, positions, batch.get("labels"))
-    num_tokens = mask.sum() if is_padded else ids.numel() - tails.sum()
-    return num_tokens, (positions == 0).sum() - (tails > 0).sum()
-
-
-def _padded_tails(ids: Tensor, positions: Tensor, labels: Tensor | None) -> Tensor:
-    """How many tokens at the end of each sequence of packed rows are padding: a part of its own, of one token all
-    along, of which the loss counts none."""
-    if labels is None:
-        return torch.zeros_like(ids[:, 0])
-    lengths = (positions == 0).flip(1).int().argmax(1) + 1  # of the last parts
-    in_last = torch.arange(ids.shape[1], 0, -1, device=ids.device) <= lengths[:, None]
-    is_content = (ids != ids[:, -1:]) | (labels != IGNORED)
-    return torch.where((in_last & is_content).any(1), 0, lengths)
+    return (mask.sum() if is_padded else ids.numel()), (positions == 0).sum()
 
 
 def device_peak(device: torch.device) -> float | None:

@@ -260,7 +260,10 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> l
     args = trainer.args
     batch = next(iter(trainer.get_train_dataloader()))
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
-    batch = _generated(trainer, base, batch) if isinstance(batch, list) else _widest(base, batch, max_length)
+    if isinstance(batch, list):
+        batch = _generated(trainer, base, batch)
+    else:
+        batch = _widest(base, batch, max_length, args.train_batch_size)
     prediction = predict_with(
         trainer.model,
         args.zero_config(),
@@ -275,12 +278,16 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> l
     return [of_batch, *prediction.render().splitlines(), *_reference(trainer, num_ranks)]
 
 
-def _widest(model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None) -> Mapping[str, Tensor]:
+def _widest(
+    model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int
+) -> Mapping[str, Tensor]:
     """Returns a batch of tokens with rows of the greatest possible length; other batches stay as they are."""
     if "input_ids" not in batch or max_length is None:
         return batch
     num_rows, width = batch["input_ids"].shape
     longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
+    if "cu_seq_lens_q" in batch:  # packed: all rows of the batch are one behind the other
+        longest *= batch_size
     return example_batch(model, num_rows, max(width, longest))
 
 

@@ -39,11 +39,11 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     if checkpoint is not None:
         say(resume_message(checkpoint, training))
     data = task.load_data(settings.arguments, training)
-    for note in data.notes:
-        say(note)
     transformers.set_seed(training.seed)
     model = task.load_model(settings.arguments, training, data)
     trainer = task.make_trainer(model, settings.arguments, training, data)
+    for note in data.notes:
+        say(note)
     _stop_on_ctrl_c(trainer, settings)
     watch = Watch.attach(trainer)
     task.before(trainer, data, say)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 
 from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
@@ -137,25 +136,13 @@ def _asked(test: Dataset, generator: TextGenerator) -> Iterator[tuple[dict[str, 
     """The rows that the model can answer, and the token ids of their prompts."""
     for row in islice(test, NUM_TRIED):
         try:
-            if "input_ids" in row:
-                question, tokens = _tokenized(row, generator.tokenizer)
-            else:
-                question = question_of(row)
-                tokens = generator.tokens(question[0], row.get("tools"))
+            question = question_of(row)
+            tokens = generator.tokens(question[0], row.get("tools"))
             generator.room(tokens)
         except BadRow:
             continue
         if len(tokens) <= MAX_PROMPT_TOKENS:
             yield dict(zip(("prompt", "expected"), question)), tokens
-
-
-def _tokenized(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[Question, list[int]]:
-    """Of a row of token ids: what comes before the first that the loss counts, what comes from there on, and the
-    token ids of the former. Where the loss counts all, a few tokens are the prompt."""
-    ids, labels = row["input_ids"], row.get("labels") or row["input_ids"]
-    begin = next((number for number, label in enumerate(labels) if label != IGNORED), 0) or NUM_WORDS
-    prompt, expected = tokenizer.batch_decode([ids[:begin], ids[begin:]], skip_special_tokens=True)
-    return (prompt, expected), ids[:begin]
 
 
 def question_of(row: Mapping[str, Any]) -> Question:

@@ -128,6 +128,7 @@ def make_parser(task: str) -> Parser:
 def _parser(task: str, module: Any) -> Parser:
     parser = parser_for(task, TASKS[task].summary, (LaunchArguments, module.Arguments, module.Training))
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
+    parser.set_defaults(**getattr(module, "defaults", {}))
     # Its type has a list beside the name, of which HfArgumentParser takes the name alone.
     next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
     return parser

@@ -1,166 +1,270 @@
-"""Supervised fine-tuning: a language model learns to complete prompts, and to answer in chats, as the rows do."""
+"""The tasks that TRL's `SFTTrainer` trains: `sft`, on prompts, chats or texts, and `pretrain`, on texts in blocks."""
 
-import textwrap
-from collections.abc import Mapping
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
+import torch
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes import causal
-from hf_zero.recipes.causal import (
-    CausalArguments,
-    TemplateArguments,
-    after,
-    before,
-    check_template,
-    load_model,
-    load_tokenizer,
-    make_data,
-    make_trainer,
-)
-from hf_zero.recipes.data import BadRow, Data, Rows, encode_rows, load_rows
-from hf_zero.recipes.data.chat import DEFAULT, template_notes
-from hf_zero.recipes.data.formats import FORMAT_NAMES, Format, Message, recognise
-from hf_zero.recipes.data.rows import column, cut_note, plural
-from hf_zero.recipes.data.tokens import STATS, TOKEN_FEATURES, Tokenize, counted_by, tokenizer_key
-from hf_zero.trainer import ZeroTrainingArguments
+from hf_zero.recipes.data import Data, Rows
+from hf_zero.recipes.data.chat import DEFAULT
+from hf_zero.recipes.data.formats import FORMAT_NAMES, Format, recognise
+from hf_zero.recipes.data.rows import cut_note, plural
+from hf_zero.recipes.trl_task import TrlArguments, TrlTask
+from hf_zero.trl import ZeroSFTTrainer
 
 
-__all__ = ["Arguments", "Training", "after", "before", "check", "load_data", "load_model", "make_trainer"]
-
-Training = ZeroTrainingArguments
+IGNORED = -100  # the label of a token that the loss does not count
+PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask keeps apart
 
 
 @dataclass
-class Arguments(TemplateArguments, CausalArguments):
-    """What `sft` takes beside the training arguments."""
+class SftArguments(TrlArguments):
+    """What `sft` takes beside the configuration of its trainer."""
 
     dataset_format: str | None = field(
         default=None, metadata={"help": f"One of {', '.join(FORMAT_NAMES)}; by default the one that the columns fit."}
     )
-    completion_only_loss: bool | None = field(
-        default=None, metadata={"help": "The loss leaves out prompts; by default where rows have a completion."}
-    )
-    assistant_only_loss: bool | None = field(
-        default=None, metadata={"help": "The loss counts what the assistant says; by default where rows are messages."}
-    )
 
 
-def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
-    """Refuses what cannot work, before a process is started.
+class TokenMeanSFTTrainer(ZeroSFTTrainer):
+    """A `ZeroSFTTrainer` whose losses are means over tokens, whatever the model, and which counts what it cuts.
+
+    That of a step is the mean over all tokens that count in all its micro-batches on all ranks. `eval_loss` is the
+    mean over all those of the test rows: TRL's is a mean of means over batches, and depends on how large they are.
+
+    Attributes:
+        notes (`list[str]`): what became of the rows, a line each.
+        sample (`dict`): the first row as it was tokenized.
+    """
+
+    data_collator: Callable
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.notes: list[str] = []
+        self.sample: dict[str, Any] | None = None
+        super().__init__(*args, compute_metrics=_token_means, **kwargs)
+        self.model_accepts_loss_kwargs = True  # the loss is TRL's, which divides by the tokens of the whole step
+
+    def _prepare_dataset(
+        self,
+        dataset: Dataset | IterableDataset,
+        processing_class: PreTrainedTokenizerBase,
+        args: Any,
+        packing: bool,
+        formatting_func: Callable | None,
+        dataset_name: str,
+    ) -> Dataset | IterableDataset:
+        """Tokenizes rows as TRL does, accounts for them, and then lets TRL cut or pack them."""
+        split = "test" if dataset_name == "eval" else dataset_name
+        whole = copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        cuts = not packing or args.packing_strategy == "bfd"
+        if isinstance(dataset, Dataset):
+            dataset = self._accounted(dataset, split, args.max_length if cuts else None)
+        else:
+            self.notes.append(
+                f"{split}: read while training goes on, so rows that are cut or left out are not counted"
+            )
+        if self.sample is None:
+            first = next(iter(dataset))
+            self.sample = {name: first[name][: args.max_length] for name in ("input_ids", "labels")}
+        num_rows = None if isinstance(dataset, IterableDataset) else len(dataset)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if packing and num_rows is not None:
+            self.notes.append(
+                f"{split}: {plural(num_rows, 'row')} packed into {plural(len(prepared), 'sequence')} of up to "
+                f"{args.max_length} tokens"
+            )
+        return prepared
+
+    def _accounted(self, rows: Dataset, split: str, max_length: int | None) -> Dataset:
+        """The rows of which the loss counts some token, where they are cut to `max_length`.
+
+        Raises:
+            DataError: there is none.
+        """
+        lengths, counted = _token_counts(rows, max_length)
+        kept = counted > 0 if max_length else np.full(len(rows), counted.any())
+        if not kept.any():
+            raise DataError(
+                f"{split}: no row has a token that the loss counts within its first {max_length}; set a larger "
+                "--max_length, or another loss"
+            )
+        if not kept.all():
+            lost = plural(int((~kept).sum()), "row")
+            self.notes.append(f"{split}: {lost} left out, none of whose first {max_length} tokens counts")
+        cut = np.maximum(lengths - (max_length or np.inf), 0)[kept].astype(int)
+        if cut.any():
+            self.notes.append(f"{split}: {cut_note(int((cut > 0).sum()), max_length or 0, int(cut.sum()))}")
+        num_tokens = int(lengths[kept].sum() - cut.sum())
+        self.notes.append(f"{split}: {plural(num_tokens, 'token')}, of which the loss counts {counted.sum():,}")
+        return rows if kept.all() else rows.select(np.flatnonzero(kept))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        collate = self.data_collator
+        self.data_collator = partial(_with_rows, collate)
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = collate
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple:
+        """Gives, in place of logits, sums over the tokens of each row: loss, entropy, right guesses, and how many."""
+        inputs = self._prepare_inputs(inputs)
+        row_of = inputs.pop("row_of")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs = model(**inputs, fused_lm_head=True)
+        found = (-outputs.log_probs, outputs.entropy, outputs.is_top1, outputs.label_mask)
+        values = torch.stack([each.float().flatten() for each in found], dim=1)
+        sums = values.new_zeros(int(row_of[-1, -1]) + 1, len(found))
+        sums.index_add_(0, row_of[:, 1:].flatten(), values)  # a token is guessed from the one before it
+        return None, sums, sums[:, -1]
+
+
+def _with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch, and which of its rows each token is of: without padding, all rows are one behind the other."""
+    batch = collate(rows)
+    shape = batch["input_ids"].shape
+    row_of = torch.arange(len(rows))[:, None].expand(len(rows), shape[1])
+    if shape[0] < len(rows):
+        lengths = [len(row["input_ids"]) for row in rows]
+        lengths[-1] += shape[1] - sum(lengths)
+        row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[None]
+    return {**batch, "row_of": row_of}
+
+
+def _token_means(predictions: EvalPrediction) -> dict[str, float]:
+    """The means over tokens of what `TokenMeanSFTTrainer.prediction_step` gives."""
+    *sums, count = predictions.predictions.sum(axis=0, dtype="float64")
+    return dict(zip(("loss", "entropy", "mean_token_accuracy"), (float(each / max(count, 1)) for each in sums)))
+
+
+def _token_counts(rows: Dataset, max_length: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """How many tokens rows have, and how many of their first `max_length` the loss counts."""
+    lengths, counted = [], []
+    for table in rows.select_columns("labels").with_format("arrow").iter(batch_size=10_000):
+        labels = table["labels"].combine_chunks()
+        own = pc.list_value_length(labels).to_numpy()
+        starts: np.ndarray = np.repeat(own.cumsum() - own, own)
+        positions = np.arange(len(starts)) - starts
+        counts = labels.flatten().to_numpy(zero_copy_only=False) != IGNORED
+        counts &= (positions > 0) & (positions < (max_length or np.inf))  # the first is predicted from nothing
+        counted.append(np.bincount(np.repeat(np.arange(len(own)), own), weights=counts, minlength=len(own)))
+        lengths.append(own)
+    return np.concatenate(lengths), np.concatenate(counted).astype(int)
+
+
+def _shown(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """A row as it was tokenized, with what the loss counts between ⟦ and ⟧."""
+    pieces = []
+    for label_counts, tokens in groupby(zip(row["input_ids"], row["labels"]), key=lambda pair: pair[1] != IGNORED):
+        text = tokenizer.decode([token for token, _ in tokens])
+        pieces.append(f"⟦{text}⟧" if label_counts else text)
+    return "".join(pieces)
+
+
+class SftTask(TrlTask):
+    """A task over `SFTTrainer`: rows in more formats than others, of which the loss counts what is to be learned."""
+
+    def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
+        name = getattr(arguments, "dataset_format", None)
+        if name not in (None, *FORMAT_NAMES):
+            raise ConfigError(f"dataset_format {name!r}: expected one of {', '.join(FORMAT_NAMES)}")
+        super().check(arguments, training)
+
+    def _check_training(self, training: Mapping[str, Any]) -> None:
+        super()._check_training({**training, "label_smoothing_factor": 0.0})  # which this trainer knows
+        if training["max_length"] is not None and training["max_length"] < 2:
+            raise ConfigError(f"max_length {training['max_length']}: expected 2 or more")
+        if training["eval_packing"] and not training["packing"]:  # TRL would then let the test rows see each other
+            raise ConfigError("eval_packing: test rows are packed as training rows are; add --packing")
+
+    def format_of(self, rows: Rows, arguments: TrlArguments, training: Any) -> Format:
+        name = arguments.dataset_format if isinstance(arguments, SftArguments) else "text"
+        return recognise(rows, name, training.dataset_text_field)
+
+    def settle(self, form: Any, rows: Rows, tokenizer: PreTrainedTokenizerBase, training: Any) -> list[str]:
+        """Settles what the loss counts: what is set, or by default what the format tells apart."""
+        columns = ", ".join(form.columns)
+        if training.completion_only_loss and "completion" not in form.gives:
+            raise ConfigError(f"completion_only_loss: rows of {columns} have no prompt; leave it out")
+        if training.assistant_only_loss and not form.is_chat:
+            raise ConfigError(f"assistant_only_loss: rows of {columns} have no messages; leave it out")
+        if training.assistant_only_loss is None:
+            training.assistant_only_loss = form.counts == "assistant"
+        if training.assistant_only_loss:
+            _check_marks(tokenizer)
+        completion = form.counts == "completion" and training.completion_only_loss is not False
+        told = ["what the assistant says"] * training.assistant_only_loss + ["the completion"] * completion
+        return [f"train: {rows.source}, format {form.name}; the loss counts {' in '.join(told) or 'all tokens'}"]
+
+    def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
+        model = super().load_model(arguments, training, data)
+        if training.padding_free or training.packing and training.packing_strategy != "wrapped":
+            check_packing(model)
+        return model
+
+    def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
+        trainer = super().make_trainer(model, arguments, training, data)
+        data.notes += trainer.notes
+        data.sample = _shown(trainer.sample, data.processing_class)
+        return trainer
+
+
+def _check_marks(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a chat template in which TRL cannot tell what the assistant says.
 
     Raises:
-        ConfigError: If the model is missing, or settings contradict each other.
-        DataError: If a file is missing.
-        CheckpointError: If the weights are truncated.
+        ConfigError: naming what can be done.
     """
-    if arguments.dataset_format not in (None, *FORMAT_NAMES):
-        raise ConfigError(f"dataset_format {arguments.dataset_format!r}: expected one of {', '.join(FORMAT_NAMES)}")
-    check_template(arguments)
-    causal.check(arguments, training)
+    from trl.chat_template_utils import get_training_chat_template
 
-
-def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
-    """Reads the rows, renders and tokenizes them, and packs those that are trained on if that is asked for.
-
-    Raises:
-        ConfigError: settings do not fit the rows or the tokenizer.
-        DataError: rows cannot be trained on.
-    """
-    tokenizer = load_tokenizer(arguments)
-    with training.main_process_first(desc="data"):
-        rows = {split: load_rows(arguments, split) for split in ("train", "test")}
-        chat, tools = _first_chat(rows["train"], arguments)
-        notes = template_notes(
-            tokenizer, arguments.chat_template_path, chat=chat, tools=tools, source=rows["train"].source
-        )
-        data = {split: each and _tokenized(split, each, arguments, tokenizer, notes) for split, each in rows.items()}
-    made = make_data(arguments, training, data, rows=rows["train"], tokenizer=tokenizer, notes=notes)
-    question = _question(chat or [])
-    return replace(made, extra={"prompt": question}) if question else made
-
-
-def _first_chat(rows: Rows, arguments: Arguments) -> tuple[list[Message] | None, list | None]:
-    """The messages and tools of the first row: no messages where it cannot be read, `None` where rows are texts."""
-    form = _form(rows, arguments)
     try:
-        sample = form.read(rows.example)
-    except BadRow:
-        return ([] if form.is_chat(rows.example) else None), None
-    return (sample.messages if sample.is_chat else None), sample.tools
+        get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ConfigError(
+            "assistant_only_loss: the chat template does not mark what the assistant says with {% generation %}, and "
+            f"TRL has no copy of it that does; give --chat_template_path {DEFAULT}, or a file that marks it, or "
+            "--assistant_only_loss false"
+        ) from error
 
 
-def _question(chat: list[Message]) -> list[Message]:
-    """What the user asks in a chat, to try the model on."""
-    asked = [turn["content"] for turn in chat if turn["role"] == "user" and isinstance(turn["content"], str)]
-    return [{"role": "user", "content": textwrap.shorten(text, 60, placeholder="")} for text in asked[:1]]
+def check_packing(model: PreTrainedModel) -> None:
+    """Refuses a model whose layers would let the rows of one sequence see each other.
 
-
-def _form(rows: Rows, arguments: Arguments) -> Format:
-    return recognise(rows, arguments.dataset_format, arguments.dataset_text_field)
-
-
-def _tokenized(
-    split: str, rows: Rows, arguments: Arguments, tokenizer: PreTrainedTokenizerBase, notes: list[str]
-) -> Dataset | IterableDataset:
-    form = _form(rows, arguments)
-    counted = counted_by(form, arguments.completion_only_loss, arguments.assistant_only_loss)
-    if counted.assistant and not tokenizer.is_fast:
-        raise ConfigError("assistant_only_loss: takes a fast tokenizer; save it as one, or turn this off")
-    data, num_bad = encode_rows(
-        rows,
-        Tokenize(tokenizer, form, counted, arguments.max_length),
-        TOKEN_FEATURES,
-        skip_bad_rows=arguments.skip_bad_rows,
-        key=f"{tokenizer_key(tokenizer)} {form.name} {form.columns} {counted} {arguments.max_length}",
-        num_proc=arguments.dataset_num_proc,
-    )
-    notes.append(f"{split}: {rows.source}, format {form.name}; the loss counts {counted}")
-    if rows.is_stream:
-        notes.append(f"{split}: read while training goes on, so rows that are cut or left out are not counted")
-        return data.filter(bool, input_columns="num_counted").remove_columns(STATS)
-    notes += _account(data, split, num_bad, arguments.max_length)
-    notes += _diverged(data, split, is_chat=form.is_chat(rows.example))
-    counts = column(data, "num_counted") > 0
-    if not counts.any():
-        raise DataError(
-            f"{rows.source}: no row has a token that the loss counts within its first {arguments.max_length}; "
-            f"the loss counts {counted}; set a larger --max_length, or another loss"
-        )
-    return (data if counts.all() else data.select(np.flatnonzero(counts))).remove_columns(STATS)
-
-
-def _account(data: Dataset, split: str, num_bad: int, max_length: int) -> list[str]:
-    """What became of the rows, a line for each thing that did not simply go well."""
-    kept, cut = column(data, "num_counted") > 0, column(data, "num_cut")
-    num_tokens = int(column(data, "num_tokens")[kept].sum())
-    num_cut = int((cut[kept] > 0).sum())
-    notes = [f"{split}: {plural(int(kept.sum()), 'row')}, {plural(num_tokens, 'token')}"]
-    if num_bad:
-        notes.append(f"{split}: {plural(num_bad, 'bad row')} left out")
-    if not kept.all():
-        num_empty = int((~kept).sum())
-        notes.append(f"{split}: {plural(num_empty, 'row')} left out, none of whose first {max_length} tokens counts")
-    if num_cut:
-        notes.append(f"{split}: {cut_note(num_cut, max_length, int(cut[kept].sum()))}")
-    return notes
-
-
-def _diverged(data: Dataset, split: str, *, is_chat: bool) -> list[str]:
-    """Rows whose prompts the model would meet as other tokens when it is used than when it is trained."""
-    num_diverged = int(column(data, "diverged")[column(data, "num_counted") > 0].sum())
-    if not num_diverged:
-        return []
-    if is_chat:
-        remedy = f"the template writes it otherwise before an answer; give --chat_template_path {DEFAULT}, or a file"
+    Raises:
+        ConfigError: naming the model, and what about it.
+    """
+    text_config = model.config.get_text_config()
+    odd = set(getattr(text_config, "layer_types", None) or ()) - set(PACKABLE)
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    if odd:
+        reason = f"its layers of {min(odd)} carry a state from row to row"
+    elif "position_ids" not in inspect.signature(model.forward).parameters or "create_causal_mask" not in source:
+        reason = "it makes its attention mask without looking at the positions"
     else:
-        remedy = "white space belongs to the word behind it: let completions begin with it, and no prompt end with it"
-    rows = plural(num_diverged, "row")
-    return [
-        f"{split}: {rows} whose prompt has other tokens alone than before its completion, which then counts from "
-        f"where they differ; {remedy}"
-    ]
+        return
+    raise ConfigError(
+        f"packing: {type(model).__name__} cannot keep the rows of a sequence apart: {reason}; leave it out"
+    )
+
+
+def _loss_line(metrics: Mapping[str, float]) -> str:
+    return f"loss {metrics['eval_loss']:.4f} a token"
+
+
+SFT = SftTask(TokenMeanSFTTrainer, (), _loss_line, Arguments=SftArguments, defaults={"assistant_only_loss": None})
+PRETRAIN = replace(SFT, Arguments=TrlArguments, defaults={"packing": True, "packing_strategy": "wrapped"})

@@ -2,7 +2,7 @@
 
 A task trains. It is a module, or a [`TrlTask`], with
 
-- `Arguments`, a dataclass over `CommonArguments`, and `Training`, the class of its training arguments;
+- `Arguments`, a dataclass over `SourceArguments`, and `Training`, the class of its training arguments;
 - `check(arguments, training)`, which refuses what cannot work before a process is started; `training` is a mapping
   still, of fields to values;
 - `load_data(arguments, training)`, which gives its [`Data`]: no model is loaded yet;
@@ -10,6 +10,7 @@ A task trains. It is a module, or a [`TrlTask`], with
 - `make_trainer(model, arguments, training, data)`;
 - `before(trainer, data, say)` and `after(trainer, data, watch, arguments, say)`, called by all ranks around the
   training; only rank 0's `say` prints;
+- `defaults`, if need be: of its training arguments, in place of those of their class;
 - `decisive`, if need be: which of its training arguments decide, as its own arguments do, what it learns of its
   rows. A run that goes on has to keep them.
 
@@ -49,8 +50,8 @@ TASKS: dict[str, Task] = {
     "classify": Task(
         "fine-tune a model to tell classes of texts or images apart", "hf_zero.recipes.classify", holds_out=True
     ),
-    "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft"),
-    "pretrain": Task("train a language model further on plain texts", "hf_zero.recipes.pretrain"),
+    "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft:SFT"),
+    "pretrain": Task("train a language model further on plain texts", "hf_zero.recipes.sft:PRETRAIN"),
     "dpo": Task("teach a language model which of two answers to prefer", "hf_zero.recipes.trl_tasks:DPO"),
     "reward": Task("train a model to score answers, the preferred one higher", "hf_zero.recipes.trl_tasks:REWARD"),
     "kto": Task("teach a language model by answers that are marked good or bad", "hf_zero.recipes.trl_tasks:KTO"),
@@ -107,13 +108,6 @@ class SourceArguments:
     skip_bad_rows: bool = field(
         default=False, metadata={"help": "Leaves out malformed rows and counts them, instead of refusing the run."}
     )
-
-
-@dataclass
-class CommonArguments(SourceArguments):
-    """The same keys and `max_length`, for tasks whose training arguments have no `max_length`."""
-
-    max_length: int = field(default=1024, metadata={"help": "Longer rows are cut to so many tokens."})
 
 
 @dataclass

@@ -1,30 +1,24 @@
 """What the tasks have in common whose trainer is one of TRL's: rows, model, adapter, trainer, and what is said."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from hf_zero.errors import ConfigError, DataError
+from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.artifacts import usage_command
-from hf_zero.recipes.causal import (
-    LoadArguments,
-    TemplateArguments,
-    check_dtype,
-    check_stream,
-    check_template,
-    load_language_model,
-    load_tokenizer,
-)
 from hf_zero.recipes.classification.models import head_of
-from hf_zero.recipes.data import Data, check_sources, encode_rows, load_rows
-from hf_zero.recipes.data.chat import template_notes
+from hf_zero.recipes.data import BadRow, Data, Rows, check_sources, encode_rows, load_rows
+from hf_zero.recipes.data.chat import read_template, render, template_notes
+from hf_zero.recipes.data.formats import Format
 from hf_zero.recipes.data.preferences import Answers, format_of
 from hf_zero.recipes.data.rows import plural
-from hf_zero.recipes.data.sources import shuffled
+from hf_zero.recipes.data.sources import Stream, check_stream, quiet_datasets, shuffled
+from hf_zero.recipes.language_models import LoadArguments, check_dtype, load_language_model, load_tokenizer
 from hf_zero.recipes.loading import check_model, check_positions, num_positions
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
 from hf_zero.recipes.measured import Watch
@@ -52,8 +46,13 @@ class TrlArguments(SampleArguments, AdapterArguments, LoadArguments, SourceArgum
 
 
 @dataclass
-class TrlTemplateArguments(TemplateArguments, TrlArguments):
+class TrlTemplateArguments(TrlArguments):
     """Likewise, where it has none."""
+
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={"help": "A Jinja file, or default for ours, in place of the tokenizer's own chat template."},
+    )
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,7 @@ class TrlTask:
         pipeline (`str`): the pipeline of transformers that the trained model is tried with.
         generates (`bool`): whether answers are generated in training.
         decisive_too (`tuple[str, ...]`): keys of `TrainingArguments` that decide what is learned.
+        defaults (`Mapping[str, Any]`): of the trainer's configuration, where they are others than TRL's.
     """
 
     trainer: type[ZeroTrlTrainerMixin]
@@ -87,6 +87,7 @@ class TrlTask:
     pipeline: str = "text-generation"
     generates: bool = False
     decisive_too: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def Training(self) -> type[ZeroTrlArgumentsMixin]:
@@ -118,8 +119,8 @@ class TrlTask:
         check_adapter(arguments)
         check_quantization(arguments, use_peft=arguments.use_peft)
         check_dtype(arguments)
-        if isinstance(arguments, TemplateArguments):
-            check_template(arguments)
+        if (template := _template_path(arguments, training)) is not None:
+            read_template(template)
         self._check_training(training)
         self.check_more(arguments, training)
         if self.generates and arguments.dataset_streaming:
@@ -153,50 +154,77 @@ class TrlTask:
             ConfigError: If a setting does not fit the rows.
             DataError: If the data cannot be trained on.
         """
-        tokenizer = load_tokenizer(arguments)
+        tokenizer, source = load_tokenizer(arguments), arguments.dataset_name or arguments.train_file
         with training.main_process_first():
-            train, form, notes = self._load_split(arguments, training, "train")
-            test, _, test_notes = self._load_split(arguments, training, "test")
-        source = arguments.dataset_name or arguments.train_file
+            rows = load_rows(arguments, "train")
+            form = self.format_of(rows, arguments, training)
+            template = _template_path(arguments, vars(training))
+            chat, tools = _example_chat(form, rows)
+            notes = template_notes(tokenizer, template, chat=chat, tools=tools, source=source)
+            if hasattr(training, "chat_template_path"):
+                training.chat_template_path = None  # the tokenizer has it now
+            notes += self.settle(form, rows, tokenizer, training)
+            train = self._encoded(rows, form, arguments, training, tokenizer, notes, "train")
+            test = None
+            if (test_rows := load_rows(arguments, "test")) is not None:
+                test_form = self.format_of(test_rows, arguments, training)
+                test = self._encoded(test_rows, test_form, arguments, training, tokenizer, notes, "test")
         first = next(iter(train), None)
         if first is None:
             raise DataError(f"{source}: no good row, expected one at least; correct them")
-        if arguments.dataset_streaming:
-            train = shuffled(train, arguments, training)
-        holder = arguments if isinstance(arguments, TemplateArguments) else training
-        notes += template_notes(tokenizer, holder.chat_template_path, chat=form.chat_of(first), source=source)
-        holder.chat_template_path = None  # the tokenizer has it now
         return Data(
-            train=train,
+            train=shuffled(train, arguments, training) if rows.is_stream else train,
             test=test,
             processing_class=tokenizer,
             collate=None,
             source=source,
-            notes=[*notes, *test_notes],
+            notes=notes,
             sample="\n".join(f"{name}: {value!r}" for name, value in first.items()),
-            extra={"prompt": first["prompt"]},
+            extra={"prompt": form.prompt_of(first)},
         )
 
-    def _load_split(
-        self, arguments: TrlArguments, training: Any, split: str
-    ) -> tuple[Dataset | IterableDataset | None, Answers | None, list[str]]:
-        """The rows, how they were read, and what there is to say of them."""
-        rows = load_rows(arguments, split)
-        if rows is None:
-            return None, None, []
-        form = format_of(self.formats, rows)
+    def format_of(self, rows: Rows, arguments: TrlArguments, training: Any) -> Answers | Format:
+        """How rows are read: by the first of the formats all of whose columns they have.
+
+        Raises:
+            DataError: A column is missing.
+        """
+        return format_of(self.formats, rows)
+
+    def settle(
+        self, form: Answers | Format, rows: Rows, tokenizer: PreTrainedTokenizerBase, training: Any
+    ) -> list[str]:
+        """Settles what the training arguments leave to the rows that are trained on. Gives lines about that.
+
+        Raises:
+            ConfigError: A setting does not fit the rows, or the tokenizer.
+        """
+        return []
+
+    def _encoded(
+        self,
+        rows: Rows,
+        form: Answers | Format,
+        arguments: TrlArguments,
+        training: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        notes: list[str],
+        split: str,
+    ) -> Dataset | IterableDataset:
+        """The rows as the trainer takes them; `notes` gets what there is to say of them."""
+        says_only = getattr(training, "assistant_only_loss", False)
         data, num_bad = encode_rows(
             rows,
-            form.read,
+            partial(_read, form, tokenizer, says_only),
             form.features,
             skip_bad_rows=arguments.skip_bad_rows,
-            key=f"{type(form).__name__} {form}",
+            key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only}",
             num_proc=getattr(training, "dataset_num_proc", None),
         )
-        notes = [f"{split}: a stream of rows" if rows.is_stream else f"{split}: {plural(len(data), 'row')}"]
+        notes.append(f"{split}: a stream of rows" if rows.is_stream else f"{split}: {plural(len(data), 'row')}")
         if num_bad:
             notes.append(f"{split}: {plural(num_bad, 'bad row')} left out")
-        return data, form, notes
+        return data
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
         """The model to train, its weights still in their files; TRL puts the adapter on it, if there is to be one.
@@ -210,18 +238,27 @@ class TrlTask:
         """The trainer, with what else it needs beside the model.
 
         Raises:
+            ConfigError: If TRL or PEFT refuses a setting.
             DataError: If no row fits into `max_length`.
         """
         new_modules = head_of(model) if self.peft_task == "SEQ_CLS" else ()
-        trainer = self.trainer(
-            model=model,
-            args=training,
-            train_dataset=data.train,
-            eval_dataset=data.test,
-            processing_class=data.processing_class,
-            peft_config=lora_config(arguments, self.peft_task, new_modules),
-            **self.parts(self, arguments, training, data),
-        )
+        try:
+            with quiet_datasets():
+                trainer = self.trainer(
+                    model=model,
+                    args=training,
+                    train_dataset=data.train,
+                    eval_dataset=data.test,
+                    processing_class=data.processing_class,
+                    peft_config=lora_config(arguments, self.peft_task, new_modules),
+                    **self.parts(self, arguments, training, data),
+                )
+        except HfZeroError:
+            raise
+        except ValueError as error:  # a setting that TRL or PEFT refuses
+            raise ConfigError(" ".join(str(error).split())[:400]) from error
+        if isinstance(trainer.train_dataset, IterableDataset):
+            trainer.train_dataset = Stream(trainer.train_dataset)
         if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):
             key = "max_completion_length" if self.generates else "max_length"
             raise DataError(f"{data.source}: no row fits into {key} {getattr(training, key)}; set a larger --{key}")
@@ -243,3 +280,29 @@ class TrlTask:
         if self.pipeline == "text-classification" and not isinstance(prompt, str):  # which takes no messages
             prompt = prompt[-1]["content"]
         say(f"try it: {usage_command(folder, prompt, self.pipeline)}")
+
+
+def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str | None:
+    """The key of the task, or that of the trainer's configuration, where it has one."""
+    return getattr(arguments, "chat_template_path", None) or training.get("chat_template_path")
+
+
+def _example_chat(form: Answers | Format, rows: Rows) -> tuple[list | None, list | None]:
+    """The messages and tools of the first row: no messages where it cannot be read, `None` where rows are texts."""
+    try:
+        row = form.read(rows.example)
+    except BadRow:
+        return ([] if form.is_chat else None), None
+    return form.chat_of(row), row.get("tools")
+
+
+def _read(
+    form: Answers | Format, tokenizer: PreTrainedTokenizerBase, assistant_only: bool, row: dict[str, Any]
+) -> dict[str, Any]:
+    """Reads a row, and refuses a chat that the template cannot write, or of which the loss would count nothing."""
+    values = form.read(row)
+    if (chat := form.chat_of(values)) is not None:
+        render(tokenizer, chat, values.get("tools"))
+        if assistant_only and not any(turn["role"] == "assistant" for turn in chat):
+            raise BadRow("no message is the assistant's, and assistant_only_loss counts those alone")
+    return values

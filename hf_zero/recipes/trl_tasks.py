@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.causal import LoadArguments, load_language_model
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import COLUMNS, Judged, Preferences, Prompts
 from hf_zero.recipes.data.rows import cut_note, plural
+from hf_zero.recipes.language_models import LoadArguments, load_language_model
 from hf_zero.recipes.loading import is_adapter, load_config, resolve_model
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
 from hf_zero.recipes.user_code import check_function, load_function

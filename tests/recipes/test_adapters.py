@@ -98,13 +98,35 @@ def test_what_contradicts_itself_is_refused(tiny_llama, data, settings, message)
         TASKS["sft"].load().check(parsed.arguments, parsed.training)
 
 
-def test_the_keys_are_those_of_trl():
+# What the recipes add to TRL's keys: of the run, and of the rows.
+ADDED = {
+    *("task", "num_processes", "resume", "dry_run", "overwrite_output_dir"),
+    *("train_file", "test_file", "max_train_rows", "max_test_rows", "skip_bad_rows", "dataset_shuffle_buffer"),
+    "samples",
+}
+REWARDED = {"reward_funcs", "reward_model_name_or_path"}  # of TRL's scripts for them
+ADDED_BY_TASK = {
+    **{"sft": {"dataset_format"}, "pretrain": set(), "reward": set()},
+    **dict.fromkeys(("dpo", "kto", "distill"), {"chat_template_path"}),
+    **dict.fromkeys(("grpo", "rloo"), REWARDED | {"chat_template_path"}),
+}
+# What they leave out: the task decides what the model does, and DDP is not what trains it.
+LEFT_OUT = {"lora_task_type", "ignore_bias_buffers"}
+
+
+@pytest.mark.parametrize("task", ADDED_BY_TASK)
+def test_the_keys_are_those_of_trl_and_few_others(task):
     from dataclasses import fields
 
     trl = pytest.importorskip("trl")
-    from hf_zero.recipes.causal import LoadArguments
-    from hf_zero.recipes.lora import AdapterArguments
+    from hf_zero.recipes.settings import make_parser
+    from hf_zero.trainer import ZeroArgumentsMixin
 
-    known = {each.name for kind in (AdapterArguments, LoadArguments) for each in fields(kind)}
-    # the task decides what the model does
-    assert {each.name for each in fields(trl.ModelConfig)} - known == {"lora_task_type"}
+    kinds = make_parser(task).kinds
+    config = next(base for base in kinds[-1].__mro__ if base.__module__.startswith("trl."))
+    ours, theirs, zero = (
+        {each.name for kind in group for each in fields(kind)}
+        for group in (kinds, (trl.ScriptArguments, trl.ModelConfig, config), (ZeroArgumentsMixin,))
+    )
+    assert theirs - ours == LEFT_OUT
+    assert ours - theirs - zero == (ADDED | ADDED_BY_TASK[task]) - theirs

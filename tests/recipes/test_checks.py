@@ -118,7 +118,12 @@ def refusal(tmp_path, tiny_model, csv_file, monkeypatch, capsys):
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_: pytest.fail("a model was loaded"))
 
     def call(task: str, *bad: str) -> str:
-        good = [f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", "--max_length=64"]
+        good = [
+            f"--model_name_or_path={tiny_model}",
+            f"--train_file={csv_file}",
+            "--max_length=64",
+            "--gradient_checkpointing=false",
+        ]
         assert main([task, *good, "--output_dir=out", *bad]) == 2
         output = capsys.readouterr()
         assert output.out == "" and output.err.count("\n") == 1

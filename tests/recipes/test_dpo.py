@@ -171,6 +171,18 @@ def test_settings_that_cannot_work_are_refused(load, settings, message):
         load([GOOD], **settings)
 
 
+def test_the_settings_keep_the_template_that_the_next_run_is_compared_with(tiny_llama, tmp_path):
+    from hf_zero.recipes.settings import parse_settings
+    from hf_zero.recipes.tasks import TASKS
+    from tests.trainer.harness import reset_accelerate
+
+    reset_accelerate()
+    data = write_rows(tmp_path / "rows.jsonl", as_chats([GOOD]))
+    parsed = parse_settings("dpo", flags(tiny_llama, data, chat_template_path="default")[1:])
+    TASKS["dpo"].load().load_data(parsed.arguments, parsed.training_arguments())
+    assert parsed.values()["chat_template_path"] == "default"
+
+
 def test_a_stream_without_a_good_row_is_refused(load):
     with pytest.raises(DataError, match="rows.jsonl: no good row, expected one at least"):
         load([{**GOOD, "chosen": ""}], dataset_streaming=True, skip_bad_rows=True)
@@ -204,17 +216,17 @@ def test_rows_that_do_not_fit_are_counted(tiny_llama, load, capsys):
     ]
 
 
-def test_without_trl_one_line_says_what_to_install(monkeypatch, capsys):
+@pytest.mark.parametrize("task", ["dpo", "sft"])
+def test_without_trl_one_line_says_what_to_install(task, monkeypatch, capsys):
     import hf_zero.trl
     from hf_zero.recipes.cli import main
 
     monkeypatch.setitem(sys.modules, "trl", None)
-    for name in ("hf_zero.trl.trainers", "hf_zero.trl.mixin", "hf_zero.recipes.trl_task"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delitem(sys.modules, "hf_zero.recipes.trl_tasks", raising=False)
+    for name in ("trl.trainers", "trl.mixin", "recipes.trl_task", "recipes.trl_tasks", "recipes.sft"):
+        monkeypatch.delitem(sys.modules, f"hf_zero.{name}", raising=False)
     for name in hf_zero.trl.__all__:
         monkeypatch.delitem(vars(hf_zero.trl), name, raising=False)
-    assert main(["dpo", "--help"]) == 2
+    assert main([task, "--help"]) == 2
     assert re.fullmatch(
         r"hf_zero.recipes: TRL cannot be imported .*; pip install 'hf-zero\[trl\]'\n", capsys.readouterr().err
     )

@@ -14,7 +14,7 @@ import yaml
 from hf_zero.planner import predict_with
 from hf_zero.recipes import plan
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.data.chat import chat_tokens, set_chat_template
+from hf_zero.recipes.data.chat import set_chat_template
 from hf_zero.recipes.settings import Settings, parse_settings
 from tests.public_models import CONFIGS, empty_model
 from tests.recipes.data import conftest
@@ -202,8 +202,9 @@ def test_chats_of_several_turns_are_rendered_for_qwen3_as_it_knows_them(name, to
     for row in chats():
         known = given.apply_chat_template(row["messages"], tokenize=False).replace("<think>\n\n</think>\n\n", "")
         changed = copy.deepcopy(given)
-        set_chat_template(changed, parsed(name).arguments.chat_template_path)
-        ids, said = chat_tokens(changed, row["messages"], None, marked=True)
+        set_chat_template(changed, parsed(name).training["chat_template_path"])
+        found = changed.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        ids, said = found["input_ids"], found["assistant_masks"]
         assert changed.decode(ids) == known
         answers = [f"{turn['content']}<|im_end|>" for turn in row["messages"] if turn["role"] == "assistant"]
         assert changed.decode([token for token, is_said in zip(ids, said) if is_said]) == "".join(answers)

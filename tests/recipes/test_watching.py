@@ -11,7 +11,6 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_zero.config import MemoryTier
 from hf_zero.planner import TensorClass, by_field
 from hf_zero.recipes import artifacts
-from hf_zero.recipes.data.packing import Collate
 from hf_zero.recipes.measured import Measured, Moment, Step, Watch
 from hf_zero.recipes.metrics import PEAK_TFLOPS, TrainingLog, counts_of, line_of, peak_flops, read_log, training_flops
 from hf_zero.recipes.page import CLASSES, draw, memory_rows, results_of
@@ -91,16 +90,6 @@ def test_padding_is_no_token_and_packed_rows_are_rows():
     packed = {"input_ids": ids, "attention_mask": block_mask, "position_ids": positions}
     assert tuple(map(int, counts_of(packed))) == (12, 4)
     assert counts_of({"pixel_values": torch.zeros(3, 3, 8, 8), "labels": torch.zeros(3)}) == (0, 3)
-
-
-def test_the_padding_of_packed_rows_is_neither_tokens_nor_a_row():
-    packed = {"input_ids": [5, 6, 7, 5, 6], "position_ids": [0, 1, 2, 0, 1]}
-    shorter = {"input_ids": [5, 6, 0], "position_ids": [0, 1, 2]}  # its last token is the one that pads
-    batch = Collate(pad_token_id=0)([packed, shorter])
-    assert "attention_mask" not in batch and batch["input_ids"].shape == (2, 5)
-    assert tuple(map(int, counts_of(batch))) == (8, 3)
-    flat = Collate(pad_token_id=0, flatten=True)([packed, shorter])
-    assert tuple(map(int, counts_of(flat))) == (8, 3)
 
 
 def test_a_line_says_what_a_person_wants_to_see_of_a_step():

@@ -1,6 +1,5 @@
-"""Chat templates: which one is used, and which tokens of a rendered chat the assistant said."""
+"""Chat templates: which one is used, and whether it writes a chat."""
 
-import re
 from pathlib import Path
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -127,11 +126,6 @@ def read_template(path: str) -> str:
         ) from error
 
 
-def marks_generation(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the template says itself what the assistant writes, with `{% generation %}`."""
-    return re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
-
-
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list | None, *, is_prompt: bool = False
 ) -> str:
@@ -144,80 +138,14 @@ def render(
         is_prompt (`bool`): adds what comes before an answer of the assistant.
 
     Raises:
-        BadRow: the template refuses the messages.
-    """
-    try:
-        return tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=is_prompt)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise _refused(error) from error
-
-
-def chat_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list | None, *, marked: bool
-) -> tuple[list[int], list[int]]:
-    """Renders and tokenizes a chat.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): a fast one, with a template.
-        messages (`list[Message]`): in their order.
-        tools (`list`, *optional*): that the assistant may call.
-        marked (`bool`): whether the assistant's tokens are wanted.
-
-    Returns:
-        The token ids, and for each 1 if the assistant said it, else 0; all 1 unless `marked`.
-
-    Raises:
-        BadRow: the template refuses the messages, or they cannot be told apart in what it renders.
+        BadRow: the template refuses the messages, or would leave tools out.
     """
     if tokenizer.chat_template == DEFAULT_TEMPLATE and (tools or any(turn.get("tool_calls") for turn in messages)):
         raise BadRow("it has tools, which our default chat template does not write; give --chat_template_path a file")
-    if marked and marks_generation(tokenizer):
-        try:
-            encoded = tokenizer.apply_chat_template(
-                messages, tools, return_dict=True, return_assistant_tokens_mask=True
-            )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise _refused(error) from error
-        return encoded["input_ids"], encoded["assistant_masks"]
-    text = render(tokenizer, messages, tools)
-    spans = _assistant_spans(tokenizer, messages, tools, text) if marked else [(0, len(text))]
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=marked)
-    ids = encoded["input_ids"]
-    if not marked:
-        return ids, [1] * len(ids)
-    offsets = encoded["offset_mapping"]
-    return ids, [int(any(low < stop and high > start for start, stop in spans)) for low, high in offsets]
-
-
-def _assistant_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list | None, text: str
-) -> list[tuple[int, int]]:
-    """Where in `text` the assistant speaks: from the end of the prompt that asks it to, to the end of its turn."""
-    spans = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(tokenizer, messages[:number], tools, is_prompt=True) if number else ""
-        until = render(tokenizer, messages[: number + 1], tools) if number + 1 < len(messages) else text
-        if not (number and text.startswith(until) and until.startswith(before)):
-            raise BadRow(
-                f"the chat template renders message {number + 1} otherwise alone than with what follows, so what the "
-                f"assistant said cannot be found; give --chat_template_path {DEFAULT}, or a file whose template has "
-                "{% generation %}, or --assistant_only_loss false"
-            )
-        spans.append((len(before), len(before) + _said(tokenizer, until[len(before) :])))
-    return spans
-
-
-def _said(tokenizer: PreTrainedTokenizerBase, turn: str) -> int:
-    """How much of a turn the assistant generates: not the white space after the token that ends it."""
-    stripped = turn.rstrip()
-    ends = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    return len(stripped) if stripped.endswith(tuple(filter(None, ends))) else len(turn)
-
-
-def _refused(error: Exception) -> BadRow:
-    return BadRow(f"the chat template refuses it ({_reason(error)})")
+    try:
+        return tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=is_prompt)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise BadRow(f"the chat template refuses it ({_reason(error)})") from error
 
 
 def _reason(error: Exception) -> str:

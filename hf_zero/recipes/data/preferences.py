@@ -71,6 +71,10 @@ class Answers:
         """The conversation that a row which was read holds; `None` where rows are texts."""
         return [message for column in self.SHOWN for message in row[column]] if self.is_chat else None
 
+    def prompt_of(self, row: Mapping[str, Any]) -> str | list[dict[str, str]]:
+        """What to try the model on, of a row which was read."""
+        return row["prompt"]
+
 
 class Preferences(Answers):
     """A prompt, an answer that was chosen and one that was rejected."""

@@ -175,9 +175,9 @@ def _within(parts: Iterable[RowRange], start: int, stop: int) -> Iterator[RowRan
         start, stop = start - part.num_rows, stop - part.num_rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class Data:
-    """What a task trains on, ready for a trainer, and what there is to say of it.
+    """What a task trains on, for a trainer, and what there is to say of it. A trainer that tokenizes adds to that.
 
     Args:
         train (`datasets.Dataset` or `IterableDataset`): rows for the trainer.

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -63,6 +63,31 @@ def _refuse_both(arguments: SourceArguments, one: str, other: str) -> None:
     if None not in given.values():
         both = " and ".join(f"{name} {value!r}" for name, value in given.items())
         raise ConfigError(f"data: {both} are both given; give one of them")
+
+
+def check_stream(arguments: SourceArguments, training: Mapping[str, Any]) -> None:
+    """Refuses a stream without a number of steps, for nobody knows how long it is, or with several to read it, or in
+    an order for which all rows have to be known.
+
+    `datasets` shares out the files of a stream among the workers: with fewer files some would have no rows.
+
+    Raises:
+        ConfigError: saying so.
+    """
+    if not arguments.dataset_streaming:
+        return
+    if training["max_steps"] <= 0:
+        raise ConfigError("dataset_streaming: the number of rows is not known; set --max_steps")
+    strategy = training["train_sampling_strategy"]
+    if strategy not in ("random", "sequential"):
+        raise ConfigError(
+            f"train_sampling_strategy {strategy}: the lengths of a stream (dataset_streaming) are not known; give "
+            "random or sequential"
+        )
+    if (workers := training["dataloader_num_workers"]) > 1:
+        raise ConfigError(
+            f"dataloader_num_workers {workers}: one worker reads a stream (dataset_streaming); set 0 or 1"
+        )
 
 
 def load_rows(arguments: SourceArguments, split: str) -> Rows | None:

@@ -14,7 +14,7 @@ QUIET = ["--report_to", "none", "--save_strategy", "no", "--disable_tqdm", "true
 
 
 def run(task: str, cache: Path, argv: list[str], do: str = "train") -> dict:
-    """Trains or evaluates, or stops once the data are there.
+    """Trains or evaluates, or stops once the rows are tokenized.
 
     Args:
         task (`str`): a key of `TASKS`.
@@ -31,12 +31,12 @@ def run(task: str, cache: Path, argv: list[str], do: str = "train") -> dict:
     module.check(settings.arguments, settings.training)
     training = settings.training_arguments()
     data = module.load_data(settings.arguments, training)
-    found = {"notes": data.notes, "sample": data.sample}
-    if do == "data":
-        return {**found, "rows": [dict(row) for _, row in zip(range(50), data.train)]}
     transformers.set_seed(training.seed)
     model = module.load_model(settings.arguments, training, data)
     trainer = module.make_trainer(model, settings.arguments, training, data)
+    found = {"notes": data.notes, "sample": data.sample}
+    if do == "data":
+        return {**found, "rows": [dict(row) for _, row in zip(range(50), trainer.train_dataset)]}
     if do == "train":
         trainer.train()
         trainer.save_model()

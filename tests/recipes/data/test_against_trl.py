@@ -34,7 +34,7 @@ def compared(folder: Path, cache: Path, model: Path) -> tuple:
 
     argv = [f"--{name}={value}" for name, value in SETTINGS.items()]
     argv += ["--model_name_or_path", str(model), "--train_file", str(folder / "rows.jsonl"), "--max_length", "40"]
-    argv += ["--output_dir", str(folder / "ours"), "--zero_stage", "0"]
+    argv += ["--output_dir", str(folder / "ours"), "--zero_stage", "2"]
     ours = run("sft", cache, argv)
     ours["rows"] = run("sft", cache, argv, "data")["rows"]
     tokenizer = AutoTokenizer.from_pretrained(model)

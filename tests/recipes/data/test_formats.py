@@ -7,7 +7,7 @@ import pytest
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import BadRow, load_rows
 from hf_zero.recipes.data.formats import recognise
-from hf_zero.recipes.tasks import CommonArguments
+from hf_zero.recipes.tasks import SourceArguments
 from tests.recipes.data.conftest import write_lines
 
 
@@ -20,35 +20,43 @@ SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
 
 
 def rows_of(folder, *rows):
-    return load_rows(CommonArguments(train_file=str(write_lines(folder / "rows.jsonl", list(rows)))), "train")
+    return load_rows(SourceArguments(train_file=str(write_lines(folder / "rows.jsonl", list(rows)))), "train")
 
 
 @pytest.mark.parametrize(
-    ("row", "name", "prompt", "completion"),
+    ("row", "name", "read"),
     [
-        ({"text": "Hi"}, "text", None, "Hi"),
-        ({"messages": [USER, ASSISTANT], "id": 3}, "messages", None, [USER, ASSISTANT]),
-        ({"conversations": SHARE_GPT}, "conversations", None, [USER, ASSISTANT]),
-        ({"conversations": SHARE_GPT, "system": "Be kind"}, "conversations", None, [SYSTEM, USER, ASSISTANT]),
-        ({"conversations": [USER, ASSISTANT]}, "conversations", None, [USER, ASSISTANT]),
-        ({"prompt": "Hi", "completion": " Hello"}, "prompt", "Hi", " Hello"),
-        ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt", [USER], [ASSISTANT]),
-        ({"instruction": "Hi", "output": "Hello"}, "alpaca", [USER], [ASSISTANT]),
+        ({"text": "Hi"}, "text", {"text": "Hi"}),
+        ({"messages": [USER, ASSISTANT], "id": 3}, "messages", {"messages": [USER, ASSISTANT]}),
+        ({"conversations": SHARE_GPT}, "conversations", {"messages": [USER, ASSISTANT]}),
+        (
+            {"conversations": SHARE_GPT, "system": "Be kind"},
+            "conversations",
+            {"messages": [SYSTEM, USER, ASSISTANT]},
+        ),
+        ({"conversations": [USER, ASSISTANT]}, "conversations", {"messages": [USER, ASSISTANT]}),
+        ({"prompt": "Hi", "completion": " Hello"}, "prompt", {"prompt": "Hi", "completion": " Hello"}),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "prompt", {"prompt": [USER], "completion": [ASSISTANT]}),
+        ({"instruction": "Hi", "output": "Hello"}, "alpaca", {"prompt": [USER], "completion": [ASSISTANT]}),
         (
             {"instruction": "Add", "input": "1 2", "output": "Hello"},
             "alpaca",
-            [{"role": "user", "content": "Add\n\n1 2"}],
-            [ASSISTANT],
+            {"prompt": [{"role": "user", "content": "Add\n\n1 2"}], "completion": [ASSISTANT]},
         ),
-        ({"instruction": "Hi", "input": "", "output": "Hello"}, "alpaca", [USER], [ASSISTANT]),
+        (
+            {"instruction": "Hi", "input": "", "output": "Hello"},
+            "alpaca",
+            {"prompt": [USER], "completion": [ASSISTANT]},
+        ),
     ],
 )
-def test_columns_say_the_format(tmp_path, row, name, prompt, completion):
+def test_columns_say_the_format(tmp_path, row, name, read):
     rows = rows_of(tmp_path, row)
     form = recognise(rows, None, "text")
     assert form.name == name
-    sample = form.read(rows.example)
-    assert (sample.prompt, sample.completion) == (prompt, completion)
+    found = form.read(rows.example)
+    assert found == {**read, "tools": None} if form.is_chat else found == read
+    assert list(form.features) == list(found)
 
 
 def test_columns_that_fit_no_format_are_refused_with_those_expected(tmp_path):
@@ -77,7 +85,7 @@ def test_a_column_of_texts_that_nothing_reads_is_refused(tmp_path):
 
 def test_the_column_of_texts_can_have_any_name(tmp_path):
     rows = rows_of(tmp_path, {"body": "Hi"})
-    assert recognise(rows, None, "body").read(rows.example).completion == "Hi"
+    assert recognise(rows, None, "body").read(rows.example) == {"body": "Hi"}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,11 @@ def test_the_column_of_texts_can_have_any_name(tmp_path):
         ),
         ({"messages": [USER]}, {"messages": [{"role": "user"}]}, "message 1 of column 'messages' has no content"),
         ({"messages": [USER]}, {"messages": [USER], "tools": "{"}, "column 'tools' holds no JSON"),
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": [USER]}, "column 'prompt' holds a str"),
+        (
+            {"prompt": "a", "completion": "b"},
+            {"prompt": "a", "completion": [USER]},
+            "column 'completion' holds a list",
+        ),
         ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}, "nothing in column 'output'"),
         ({"conversations": SHARE_GPT}, {"conversations": [{"from": "human"}]}, "message 1 .* has no content"),
     ],
@@ -111,6 +123,5 @@ def test_messages_of_arrow_lose_the_keys_that_they_do_not_have(tmp_path):
     """In a JSON array every message has the keys of all: the others are null."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     (tmp_path / "rows.json").write_text(json.dumps([{"messages": [USER, call]}]), encoding="utf-8")
-    rows = load_rows(CommonArguments(train_file=str(tmp_path / "rows.json")), "train")
-    sample = recognise(rows, None, "text").read(rows.example)
-    assert sample.completion == [USER, call]
+    rows = load_rows(SourceArguments(train_file=str(tmp_path / "rows.json")), "train")
+    assert recognise(rows, None, "text").read(rows.example)["messages"] == [USER, call]

@@ -3,14 +3,14 @@
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes import classify, pretrain, sft
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
+from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.tasks import TASKS
 from tests.distributed import RemoteError, run_ranks
 from tests.recipes.data.conftest import chats, completions, write_lines
 from tests.recipes.data.tasks import run
 
 
-TRAINING = {"max_steps": -1, "dataloader_num_workers": 0, "train_sampling_strategy": "random"}
 ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
 
 
@@ -18,25 +18,27 @@ ROWS = {"text": [{"text": "Hi"}], "prompt": completions(), "messages": chats()}
 @pytest.mark.parametrize(
     ("task", "given", "message"),
     [
-        (sft, {"model_name_or_path": None}, "model_name_or_path: not set"),
-        (sft, {"model_revision": "main"}, "model_revision 'main': .* is a folder, which has no revisions"),
-        (sft, {"dataset_config": "en"}, "dataset_config: .*rows.jsonl is a file, which has no configurations"),
-        (classify, {"num_classes": 3}, "num_classes: of python_docstrings alone"),
-        (sft, {"packing": True, "dataset_streaming": True}, "packing: takes all rows to be known"),
-        (sft, {"dataset_format": "sharegpt"}, "dataset_format 'sharegpt': expected one of text, messages"),
-        (sft, {"chat_template_path": "nowhere.jinja"}, "chat_template_path nowhere.jinja: cannot be read"),
-        (sft, {"max_length": 1}, "max_length 1: expected 2 or more"),
-        (sft, {"use_peft": True, "lora_r": 0}, "lora_r 0: expected 1 or more"),
-        (pretrain, {"dtype": "float8"}, "dtype 'float8': expected one of float32"),
-        (pretrain, {"train_file": None}, "data: none is given to train on; give --dataset_name or --train_file"),
-        (sft, {"dataset_shuffle_buffer": 0}, "dataset_shuffle_buffer 0: expected 1 or more"),
+        ("sft", ["--model_name_or_path="], "model_name_or_path: not set"),
+        ("sft", ["--model_revision=main"], "model_revision 'main': .* is a folder, which has no revisions"),
+        ("sft", ["--dataset_config=en"], "dataset_config: .*rows.jsonl is a file, which has no configurations"),
+        ("classify", ["--num_classes=3"], "num_classes: of python_docstrings alone"),
+        ("sft", ["--dataset_format=sharegpt"], "dataset_format 'sharegpt': expected one of text, messages"),
+        ("sft", ["--chat_template_path=nowhere.jinja"], "chat_template_path nowhere.jinja: cannot be read"),
+        ("sft", ["--eval_packing=true"], "eval_packing: test rows are packed as training rows are; add --packing"),
+        ("sft", ["--max_length=1"], "max_length 1: expected 2 or more"),
+        ("sft", ["--max_length=4096"], "max_length 4096: .* has 128 positions"),
+        ("sft", ["--use_peft", "--lora_r=0"], "lora_r 0: expected 1 or more"),
+        ("sft", ["--dataset_streaming"], "dataset_streaming: the number of rows is not known; set --max_steps"),
+        ("pretrain", ["--dtype=float8"], "dtype 'float8': expected one of float32"),
+        ("sft", ["--dataset_shuffle_buffer=0"], "dataset_shuffle_buffer 0: expected 1 or more"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(task, given, message, tmp_path, language_models):
     write_lines(tmp_path / "rows.jsonl", ROWS["text"])
-    arguments = {"model_name_or_path": str(language_models["Llama"]), "train_file": str(tmp_path / "rows.jsonl")}
+    argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", str(tmp_path / "rows.jsonl")]
+    settings = parse_settings(task, [*argv, "--max_length=64", *given])
     with pytest.raises(ConfigError, match=message) as caught:
-        task.check(task.Arguments(**{**arguments, **given}), TRAINING)
+        TASKS[task].load().check(settings.arguments, settings.training)
     assert "\n" not in str(caught.value)
 
 
@@ -47,20 +49,20 @@ def test_settings_that_cannot_work_are_refused_at_once(task, given, message, tmp
         ("pretrain", "messages", [], r"columns found \['messages'\], expected text; rename"),
         ("sft", "text", ["--completion_only_loss", "true"], "completion_only_loss: rows of text have no prompt"),
         ("sft", "text", ["--assistant_only_loss", "true"], "assistant_only_loss: rows of text have no messages"),
-        ("sft", "prompt", ["--assistant_only_loss", "true"], "line 1: texts, expected messages"),
-        ("sft", "text", ["--chat_template_path", "chat.jinja"], "chat_template_path: rows of .* hold no messages"),
         (
             "sft",
-            "text",
-            ["--dataset_streaming"],
-            "dataset_streaming: the number of rows is not known; set --max_steps",
+            "prompt",
+            ["--assistant_only_loss", "true"],
+            "assistant_only_loss: rows of prompt, completion",
         ),
+        ("sft", "text", ["--chat_template_path", "chat.jinja"], "chat_template_path: rows of .* hold no messages"),
         ("sft", "messages", ["--max_length", "5"], "no row has a token that the loss counts within its first 5"),
-        ("sft", "text", ["--max_length", "4096"], "max_length 4096: .* has 128 positions"),
+        ("sft", "prompt", ["--use_peft", "--lora_target_modules", "nothing"], "Target modules .*nothing.* not found"),
+        ("sft", "messages", ["--chat_template_path", "chat.jinja"], "the chat template does not mark what the assist"),
     ],
 )
 def test_data_that_cannot_work_are_refused_in_one_line(task, rows, flags, message, tmp_path, cache, language_models):
-    (tmp_path / "chat.jinja").write_text("", encoding="utf-8")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8")
     write_lines(tmp_path / "rows.jsonl", ROWS[rows])
     flags = [str(tmp_path / flag) if flag == "chat.jinja" else flag for flag in flags]
     argv = ["--model_name_or_path", str(language_models["Llama"]), "--train_file", str(tmp_path / "rows.jsonl")]

@@ -7,7 +7,7 @@ from datasets import Dataset, Features, Value
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import BadRow, check_sources, encode_rows, load_rows
-from hf_zero.recipes.tasks import CommonArguments
+from hf_zero.recipes.tasks import SourceArguments
 
 
 ROWS = [{"text": "one, two", "label": "a"}, {"text": "NA", "label": "b"}]
@@ -44,7 +44,7 @@ def encode(rows, skip_bad_rows=False):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["a.jsonl", "lines.json", "a.json", "a.csv", "a.tsv", "a.parquet"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, name, streaming):
-    arguments = CommonArguments(train_file=write(tmp_path, name), dataset_streaming=streaming)
+    arguments = SourceArguments(train_file=write(tmp_path, name), dataset_streaming=streaming)
     check_sources(arguments)
     rows = load_rows(arguments, "train")
     assert rows.columns == ["text", "label"]
@@ -54,7 +54,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, name, streaming):
 
 def test_text_files_give_a_row_for_each_line_that_is_not_empty(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\n  \ntwo\n", encoding="utf-8")
-    rows = load_rows(CommonArguments(dataset_name=str(tmp_path / "a.txt")), "train")
+    rows = load_rows(SourceArguments(dataset_name=str(tmp_path / "a.txt")), "train")
     assert encode(rows)[0] == ["one", "two"]
 
 
@@ -62,7 +62,7 @@ def test_a_folder_has_the_splits_that_its_file_names_say(tmp_path):
     (tmp_path / "data").mkdir()
     write(tmp_path / "data", "train.jsonl")
     (tmp_path / "data" / "test.jsonl").write_text('{"text": "of test"}\n', encoding="utf-8")
-    arguments = CommonArguments(dataset_name=str(tmp_path / "data"), dataset_test_split="test")
+    arguments = SourceArguments(dataset_name=str(tmp_path / "data"), dataset_test_split="test")
     assert encode(load_rows(arguments, "train"))[0] == ["one, two", "NA"]
     assert encode(load_rows(arguments, "test"))[0] == ["of test"]
     arguments.dataset_test_split = "valid"
@@ -74,7 +74,7 @@ def test_a_slice_of_several_files_keeps_the_lines_of_each(tmp_path):
     for number in range(3):
         lines = [json.dumps({"text": f"{number}.{line}"}) for line in range(4)]
         (tmp_path / f"{number}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    arguments = CommonArguments(dataset_name=str(tmp_path), dataset_train_split="train[25%:75%]+train[11:]")
+    arguments = SourceArguments(dataset_name=str(tmp_path), dataset_train_split="train[25%:75%]+train[11:]")
     rows = load_rows(arguments, "train")
     texts = encode(rows)[0]
     assert texts == ["0.3", "1.0", "1.1", "1.2", "1.3", "2.0", "2.3"]
@@ -84,7 +84,7 @@ def test_a_slice_of_several_files_keeps_the_lines_of_each(tmp_path):
 
 
 def test_max_rows_and_no_test_split(tmp_path):
-    arguments = CommonArguments(train_file=write(tmp_path, "a.jsonl"), max_train_rows=1)
+    arguments = SourceArguments(train_file=write(tmp_path, "a.jsonl"), max_train_rows=1)
     assert encode(load_rows(arguments, "train"))[0] == ["one, two"]
     assert load_rows(arguments, "test") is None
 
@@ -96,7 +96,7 @@ BAD = '{"text": "good"}\n\n{"text": \n[1]\n{"text": 5}\n{"text": "also"}\n'
 def test_bad_lines_are_named_or_left_out(tmp_path, streaming):
     file = tmp_path / "bad.jsonl"
     file.write_text(BAD, encoding="utf-8")
-    arguments = CommonArguments(train_file=str(file), dataset_streaming=streaming)
+    arguments = SourceArguments(train_file=str(file), dataset_streaming=streaming)
     rows = load_rows(arguments, "train")
     with pytest.raises(DataError, match=r"bad.jsonl: line 3: not JSON .*--skip_bad_rows"):
         encode(rows)
@@ -106,7 +106,7 @@ def test_bad_lines_are_named_or_left_out(tmp_path, streaming):
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):
-    arguments = CommonArguments(train_file=write(tmp_path, "a.jsonl"))
+    arguments = SourceArguments(train_file=write(tmp_path, "a.jsonl"))
     assert len(encode(load_rows(arguments, "train"))[0]) == 2
     (tmp_path / "a.jsonl").write_text('{"text": "other"}\n', encoding="utf-8")
     assert encode(load_rows(arguments, "train"))[0] == ["other"]
@@ -115,7 +115,7 @@ def test_a_file_that_changed_is_read_again(tmp_path):
 def test_rows_of_csv_with_too_many_fields_are_named_or_counted(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("text,label\nx,y\na,b,c\nz,\n", encoding="utf-8")
-    arguments = CommonArguments(train_file=str(file))
+    arguments = SourceArguments(train_file=str(file))
     with pytest.raises(DataError, match="a.csv: cannot be read .*line 3"):
         load_rows(arguments, "train")
     arguments.skip_bad_rows = True
@@ -137,7 +137,7 @@ def test_rows_of_csv_with_too_many_fields_are_named_or_counted(tmp_path):
 def test_a_file_without_good_rows_is_refused_in_one_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message) as caught:
-        load_rows(CommonArguments(train_file=str(tmp_path / name)), "train")
+        load_rows(SourceArguments(train_file=str(tmp_path / name)), "train")
     assert "\n" not in str(caught.value)
 
 
@@ -158,13 +158,13 @@ def test_a_file_without_good_rows_is_refused_in_one_line(tmp_path, name, content
 )
 def test_what_cannot_be_a_source_is_refused_before_anything_is_read(given, kind, message):
     with pytest.raises(kind, match=message):
-        check_sources(CommonArguments(**given))
+        check_sources(SourceArguments(**given))
 
 
 def test_a_data_set_that_is_not_on_the_hub_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="nobody/nothing, split train: cannot be read") as caught:
-        load_rows(CommonArguments(dataset_name="nobody/nothing"), "train")
+        load_rows(SourceArguments(dataset_name="nobody/nothing"), "train")
     assert "\n" not in str(caught.value)
 
 
@@ -172,6 +172,6 @@ def test_a_folder_that_datasets_has_a_loader_for_is_read_with_it(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     (tmp_path / "data").mkdir()
     (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(tmp_path / "data" / "train.arrow")
-    rows = load_rows(CommonArguments(dataset_name=str(tmp_path / "data")), "train")
+    rows = load_rows(SourceArguments(dataset_name=str(tmp_path / "data")), "train")
     assert encode(rows)[0] == ["one, two", "NA"]
     assert rows.where(1) == f"{tmp_path}/data, split train: row 2"

@@ -8,10 +8,9 @@ import pytest
 from datasets import Dataset, Features, Value
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.causal import CausalArguments, check_stream
 from hf_zero.recipes.data import BadRow, encode_rows, load_rows
-from hf_zero.recipes.data.sources import Stream, shuffled
-from hf_zero.recipes.tasks import CommonArguments
+from hf_zero.recipes.data.sources import Stream, check_stream, shuffled
+from hf_zero.recipes.tasks import SourceArguments
 
 
 @pytest.mark.quick
@@ -22,7 +21,7 @@ def test_a_stream_begins_again_and_ends_where_there_are_no_rows():
 
 
 def test_a_stream_is_shuffled_alike_in_every_process_and_otherwise_in_every_pass():
-    rows, arguments = Dataset.from_dict({"n": range(100)}).to_iterable_dataset(), CausalArguments()
+    rows, arguments = Dataset.from_dict({"n": range(100)}).to_iterable_dataset(), SourceArguments()
 
     def passes(**settings):
         training = SimpleNamespace(**{"train_sampling_strategy": "random", "seed": 1, "data_seed": None, **settings})
@@ -49,10 +48,10 @@ def test_a_stream_is_shuffled_alike_in_every_process_and_otherwise_in_every_pass
     ],
 )
 def test_what_a_stream_cannot_be_read_with_is_refused(changed, message):
-    streaming = CausalArguments(dataset_streaming=True)
+    streaming = SourceArguments(dataset_streaming=True)
     training = {"max_steps": 3, "dataloader_num_workers": 1, "train_sampling_strategy": "random"}
     check_stream(streaming, training)
-    check_stream(CausalArguments(), training | changed)
+    check_stream(SourceArguments(), training | changed)
     with pytest.raises(ConfigError, match=message):
         check_stream(streaming, training | changed)
 
@@ -72,7 +71,7 @@ def test_a_bad_row_of_a_folder_is_named_by_its_file_whoever_reads_it(tmp_path, s
             raise BadRow("bad")
         return row
 
-    rows = load_rows(CommonArguments(dataset_name=str(tmp_path), dataset_streaming=True), "train")
+    rows = load_rows(SourceArguments(dataset_name=str(tmp_path), dataset_streaming=True), "train")
     assert rows.columns == ["text"]
     data, _ = encode_rows(rows, read, Features({"text": Value("string")}), skip_bad_rows=False, key="test")
     for each in (data, data.shard(3, 1)):  # one process of three has the second file alone
