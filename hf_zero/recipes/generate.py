@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -105,7 +106,8 @@ def _check(arguments: Arguments) -> None:
 def answer_file(folder: str, arguments: Arguments) -> None:
     """Answers the prompts. All ranks call it; the first writes."""
     with transport_errors("generate"):
-        state = PartialState(cpu=arguments.use_cpu)
+        # without cpu, every rank of a machine without accelerator would take itself for the only one
+        state = PartialState(cpu=arguments.use_cpu or not torch.accelerator.is_available())
         with state.main_process_first():
             rows = load_rows(SourceArguments(train_file=arguments.prompts), "train")
         is_sharded = arguments.zero_stage == 3 and state.num_processes > 1

@@ -213,7 +213,7 @@ def generate(capsys, tmp_path):
 
 
 def command(folder, prompts, output, *flags: str) -> list[str]:
-    given = [f"--prompts={prompts}", f"--output={output}", f"--max_new_tokens={NUM_NEW}", "--use_cpu=true", *flags]
+    given = [f"--prompts={prompts}", f"--output={output}", f"--max_new_tokens={NUM_NEW}", *flags]
     return ["generate", str(folder), *given]
 
 
