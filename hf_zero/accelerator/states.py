@@ -34,6 +34,8 @@ from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.staging import added
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import ZeroEngine, engine_of, gathered
+from hf_zero.engine.divided import with_local
+from hf_zero.engine.writes import take_here
 from hf_zero.errors import CheckpointError, ConfigError, LifecycleError
 from hf_zero.optim import ShardedOptimizer, sharded_of
 
@@ -148,6 +150,7 @@ def save_prepared(engine: ZeroEngine, own: Callable[..., object], *args, **kwarg
         if is_main_process in (None, True):
             own(*args, **kwargs)
     elif all(unit.is_unsharded for unit in engine.units):
+        _tell_of_copies(engine)
         own(*args, **kwargs)
     elif is_main_process is None:
         raise LifecycleError(
@@ -163,6 +166,18 @@ def save_prepared(engine: ZeroEngine, own: Callable[..., object], *args, **kwarg
             own(**{**given, "state_dict": state_dict})
 
 
+def _tell_of_copies(engine: ZeroEngine) -> None:
+    """Warns where a model's parameters show less precision than their masters have: one rank alone has not those."""
+    flat = next((flat for flat in engine.flats if flat.master.dtype is not flat.dtype), None)
+    if flat is not None:
+        logger.warning(
+            "save_pretrained: writes the copies in %s that are computed with; for the values in %s call "
+            "accelerator.save_model on all ranks",
+            flat.dtype,
+            flat.master.dtype,
+        )
+
+
 def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
     """Returns the arguments of a call by name."""
     further = [p.name for p in call.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
@@ -175,15 +190,25 @@ def _by_name(call: inspect.BoundArguments) -> dict[str, Any]:
 def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
     """Gathers the whole state dict, unit by unit, on rank 0's CPU; other ranks get an empty one. Collective.
 
+    Parameters that are computed in another dtype than they are updated in have the values of their masters, as the
+    files of `save_model` have.
+
     Args:
         engine (`ZeroEngine`): of the model.
     """
     whole: dict[int, Tensor] = {}
+    engine.finish_updates()
+    if not engine.is_cast:
+        take_here(engine, engine.flats)  # what was written to parameters that rest whole counts
     for unit in engine.units:
-        params = [p for flat in unit.flats for p in flat.params]
-        with gathered(params):
+        shown = [p for flat in unit.flats if flat.master.dtype is flat.dtype for p in flat.params]
+        with gathered(shown):
             if engine.comm.rank == 0:
-                whole |= {id(p): p.detach().cpu().clone() for p in params}
+                whole |= {id(p): p.detach().cpu().clone() for p in shown}
+        for flat in unit.flats:
+            for p, values in flat.whole_params(unit.name) if flat.master.dtype is not flat.dtype else ():
+                if engine.comm.rank == 0:
+                    whole[id(p)] = with_local(p, values).detach().cpu().clone()
     named = named_tensors(engine.model) if engine.comm.rank == 0 else ()
     return {name: whole[id(tensor)] if id(tensor) in whole else tensor.detach().cpu() for name, tensor in named}
 

@@ -271,12 +271,17 @@ class Flat:
         for master, covers in self.rest.masters.pieces(writes=True, only=(span.offset, span.stop)):
             copy_overlap(master, covers, values.detach().reshape(-1), (span.offset, span.stop))
 
-    def restore_params(self, what: str) -> None:
-        """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""
+    def whole_params(self, what: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yields every parameter with its values as the optimizer has them: whole, and in the dtype that it came with.
+        All ranks call it; the values are to be read only."""
         whole = self.rest.whole_master(what)
         for span, p, dtype in zip(self.layout.spans, self.params, self._home_dtypes):
-            values = whole[span.offset : span.stop].view(span.shape)
-            put(p, values.to(device=self.comm.device, dtype=dtype, copy=True))
+            yield p, whole[span.offset : span.stop].view(span.shape).to(dtype)
+
+    def restore_params(self, what: str) -> None:
+        """Puts every parameter's values, whole and in the dtype that it came with, into memory of its own."""
+        for p, values in self.whole_params(what):
+            put(p, values.to(device=self.comm.device, copy=True))
         for companions in self._companions:
             companions.follow()
         self.rest.barrier()

@@ -1,5 +1,6 @@
 """`ZeroAccelerator` in scripts of the usual shape: it trains what DDP trains, and says in a line what cannot work."""
 
+import logging
 import os
 import re
 
@@ -244,12 +245,15 @@ def test_a_schedule_stands_still_for_its_own_optimizer_alone():
     assert run_ranks(_schedules, 2) == [{"mlp": [1.0], "llama": [0.25]}] * 2  # accelerate steps it once for each rank
 
 
-def _saves_whole(folder, stage):
+def _saves_whole(folder, stage, precision):
     from transformers import BertForSequenceClassification
 
-    accelerator, model, _ = _prepared(stage)
+    accelerator, model, _ = _prepared(stage, mixed_precision=precision)
     whole = accelerator.get_state_dict(model)
     assert bool(whole) == accelerator.is_main_process
+    torch.manual_seed(0)
+    drawn = example.bert().state_dict()  # in fp32
+    assert all(torch.equal(value, drawn[name]) for name, value in whole.items())
     unwrapped, is_main = accelerator.unwrap_model(model), accelerator.is_main_process
     unwrapped.save_pretrained(f"{folder}/plain", is_main_process=is_main, save_function=accelerator.save)
     state = accelerator.get_state_dict(model)
@@ -260,6 +264,7 @@ def _saves_whole(folder, stage):
     accelerator.wait_for_everyone()
     for name in ("plain", "given", "variant", "model", "state") if is_main else ():
         settings = {"variant": "new"} if name == "variant" else {}
+        settings["dtype"] = torch.float32  # transformers notes that of the parameters that the model shows
         loaded = BertForSequenceClassification.from_pretrained(f"{folder}/{name}", **settings).state_dict()
         assert loaded.keys() == whole.keys() and all(torch.equal(loaded[key], whole[key]) for key in whole), name
     if is_main:
@@ -275,9 +280,27 @@ def _saves_whole(folder, stage):
     assert hf_zero.ShardedModel(model).unshard().save_pretrained.__func__ is before
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_whole_weights_are_written_in_every_way_of_accelerates_examples(tmp_path, stage):
-    run_ranks(_saves_whole, 2, str(tmp_path), stage)
+@pytest.mark.parametrize("stage, precision", [(1, "no"), (3, "no"), (3, "bf16")])
+def test_whole_weights_are_written_in_every_way_of_accelerates_examples(tmp_path, stage, precision):
+    run_ranks(_saves_whole, 2, str(tmp_path), stage, precision)
+
+
+def _saves_copies(folder):
+    _, model, _ = _prepared(1, mixed_precision="bf16")
+    logger = logging.getLogger("hf_zero.accelerator.states")
+    with pytest.MonkeyPatch.context() as patch:
+        told = []
+        patch.setattr(logger, "warning", lambda text, *parts: told.append(text % parts))
+        model.save_pretrained(f"{folder}/{dist.get_rank()}")
+    return told
+
+
+def test_writing_the_copies_that_are_computed_with_is_told(tmp_path):
+    for told in run_ranks(_saves_copies, 2, str(tmp_path)):
+        assert told == [
+            "save_pretrained: writes the copies in torch.bfloat16 that are computed with; for the values in "
+            "torch.float32 call accelerator.save_model on all ranks"
+        ]
 
 
 def _saves_on_one_rank(folder, stage):
