@@ -117,15 +117,14 @@ def _talk(conversation: Conversation) -> None:
     while True:
         try:
             text = input("> " if is_terminal else "").strip()
+            if text == ANEW:
+                conversation.clear()
+            elif text:
+                _answer(conversation, text)
         except EOFError:
             return
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # at the prompt, or once more while an answer stops
             print(f"\n{HINT}")
-            continue
-        if text == ANEW:
-            conversation.clear()
-        elif text:
-            _answer(conversation, text)
 
 
 def _answer(conversation: Conversation, text: str) -> None:
