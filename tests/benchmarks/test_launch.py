@@ -25,16 +25,18 @@ def test_wire_counter_sees_what_a_rank_sends():
 @pytest.mark.quick
 @pytest.mark.timeout(180)
 def test_a_rank_that_raises_ends_the_group_with_its_traceback():
+    before = set(multiprocessing.active_children())  # ranks that other tests keep
     run_group(f"{TASKS}:sleep", {"seconds": 0}, num_processes=2, timeout=120)  # takes as long as imports do
     start = time.monotonic()
     with pytest.raises(RemoteError, match="rank 1: (.|\n)*ValueError: the reason"):
         run_group(f"{TASKS}:raise_on_last_rank", {}, num_processes=2, timeout=120)
     assert time.monotonic() - start < 60
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.timeout(180)
 def test_a_group_that_does_not_answer_is_ended():
+    before = set(multiprocessing.active_children())
     with pytest.raises(RemoteError, match="no answer within 3 s"):
         run_group(f"{TASKS}:sleep", {"seconds": 300}, num_processes=2, timeout=3)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
