@@ -3,6 +3,7 @@
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,8 +74,8 @@ class Store:
             make=lambda nbytes: bus.empty(nbytes, torch.uint8),
             chunk_nbytes=chunk_nbytes,
         )
-        is_timed = bus is not None and bus.device.type == "cuda"
-        self._pace = Pace((lambda: torch.cuda.Event(enable_timing=True)) if is_timed else None)
+        is_timed = bus is not None and bus.device.type != "cpu"
+        self._pace = Pace(partial(torch.get_device_module(bus.device).Event, enable_timing=True) if is_timed else None)
         self._stack: list[Saved] = []
         self._flights: deque[Saved] = deque()  # on their way to the host, the oldest first
         self._num_calls = 0

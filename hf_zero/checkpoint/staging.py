@@ -292,8 +292,8 @@ _ALIGNMENT = 64
 class Snapshots:
     """Copies pieces of checkpoints, in the dtypes of their files, one checkpoint at a time.
 
-    The memory is page-locked where pieces lie on a GPU, grows to the size of this rank's part of a checkpoint, and
-    stays: fresh memory would cost more time than the copy.
+    The memory is page-locked where pieces lie on an accelerator. It grows to the size of this rank's part of a
+    checkpoint, and stays: fresh memory would cost more time than the copy.
     """
 
     def __init__(self):
@@ -304,17 +304,17 @@ class Snapshots:
     def take(self, parts: Sequence[StagedFiles]) -> list[StagedFiles]:
         """Returns the same parts with their pieces copied. What was taken before is overwritten."""
         self._next = self._used = 0
-        taken, on_gpu = [], False
+        taken, devices = [], set()
         for part in parts:
             pieces = []
             for name, start, values in part.pieces():
-                copy = self._place(values.numel(), part.files.entry(name).dtype, pinned=values.is_cuda)
+                copy = self._place(values.numel(), part.files.entry(name).dtype, pinned=values.device.type != "cpu")
                 copy.copy_(values.detach(), non_blocking=True)
-                on_gpu = on_gpu or values.is_cuda
+                devices.add(values.device)
                 pieces.append((name, start, copy))
             taken.append(replace(part, pieces=partial(iter, pieces)))
-        if on_gpu:
-            torch.cuda.synchronize()
+        for device in devices:
+            torch.get_device_module(device).synchronize(device)
         return taken
 
     def _place(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:

@@ -51,7 +51,7 @@ def connect(
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_initialized() and launched > 1:
         limit = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit)
     if not dist.is_initialized():
         return Comm(device, timeout_seconds or default_pg_timeout.total_seconds())
     if group is None and "WORLD_SIZE" in os.environ and launched != dist.get_world_size():

@@ -215,8 +215,8 @@ def _place_slots(units: list[Unit], config: ZeroConfig, comm: Comm, arena: Arena
 
 def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
     """Counts the buffers of `nbytes` that fit half of what is free on every rank beside gradients and Adam's state."""
-    if comm.device.type == "cuda":
-        free = torch.cuda.mem_get_info(comm.device)[0]
+    if comm.device.type != "cpu":
+        free = torch.get_device_module(comm.device).mem_get_info(comm.device)[0]
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # were all on this host
     else:
