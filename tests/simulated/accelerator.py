@@ -1,0 +1,445 @@
+"""An accelerator on CPU tensors, and the worst that its semantics allow.
+
+It stands where `torch.get_device_module` gives the streams and events of a device. What is issued on a stream is done
+at once, but it counts as done only for those who are ordered behind it: by an event, by `wait_stream`, by a
+`synchronize`. Everything else is a race (`clocks`). The default stream is late too, as the host sees it. Each
+communicator is a stream of its own. Memory of the device is freed in the order of the stream that first used it, as
+that of a caching allocator is, and memory of the host in the order of the host's thread.
+
+What it cannot see: reads by other libraries of memory that no operator touches, and how long anything takes.
+"""
+
+import concurrent.futures
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_zero.comm import Comm, bus, native
+from hf_zero.engine import build, host_transfer
+from tests.simulated.clocks import Clock, History, address_of, host_thread, is_plain, place_of_caller
+
+
+HOST, DEVICE = torch.device("cpu"), torch.device("cpu", 0)
+TIMEOUT_SECONDS = 60.0
+# Small, so that buffers are filled again and again.
+BUCKET_NBYTES = 4096
+PIECE_NBYTES, NUM_PIECES = 1024, 2
+# Operators that make views, or memory, and touch no values; and those that may go between device and host.
+NO_ACCESS = {"detach", "alias", "lift_fresh", "_unsafe_view"}
+ALLOCATING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+COPIES = {"copy_", "_to_copy", "clone"}
+# Operators whose result the host reads: it waits for the stream.
+WAITING = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"}
+
+
+class Stream:
+    """A queue of the device. What is in it is done for those who wait for it."""
+
+    _count = 0
+
+    def __init__(self, accelerator: "Accelerator", name: str | None = None):
+        Stream._count += 1
+        self.name = name or f"stream {Stream._count}"
+        self._clocks = accelerator.history.clocks
+        self._accelerator = accelerator
+
+    @property
+    def clock(self) -> Clock:
+        return self._clocks[self.name]
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._accelerator.history.look_for_freed()
+        self.clock.join(other.clock)
+
+    def wait_event(self, event: "Event") -> None:
+        event.wait(self)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event(self._accelerator)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self._accelerator.let_host_wait(self.clock)
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, accelerator: "Accelerator", **_):
+        self._accelerator = accelerator
+        self.clock = Clock()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = Clock((stream or self._accelerator.current_stream()).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        self._accelerator.history.look_for_freed()
+        (stream or self._accelerator.current_stream()).clock.join(self.clock)
+
+    def synchronize(self) -> None:
+        self._accelerator.let_host_wait(self.clock)
+
+    def query(self) -> bool:
+        return False  # the latest that it may be
+
+
+class Accelerator:
+    """The device of one rank.
+
+    Attributes:
+        history (`History`): who touched what, and what is a race.
+        host_waits (`Counter`): how often the host waited for the device, by place.
+        collectives (`list`): the name of the communicator, what was done and bytes, in the order of the launches.
+    """
+
+    def __init__(self):
+        self.history = History()
+        self.host_waits: Counter[str] = Counter()
+        self.collectives: list[tuple[str, str, int]] = []
+        self._host_memory: dict[int, StorageWeakRef] = {}  # by address, what is the host's
+        self._local = threading.local()
+        self._default = Stream(self, "default stream")
+        self.module = SimpleNamespace(
+            Stream=lambda *_, **__: Stream(self),
+            Event=lambda *_, **settings: Event(self, **settings),
+            current_stream=lambda *_: self.current_stream(),
+            default_stream=lambda *_: self._default,
+            stream=self.on_stream,
+            synchronize=lambda *_: self._default.synchronize(),
+            set_device=lambda *_: None,
+        )
+
+    def current_stream(self) -> Stream:
+        return getattr(self._local, "stream", self._default)
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        before, self._local.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def let_host_wait(self, clock: Clock) -> None:
+        """Lets this thread of the host know all that a clock knows."""
+        with self.history.lock:
+            self.host_waits[place_of_caller()] += 1
+            self.history.look_for_freed()
+            self.history.clocks[host_thread()].join(clock)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        weak = self._host_memory.get(address_of(tensor))
+        return weak is not None and not weak.expired()
+
+    def put_on_host(self, tensor: Tensor) -> None:
+        """Notes that a tensor's memory is the host's."""
+        self._host_memory[address_of(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        self.history.allocate(tensor, host_thread())
+
+    def allocate(self, tensor: Tensor) -> None:
+        """Notes memory of the device, whose next user is in the order of the current stream when it is freed."""
+        if is_plain(tensor):
+            self.history.look_for_freed()
+            self.history.allocate(tensor, self.current_stream().name)
+
+    def issue(self, actor: str) -> None:
+        """Notes that an actor does something. What this thread of the host did, or waited for, comes before it."""
+        self.history.look_for_freed()
+        if actor != host_thread():
+            self.history.clocks[actor].join(self.history.clocks[host_thread()])
+        self.history.tick(actor)
+
+    def note(self, operation: str, reads: list[Tensor], writes: list[Tensor], non_blocking: bool) -> None:
+        """Notes an operator: a kernel of the current stream, or the host's own work where its memory takes part."""
+        with self.history.lock:
+            stream, on_host = self.current_stream(), [self.is_on_host(each) for each in [*reads, *writes]]
+            actor, is_copy = stream.name, operation in COPIES
+            if on_host and all(on_host):
+                actor = host_thread()
+            elif not is_copy and any(each.dim() for each, is_here in zip([*reads, *writes], on_host) if is_here):
+                actor = host_thread()  # what has no dimension is a number, which a kernel is launched with
+            self.issue(actor)
+            if actor == host_thread():  # numbers that a device has computed are waited for
+                for each, is_here in zip([*reads, *writes], on_host):
+                    if not is_here and each.numel() == 1:
+                        self.history.learn(actor, each)
+            for each in reads:
+                is_number = not is_copy and not each.dim() and self.is_on_host(each)  # copied into the launch
+                self.history.access(host_thread() if is_number else actor, each, False, operation)
+            for each in writes:
+                self.history.access(actor, each, True, operation)
+            is_between = is_copy and any(on_host) and not non_blocking
+            if (operation in WAITING or is_between) and actor != host_thread():
+                self.let_host_wait(stream.clock)
+
+    def collective(self, communicator: str, what: str, do: Callable, reads: list[Tensor], writes: list[Tensor]):
+        """Runs a collective on the stream of its communicator, behind what the current stream has."""
+        with _paused():
+            do()
+        with self.history.lock:
+            self.collectives.append((communicator, what, sum(each.nbytes for each in reads)))
+            clock = self.history.clocks[communicator]
+            clock.join(self.current_stream().clock)
+            self.issue(communicator)
+            for each in reads:
+                self.history.access(communicator, each, False, what)
+            for each in writes:
+                self.history.access(communicator, each, True, what)
+            event = Event(self)
+            event.clock = Clock(clock)
+        return SimpleNamespace(wait=event.wait, holds=[*reads, *writes])
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Puts the accelerator into the place of the CPU's module, and everything that is done under its eyes."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "get_device_module", lambda *_: self.module)
+            patch.setattr(build, "connect", self._connect)
+            patch.setattr(Comm, "is_on_cpu", property(lambda comm: comm.device == HOST))
+            patch.setattr(host_transfer, "NUM_PIECES", NUM_PIECES)
+            patch.setattr(host_transfer.HostTransfer.__init__, "__defaults__", (PIECE_NBYTES,))
+            patch.setattr(native.NativeComm, "_collect", self._gather(native.NativeComm._collect))
+            patch.setattr(native.NativeComm, "_sum", self._reduce(native.NativeComm._sum))
+            patch.setattr(bus.Bus, "empty", self._host_empty(bus.Bus.empty))
+            patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", self._submit())
+            patch.setattr(concurrent.futures.Future, "result", self._result())
+            patch.setattr(threading.Thread, "start", self._start())
+            patch.setattr(threading.Thread, "join", self._join())
+            for name in ("cpu", "tolist", "numpy"):
+                patch.setattr(Tensor, name, self._read_by_host(getattr(Tensor, name)))
+            for name in ("tensor", "frombuffer", "from_numpy"):
+                patch.setattr(torch, name, self._make(getattr(torch, name)))
+            patch.setattr(Tensor, "device", property(self._device_of), raising=True)
+            patch.setattr(Tensor, "to", self._move(Tensor.to))
+            with Watch(self):
+                yield
+
+    def _connect(self, device: torch.device, **_):
+        if dist.get_world_size() == 1:
+            return Comm(DEVICE, TIMEOUT_SECONDS)
+        return native.NativeComm(dist.group.WORLD, DEVICE, TIMEOUT_SECONDS, BUCKET_NBYTES)
+
+    def _gather(self, original: Callable) -> Callable:
+        def collect(comm, full: Tensor, shard: Tensor):
+            return self.collective(
+                "gathers", "all-gather", lambda: original(comm, full, shard).wait(), [shard], [full]
+            )
+
+        return collect
+
+    def _reduce(self, original: Callable) -> Callable:
+        def reduce(comm, full: Tensor, out: Tensor):
+            return self.collective(
+                "sums", "reduce-scatter", partial(_finish, original, comm, full, out), [full], [out]
+            )
+
+        return reduce
+
+    def _host_empty(self, original: Callable) -> Callable:
+        @wraps(original)
+        def empty(*args, **kwargs):
+            with _paused():
+                memory = original(*args, **kwargs)
+            self.put_on_host(memory)
+            return memory
+
+        return empty
+
+    def _submit(self) -> Callable:
+        original = concurrent.futures.ThreadPoolExecutor.submit
+
+        def submit(pool, work, /, *args, **kwargs):
+            handed_over = _HandedOver(self)
+            future = original(pool, handed_over.run, work, *args, **kwargs)
+            future.handed_over = handed_over
+            return future
+
+        return submit
+
+    def _result(self) -> Callable:
+        original = concurrent.futures.Future.result
+
+        def result(future, timeout=None):
+            try:
+                return original(future, timeout)
+            finally:
+                if hasattr(future, "handed_over"):
+                    future.handed_over.take_back()
+
+        return result
+
+    def _start(self) -> Callable:
+        original = threading.Thread.start
+
+        def start(thread):
+            if getattr(thread._target, "__module__", None) != "concurrent.futures.thread":
+                thread.handed_over = _HandedOver(self)
+                thread.run = partial(thread.handed_over.run, thread.run)
+            original(thread)
+
+        return start
+
+    def _join(self) -> Callable:
+        original = threading.Thread.join
+
+        def join(thread, timeout=None):
+            original(thread, timeout)
+            if hasattr(thread, "handed_over") and not thread.is_alive():
+                thread.handed_over.take_back()
+
+        return join
+
+    def _device_of(self, tensor: Tensor) -> torch.device:
+        device = _DEVICE.__get__(tensor)
+        return DEVICE if device == HOST and _watching() is self and not self.is_on_host(tensor) else device
+
+    def _make(self, original: Callable) -> Callable:
+        def make(*args, **kwargs):
+            result = original(*args, **kwargs)
+            if _watching() is self and is_plain(result) and kwargs.get("device") in (None, HOST, "cpu"):
+                self.put_on_host(result)
+            return result
+
+        return make
+
+    def _move(self, original: Callable) -> Callable:
+        """Copies between the two memories, which `to` takes for one."""
+
+        def to(tensor: Tensor, *args, **kwargs):
+            result = original(tensor, *args, **kwargs)
+            target = kwargs.get("device", args[0] if args else None)
+            target = target.device if isinstance(target, Tensor) else target
+            if _watching() is not self or target not in (HOST, DEVICE) or self._device_of(tensor) == target:
+                return result
+            if target == HOST:
+                return result.cpu()
+            with _paused():
+                copy = result.clone()
+            self.allocate(copy)
+            self.note("copy_", [result], [copy], kwargs.get("non_blocking", False))
+            return copy
+
+        return to
+
+    def _read_by_host(self, original: Callable) -> Callable:
+        def read(tensor: Tensor, *args, **kwargs):
+            if not is_plain(tensor) or _watching() is not self:
+                return original(tensor, *args, **kwargs)
+            with self.history.lock:
+                is_here = self.is_on_host(tensor)
+                actor = host_thread() if is_here else self.current_stream().name
+                self.issue(actor)
+                self.history.access(actor, tensor, False, original.__name__)
+                if not is_here:
+                    self.let_host_wait(self.current_stream().clock)
+            if is_here or original.__name__ != "cpu":
+                return original(tensor, *args, **kwargs)
+            with _paused():
+                copy = tensor.clone()
+            self.put_on_host(copy)
+            return copy
+
+        return read
+
+
+def _finish(original: Callable, *args) -> None:
+    original(*args).wait()
+
+
+class _HandedOver:
+    """Work for another thread, which knows what its giver knew; who waits for it knows what it has done."""
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator = accelerator
+        self._before = Clock(accelerator.history.clocks[host_thread()])
+        self._after = Clock()
+
+    def run(self, work: Callable, /, *args, **kwargs):
+        clocks, actor = self._accelerator.history.clocks, host_thread()
+        clocks[actor].join(self._before)
+        with Watch(self._accelerator):
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self._after = Clock(clocks[actor])
+
+    def take_back(self) -> None:
+        self._accelerator.history.clocks[host_thread()].join(self._after)
+
+
+_STATE = threading.local()
+_DEVICE = torch._C.TensorBase.device
+
+
+def _watching() -> Accelerator | None:
+    return None if getattr(_STATE, "is_paused", False) else getattr(_STATE, "accelerator", None)
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
+    """Around what the simulation itself does."""
+    before, _STATE.is_paused = getattr(_STATE, "is_paused", False), True
+    try:
+        yield
+    finally:
+        _STATE.is_paused = before
+
+
+class Watch(TorchDispatchMode):
+    """Notes what each operator reads and writes."""
+
+    def __init__(self, accelerator: Accelerator):
+        super().__init__()
+        self._accelerator = accelerator
+
+    def __enter__(self):
+        self._before, _STATE.accelerator = getattr(_STATE, "accelerator", None), self._accelerator
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _STATE.accelerator = self._before
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        name = function.__name__.partition(".")[0]
+        if _watching() is None or function.namespace == "c10d" or name in NO_ACCESS:
+            return result
+        if name in ALLOCATING:
+            if name.startswith("empty") and not name.endswith("like") and kwargs.get("device") in (None, HOST):
+                self._accelerator.put_on_host(result)
+            else:
+                self._accelerator.allocate(result)
+            return result
+        schema, reads, writes = function._schema, [], []
+        if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
+            return result  # a view
+        for index, argument in enumerate(schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            tensors = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if is_plain(each)]
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if is_written else reads).extend(tensors)
+        if is_plain(result) and not reads and not writes and kwargs.get("device") in (None, HOST):
+            self._accelerator.put_on_host(result)  # such as `torch.zeros(3)`
+            return result
+        known = {address_of(each) for each in [*reads, *writes]}
+        results = [each for each in (result if isinstance(result, (list, tuple)) else [result]) if is_plain(each)]
+        made = [each for each in results if address_of(each) not in known]
+        if reads and all(self._accelerator.is_on_host(each) for each in [*reads, *writes]):
+            for each in made:
+                self._accelerator.put_on_host(each)
+        is_copy = kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False)
+        self._accelerator.note(name, reads, [*writes, *made], bool(is_copy))
+        return result
