@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from hf_zero.comm import Comm
-from hf_zero.recipes.artifacts import LEFT, REPORT_NAME, RESOLVED_NAME, resolved_text, write_configuration
+from hf_zero.recipes.artifacts import (
+    LEFT,
+    REPORT_NAME,
+    RESOLVED_NAME,
+    SAMPLES_NAME,
+    resolved_text,
+    write_configuration,
+)
 from hf_zero.recipes.earlier_run import _set_aside, _told, left_in
 from hf_zero.recipes.metrics import LOG_NAME
 from hf_zero.recipes.settings import parse_settings
@@ -102,6 +109,7 @@ def test_all_that_a_run_leaves_is_set_aside_and_what_is_not_its_own_stays(tmp_pa
         LOG_NAME,
         RESOLVED_NAME,
         f"_{RESOLVED_NAME}",
+        SAMPLES_NAME,
     }
     assert _set_aside(tmp_path, with_model=True) == str(tmp_path / "_earlier-1")
     assert {path.name for path in (tmp_path / "_earlier-1").iterdir()} == {*mine, "checkpoint-5"}
