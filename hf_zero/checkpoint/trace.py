@@ -130,9 +130,7 @@ class Trace(TorchDispatchMode):
 
     def new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Makes a tensor without data and with a name, under which its elements are found again."""
-        num_steps = len(self._tape)
         tensor = torch.empty(shape, dtype=dtype, device="meta")
-        del self._tape[num_steps:]  # its values are given, not made
         self._roots[name] = tensor
         self._written[_storage(tensor)] = [Run(name, 0, 0, tensor.numel())]
         return tensor
@@ -149,12 +147,15 @@ class Trace(TorchDispatchMode):
 
     def computation_of(self, tensor: Tensor) -> Computation:
         """Returns how a tensor is computed: the part of the tape that it depends on."""
-        needed, steps = {_storage(tensor)}, []
+        needed, steps, roots = {_storage(tensor)}, [], {_storage(root): name for name, root in self._roots.items()}
         for step in reversed(self._tape):
-            if not needed.isdisjoint(step.made):
-                steps.append(step)
-                needed |= step.inputs
-        sources = {name: root for name, root in self._roots.items() if _storage(root) in needed}
+            if needed.isdisjoint(step.made):
+                continue
+            if step.function.overloadpacket is torch.ops.aten.empty and step.made <= roots.keys():
+                continue  # in `new`, whose values are given
+            steps.append(step)
+            needed |= step.inputs
+        sources = {name: self._roots[name] for storage, name in roots.items() if storage in needed}
         return Computation(tensor, steps[::-1], sources)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -106,3 +106,21 @@ def test_what_is_made_of_too_many_runs_is_done_again_on_values(monkeypatch):
     assert trace.runs_of(result) is None
     x = torch.randn(3, 4)
     assert torch.equal(trace.computation_of(result).of({"x": x.reshape(-1)}), x.t().reshape(-1))
+
+
+def test_a_tensor_that_another_thread_makes_meanwhile_takes_no_operation_away():
+    """transformers reads tensors in threads: what they are made of is then traced while others are made."""
+    empty, made = torch.empty, []
+
+    def interrupted(*args, **kwargs):
+        made.append(first + 1)
+        return empty(*args, **kwargs)
+
+    with Trace() as trace:
+        first = trace.new("first", (3,), torch.float32)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", interrupted)
+            second = trace.new("second", (3,), torch.float32)
+        computation = trace.computation_of(torch.cat([made[0], second]))
+    values = {"first": torch.arange(3.0), "second": torch.arange(3.0)}
+    assert computation.of(values).tolist() == [1, 2, 3, 0, 1, 2]
