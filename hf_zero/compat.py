@@ -50,12 +50,12 @@ def _adapted(ours: Callable, theirs: Any, subject: str) -> Callable:
     names, known = _parameters(theirs), _parameters(ours)
     hands_on = len(known) < len(_signature(ours))
     left_out = {p.name: p.default for p in _signature(theirs) if p.name in set(names) - set(known) and not hands_on}
-    told: set[str] = set()
+    warned: set[str] = set()
 
     def understood(given: dict[str, Any]) -> dict[str, Any]:
         for name in given.keys() & left_out.keys():
-            if given[name] is not left_out[name] and name not in told:
-                told.add(name)
+            if given[name] is not left_out[name] and name not in warned:
+                warned.add(name)
                 logger.warning("%s: %s=%r is left out; this hf_zero does not know it", subject, name, given[name])
         return {name: value for name, value in given.items() if name not in left_out}
 

@@ -336,7 +336,8 @@ class Checkpoint:
             self._staged.discard()
             raise
         comm.user = self  # until it is waited for, by the caller or by the next save
-        self._thread = threading.Thread(target=self._write_aside, args=(after,), name=f"saving {self.folder.name}")
+        name = f"saving {self.folder.name}"
+        self._thread = threading.Thread(target=self._write_in_background, args=(after,), name=name)
         self._thread.start()
 
     def wait(self) -> None:
@@ -356,7 +357,7 @@ class Checkpoint:
         """Discards a checkpoint that was not finished."""
         self._staged.discard()
 
-    def _write_aside(self, after: Callable[[], None] | None) -> None:
+    def _write_in_background(self, after: Callable[[], None] | None) -> None:
         try:
             self._write(after)
         except BaseException as error:

@@ -180,11 +180,11 @@ class StagedComm(PairwiseComm):
             going = [piece for tensor, rank in sends if rank == target for piece in self._cut(tensor)]
             coming = [piece for tensor, rank in receives if rank == source for piece in self._cut(tensor)]
             for there, here in zip_longest(going, coming):
-                leaving = [] if there is None else [(self._copy_of(there, 0).copy_(there), target)]
-                arriving = [] if here is None else [(self._copy_of(here, 1), source)]
-                super().exchange(leaving, arriving, what=what).wait()
+                sending = [] if there is None else [(self._copy_of(there, 0).copy_(there), target)]
+                receiving = [] if here is None else [(self._copy_of(here, 1), source)]
+                super().exchange(sending, receiving, what=what).wait()
                 if here is not None:
-                    here.copy_(arriving[0][0])
+                    here.copy_(receiving[0][0])
         return DONE
 
     def _cut(self, tensor: Tensor) -> list[Tensor]:

@@ -265,9 +265,9 @@ class Unit(Uncopyable):
         for flat in self.flats:
             index = flat.rewritten()
             index = next(flat.assigned(), None) if index is None else index
-            is_told = index is None or flat.comm.rank == 0  # all ranks see the same, but for what `changed` finds
+            is_reported = index is None or flat.comm.rank == 0  # all ranks see the same, but for what `changed` finds
             index = flat.changed() if index is None else index
-            if index is not None and is_told:
+            if index is not None and is_reported:
                 logger.warning(
                     "hf_zero: %s was written inside hf_zero.gathered without writeback=True; stage 3 drops that",
                     flat.infos[index].name,

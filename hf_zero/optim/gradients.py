@@ -58,10 +58,10 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
 
 def _gathered(comm: Comm, values: Tensor, norm_type: float, max_norm: float) -> Tensor:
     """Returns the values of all ranks, [ranks, values], and refuses ranks that clip differently."""
-    asked = [values.new_full((1,), number) for number in (norm_type, max_norm)]  # a copy from the host would wait
-    rows = comm.all_gather_vector(torch.cat([values, *asked]), what=WHAT)
-    told = rows[:, -2:].tolist() if not values.is_meta else []  # a simulated step has no values
-    for rank, (kind, bound) in enumerate(told):
+    own = [values.new_full((1,), number) for number in (norm_type, max_norm)]  # a copy from the host would wait
+    rows = comm.all_gather_vector(torch.cat([values, *own]), what=WHAT)
+    limits = rows[:, -2:].tolist() if not values.is_meta else []  # a simulated step has no values
+    for rank, (kind, bound) in enumerate(limits):
         if (kind, bound) != (norm_type, max_norm) and max_norm == max_norm:
             raise LifecycleError(
                 f"clip_grad_norm_: rank {comm.rank} clips to {max_norm} by the norm of order {norm_type}, rank {rank} "
@@ -104,8 +104,8 @@ def trace(engine: ZeroEngine) -> str:
     ranks call it."""
     units = [unit for unit in [*reversed(engine.blocks), engine.root] if unit.gradients]
     bad = [not is_finite(unit) for unit in units]
-    told = [not _is_finite_here(unit) for unit in units]
-    own = torch.tensor([bad, told], dtype=torch.uint8, device=engine.comm.device).view(-1)
+    bad_here = [not _is_finite_here(unit) for unit in units]
+    own = torch.tensor([bad, bad_here], dtype=torch.uint8, device=engine.comm.device).view(-1)
     rows = engine.comm.all_gather_vector(own).view(engine.comm.num_ranks, 2, len(units)).bool().cpu()
     met = rows[:, 0].any(dim=0).tolist()
     if not any(met):
@@ -121,8 +121,8 @@ def _is_finite_here(unit: Unit) -> bool:
     return all(g.witness is None or bool(torch.isfinite(g.witness)) for g in unit.gradients)
 
 
-def _of_ranks(told: list[bool], comm: Comm) -> str:
-    ranks = [str(rank) for rank, is_told in enumerate(told) if is_told]
+def _of_ranks(is_bad: list[bool], comm: Comm) -> str:
+    ranks = [str(rank) for rank, bad in enumerate(is_bad) if bad]
     if comm.num_ranks == 1:
         return "of rank 0"
     if not ranks:

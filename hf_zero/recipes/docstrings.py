@@ -129,8 +129,8 @@ def _sources(root: Path) -> Iterator[Path]:
 def _public_name(name: str) -> str:
     """Returns the public name of a private module: `_pydecimal` is the source of `decimal`, and others lose their
     underscore."""
-    twin = name.removeprefix("_py")
-    return twin if twin in sys.stdlib_module_names else name.lstrip("_")
+    public = name.removeprefix("_py")
+    return public if public in sys.stdlib_module_names else name.lstrip("_")
 
 
 def _docstrings_in(path: Path) -> Iterator[str]:

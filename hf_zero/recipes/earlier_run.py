@@ -216,11 +216,11 @@ def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
     Returns:
         `str` or `None`: One line, the same on all ranks; `None` where there is something to do.
     """
-    told = _told(settings, Path(training.output_dir))
-    return next((each for each in gather_object([told]) if each is not None), None)
+    message = _finished_message(settings, Path(training.output_dir))
+    return next((each for each in gather_object([message]) if each is not None), None)
 
 
-def _told(settings: Settings, folder: Path) -> str | None:
+def _finished_message(settings: Settings, folder: Path) -> str | None:
     if settings.resume != AUTO or not holds_model(folder) or _why_another(settings, folder) is not None:
         return None
     end, losses = _end_of(folder), [entry["loss"] for entry in _log_of(folder) if entry.get("loss") is not None]
@@ -276,7 +276,7 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
 def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = None) -> Change | None:
     """Finds in what a run's model differs from that of an earlier run.
 
-    Where it is told from, how it is watched, and by how many processes it is trained, does not count.
+    Where its log goes, how it is watched, and by how many processes it is trained, does not count.
 
     Args:
         settings ([`Settings`]): Of this run.

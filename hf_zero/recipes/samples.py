@@ -65,8 +65,8 @@ class Samples:
             return cls(trainer, say)
         options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "use_cache": True}
         generator = TextGenerator.of("the model", trainer.model, data.processing_class, options)
-        asked = list(islice(_asked(data.test, generator), number))
-        return cls(trainer, say, [row for row, _ in asked], [tokens for _, tokens in asked], generator)
+        questions = list(islice(_questions(data.test, generator), number))
+        return cls(trainer, say, [row for row, _ in questions], [tokens for _, tokens in questions], generator)
 
     def before(self, *, resumes: bool) -> None:
         """Lets the model answer before it is trained. All ranks call it.
@@ -132,7 +132,7 @@ class Samples:
         self.say("\n".join(lines))
 
 
-def _asked(test: Dataset, generator: TextGenerator) -> Iterator[tuple[dict[str, Any], list[int]]]:
+def _questions(test: Dataset, generator: TextGenerator) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """The rows that the model can answer, and the token ids of their prompts."""
     for row in islice(test, NUM_TRIED):
         try:

@@ -286,8 +286,8 @@ def check_test_set(settings: Settings) -> None:
         "eval_on_start": training["eval_on_start"],
         "load_best_model_at_end": training["load_best_model_at_end"],
     }
-    for name, is_asked in asks.items():
-        if is_asked:
+    for name, is_set in asks.items():
+        if is_set:
             raise ConfigError(
                 f"{name}: there is no test set to evaluate on; give --dataset_test_split or --test_file, or leave "
                 "it out"

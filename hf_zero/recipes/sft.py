@@ -208,8 +208,8 @@ class SftTask(TrlTask):
         if training.assistant_only_loss:
             _check_marks(tokenizer)
         completion = form.counts == "completion" and training.completion_only_loss is not False
-        told = ["what the assistant says"] * training.assistant_only_loss + ["the completion"] * completion
-        return [f"train: {rows.source}, format {form.name}; the loss counts {' in '.join(told) or 'all tokens'}"]
+        counted = ["what the assistant says"] * training.assistant_only_loss + ["the completion"] * completion
+        return [f"train: {rows.source}, format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"]
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
         model = super().load_model(arguments, training, data)

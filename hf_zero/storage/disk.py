@@ -79,7 +79,7 @@ class DiskBuffers:
         self._buffer_nbytes = 0
         self._limit = num_buffers
         self._num_buffers = 0
-        self._leaving: deque[tuple[Tensor, list[Pending]]] = deque()  # buffers, each with its last uses
+        self._released: deque[tuple[Tensor, list[Pending]]] = deque()  # buffers, each with its last uses
         self._here: dict[Record, Tensor] = {}
         self._ahead: tuple[Record, Tensor, list[Pending]] | None = None  # being read before it is asked for
         self._is_stale = False  # it was written since
@@ -179,7 +179,7 @@ class DiskBuffers:
         """
         buffer = self._here.pop(record)
         writing = [self.file.write(e.offset, memory) for e, memory in _parts(record, buffer)] if writes else []
-        self._leaving.append((buffer, [*writing, *uses]))
+        self._released.append((buffer, [*writing, *uses]))
 
     def _read(self, record: Record) -> tuple[Tensor, list[Pending]]:
         buffer = self._claim(_nbytes(record))
@@ -188,12 +188,12 @@ class DiskBuffers:
     def _drop_ahead(self) -> None:
         if self._ahead is not None:
             (_, buffer, reads), self._ahead = self._ahead, None
-            self._leaving.append((buffer, reads))
+            self._released.append((buffer, reads))
 
     def _claim(self, nbytes: int) -> Tensor:
         """Returns a buffer that is not in use: a new one, or the one that was released first."""
         self._buffer_nbytes, buffer = max(self._buffer_nbytes, nbytes), None
-        if self._leaving and self._num_buffers >= self._limit:
+        if self._released and self._num_buffers >= self._limit:
             buffer = self._wait_for_oldest()
         else:
             self._num_buffers += 1
@@ -203,7 +203,7 @@ class DiskBuffers:
         return buffer
 
     def _wait_for_oldest(self) -> Tensor:
-        buffer, uses = self._leaving.popleft()
+        buffer, uses = self._released.popleft()
         for use in uses:
             use.wait()
         return buffer

@@ -233,8 +233,8 @@ def _as_code(text: str) -> str:
 
 def fenced(text: str, language: str = "") -> str:
     """Writes a block of code that ends where the text does, whatever is in it."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+    quotes = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{quotes}{language}\n{text.rstrip()}\n{quotes}"
 
 
 def _base_of(trainer: Trainer, summary: TrainingSummary) -> tuple[str | None, bool]:

@@ -15,7 +15,7 @@ from hf_zero.recipes.artifacts import (
     resolved_text,
     write_configuration,
 )
-from hf_zero.recipes.earlier_run import _set_aside, _told, left_in
+from hf_zero.recipes.earlier_run import _finished_message, _set_aside, left_in
 from hf_zero.recipes.metrics import LOG_NAME
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
@@ -130,7 +130,7 @@ def test_a_run_that_begins_or_goes_on_has_no_report_until_it_ends(tmp_path):
     accelerator, args = SimpleNamespace(shard=shard), SimpleNamespace(output_dir=tmp_path)
     write_configuration(SimpleNamespace(accelerator=accelerator, model=None, args=args), settings)
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", RESOLVED_NAME}
-    assert _told(settings, tmp_path) is None
+    assert _finished_message(settings, tmp_path) is None
 
 
 BEHIND = (*FINISHED, LOG_NAME, "checkpoint-40")  # as where a signal has saved, and the run was gone on with
@@ -139,7 +139,7 @@ BEHIND = (*FINISHED, LOG_NAME, "checkpoint-40")  # as where a signal has saved, 
 def test_a_run_that_has_ended_beyond_its_newest_checkpoint_is_not_trained_again(call, command_line, tmp_path):
     assert call("classify", left=BEHIND)[::2] == (0, True)  # where it is told that it has ended
     settings = parse_settings("classify", [*command_line.argv, "--max_length=64"])
-    assert "this run has ended (step 100;" in _told(settings, tmp_path / "out")
+    assert "this run has ended (step 100;" in _finished_message(settings, tmp_path / "out")
     code, line, ran = call("classify", "--learning_rate=0.5", left=BEHIND)
     assert (code, ran, line.count("\n")) == (2, False, 1)
     assert "a run that has ended at step 100 (learning_rate: 0.5 now, " in line
@@ -163,14 +163,14 @@ def test_a_shorter_run_does_not_replace_the_model_of_one_that_has_ended(call, le
 def test_how_a_run_is_watched_and_uploaded_makes_it_no_other(call, command_line, tmp_path, left, other):
     assert call("classify", other, left=left)[::2] == (0, True)
     settings = parse_settings("classify", [*command_line.argv, "--max_length=64", other])
-    assert "this run has ended (step 100;" in _told(settings, tmp_path / "out")
+    assert "this run has ended (step 100;" in _finished_message(settings, tmp_path / "out")
 
 
 def test_the_folder_may_be_given_in_other_words(call, command_line, tmp_path, monkeypatch):
     call("classify", left=BEHIND)
     monkeypatch.chdir(tmp_path)
     settings = parse_settings("classify", [*command_line.argv, "--max_length=64", "--output_dir=out"])
-    assert _told(settings, tmp_path / "out") is not None
+    assert _finished_message(settings, tmp_path / "out") is not None
 
 
 def test_a_finished_run_says_so_and_is_left_as_it_is(tmp_path, tiny_model, csv_file):

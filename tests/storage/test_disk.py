@@ -55,7 +55,7 @@ def extents_of(disk_: DiskBuffers, comm: Comm, parts: list) -> list[Extent]:
 
 def settle(disk_: DiskBuffers) -> None:
     """Waits until all that was released is written."""
-    while disk_._leaving:
+    while disk_._released:
         disk_._wait_for_oldest()
 
 
