@@ -153,7 +153,7 @@ def test_a_message_in_the_page_of_errors_is_one_of_the_package(message):
 def command_lines() -> list[tuple[str, str]]:
     """Every command of the pages: lines of bash blocks, and commands between backticks."""
     found = []
-    for page in (*sorted(DOCS.glob("*.md")), ROOT / "README.md"):
+    for page in (*sorted(DOCS.rglob("*.md")), ROOT / "README.md"):
         text = page.read_text(encoding="utf-8")
         lines = [line for block in fenced_blocks(text) if block.language == "bash" for line in _joined(block.text)]
         lines += re.findall(r"`((?:hf-zero|python -m hf_zero\.recipes|torchrun) [^`\n]+)`", text)

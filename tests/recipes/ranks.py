@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -25,7 +26,9 @@ def logged(folder: Path, name: str) -> list[float]:
     return [entry[name] for entry in read_log(folder / LOG_NAME) if name in entry]
 
 
-def run_on_ranks(argv: list[str], folder, num_ranks: int = 2, timeout: float = 240.0) -> list[Ended]:
+def run_on_ranks(
+    argv: list[str], folder, num_ranks: int = 2, timeout: float = 240.0, *, stop_in: int | None = None
+) -> list[Ended]:
     """`python -m hf_zero.recipes` with these arguments, as a launcher would start it: one result per rank.
 
     Args:
@@ -33,11 +36,12 @@ def run_on_ranks(argv: list[str], folder, num_ranks: int = 2, timeout: float = 2
         folder: where the ranks are, and keep what `datasets` caches.
         num_ranks (`int`): how many.
         timeout (`float`): seconds.
+        stop_in (`int`, *optional*): the last rank is sent SIGTERM while it computes this step.
     """
-    return run_ranks(_run, num_ranks, argv, str(folder), timeout=timeout)
+    return run_ranks(_run, num_ranks, argv, str(folder), stop_in, timeout=timeout)
 
 
-def _run(argv: list[str], folder: str) -> Ended:
+def _run(argv: list[str], folder: str, stop_in: int | None) -> Ended:
     import datasets
 
     from hf_zero.recipes.cli import main
@@ -52,9 +56,23 @@ def _run(argv: list[str], folder: str) -> Ended:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             mock.patch("torch.distributed.destroy_process_group"),  # the group is the next test's, too
+            _stopped_in(stop_in),
         ):
             code = main(argv)
+    except SystemExit as stopped:
+        code = stopped.code
     finally:
         os.chdir(before)
         datasets.config.HF_DATASETS_CACHE = cache
     return Ended(code, out.getvalue(), err.getvalue())
+
+
+def _stopped_in(step: int | None) -> contextlib.AbstractContextManager:
+    """The last rank is sent SIGTERM in this step."""
+    from transformers import DefaultFlowCallback  # which every trainer has
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == step and args.process_index == args.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return mock.patch.object(DefaultFlowCallback, "on_step_begin", on_step_begin)
