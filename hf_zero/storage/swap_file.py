@@ -1,7 +1,7 @@
 """The file in which the tensors of one rank rest. It is read and written without the page cache where the system
 allows it.
 
-Its pieces are moved by a few threads. Through io_uring the same pieces took as long (`docs/memory.md` has the
+Its pieces are moved by a few threads. Through io_uring the same pieces took as long (`docs/memory-notes.md` has the
 numbers), and it is switched off in many containers.
 """
 

@@ -1,4 +1,4 @@
-"""Masters, state and gradients in the host's memory: the same bits as without, and the bytes of docs/memory.md."""
+"""Masters, state and gradients in the host's memory: the same bits as without; the bytes of docs/memory-notes.md."""
 
 import copy
 from contextlib import nullcontext
