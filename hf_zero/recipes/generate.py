@@ -22,6 +22,7 @@ from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import BadRow, Rows, load_rows
+from hf_zero.recipes.data.images import image_column
 from hf_zero.recipes.data.preferences import Prompts
 from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.data.sources import check_path
@@ -32,6 +33,7 @@ from hf_zero.recipes.generation import (
     load_generator,
     prompt_of,
 )
+from hf_zero.recipes.language_models import takes_images
 from hf_zero.recipes.settings import launched_world_size
 from hf_zero.recipes.tasks import SourceArguments
 
@@ -129,6 +131,9 @@ def _read(rows: Rows, generator: TextGenerator, arguments: Arguments) -> Iterato
         DataError: naming the first row that cannot be answered.
     """
     form = None if rows.form == "text" else Prompts.of(rows)
+    column = image_column(rows) if takes_images(generator.model.config) else None
+    if column is not None:
+        raise DataError(f"{rows.source}: column {column!r}: generate answers texts, and reads no images; leave it out")
     for index, raw in enumerate(rows.data):
         try:
             if (row := rows.read(raw)) is not None:

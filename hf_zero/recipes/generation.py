@@ -1,6 +1,7 @@
 """Generates text with the model of a folder, for `chat` and `generate`, or with that of a run."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.chat import render
 from hf_zero.recipes.data.formats import Message
 from hf_zero.recipes.data.rows import BadRow
-from hf_zero.recipes.language_models import check_vocabulary
+from hf_zero.recipes.language_models import check_vocabulary, takes_images
 from hf_zero.recipes.loading import (
     ADAPTER_CONFIG_NAME,
     DTYPES,
@@ -129,11 +130,18 @@ class TextGenerator:
             BadRow: the chat template refuses the messages, or the prompt has no tokens.
         """
         is_text = isinstance(prompt, str)
-        text = prompt if isinstance(prompt, str) else render(self.tokenizer, prompt, tools, is_prompt=True)
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt, tools)
         ids = self.tokenizer(text, add_special_tokens=is_text)["input_ids"]
         if not ids:
             raise BadRow("the prompt has no tokens")
         return ids
+
+    def _rendered(self, prompt: list[Message], tools: list | None) -> str:
+        """A chat as the model reads it. Chat templates of models that read images may take texts in blocks alone."""
+        if takes_images(self.model.config):
+            with suppress(BadRow):
+                return render(self.tokenizer, _in_blocks(prompt), tools, is_prompt=True)
+        return render(self.tokenizer, prompt, tools, is_prompt=True)
 
     def room(self, prompt: Sequence[int]) -> int:
         """How many tokens an answer may have: `max_new_tokens`, or fewer where the model has no more positions.
@@ -168,6 +176,12 @@ class TextGenerator:
             )
         start = 0 if self.model.config.is_encoder_decoder else padded["input_ids"].shape[1]
         return self.tokenizer.batch_decode(found[:, start:], skip_special_tokens=True)
+
+
+def _in_blocks(messages: Sequence[Message]) -> list[Message]:
+    """The same messages, with each text as a block."""
+    texts = [({"type": "text", "text": turn["content"]} if turn["content"] else None) for turn in messages]
+    return [{**turn, "content": [text] if text else []} for turn, text in zip(messages, texts)]
 
 
 def generation_options(arguments: GenerationArguments) -> dict[str, Any]:

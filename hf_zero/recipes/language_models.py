@@ -3,7 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError
@@ -47,10 +55,54 @@ def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
         ConfigError: it does not load, or has no such token.
     """
     path = resolve_model(arguments.model_name_or_path)
-    tokenizer = loading.load_tokenizer(path, arguments.model_revision)
+    return _with_end(path, loading.load_tokenizer(path, arguments.model_revision))
+
+
+def _with_end(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token is None:
         raise ConfigError(f"{path}: its tokenizer has no eos_token, with which texts are to end; set one and save it")
     return tokenizer
+
+
+def config_of(arguments: SourceArguments) -> PretrainedConfig:
+    """The config of the model that the arguments name.
+
+    Raises:
+        ConfigError: it does not load.
+    """
+    return loading.load_config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
+
+
+def takes_images(config: PretrainedConfig) -> bool:
+    """Whether `AutoModelForImageTextToText` has a class for this config: the model reads images among its texts."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def load_processor(arguments: SourceArguments) -> ProcessorMixin:
+    """The processor of a model that reads images among its texts. Its tokenizer pads as `load_tokenizer`'s does.
+
+    Raises:
+        ConfigError: the model takes no images, or its processor does not load.
+    """
+    path, name = resolve_model(arguments.model_name_or_path), arguments.model_name_or_path
+    config = config_of(arguments)
+    if not takes_images(config):
+        raise ConfigError(
+            f"{name}: of type {config.model_type}, which takes no images, and the rows have some; leave their column "
+            "out, or give a model of images and texts"
+        )
+    with quiet():
+        try:
+            processor = AutoProcessor.from_pretrained(path, revision=arguments.model_revision)
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"{path}: its processor does not load ({reason})") from error
+    if not isinstance(processor, ProcessorMixin):
+        raise ConfigError(f"{path}: no processor for images and texts in it; save there the one that belongs to it")
+    tokenizer = _with_end(path, processor.tokenizer)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return processor
 
 
 def load_language_model(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers.utils import PROCESSOR_NAME
 
 from hf_zero.checkpoint.folders import remove_replaced, sync_all, sync_path, take_name
 from hf_zero.checkpoint.table import ChecksumTable
@@ -83,8 +84,11 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _tokenizer(adapter: Path, source: str):
-    """Loads the tokenizer of the adapter, or that of the base model; `None` if neither has one."""
+    """Loads the tokenizer or processor of the adapter, or that of the base model; `None` if neither has one."""
     with quiet():
+        if (adapter / PROCESSOR_NAME).is_file():
+            with one_line(adapter, "loading the processor"):
+                return AutoProcessor.from_pretrained(adapter)
         if (adapter / "tokenizer_config.json").is_file():
             with one_line(adapter, "loading the tokenizer"):
                 return AutoTokenizer.from_pretrained(adapter)

@@ -282,7 +282,7 @@ def _widest(
     model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int
 ) -> Mapping[str, Tensor]:
     """Returns a batch of tokens with rows of the greatest possible length; other batches stay as they are."""
-    if "input_ids" not in batch or max_length is None:
+    if "input_ids" not in batch or "pixel_values" in batch or max_length is None:
         return batch
     num_rows, width = batch["input_ids"].shape
     longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))

@@ -53,7 +53,8 @@ class Samples:
 
     @classmethod
     def of(cls, trainer: ZeroTrainer, data: Data, number: int, say: Callable[..., None]) -> "Samples":
-        """Takes the first test rows that the model can answer; none if it writes no text, or nothing is tested.
+        """Takes the first test rows that the model can answer; none if it writes no text, reads images, or nothing is
+        tested.
 
         Args:
             trainer ([`ZeroTrainer`]): has the model.
@@ -61,7 +62,7 @@ class Samples:
             number (`int`): how many rows; fewer where not so many are short enough.
             say (`Callable`): prints, on rank 0.
         """
-        if not number or data.test is None or not trainer.model.can_generate():
+        if not number or data.test is None or data.has_images or not trainer.model.can_generate():
             return cls(trainer, say)
         options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "use_cache": True}
         generator = TextGenerator.of("the model", trainer.model, data.processing_class, options)

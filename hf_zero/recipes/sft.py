@@ -1,6 +1,7 @@
 """The tasks that TRL's `SFTTrainer` trains: `sft`, on prompts, chats or texts, and `pretrain`, on texts in blocks."""
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -14,18 +15,28 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForImageTextToText,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import Data, Rows
 from hf_zero.recipes.data.chat import DEFAULT
 from hf_zero.recipes.data.formats import FORMAT_NAMES, Format, recognise
+from hf_zero.recipes.data.image_rows import with_images
+from hf_zero.recipes.data.images import check_pillow, decoded, image_column
 from hf_zero.recipes.data.rows import cut_note, plural
-from hf_zero.recipes.trl_task import TrlArguments, TrlTask
+from hf_zero.recipes.language_models import config_of, load_language_model, load_processor, takes_images
+from hf_zero.recipes.trl_task import ProcessingClass, TrlArguments, TrlTask
 from hf_zero.trl import ZeroSFTTrainer
 
 
 IGNORED = -100  # the label of a token that the loss does not count
+REPEATED = re.compile(r"(<[^<>]+>)\1{3,}")  # the tokens of an image
 PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask keeps apart
 
 
@@ -56,6 +67,10 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         self.sample: dict[str, Any] | None = None
         super().__init__(*args, compute_metrics=_token_means, **kwargs)
         self.model_accepts_loss_kwargs = True  # the loss is TRL's, which divides by the tokens of the whole step
+        if self._is_vision_dataset:  # whose rows TRL tokenizes when it makes a batch
+            self.data_collator = partial(_with_pixels, self.data_collator)
+            batch = self.data_collator([next(iter(self.train_dataset))])
+            self.sample = {name: batch[name][0].tolist() for name in ("input_ids", "labels")}
 
     def _prepare_dataset(
         self,
@@ -134,6 +149,20 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         return None, sums, sums[:, -1]
 
 
+def _with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of rows whose images are decoded now.
+
+    Raises:
+        DataError: an image cannot be read, or the processor refuses the rows.
+    """
+    shown = [{**row, "images": [decoded(stored) for stored in row["images"]]} for row in rows]
+    try:
+        return collate(shown)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"rows with images: {reason}; a larger --max_length cuts no image") from error
+
+
 def _with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A batch, and which of its rows each token is of: without padding, all rows are one behind the other."""
     batch = collate(rows)
@@ -173,7 +202,7 @@ def _shown(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
     for label_counts, tokens in groupby(zip(row["input_ids"], row["labels"]), key=lambda pair: pair[1] != IGNORED):
         text = tokenizer.decode([token for token, _ in tokens])
         pieces.append(f"⟦{text}⟧" if label_counts else text)
-    return "".join(pieces)
+    return REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])}", "".join(pieces))
 
 
 class SftTask(TrlTask):
@@ -192,13 +221,26 @@ class SftTask(TrlTask):
         if training["eval_packing"] and not training["packing"]:  # TRL would then let the test rows see each other
             raise ConfigError("eval_packing: test rows are packed as training rows are; add --packing")
 
-    def format_of(self, rows: Rows, arguments: TrlArguments, training: Any) -> Format:
-        name = arguments.dataset_format if isinstance(arguments, SftArguments) else "text"
-        return recognise(rows, name, training.dataset_text_field)
+    def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
+        column = image_column(rows) if isinstance(arguments, SftArguments) else None
+        if column is None or rows.example[column] is None and not takes_images(config_of(arguments)):
+            return super().load_processing_class(rows, arguments)
+        check_pillow()
+        return load_processor(arguments)
 
-    def settle(self, form: Any, rows: Rows, tokenizer: PreTrainedTokenizerBase, training: Any) -> list[str]:
+    def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
+        name = arguments.dataset_format if isinstance(arguments, SftArguments) else "text"
+        form = recognise(rows, name, training.dataset_text_field)
+        if not isinstance(tokenizer, ProcessorMixin):
+            return form
+        return with_images(form, rows, getattr(tokenizer, "image_token", None))
+
+    def settle(self, form: Any, rows: Rows, tokenizer: ProcessingClass, training: Any) -> list[str]:
         """Settles what the loss counts: what is set, or by default what the format tells apart."""
         columns = ", ".join(form.columns)
+        for key in ("packing", "padding_free"):
+            if getattr(training, key) and isinstance(tokenizer, ProcessorMixin):
+                raise ConfigError(f"{key}: rows with images stay rows of their own; leave it out")
         if training.completion_only_loss and "completion" not in form.gives:
             raise ConfigError(f"completion_only_loss: rows of {columns} have no prompt; leave it out")
         if training.assistant_only_loss and not form.is_chat:
@@ -212,6 +254,9 @@ class SftTask(TrlTask):
         return [f"train: {rows.source}, format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"]
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
+        if data.has_images:
+            kind = (AutoModelForImageTextToText, "a model of images and texts")
+            return load_language_model(arguments, training, data.processing_class.tokenizer, *kind)
         model = super().load_model(arguments, training, data)
         if training.padding_free or training.packing and training.packing_strategy != "wrapped":
             check_packing(model)
@@ -224,7 +269,7 @@ class SftTask(TrlTask):
         return trainer
 
 
-def _check_marks(tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_marks(tokenizer: ProcessingClass) -> None:
     """Refuses a chat template in which TRL cannot tell what the assistant says.
 
     Raises:
@@ -235,9 +280,10 @@ def _check_marks(tokenizer: PreTrainedTokenizerBase) -> None:
     try:
         get_training_chat_template(tokenizer)
     except ValueError as error:
+        remedy = "" if isinstance(tokenizer, ProcessorMixin) else f"{DEFAULT}, or "
         raise ConfigError(
             "assistant_only_loss: the chat template does not mark what the assistant says with {% generation %}, and "
-            f"TRL has no copy of it that does; give --chat_template_path {DEFAULT}, or a file that marks it, or "
+            f"TRL has no copy of it that does; give --chat_template_path {remedy}a file that marks it, or "
             "--assistant_only_loss false"
         ) from error
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.artifacts import usage_command
@@ -31,6 +31,8 @@ except ImportError as error:
     reason = error.__cause__ or error
     raise ConfigError(f"TRL cannot be imported ({reason}); pip install 'hf-zero[trl]'") from error
 
+
+ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 
 # Keys of TRL's configs that change how a run computes, and not what it learns.
 _INDECISIVE = frozenset(
@@ -154,10 +156,11 @@ class TrlTask:
             ConfigError: If a setting does not fit the rows.
             DataError: If the data cannot be trained on.
         """
-        tokenizer, source = load_tokenizer(arguments), arguments.dataset_name or arguments.train_file
+        source = arguments.dataset_name or arguments.train_file
         with training.main_process_first():
             rows = load_rows(arguments, "train")
-            form = self.format_of(rows, arguments, training)
+            tokenizer = self.load_processing_class(rows, arguments)
+            form = self.format_of(rows, arguments, training, tokenizer)
             template = _template_path(arguments, vars(training))
             chat, tools = _example_chat(form, rows)
             notes = template_notes(tokenizer, template, chat=chat, tools=tools, source=source)
@@ -167,7 +170,7 @@ class TrlTask:
             train = self._encoded(rows, form, arguments, training, tokenizer, notes, "train")
             test = None
             if (test_rows := load_rows(arguments, "test")) is not None:
-                test_form = self.format_of(test_rows, arguments, training)
+                test_form = self.format_of(test_rows, arguments, training, tokenizer)
                 test = self._encoded(test_rows, test_form, arguments, training, tokenizer, notes, "test")
         first = next(iter(train), None)
         if first is None:
@@ -183,7 +186,17 @@ class TrlTask:
             extra={"prompt": form.prompt_of(first)},
         )
 
-    def format_of(self, rows: Rows, arguments: TrlArguments, training: Any) -> Answers | Format:
+    def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
+        """The tokenizer, or what else makes the inputs of the model.
+
+        Raises:
+            ConfigError: It does not load, or does not fit the rows.
+        """
+        return load_tokenizer(arguments)
+
+    def format_of(
+        self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass
+    ) -> Answers | Format:
         """How rows are read: by the first of the formats all of whose columns they have.
 
         Raises:
@@ -191,9 +204,7 @@ class TrlTask:
         """
         return format_of(self.formats, rows)
 
-    def settle(
-        self, form: Answers | Format, rows: Rows, tokenizer: PreTrainedTokenizerBase, training: Any
-    ) -> list[str]:
+    def settle(self, form: Answers | Format, rows: Rows, tokenizer: ProcessingClass, training: Any) -> list[str]:
         """Settles what the training arguments leave to the rows that are trained on. Gives lines about that.
 
         Raises:
@@ -207,7 +218,7 @@ class TrlTask:
         form: Answers | Format,
         arguments: TrlArguments,
         training: Any,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: ProcessingClass,
         notes: list[str],
         split: str,
     ) -> Dataset | IterableDataset:
@@ -250,7 +261,7 @@ class TrlTask:
                     train_dataset=data.train,
                     eval_dataset=data.test,
                     processing_class=data.processing_class,
-                    peft_config=lora_config(arguments, self.peft_task, new_modules),
+                    peft_config=lora_config(arguments, None if data.has_images else self.peft_task, new_modules),
                     **self.parts(self, arguments, training, data),
                 )
         except HfZeroError:
@@ -279,7 +290,8 @@ class TrlTask:
         prompt = data.extra["prompt"]
         if self.pipeline == "text-classification" and not isinstance(prompt, str):  # which takes no messages
             prompt = prompt[-1]["content"]
-        say(f"try it: {usage_command(folder, prompt, self.pipeline)}")
+        pipeline = "image-text-to-text" if data.has_images else self.pipeline
+        say(f"try it: {usage_command(folder, prompt, pipeline)}")
 
 
 def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str | None:
@@ -297,7 +309,7 @@ def _example_chat(form: Answers | Format, rows: Rows) -> tuple[list | None, list
 
 
 def _read(
-    form: Answers | Format, tokenizer: PreTrainedTokenizerBase, assistant_only: bool, row: dict[str, Any]
+    form: Answers | Format, tokenizer: ProcessingClass, assistant_only: bool, row: dict[str, Any]
 ) -> dict[str, Any]:
     """Reads a row, and refuses a chat that the template cannot write, or of which the loss would count nothing."""
     values = form.read(row)

@@ -258,6 +258,6 @@ def test_images_have_no_length_to_group_by(load, tiny_vit, image_folder):
 
 
 def test_images_without_pillow_are_refused(load, tiny_vit, image_folder, monkeypatch):
-    monkeypatch.setattr("hf_zero.recipes.classification.inputs.is_vision_available", lambda: False)
+    monkeypatch.setattr("hf_zero.recipes.data.images.is_vision_available", lambda: False)
     with pytest.raises(ConfigError, match=r"pip install 'hf-zero\[vision\]'"):
         load(dataset_name=image_folder, model_name_or_path=tiny_vit)

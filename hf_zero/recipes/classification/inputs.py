@@ -1,7 +1,6 @@
 """The inputs of a classifier: texts, pairs of texts, or images."""
 
 import hashlib
-import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.tokenization_utils_base import BatchEncoding
-from transformers.utils import is_vision_available
 
-from hf_zero.errors import ConfigError, DataError
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.data.images import check_image, check_pillow, decoded
 from hf_zero.recipes.data.rows import BadRow, cut_note, text_of
 from hf_zero.recipes.docstrings import text_hash
 from hf_zero.recipes.loading import load_tokenizer, quiet
@@ -126,8 +125,7 @@ class Images:
     processor: Any  # from `load_processor` on
 
     def __init__(self, column: str):
-        if not is_vision_available():
-            raise ConfigError("images: Pillow, which reads them, is not installed; pip install 'hf-zero[vision]'")
+        check_pillow()
         self.columns = (column,)
 
     def load_processor(self, path: str, **where: Any) -> None:
@@ -155,10 +153,7 @@ class Images:
             raise BadRow(f"nothing in column {column!r}")
         if not isinstance(stored, Mapping):
             raise BadRow(f"a {type(stored).__name__} in column {column!r}, expected an image")
-        try:
-            _open(stored).close()
-        except (OSError, ValueError) as error:
-            raise BadRow(f"column {column!r}: no image that can be read ({_reason(error, stored)})") from error
+        check_image(stored, column)
         return {column: {"bytes": stored.get("bytes"), "path": stored.get("path")}}
 
     def hash(self, row: Mapping[str, Any]) -> str:
@@ -204,25 +199,9 @@ class Pixels(torch.utils.data.Dataset):
         if index >= len(self):
             raise IndexError(index)
         stored = self._data[index][self._column]
-        try:
-            with _open(stored) as image:
-                pixels = self._processor(image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
-        except (OSError, ValueError) as error:
-            raise DataError(f"an image cannot be read ({_reason(error, stored)}); drop it") from error
+        pixels = self._processor(decoded(stored), return_tensors="pt")["pixel_values"][0]
         return {"pixel_values": pixels, "labels": self._numbers[index]}  # [channels, height, width]
 
 
 def _content(stored: Mapping[str, Any]) -> bytes:
     return stored["bytes"] if stored.get("bytes") is not None else Path(stored["path"]).read_bytes()
-
-
-def _open(stored: Mapping[str, Any]) -> Any:
-    """Opens an image. Pillow reads its first bytes now, and the rest when its pixels are needed."""
-    from PIL import Image
-
-    return Image.open(io.BytesIO(stored["bytes"]) if stored.get("bytes") is not None else stored["path"])
-
-
-def _reason(error: Exception, stored: Mapping[str, Any]) -> str:
-    """Returns the error with the file's name, since Pillow names an object where it was given bytes."""
-    return f"{stored.get('path') or 'no file name'}: {type(error).__name__}"

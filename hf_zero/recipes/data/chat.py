@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.formats import Message
@@ -51,6 +51,13 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> s
         return path
     if path is None and tokenizer.chat_template:
         return "the tokenizer's"
+    if isinstance(tokenizer, ProcessorMixin):
+        raise ConfigError(
+            "chat_template_path: the model's processor has no chat template, and our default places no images; give "
+            "a Jinja file"
+            if path is None
+            else f"chat_template_path {DEFAULT}: places no images; leave it out, or give a Jinja file"
+        )
     if tokenizer.eos_token is None:
         raise ConfigError("the tokenizer has neither chat template nor eos_token; give --chat_template_path")
     tokenizer.chat_template = DEFAULT_TEMPLATE
@@ -104,8 +111,8 @@ def _refuse_broken(
 def _failure(tokenizer: PreTrainedTokenizerBase, chat: list[Message], tools: list | None) -> Exception | None:
     """What the template fails with, other than that it refuses the messages in words of its own."""
     try:
-        tokenizer.apply_chat_template(chat, tools, tokenize=False)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
+    except (TemplateError, ValueError, TypeError, LookupError) as error:
         return None if type(error) is TemplateError else error
     return None
 
@@ -143,7 +150,7 @@ def render(
     if tokenizer.chat_template == DEFAULT_TEMPLATE and (tools or any(turn.get("tool_calls") for turn in messages)):
         raise BadRow("it has tools, which our default chat template does not write; give --chat_template_path a file")
     try:
-        return tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=is_prompt)
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=is_prompt)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise BadRow(f"the chat template refuses it ({_reason(error)})") from error
 

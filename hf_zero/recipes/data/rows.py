@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from datasets import Dataset, Image, IterableDataset, ReadInstruction
+from datasets import Dataset, Image, IterableDataset, List, ReadInstruction
+from transformers import ProcessorMixin
 
 from hf_zero.errors import ConfigError, DataError
 
@@ -163,6 +164,8 @@ def undecoded(data: Dataset | IterableDataset) -> Dataset | IterableDataset:
     for name, feature in (data.features or {}).items():
         if isinstance(feature, Image):
             data = data.cast_column(name, Image(decode=False))
+        elif isinstance(feature, List) and isinstance(feature.feature, Image):
+            data = data.cast_column(name, List(Image(decode=False)))
     return data
 
 
@@ -198,6 +201,11 @@ class Data:
     notes: list[str] = field(default_factory=list)
     sample: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a processor makes the inputs, of images and texts."""
+        return isinstance(self.processing_class, ProcessorMixin)
 
 
 def column(data: Dataset, name: str) -> np.ndarray:

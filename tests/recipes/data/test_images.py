@@ -1,0 +1,319 @@
+"""Vision-language models: from rows that name images to a folder that plain transformers loads, and refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes.cli import main
+from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.tasks import TASKS
+from tests.distributed import run_ranks
+from tests.recipes.data.conftest import write_lines
+from tests.recipes.ranks import logged, run_on_ranks
+from tests.tiers import in_core
+from tests.trainer.harness import reset_accelerate
+
+
+pytest.importorskip("PIL", reason="what reads images")
+
+# As those of LLaVA: content is a list of blocks.
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- message['role'] + ': ' }}
+    {%- for block in message['content'] if block['type'] == 'image' %}{{ '<image>' }}{% endfor %}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+            {%- for block in message['content'] if block['type'] == 'text' %}{{ block['text'] }}{% endfor %}
+            {{- eos_token }}
+        {%- endgeneration %}
+    {%- else %}
+        {%- for block in message['content'] if block['type'] == 'text' %}{{ block['text'] }}{% endfor %}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}
+"""
+COLOURS = {"red": (220, 20, 20), "blue": (20, 20, 220)}
+SETTINGS = {"max_steps": 4, "learning_rate": 0.01, "seed": 7, "max_length": 64, "logging_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def tiny_llava(tmp_path_factory, tokenizer) -> Path:
+    """A Llava whose image is four tokens, with its processor."""
+    import copy
+
+    from transformers import (
+        CLIPImageProcessorPil,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+
+    folder, tokenizer = tmp_path_factory.mktemp("tiny_llava"), copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
+        text_config=LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=128, **ids),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=4,
+    )
+    torch.manual_seed(0)
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    edges = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+    LlavaProcessor(
+        CLIPImageProcessorPil(**edges),
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        chat_template=TEMPLATE,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return folder
+
+
+def turns(question, answer: str) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def rows_of(folder: Path, count: int = 8) -> list[dict]:
+    """Rows whose images are files beside them; the third has two images, and the fourth none."""
+    from PIL import Image
+
+    (folder / "pictures").mkdir(exist_ok=True)
+    rows = []
+    for number in range(count):
+        name = list(COLOURS)[number % 2]
+        Image.new("RGB", (12, 10), COLOURS[name]).save(folder / "pictures" / f"{number}.png")
+        images = [f"pictures/{number}.png"] * {2: 2, 3: 0}.get(number, 1)
+        blocks = [{"type": "image"} for _ in images] + [{"type": "text", "text": "What colour?"}]
+        rows.append({"images": images, "messages": turns(blocks, f"It is {name}.")})
+    return rows
+
+
+def flags(model: Path, data: Path, **settings) -> list[str]:
+    settings = {
+        **{"model_name_or_path": model, "train_file": data, "output_dir": "out", "report_to": "none"},
+        **SETTINGS,
+        **settings,
+    }
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def losses_of_trl(folder: Path, model: Path) -> list[float]:
+    """What TRL's own trainer, on one rank, says of the same rows, four a step."""
+    import datasets
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    rows = [{**row, "images": [str(folder / name) for name in row["images"]]} for row in rows]
+    features = datasets.Features({"images": datasets.List(datasets.Image()), "messages": datasets.Json()})
+    trainer = SFTTrainer(
+        AutoModelForImageTextToText.from_pretrained(model, dtype="float32"),
+        args=SFTConfig(
+            **SETTINGS,
+            per_device_train_batch_size=4,
+            output_dir=str(folder / "theirs"),
+            assistant_only_loss=True,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=datasets.Dataset.from_list(rows, features=features),
+        processing_class=AutoProcessor.from_pretrained(model),
+    )
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("stage", in_core([3], [2, 3]))
+def test_a_run_on_two_ranks_is_that_of_trl_and_goes_on_bit_for_bit(tiny_llava, tmp_path, stage, capsys):
+    """One of the ranks has a batch without any image: the weights of the vision tower are its, too."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    data = write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path))
+    argv = ["sft", *flags(tiny_llava, data, zero_stage=stage, per_device_train_batch_size=1, save_steps=2)]
+    argv += ["--gradient_accumulation_steps=2", "--gradient_checkpointing=false", f"--test_file={data}"]
+    for added in ([], ["--resume", "out/checkpoint-2", "--output_dir=again"]):
+        first, second = run_on_ranks([*argv, *added], tmp_path)
+        assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert "format messages; the loss counts what the assistant says" in first.out and second.out == ""
+    assert 'pipeline("image-text-to-text"' in first.out
+    whole, again = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole) and len(whole) == len(again) > 0
+    before = load_file(tiny_llava / "model.safetensors")
+    changed = {name.split(".")[0] for name in whole if not torch.equal(whole[name], before[name])}
+    assert changed == {"language_model", "multi_modal_projector", "vision_tower"}
+    [theirs] = run_ranks(losses_of_trl, 1, tmp_path, tiny_llava)
+    assert logged(tmp_path / "out", "loss") == pytest.approx(theirs, abs=1e-5)
+    _, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values()), report
+    assert AutoProcessor.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
+    assert main(["chat", str(tmp_path / "out"), "--prompt=What colour?", "--use_cpu", "--max_new_tokens=4"]) == 0
+
+
+@pytest.mark.full("slow")
+def test_an_adapter_of_such_a_model_is_merged_with_its_processor(tiny_llava, tmp_path):
+    from transformers import AutoProcessor
+
+    data = write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 4))
+    argv = ["sft", *flags(tiny_llava, data, use_peft=True, lora_r=2, max_steps=1, save_strategy="no")]
+    [only] = run_on_ranks(argv, tmp_path, num_ranks=1)
+    assert only.code == 0, only.err
+    assert main(["merge", str(tmp_path / "out"), f"--output_dir={tmp_path / 'merged'}"]) == 0
+    assert AutoProcessor.from_pretrained(tmp_path / "merged").chat_template == TEMPLATE
+    assert (
+        load_file(tmp_path / "merged" / "model.safetensors").keys()
+        == load_file(tiny_llava / "model.safetensors").keys()
+    )
+
+
+# Rows
+
+
+@pytest.fixture
+def load(tiny_llava, tmp_path, monkeypatch):
+    """Reads rows as a run would, before it loads the model."""
+
+    def call(data: Path, **settings):
+        monkeypatch.chdir(tmp_path)
+        reset_accelerate()
+        parsed = parse_settings("sft", flags(settings.pop("model", tiny_llava), data, **settings))
+        task = TASKS["sft"].load()
+        task.check(parsed.arguments, parsed.training)
+        return task.load_data(parsed.arguments, parsed.training_arguments())
+
+    return call
+
+
+PLACE, TEXT = {"type": "image"}, {"type": "text", "text": "What colour?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "content"),
+    [
+        pytest.param({"messages": turns([PLACE, TEXT], "red")}, [PLACE, TEXT], id="blocks"),
+        pytest.param({"messages": turns("What colour?", "red")}, [PLACE, TEXT], id="text"),
+        pytest.param({"messages": turns("What colour?<image>", "red")}, [TEXT, PLACE], id="mark"),
+        pytest.param(
+            {"conversations": [{"from": "human", "value": "<image>\nWhat colour?"}, {"from": "gpt", "value": "red"}]},
+            [PLACE, TEXT],
+            id="llava",
+        ),
+        pytest.param(
+            {"prompt": turns("What colour?", "")[:1], "completion": turns("", "red")[1:]}, [PLACE, TEXT], id="prompt"
+        ),
+        pytest.param({"instruction": "What colour?", "output": "red"}, [PLACE, TEXT], id="alpaca"),
+    ],
+)
+def test_images_get_their_places_in_every_format(load, tmp_path, row, content):
+    rows_of(tmp_path, 1)
+    data = write_lines(tmp_path / "rows.jsonl", [{**row, "image": "pictures/0.png"}])
+    [found] = load(data).train
+    assert found["images"] == [{"bytes": None, "path": str(tmp_path / "pictures" / "0.png")}]
+    assert found.get("messages", found.get("prompt"))[0]["content"] == content
+
+
+def test_images_that_parquet_holds_are_those_of_the_files(load, tiny_llava, tmp_path):
+    from datasets import Dataset, Features, Image, Json, List
+
+    rows = rows_of(tmp_path, 4)
+    data = write_lines(tmp_path / "rows.jsonl", rows)
+    features = Features({"images": List(Image()), "messages": Json()})
+    whole = [{**row, "images": [{"bytes": (tmp_path / name).read_bytes()} for name in row["images"]]} for row in rows]
+    Dataset.from_list(whole, features=features).to_parquet(tmp_path / "rows.parquet")
+    held, named = load(tmp_path / "rows.parquet").train, load(data).train
+    assert [row["messages"] for row in held] == [row["messages"] for row in named]
+    for one, other in zip(held, named, strict=True):
+        files = [Path(image["path"]).read_bytes() for image in other["images"]]
+        assert [image["bytes"] for image in one["images"]] == files
+    assert not load(data, dataset_streaming=True).train.features["images"].feature.decode
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"images": ["none.png"]}, "line 2: column 'images': there is no file .*/none.png; correct it"),
+        ({"images": ["rows.jsonl"]}, "line 2: column 'images': no image that can be read .*rows.jsonl: Unid"),
+        (
+            {"images": []},
+            r"line 2: Number of images provided \(0\) does not match number of image place",
+        ),
+        ({"images": "pictures/0.png"}, "line 2: column 'images' holds a str, expected a list of images"),
+        ({"images": [3]}, "line 2: column 'images' holds a int, expected the path of an image"),
+        ({"messages": turns([{"type": "image", "url": "a.png"}], "red")}, "a block of type image has 'url'; name the"),
+        ({"messages": turns([{"text": "a"}], "red")}, "a message holds a block without a type"),
+        ({"messages": turns([PLACE, {"type": "video"}], "red")}, "a message holds a block of type 'video'"),
+        ({"messages": turns([PLACE, TEXT], "<image>")}, "does not match number of image placeholders"),
+        ({"tools": [{"type": "function"}]}, "it has tools, which rows with images cannot have"),
+    ],
+)
+def test_bad_rows_are_named_before_the_model_is_loaded(load, tmp_path, row, message):
+    good, *_ = rows_of(tmp_path, 1)
+    data = write_lines(tmp_path / "rows.jsonl", [good, {**good, **row}])
+    with pytest.raises(DataError, match=message):
+        load(data)
+    assert len(load(data, skip_bad_rows=True).train) == 1
+
+
+def test_an_image_that_is_gone_is_missed_although_the_rows_are_cached(load, tmp_path):
+    data = write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path))
+    load(data)
+    (tmp_path / "pictures" / "4.png").unlink()
+    with pytest.raises(DataError, match="line 5: column 'images': there is no file .*4.png"):
+        load(data)
+
+
+def test_prompts_that_are_texts_say_the_places(load, tmp_path):
+    rows_of(tmp_path, 1)
+    row = {"image": "pictures/0.png", "prompt": "<image> is", "completion": " red"}
+    assert load(write_lines(tmp_path / "rows.jsonl", [row])).train[0]["prompt"] == "<image> is"
+    with pytest.raises(DataError, match="line 1: 1 images, and 0 times <image> in the prompt and 0 times in the"):
+        load(write_lines(tmp_path / "other.jsonl", [{**row, "prompt": "It is"}]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"packing": True}, "packing: rows with images stay rows of their own"),
+        ({"chat_template_path": "default"}, "chat_template_path default: places no images"),
+        ({"model": "Llama"}, "of type llama, which takes no images, and the rows have some"),
+        ({"dataset_format": "text"}, "texts with images, expected messages"),
+    ],
+)
+def test_settings_that_images_cannot_have_are_refused(load, language_models, tmp_path, settings, message):
+    rows = [{**row, "text": "red"} for row in rows_of(tmp_path, 1)]
+    if "model" in settings:
+        settings["model"] = language_models[settings["model"]]
+    with pytest.raises((ConfigError, DataError), match=message):
+        load(write_lines(tmp_path / "rows.jsonl", rows), **{"dataset_format": "messages", **settings})
+
+
+def test_an_image_that_is_cut_is_told(load, tiny_llava, tmp_path):
+    from hf_zero.recipes.sft import _with_pixels
+
+    data = load(write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 1)))
+    Path(data.train[0]["images"][0]["path"]).write_bytes(b"no image")
+    with pytest.raises(DataError, match="0.png: UnidentifiedImageError"):
+        _with_pixels(lambda rows: {}, [data.train[0]])
+
+
+def test_generate_and_chat_answer_texts_alone(tiny_llava, tmp_path, capsys):
+    data = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "What colour?", "image": "0.png"}])
+    argv = ["generate", str(tiny_llava), "--use_cpu", f"--output={tmp_path / 'answers.jsonl'}", "--max_new_tokens=2"]
+    reset_accelerate()
+    assert main([*argv, f"--prompts={data}"]) == 1
+    assert "column 'image': generate answers texts, and reads no images; leave it out" in capsys.readouterr().err
+    reset_accelerate()
+    assert main([*argv, f"--prompts={write_lines(tmp_path / 'texts.jsonl', [{'prompt': 'What colour?'}])}"]) == 0
