@@ -22,6 +22,7 @@ except ImportError as error:
 from hf_zero.activation import shard_with
 from hf_zero.checkpoint import Checkpoint, check_checkpoint, load_state, load_weights, plan_state, plan_weights
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
+from hf_zero.compat import check_overrides
 from hf_zero.config import ZeroConfig, ZeroSettings
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CheckpointError, ConfigError
@@ -30,6 +31,22 @@ from hf_zero.optim import ShardedOptimizer
 
 # What Lightning itself keeps beside weights and optimizer, in the folder of a checkpoint.
 REST_NAME = "lightning.ckpt"
+
+OVERRIDES = (
+    "restore_checkpoint_after_setup",
+    "setup",
+    "setup_optimizers",
+    "setup_precision_plugin",
+    "pre_backward",
+    "on_validation_start",
+    "lightning_module_state_dict",
+    "optimizer_state",
+    "save_checkpoint",
+    "load_checkpoint",
+    "load_model_state_dict",
+    "load_optimizer_state_dict",
+    "teardown",
+)
 
 
 class ZeroStrategy(DDPStrategy):
@@ -91,9 +108,9 @@ class ZeroStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def setup_optimizers(self, trainer) -> None:
+    def setup_optimizers(self, trainer, **kwargs) -> None:
         """Makes the optimizer of the module's `configure_optimizers`, and puts it onto the shards."""
-        super().setup_optimizers(trainer)
+        super().setup_optimizers(trainer, **kwargs)
         if len(self.optimizers) > 1:
             raise ConfigError(
                 f"configure_optimizers: gives {len(self.optimizers)} optimizers; give one with several parameter "
@@ -101,9 +118,9 @@ class ZeroStrategy(DDPStrategy):
             )
         self.optimizers = [ShardedOptimizer(self._engine, optimizer) for optimizer in self.optimizers]
 
-    def setup_precision_plugin(self) -> None:
+    def setup_precision_plugin(self, **kwargs) -> None:
         """Makes Lightning clip the gradients over all shards. It would clip those of this rank alone."""
-        super().setup_precision_plugin()
+        super().setup_precision_plugin(**kwargs)
         self.precision_plugin.clip_grad_by_norm = lambda _, limit: self.optimizers[0].clip_grad_norm_(limit)
         self.precision_plugin.clip_grad_by_value = lambda _, limit: self.optimizers[0].clip_grad_value_(limit)
 
@@ -143,7 +160,9 @@ class ZeroStrategy(DDPStrategy):
             raise
         saved.finish()
 
-    def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None, **kwargs
+    ) -> dict[str, Any]:
         """Reads Lightning's own part of a checkpoint. Weights and optimizer state are loaded later.
 
         Raises:
@@ -158,7 +177,7 @@ class ZeroStrategy(DDPStrategy):
                     f"{folder}: is no folder that ZeroStrategy saved; load its weights into the module"
                 )
             check_checkpoint(folder)
-            return load_rest(folder / REST_NAME, weights_only=weights_only)
+            return load_rest(folder / REST_NAME, weights_only=weights_only, **kwargs)
 
         return run_on_all_ranks(self._engine.comm, f"loading {folder}", load)
 
@@ -174,3 +193,6 @@ class ZeroStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+check_overrides(ZeroStrategy, DDPStrategy, OVERRIDES)

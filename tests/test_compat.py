@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from packaging.requirements import Requirement
 from transformers import Trainer
+from trl import DPOTrainer
 
 from hf_zero.accelerator import ZeroAccelerator, accelerator
 from hf_zero.compat import check_overrides
@@ -20,6 +21,7 @@ from hf_zero.trainer.hub import PushMixin
 from hf_zero.trainer.restoring import RestoringMixin
 from hf_zero.trainer.saving import SavingMixin
 from hf_zero.trainer.trainer import ZeroTrainerMixin
+from hf_zero.trl import ZeroTrlTrainerMixin, mixin
 from tests.trainer.harness import reset_accelerate
 
 
@@ -33,6 +35,7 @@ OVERRIDING = [
     (RestoringMixin, Trainer, restoring.OVERRIDES),
     (SavingMixin, Trainer, saving.OVERRIDES),
     (ZeroAccelerator, Accelerator, accelerator.OVERRIDES),
+    (ZeroTrlTrainerMixin, DPOTrainer, (*mixin.OVERRIDES, "create_model_card")),
 ]
 
 
@@ -97,11 +100,16 @@ class Knows(Newer):
         return folder, internal
 
 
+class KeepsFacts(Newer):
+    def save(self, folder, internal=False, **facts):
+        return folder, internal, facts
+
+
 @pytest.fixture
 def adapted(monkeypatch):
-    for cls in (HandsOn, Knows):
+    for cls in (HandsOn, Knows, KeepsFacts):
         monkeypatch.setattr(cls, "save", cls.save)  # put back afterwards
-        check_overrides(cls, Newer, ("save",))
+        check_overrides(cls, Newer, ("save",), hands_on=cls is not KeepsFacts)
 
 
 def test_parameters_that_were_added_are_handed_on(adapted, caplog):
@@ -121,6 +129,7 @@ def test_what_cannot_be_handed_on_is_left_out_and_said_once(adapted, caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "Newer.save: kind='part' is left out; this hf_zero does not know it"
     ]
+    assert KeepsFacts().save("a", kind="part", place="here") == ("a", False, {"place": "here"})
 
 
 def test_a_keyword_that_neither_side_knows_is_refused(adapted):
@@ -203,8 +212,9 @@ def test_overrides_that_call_the_original_hand_on_what_they_do_not_know(own, che
 def test_what_is_tested_is_within_the_bounds_and_the_bounds_end():
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    bounds = {Requirement(line).name: Requirement(line).specifier for line in project["dependencies"]}
+    lines = [*project["dependencies"], *project["optional-dependencies"]["trl"]]
+    bounds = {Requirement(line).name: Requirement(line).specifier for line in lines}
     pins = dict(line.split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line)
-    for name in ("torch", "transformers", "accelerate"):
+    for name in ("torch", "transformers", "accelerate", "datasets", "trl"):
         assert bounds[name].contains(pins[name])
         assert any(part.operator == "<" for part in bounds[name]), f"{name} has no upper bound"

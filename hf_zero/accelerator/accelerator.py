@@ -366,6 +366,7 @@ class ZeroAccelerator(Accelerator):
 
 
 check_overrides(ZeroAccelerator, Accelerator, OVERRIDES)
+check_overrides(ZeroAcceleratedOptimizer, AcceleratedOptimizer, ("step_was_skipped",))
 
 
 def _divided(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

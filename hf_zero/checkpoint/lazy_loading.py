@@ -4,14 +4,13 @@ Two static methods of its base class for models are replaced while it runs, in t
 files into a model gets tensors without data, and what it makes of them is noted on the parameters.
 """
 
-import inspect
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -25,15 +24,13 @@ from hf_zero.checkpoint.load import read_origin
 from hf_zero.checkpoint.names import Header, Origin, origin_of, shortened, without_progress_bars
 from hf_zero.checkpoint.trace import Trace
 from hf_zero.checkpoint.weight_files import WeightFiles
+from hf_zero.compat import override
 from hf_zero.engine.source import set_source, source_of
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError
 
 
-# What is replaced, with the parameters that it had when this was written.
-_SIGNATURES = {
-    "_load_pretrained_model": ("model", "state_dict", "checkpoint_files", "load_config", "expected_keys"),
-    "_finalize_model_loading": ("model", "load_config", "loading_info"),
-}
+# What transformers loads models by, and is replaced.
+_REPLACED = ("_load_pretrained_model", "_finalize_model_loading")
 _lock = threading.RLock()
 _request: ContextVar["_Request | None"] = ContextVar("hf_zero_request", default=None)
 
@@ -136,11 +133,10 @@ def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
         allow_missing (`Sequence[str]`): see `load_pretrained`.
 
     Raises:
-        `ConfigError`: this version of transformers loads models in another way.
+        `ConfigError`: this version of transformers lacks a method that is replaced, or a parameter of it.
     """
     from transformers import PreTrainedModel
 
-    _check_signatures(PreTrainedModel)
     token = _request.set(_Request(tuple(allow_missing)))
     try:
         with _lock, _replaced(PreTrainedModel):
@@ -149,49 +145,38 @@ def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
         _request.reset(token)
 
 
-def _check_signatures(base: type) -> None:
-    """Checks that transformers has the methods that are replaced here. Without them a model would be loaded whole
-    silently."""
-    for name, wanted in _SIGNATURES.items():
-        method = getattr(base, name, None)
-        found = () if method is None else tuple(inspect.signature(method).parameters)
-        if found != wanted:
-            raise ConfigError(
-                f"transformers {metadata.version('transformers')}: {base.__name__}.{name} takes ({', '.join(found)}), "
-                f"expected ({', '.join(wanted)}); install a version that this hf_zero was tested with"
-            )
-
-
 @contextmanager
 def _replaced(base: Any) -> Iterator[None]:
-    load, finalize = base._load_pretrained_model, base._finalize_model_loading
+    theirs: list[Any] = [getattr(base, name, None) for name in _REPLACED]
+    load, finalize = theirs
 
-    def load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None):
+    def load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys=None, **kwargs):
         request = _request.get()
         placed = load_config.device_map is not None or load_config.is_quantized or expected_keys is not None
         files = None if request is None or state_dict is not None or placed else _open(checkpoint_files)
         if files is None:
-            return load(model, state_dict, checkpoint_files, load_config, expected_keys)
+            return load(model, state_dict, checkpoint_files, load_config, expected_keys=expected_keys, **kwargs)
         request.models.append(model)
-        return _load_headers(load, model, files, load_config)
+        return _load_headers(partial(load, **kwargs), model, files, load_config)
 
-    def finalize_model_loading(model, load_config, loading_info):
+    def finalize_model_loading(model, load_config, loading_info, **kwargs):
         request = _request.get()
         if request is None or not any(model is known for known in request.models):
-            return finalize(model, load_config, loading_info)
+            return finalize(model, load_config, loading_info, **kwargs)
         _refuse_what_does_not_fit(load_config, loading_info)
         _tie_what_is_equal(model, loading_info.missing_keys)
-        loading_info = finalize(model, load_config, loading_info)
+        loading_info = finalize(model, load_config, loading_info, **kwargs)
         _refuse_incomplete(model, load_config, loading_info, request.allow_missing)
         return loading_info
 
-    base._load_pretrained_model = staticmethod(load_pretrained_model)
-    base._finalize_model_loading = staticmethod(finalize_model_loading)
+    own = [override(fn, base, name) for name, fn in zip(_REPLACED, (load_pretrained_model, finalize_model_loading))]
     try:
+        for name, fn in zip(_REPLACED, own):
+            setattr(base, name, staticmethod(fn))
         yield
     finally:
-        base._load_pretrained_model = staticmethod(load)
-        base._finalize_model_loading = staticmethod(finalize)
+        for name, fn in zip(_REPLACED, theirs):
+            setattr(base, name, staticmethod(fn))
 
 
 def _open(paths: Sequence[str] | None) -> StoredFiles | MappedTensors | None:

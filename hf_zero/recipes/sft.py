@@ -22,7 +22,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from trl import SFTTrainer
 
+from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import Data, Rows
 from hf_zero.recipes.data.chat import DEFAULT
@@ -80,12 +82,20 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         packing: bool,
         formatting_func: Callable | None,
         dataset_name: str,
+        **kwargs: Any,
     ) -> Dataset | IterableDataset:
         """Tokenizes rows as TRL does, accounts for them, and then lets TRL cut or pack them."""
         split = "test" if dataset_name == "eval" else dataset_name
         whole = copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
-        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        prepare = partial(
+            super()._prepare_dataset,
+            processing_class=processing_class,
+            formatting_func=formatting_func,
+            dataset_name=dataset_name,
+            **kwargs,
+        )
+        dataset = prepare(dataset, args=whole, packing=False)
         cuts = not packing or args.packing_strategy == "bfd"
         if isinstance(dataset, Dataset):
             dataset = self._accounted(dataset, split, args.max_length if cuts else None)
@@ -97,7 +107,7 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             first = next(iter(dataset))
             self.sample = {name: first[name][: args.max_length] for name in ("input_ids", "labels")}
         num_rows = None if isinstance(dataset, IterableDataset) else len(dataset)
-        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        prepared = prepare(dataset, args=args, packing=packing)
         if packing and num_rows is not None:
             self.notes.append(
                 f"{split}: {plural(num_rows, 'row')} packed into {plural(len(prepared), 'sequence')} of up to "
@@ -128,11 +138,11 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         self.notes.append(f"{split}: {plural(num_tokens, 'token')}, of which the loss counts {counted.sum():,}")
         return rows if kept.all() else rows.select(np.flatnonzero(kept))
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+    def get_eval_dataloader(self, eval_dataset: Any = None, **kwargs: Any) -> Any:
         collate = self.data_collator
         self.data_collator = partial(_with_rows, collate)
         try:
-            return super().get_eval_dataloader(eval_dataset)
+            return super().get_eval_dataloader(eval_dataset, **kwargs)
         finally:
             self.data_collator = collate
 
@@ -147,6 +157,9 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         sums = values.new_zeros(int(row_of[-1, -1]) + 1, len(found))
         sums.index_add_(0, row_of[:, 1:].flatten(), values)  # a token is guessed from the one before it
         return None, sums, sums[:, -1]
+
+
+check_overrides(TokenMeanSFTTrainer, SFTTrainer, ("_prepare_dataset", "get_eval_dataloader", "prediction_step"))
 
 
 def _with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:

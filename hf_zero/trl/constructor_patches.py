@@ -27,10 +27,12 @@ def _clone_template(original, model: nn.Module, *args, **kwargs):
     return original(materialize(model), *args, **kwargs)
 
 
-def _hash(original, model: nn.Module) -> str:
+def _hash(original, module: nn.Module, *args, **kwargs) -> str:
     """Replaces `hash_module`, and reads one tensor at a time."""
+    if args or kwargs:  # what a newer TRL can be told
+        return original(materialize(module), *args, **kwargs)
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+    for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
         values, source = tensor.detach(), source_of(tensor)
         if source is not None:
             values = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -7,16 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import SyncRefModelCallback
+from trl import DPOTrainer, SyncRefModelCallback
 from trl.trainer.utils import get_config_model_id
 
 from hf_zero.checkpoint.lazy_loading import lazy_loading
 from hf_zero.checkpoint.pretrained import refuse_placing, resolve
+from hf_zero.compat import check_overrides
 from hf_zero.engine import gathered
 from hf_zero.engine.access import unit_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
 from hf_zero.trl.constructor_patches import fit_for_lazy_loading
+
+
+OVERRIDES = ("add_callback", "_precompute_ref_logps")
 
 
 @dataclass
@@ -84,10 +88,10 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         args.model_init_kwargs = {**settings, "device_map": None}  # TRL would say "auto" where there is one GPU
         return str(resolve(name, **settings))
 
-    def add_callback(self, callback) -> None:
+    def add_callback(self, callback, **kwargs) -> None:
         if isinstance(callback, SyncRefModelCallback):
             callback.sync_target_model = sync_reference
-        super().add_callback(callback)
+        super().add_callback(callback, **kwargs)
 
     def _precompute_ref_logps(self, *args, **kwargs) -> Any:
         """Computes the reference's log probabilities as TRL does, by forwards of the sharded model."""
@@ -100,6 +104,10 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         tags = [tags] if isinstance(tags, str) else list(tags or ())
         facts.setdefault("dataset", dataset_name)
         super().create_model_card(model_name=model_name, tags=[*tags, *self._tag_names], **facts)
+
+
+check_overrides(ZeroTrlTrainerMixin, DPOTrainer, OVERRIDES)  # of these trainers it overrides most
+check_overrides(ZeroTrlTrainerMixin, DPOTrainer, ("create_model_card",), hands_on=False)  # facts are for Trainer
 
 
 def _is_of_trl(cls: type) -> bool:

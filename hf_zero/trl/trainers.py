@@ -19,6 +19,7 @@ from trl import (
     SFTTrainer,
 )
 
+from hf_zero.compat import check_overrides
 from hf_zero.engine import gathered
 from hf_zero.trl.mixin import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
@@ -53,6 +54,9 @@ class ZeroDistillationTrainer(ZeroTrlTrainerMixin, DistillationTrainer):
     def training_step(self, *args, **kwargs):
         with gathered(self.teacher_model.get_output_embeddings()):
             return super().training_step(*args, **kwargs)
+
+
+check_overrides(ZeroDistillationTrainer, DistillationTrainer, ("compute_loss", "training_step"))
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Models whose weights stay in the files until they are sharded are those that transformers loads whole."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 import hf_zero
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.files import SafetensorsFile
+from hf_zero.checkpoint.lazy_loading import lazy_loading
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.checkpoint import models
@@ -403,10 +405,27 @@ def test_a_rank_of_four_never_holds_more_than_its_quarter(tmp_path, dtype, share
 
 def test_another_version_of_transformers_is_refused_by_name(saved, monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "_finalize_model_loading", staticmethod(lambda model, loading_info: None))
-    with pytest.raises(
-        ConfigError, match=r"_finalize_model_loading takes \(model, loading_info\), expected \(model, lo"
-    ):
+    wanted = r"_finalize_model_loading takes \(model, loading_info\) in transformers .* for \(model, load_config, "
+    with pytest.raises(ConfigError, match=wanted):
         load_pretrained(AutoModelForCausalLM, saved.parent)
+    monkeypatch.delattr(PreTrainedModel, "_finalize_model_loading")
+    with pytest.raises(ConfigError, match="_finalize_model_loading does not exist"):
+        load_pretrained(AutoModelForCausalLM, saved.parent)
+
+
+def test_a_version_of_transformers_that_passes_more_loads_as_before(saved, monkeypatch):
+    load, given = PreTrainedModel._load_pretrained_model, []
+
+    def newer(model, state_dict, checkpoint_files, load_config, workers=1, expected_keys=None):
+        given.append(workers)
+        return load(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(newer))
+    with lazy_loading(()):
+        passes = partial(PreTrainedModel._load_pretrained_model, workers=2)
+        monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(passes))
+        direct = LlamaForCausalLM.from_pretrained(saved.parent)
+    assert given == [2] and direct.lm_head.weight.device.type == "meta"
 
 
 @pytest.mark.parametrize("build", [models.bert, models.t5, models.llama])
