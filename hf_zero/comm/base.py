@@ -137,6 +137,17 @@ class Comm:
         return self.device.type == "cpu"
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether the host issues work to a device that does it later."""
+        return not self.is_on_cpu and self.device.type != "meta"  # which computes nothing
+
+    @property
+    def on_host(self) -> "Comm":
+        """The same ranks, for what their hosts know: to exchange it, nobody waits for a device. The first use is
+        collective."""
+        return self if self.is_on_cpu else self.side_group("hosts")
+
+    @property
     def buckets(self) -> list[Bucket]:
         """The buffers of constant size through which collectives go. Their memory is allocated when it is first
         needed."""
@@ -200,8 +211,12 @@ class Comm:
 
     def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         """Returns the vectors of all ranks in rank order, as a CPU tensor of shape `(num_ranks, vector.numel())`.
-        `what` names them in an error."""
-        return vector.detach().cpu().reshape(1, -1)
+        `what` names them in an error. The host waits for the device; what it knows itself goes `on_host`."""
+        return self.all_gather_rows(vector, what=what).cpu()
+
+    def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
+        """Returns what `all_gather_vector` does on the device, for which the host does not wait."""
+        return vector.detach().reshape(1, -1)
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Overwrites a contiguous `tensor`, of any dtype, with rank 0's values."""

@@ -55,12 +55,12 @@ class DistributedComm(Comm):
 
         return Pending(finish)
 
-    def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
+    def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         vector = vector.detach().contiguous()
         rows = [torch.empty_like(vector) for _ in range(self.num_ranks)]
         self._gather_small(vector, rows, what)
         self.counters.add("scalar", vector.numel() * vector.element_size() * (self.num_ranks - 1))
-        return torch.stack(rows).cpu()
+        return torch.stack(rows)
 
     def broadcast_(self, tensor: Tensor) -> None:
         with self._reaching("a broadcast", 0 if self.rank else None):

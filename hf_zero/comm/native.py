@@ -52,8 +52,8 @@ class NativeComm(DistributedComm):
     def buckets(self) -> list[Bucket]:
         return self._buckets
 
-    def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
-        return super().all_gather_vector(vector.to(self.device), what=what)  # what rests on the host is counted there
+    def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
+        return super().all_gather_rows(vector.to(self.device), what=what)  # what rests on the host is counted there
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         under_way = f"gather of unit {what!r}"

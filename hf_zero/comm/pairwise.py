@@ -195,4 +195,7 @@ class StagedComm(PairwiseComm):
         return self._copies[bucket].rows(1, piece.numel(), piece.dtype)[0]
 
     def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
-        return super().all_gather_vector(vector.to(self._host), what=what)
+        return super().all_gather_rows(vector.to(self._host), what=what)
+
+    def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
+        return self.all_gather_vector(vector, what=what).to(self.device)

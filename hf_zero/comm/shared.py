@@ -122,7 +122,7 @@ class SharedComm(PairwiseComm):
 
         return self._begin("reduce", what, full, number, numel, take)
 
-    def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
+    def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         nbytes = vector.numel() * vector.element_size()
         if not self._boards or self._boards[0].shape[1] < nbytes:
             numel = self.num_ranks * max(nbytes, 4096)

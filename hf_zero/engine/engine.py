@@ -348,8 +348,8 @@ class ZeroEngine(ModelUnits):
         raise KeyError(f"{name}: no trainable parameter has this name")
 
     def _full_grad(self, unit: Unit, gradient: Gradient, index: int) -> Tensor | None:
-        used = torch.tensor([gradient.used[index]], dtype=torch.uint8, device=self.comm.device)
-        if not self.comm.all_gather_vector(used).any():
+        used = torch.tensor([gradient.used[index]], dtype=torch.uint8)
+        if not self.comm.on_host.all_gather_vector(used).any():
             return None
         self.finish_gradients()
         span = gradient.flat.layout.spans[index]

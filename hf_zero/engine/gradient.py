@@ -35,6 +35,7 @@ class Gradient:
     # 0-d, a sum of few elements of what this rank has added to the average since the last step; None where nothing.
     # Afterwards nothing else tells from which rank a value came that is not finite.
     witness: Tensor | None = None
+    row_norms: list[Tensor] | None = None  # of the owned range, as the last norm was taken; None where none was
     _other: Tensor | None = None  # the second of two places on the host, see `hand_over`
 
     def __init__(self, flat: Flat, sum_dtype: torch.dtype, dtype: torch.dtype, arena: Arena):
@@ -111,7 +112,7 @@ class Gradient:
             self.filled[index] = False
         if not self.is_persistent:
             self.full, self.views = None, []
-        adds, self.is_reduced = self.is_reduced, True
+        adds, self.is_reduced, self.row_norms = self.is_reduced, True, None
         if self.reduced is None:
             self.reduced = self._make_reduced(full)
         return self._reduce_into_rest(full, adds, what)
@@ -168,7 +169,7 @@ class Gradient:
     def clear(self) -> None:
         """Drops the gradients. Shards on the device go back to their arena; memory on the host stays allocated."""
         self.is_reduced = self.is_spent = False
-        self.witness = None
+        self.witness = self.row_norms = None
         self.filled = [False] * len(self.filled)
         self.used = [False] * len(self.used)
         self._destinations, self._grads = [], []

@@ -11,6 +11,7 @@ from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.gradient import Gradient
+from hf_zero.engine.late_checks import LateChecks
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule
@@ -90,6 +91,7 @@ class ModelUnits(Uncopyable):
         self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
         self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
+        self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
@@ -102,6 +104,12 @@ class ModelUnits(Uncopyable):
     @property
     def stage(self) -> int:
         return self.config.stage
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the host waits for nothing that the device does in a step. With offload it does: the update is its
+        own work."""
+        return self.comm.runs_ahead and not self.plan.is_offloaded
 
     @property
     def is_cast(self) -> bool:
@@ -146,7 +154,13 @@ class ModelUnits(Uncopyable):
             run_on_all_ranks(self.comm, "an update on the host", self.bus.wait_for_jobs, CommError)
 
     def finish_updates(self) -> None:
-        """Finishes updates that are under way, before the masters are read. All ranks call it."""
+        """Finishes updates that are under way, before the masters are read, and raises what was found out about
+        earlier ones. All ranks call it."""
+        self.finish_host_updates()
+        self.late_checks.settle()
+
+    def finish_host_updates(self) -> None:
+        """Finishes updates that are under way on the host. All ranks call it."""
         for updates in list(self.updates):
             updates.finish_update()
 

@@ -145,6 +145,7 @@ def copy_overlap(memory: Tensor, covers: Range, values: Tensor, what: Range) -> 
         memory[low - covers[0] : high - covers[0]].copy_(values[low - what[0] : high - what[0]])
 
 
+PART_NUMEL = 2**23  # of what is compared, so many elements are in memory once more
 SHARDS = {shard.tier: shard for shard in (DeviceShard, HostShard, DiskShard)}
 
 
@@ -241,10 +242,10 @@ class Rest:
 
     def follow_written(self, full: Tensor) -> None:
         """Updates the masters of elements that user code wrote; the others keep theirs, as the copy may be rounded."""
-        for master, (start, stop) in self.masters.pieces(writes=True):
-            values = full[start:stop].to(master.device)
-            written = values != master.to(values.dtype)
-            master.copy_(torch.where(written, values.to(master.dtype), master))
+        for masters, covers in self.masters.pieces(writes=True):
+            copies = full[slice(*covers)].to(masters.device)
+            for master, values in zip(masters.split(PART_NUMEL), copies.split(PART_NUMEL)):
+                master.copy_(torch.where(values != master.to(values.dtype), values.to(master.dtype), master))
 
     def release(self) -> None:
         """Frees all memory."""

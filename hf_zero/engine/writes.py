@@ -10,6 +10,7 @@ written alone, and the step is refused. At stage 3 what can be written is a copy
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ def take(engine: ModelUnits) -> None:
     except LifecycleError as error:
         failure = error
     comm = engine.comm
+    if engine.runs_ahead:
+        _take_unread(engine, flats, failure)
+        return
     if comm.num_ranks == 1:
         flats = [flat for flat in flats if flat.rest.has_copy]  # of the others, values and masters are one
     if not flats:
@@ -53,10 +57,28 @@ def take(engine: ModelUnits) -> None:
     rows = comm.all_gather_vector(torch.cat([bits, bits == known, is_well]), what="the optimizer's step")
     if failure is not None:
         raise failure
-    _refuse_unlike(engine, flats, rows)
+    _refuse_failed(rows[:, -1])
+    _refuse_unlike(engine, flats, rows[:, : len(flats)])
     for flat, is_kept in zip(flats, rows[comm.rank, len(flats) : -1].tolist()):
         if not is_kept or (flat.rewritten() is not None and not engine.plan.lags):
             _follow(engine, flat)
+
+
+def _take_unread(engine: ModelUnits, flats: list[Flat], failure: LifecycleError | None) -> None:
+    """Does what `take` does without reading a checksum, for which the host would wait. All compute copies are compared
+    with the masters, on the device; whether the ranks hold the same is known later."""
+    if engine.comm.num_ranks > 1 and flats:
+        is_well = torch.tensor([failure is None], dtype=torch.uint8)
+        all_well = engine.comm.on_host.all_gather_vector(is_well, what="the optimizer's step")
+    if failure is not None:
+        raise failure
+    if engine.comm.num_ranks > 1 and flats:
+        _refuse_failed(all_well)
+        bits = engine.comm.all_gather_rows(torch.stack([_sum_of(flat) for flat in flats]))
+        engine.late_checks.expect((bits == bits[0]).all(), partial(_refuse_unlike, engine, flats, bits))
+    for flat in flats:
+        if flat.rest.has_copy:
+            flat.rest.follow_written(flat.full)
 
 
 def _sum_of(flat: Flat) -> Tensor:
@@ -134,12 +156,21 @@ def _take_assigned(engine: ModelUnits) -> None:
                 flat.take_assigned(index)
 
 
-def _refuse_unlike(engine: ModelUnits, flats: list[Flat], rows: Tensor) -> None:
-    """Raises on all ranks when the ranks' parameters are not the same, or one of them could not go on."""
-    failed = next((rank for rank, is_well in enumerate(rows[:, -1].tolist()) if not is_well), None)
+def _refuse_failed(is_well: Tensor) -> None:
+    """Raises on all ranks when one of them could not go on."""
+    failed = next((rank for rank, flag in enumerate(is_well.flatten().tolist()) if not flag), None)
     if failed is not None:
         raise LifecycleError(f"optimizer step: rank {failed} refused it; look at the log of rank {failed}")
-    bits = rows[:, : len(flats)]
+
+
+def _refuse_unlike(engine: ModelUnits, flats: list[Flat], bits: Tensor) -> None:
+    """Raises on all ranks when the ranks' parameters are not the same.
+
+    Args:
+        engine (`ModelUnits`): the sharded model.
+        flats (`list[Flat]`): the buffers.
+        bits (`Tensor`): a sum over each, [ranks, buffers].
+    """
     if bool((bits == bits[0]).all()):
         return
     flat = flats[int((bits != bits[0]).any(0).nonzero()[0])]

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.config import Residency
+from hf_zero.engine.access import unit_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, NamedShard
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, LifecycleError
 
 
 if TYPE_CHECKING:
@@ -121,6 +122,20 @@ def named_groups(engine: ZeroEngine, optimizer) -> list[list[str]]:
                     "build the optimizer on model.parameters()"
                 )
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def refuse_added(model: nn.Module) -> None:
+    """Refuses trainable parameters that came after the model was sharded.
+
+    Raises:
+        `LifecycleError`: with the name of one.
+    """
+    for name, param in model.named_parameters():
+        if param.requires_grad and unit_of(param) is None:
+            raise LifecycleError(
+                f"{name}: was added after the model was sharded; add what is to be trained (an adapter, a head) "
+                "before, or load the model anew"
+            )
 
 
 def group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:

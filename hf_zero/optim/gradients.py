@@ -1,6 +1,9 @@
 """The norm of all gradients, and whether they are finite, so that no step is taken on those that are not."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Real
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ from hf_zero.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import ConfigError, LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 
 
 # torch's fp32 norm of a long CPU tensor is off by 1e-5 at 1 M elements and 3e-4 at 10 M; by rows of so many elements,
@@ -32,7 +35,7 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
         max_norm (`float`): to what the caller clips it; `inf` for not at all.
 
     Returns:
-        `Tensor`: 0-d fp32 on the CPU, equal on every rank.
+        `Tensor`: 0-d fp32, equal on every rank; on the device where the host does not wait for it, else on the CPU.
 
     Raises:
         `LifecycleError`: on all ranks, when not all clip alike: shards of one parameter would be scaled unlike.
@@ -42,39 +45,49 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
         if not isinstance(value, Real | Tensor) or value < 0:
             raise ConfigError(f"clip_grad_norm_: {name} {value!r} is not a number of 0 or more; give one")
     comm, reduced = engine.comm, [gradient for gradient in engine.gradients() if gradient.is_reduced]
+    gather = Comm.all_gather_rows if engine.runs_ahead else Comm.all_gather_vector
     whole = _measure([gradient for gradient in reduced if not gradient.flat.is_divided], comm, norm_type)
     add = torch.Tensor.amax if norm_type == float("inf") else torch.Tensor.sum
     if engine.divided_over is None:
-        total = add(_gathered(comm, whole, norm_type, max_norm), dim=0)
+        total = add(_gathered(engine, whole, norm_type, max_norm), dim=0)
     else:
         divided = _measure([gradient for gradient in reduced if gradient.flat.is_divided], comm, norm_type)
-        rows = _gathered(comm, torch.cat([whole, divided]), norm_type, max_norm)
-        rows = engine.divided_over.all_gather_vector(add(rows, dim=0).to(comm.device), what=WHAT)
+        rows = _gathered(engine, torch.cat([whole, divided]), norm_type, max_norm)
+        rows = gather(engine.divided_over, add(rows, dim=0).to(comm.device), what=WHAT)
         total = add(torch.stack([rows[0, 0], add(rows[:, 1], dim=0)]), dim=0)
     total = total.reshape(())
     engine.grad_norm = (total if norm_type == float("inf") else total.pow(1.0 / norm_type)).float()
     return engine.grad_norm
 
 
-def _gathered(comm: Comm, values: Tensor, norm_type: float, max_norm: float) -> Tensor:
+def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: float) -> Tensor:
     """Returns the values of all ranks, [ranks, values], and refuses ranks that clip differently."""
-    own = [values.new_full((1,), number) for number in (norm_type, max_norm)]  # a copy from the host would wait
-    rows = comm.all_gather_vector(torch.cat([values, *own]), what=WHAT)
-    limits = rows[:, -2:].tolist() if not values.is_meta else []  # a simulated step has no values
+    comm, has_values = engine.comm, not values.is_meta  # a simulated step has no values
+    if engine.runs_ahead:
+        own = torch.tensor([norm_type, max_norm], dtype=torch.float64)
+        rows = comm.on_host.all_gather_vector(own, what=WHAT)
+        values = comm.all_gather_rows(values, what=WHAT)
+    else:  # in one exchange
+        both = [values.new_full((1,), number) for number in (norm_type, max_norm)]
+        rows = comm.all_gather_vector(torch.cat([values, *both]), what=WHAT)
+        values = rows[:, :-2].contiguous()
+    limits = rows[:, -2:].tolist() if has_values else []
     for rank, (kind, bound) in enumerate(limits):
         if (kind, bound) != (norm_type, max_norm) and max_norm == max_norm:
             raise LifecycleError(
                 f"clip_grad_norm_: rank {comm.rank} clips to {max_norm} by the norm of order {norm_type}, rank {rank} "
                 f"to {bound} of order {kind} (inf: not at all); call it on all ranks alike"
             )
-    return rows[:, :-2].contiguous()
+    return values
 
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:
     """Returns the part of this rank's ranges in the norm, before the root: one number, fp64."""
-    owned = [part for gradient in gradients for part in _rows(gradient.owned_range())]
-    if owned:
-        parts = [_row_norms(part, norm_type) for part in owned]
+    by_gradient = {each: [_row_norms(part, norm_type) for part in _rows(each.owned_range())] for each in gradients}
+    for gradient in gradients if comm.runs_ahead else ():
+        gradient.row_norms = by_gradient[gradient]
+    parts = [part for own in by_gradient.values() for part in own]
+    if parts:
         if len({part.device for part in parts}) > 1:  # some gradients rest on the host
             parts = [part.cpu() for part in parts]
         norms = torch.cat(parts).double()
@@ -96,29 +109,114 @@ def _rows(flat: Tensor) -> list[Tensor]:
 
 def is_finite(unit: Unit) -> bool:
     """Whether this rank's range of a unit's averaged gradients is finite."""
-    return all(bool(torch.isfinite(g.owned_range()).all()) for g in unit.gradients if g.is_reduced)
+    return _are_finite([gradient.owned_range() for gradient in unit.gradients if gradient.is_reduced])
 
 
-def trace(engine: ZeroEngine) -> str:
+@dataclass(frozen=True)
+class Evidence:
+    """What tells where gradients came from that are not finite. It can be kept when the gradients are gone.
+
+    Args:
+        unit (`str`): the unit's name.
+        averaged (`list[Tensor]`): finite where this rank's range of the unit's averaged gradients is.
+        summands (`list[Tensor]`): finite where this rank's own gradients were, as far as its witnesses tell.
+    """
+
+    unit: str
+    averaged: list[Tensor]
+    summands: list[Tensor]
+
+
+def evidence_of(engine: ZeroEngine, *, in_norms: bool) -> list[Evidence]:
+    """Returns the evidence of all units, in the order of backward.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        in_norms (`bool`): takes the norms of the gradients' rows, which were measured, and not the gradients.
+    """
+    found = []
+    for unit in [*reversed(engine.blocks), engine.root]:
+        reduced = [gradient for gradient in unit.gradients if gradient.is_reduced]
+        averaged = [part for g in reduced for part in (g.row_norms or [] if in_norms else [g.owned_range()])]
+        summands = [gradient.witness for gradient in unit.gradients if gradient.witness is not None]
+        if unit.gradients:
+            found.append(Evidence(unit.name, averaged, summands))
+    return found
+
+
+def known_norm(engine: ZeroEngine) -> Tensor:
+    """Returns the norm that was measured, or measures the fastest one. All ranks call it."""
+    return measure_norm(engine, float("inf")) if engine.grad_norm is None else engine.grad_norm
+
+
+def expect_finite(engine: ZeroEngine, num_steps: int, undo: Callable[[], None]) -> Tensor:
+    """Returns whether a fused optimizer is to leave a step out, without waiting for it. All ranks raise when they have
+    learned that it did.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model. All ranks call it.
+        num_steps (`int`): how many steps were taken before.
+        undo (`Callable`): called when the step turns out to be left out.
+
+    Returns:
+        `Tensor`: 0-d fp32 on the device, 1 where the gradients are not finite, else 0.
+    """
+    is_finite, evidence = known_norm(engine).isfinite(), evidence_of(engine, in_norms=True)
+
+    def refuse():
+        undo()
+        refuse_nonfinite(engine, num_steps, evidence)
+
+    engine.late_checks.expect(is_finite, refuse)
+    return is_finite.logical_not().float()
+
+
+def describe_nonfinite(engine: ZeroEngine, num_steps: int, evidence: list[Evidence]) -> str:
+    """Returns the line that says after how many steps gradients were not finite, and whose. All ranks call it."""
+    return f"after {num_steps} optimizer steps: the gradient {_trace(engine.comm, evidence)} is not finite"
+
+
+def refuse_nonfinite(
+    engine: ZeroEngine, num_steps: int, evidence: list[Evidence], *, was_updated: bool = False
+) -> NoReturn:
+    """Refuses gradients that are not finite. All ranks call it.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        num_steps (`int`): how many steps were taken before.
+        evidence (`list[Evidence]`): of all units.
+        was_updated (`bool`): whether some units were updated before.
+
+    Raises:
+        `NonFiniteError`: naming the rank and the unit.
+    """
+    done = "units before it were updated in backward" if was_updated else "no step was taken on it"
+    is_sharded = any(unit.is_sharded for unit in engine.units)
+    raise NonFiniteError(
+        f"{describe_nonfinite(engine, num_steps, evidence)}; {done}: look at that rank's batch and loss and at the "
+        "learning rate, or leave such steps out with nonfinite='skip' (--zero_nonfinite skip)"
+        + ("; a loss that uses parameters itself, outside of hf_zero.gathered, reads NaN" if is_sharded else "")
+    )
+
+
+def _trace(comm: Comm, units: list[Evidence]) -> str:
     """Returns the origin of gradients that are not finite: the rank, and the unit that backward came to first. All
     ranks call it."""
-    units = [unit for unit in [*reversed(engine.blocks), engine.root] if unit.gradients]
-    bad = [not is_finite(unit) for unit in units]
-    bad_here = [not _is_finite_here(unit) for unit in units]
-    own = torch.tensor([bad, bad_here], dtype=torch.uint8, device=engine.comm.device).view(-1)
-    rows = engine.comm.all_gather_vector(own).view(engine.comm.num_ranks, 2, len(units)).bool().cpu()
+    bad = [not _are_finite(unit.averaged) for unit in units]
+    bad_here = [not _are_finite(unit.summands) for unit in units]
+    own = torch.tensor([bad, bad_here], dtype=torch.uint8)
+    rows = comm.on_host.all_gather_vector(own.view(-1)).view(comm.num_ranks, 2, len(units)).bool()
     met = rows[:, 0].any(dim=0).tolist()
     if not any(met):
-        return _of_ranks(rows[:, 1].any(dim=1).tolist(), engine.comm)
+        return _of_ranks(rows[:, 1].any(dim=1).tolist(), comm)
     first = met.index(True)
     where = rows[:, 1, first] if rows[:, 1, first].any() else rows[:, 1].any(dim=1)
     begins = ", where backward begins," if first == 0 else " as backward goes"
-    return f"{_of_ranks(where.tolist(), engine.comm)}, first in unit {units[first].name!r}{begins}"
+    return f"{_of_ranks(where.tolist(), comm)}, first in unit {units[first].unit!r}{begins}"
 
 
-def _is_finite_here(unit: Unit) -> bool:
-    """Whether this rank's summand of a unit's gradients was finite, as far as its witness tells."""
-    return all(g.witness is None or bool(torch.isfinite(g.witness)) for g in unit.gradients)
+def _are_finite(tensors: list[Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def _of_ranks(is_bad: list[bool], comm: Comm) -> str:

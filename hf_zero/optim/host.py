@@ -53,12 +53,15 @@ class PartialStep:
         self._copy.__dict__.update(optimizer.__dict__)
         self._copy.param_groups = [dict(group) for group in self._groups]
 
-    def step(self, params: Iterable[nn.Parameter], scale: torch.Tensor | None = None) -> None:
+    def step(
+        self, params: Iterable[nn.Parameter], scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
         """Updates these parameters.
 
         Args:
             params (iterable of `nn.Parameter`): with their gradients; those of other optimizers are left alone.
             scale (`Tensor`, *optional*): 0-d, by which a fused optimizer is to multiply the gradients on its way.
+            found_inf (`Tensor`, *optional*): 0-d fp32; where it is 1, a fused optimizer updates nothing.
         """
         chosen = {id(param) for param in params}
         for group, before in zip(self._copy.param_groups, self._groups):
@@ -67,8 +70,9 @@ class PartialStep:
         own = next((param for group in self._copy.param_groups for param in group["params"]), None)
         if own is None:
             return
-        if scale is not None:  # its own attribute is a divisor
-            self._copy.grad_scale, self._copy.found_inf = scale.reciprocal().to(own.device), None
+        if scale is not None or found_inf is not None:  # its own attribute is a divisor
+            self._copy.grad_scale = None if scale is None else scale.reciprocal().to(own.device)
+            self._copy.found_inf = found_inf
         type(self._copy).step(self._copy)  # a scheduler may have put a step of its own before it
 
     @property

@@ -1,6 +1,9 @@
 """The loss scale of fp16 training, agreed by all ranks."""
 
+from collections import defaultdict
+
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 
 from hf_zero.errors import LifecycleError
@@ -24,13 +27,17 @@ class ZeroGradScaler(GradScaler):
                 "backward without in_backward where a loss is scaled"
             )
         engine.finish_gradients()
-        reduced = [gradient.reduced for gradient in engine.gradients() if gradient.is_reduced]
-        overflowed = any(not bool(torch.isfinite(grad).all()) for grad in reduced)
-        torch._foreach_mul_(reduced, float(inv_scale))
-        anywhere = torch.tensor([float(overflowed)])
+        groups: defaultdict[tuple, list[Tensor]] = defaultdict(list)
+        for gradient in engine.gradients():
+            if gradient.is_reduced:
+                groups[gradient.reduced.device, gradient.reduced.dtype].append(gradient.reduced)
+        for (device, _), reduced in groups.items():
+            found = found_inf.new_zeros((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(reduced, found, inv_scale.to(device))
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
         for comm in filter(None, (engine.comm, engine.divided_over)):
-            anywhere = comm.all_gather_vector(anywhere.to(comm.device)).amax(dim=0)
-        return {found_inf.device: found_inf.fill_(float(anywhere))}
+            found_inf.copy_(comm.all_gather_rows(found_inf.reshape(1).to(comm.device)).amax())
+        return {found_inf.device: found_inf}
 
     def step(self, optimizer, *args, **kwargs):
         """Steps unless a gradient overflowed; either way the gradients are consumed."""

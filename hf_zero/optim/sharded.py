@@ -11,13 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.engine import Sharded, require_engine
-from hf_zero.engine.access import unit_of
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
+from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange, make_partitions
-from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_slices, named_groups
-from hf_zero.optim.gradients import measure_norm, trace
+from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_slices, named_groups, refuse_added
+from hf_zero.optim.gradients import (
+    describe_nonfinite,
+    evidence_of,
+    expect_finite,
+    known_norm,
+    measure_norm,
+    refuse_nonfinite,
+)
 from hf_zero.optim.granularity import granularity_of, has_early_state, inner_optimizers, refuse_divided, refuse_unknown
 from hf_zero.optim.host import Gradients, HostSteps, PartialStep, When, lent
 from hf_zero.optim.state_records import StateRecords
@@ -74,7 +80,7 @@ class ShardedOptimizer(StateRecords):
         frozen = [flat for flat in engine.flats if not flat.trainable]
         self._frozen = [(info.name, p) for flat in frozen for info, p in zip(flat.infos, flat.params)]
         self._refuse_unfrozen()
-        _refuse_added(engine.model)
+        refuse_added(engine.model)
         self._group_names = named_groups(engine, optimizer)
         partitions = make_partitions(engine, optimizer, granularities)
         others = [partition.flat_slice(engine.comm.rank) for partition in partitions]
@@ -181,10 +187,13 @@ class ShardedOptimizer(StateRecords):
             self.engine.take_writes()
         scale = self.engine.take_grad_scale() if self._can_scale() else None
         self.engine.finish_gradients()
-        self.engine.finish_updates()
-        if not self._may_step():
+        self.engine.finish_host_updates()
+        if not self._leaves_out_itself and not self._may_step():
             return loss
         self._leave_out_unused()
+        found_inf = None
+        if self._leaves_out_itself:
+            found_inf = expect_finite(self.engine, self.num_steps, self._uncount)
         if not self.num_steps:  # the state is made now
             trim(self.engine.comm.device)
         grads = self._gradients_of(self.engine.units)
@@ -195,7 +204,8 @@ class ShardedOptimizer(StateRecords):
         away = {unit: own for unit, own in grads.items() if unit.is_away}
         when = When.DELAYED if 0 < self.engine.config.delayed_update <= self.num_steps else When.STEP
         on_host = self._host.begin(elementwise if self.engine.plan.is_offloaded else [], away, scale, when)
-        self._step_here(elementwise, {unit: own for unit, own in grads.items() if not unit.is_away}, scale)
+        here = {unit: own for unit, own in grads.items() if not unit.is_away}
+        self._step_here(elementwise, here, scale, found_inf)
         self._host.end(on_host)
         self.num_steps += 1
         self.engine.end_step(is_late=when is When.DELAYED)
@@ -205,37 +215,31 @@ class ShardedOptimizer(StateRecords):
         """Whether the step may be taken: the gradients are finite, or `nonfinite` is "ignore". All ranks agree."""
         self.step_was_skipped = False
         setting = self.engine.config.nonfinite
-        if setting == "ignore" or (not self._host.met_nonfinite and bool(self._norm().isfinite())):
+        if setting == "ignore" or (not self._host.met_nonfinite and bool(known_norm(self.engine).isfinite())):
             return True
-        found = f"after {self.num_steps} optimizer steps: the gradient {trace(self.engine)} is not finite"
+        evidence = evidence_of(self.engine, in_norms=False)
         if setting == "stop":
-            done = "units before it were updated in backward" if self._host.is_spent else "no step was taken on it"
-            is_sharded = any(unit.is_sharded for unit in self.engine.units)
-            raise NonFiniteError(
-                f"{found}; {done}: look at that rank's batch and loss and at the learning rate, or leave such steps "
-                "out with nonfinite='skip' (--zero_nonfinite skip)"
-                + (
-                    "; a loss that uses parameters itself, outside of hf_zero.gathered, reads NaN"
-                    if is_sharded
-                    else ""
-                )
-            )
+            refuse_nonfinite(self.engine, self.num_steps, evidence, was_updated=self._host.is_spent)
+        found = describe_nonfinite(self.engine, self.num_steps, evidence)
         if self.engine.comm.rank == 0:
             logger.warning("%s; the step is left out", found)
         self.step_was_skipped = True
         self.engine.clear_gradients()
         return False
 
-    def _norm(self) -> Tensor:
-        """Returns the norm that was measured, or measures the fastest one. All ranks call it."""
-        norm = self.engine.grad_norm
-        return measure_norm(self.engine, float("inf")) if norm is None else norm
+    @property
+    def _leaves_out_itself(self) -> bool:
+        """Whether the device leaves a step out that the host is not to know of before it: the host need not wait."""
+        return self.engine.runs_ahead and self.engine.config.nonfinite == "stop" and self._can_scale()
 
-    def _step_here(self, inners: list[torch.optim.Optimizer], grads: Gradients, scale: Tensor | None) -> None:
+    def _uncount(self) -> None:
+        self.num_steps -= 1
+
+    def _step_here(self, inners: list, grads: Gradients, scale: Tensor | None, found_inf: Tensor | None) -> None:
         with lent(pair for own in grads.values() for pair in own) as params:
             for inner in inners:
                 step = PartialStep(inner)
-                step.step(params, scale)
+                step.step(params, scale, found_inf)
                 step.finish()
 
     def _step_by_unit(self, inner: torch.optim.Optimizer, grads: Gradients, scale: Tensor | None) -> None:
@@ -310,7 +314,8 @@ class ShardedOptimizer(StateRecords):
             norm_type (`float`): order of the norm, `inf` included.
 
         Returns:
-            `Tensor`: 0-d fp32, the norm before clipping, equal on every rank.
+            `Tensor`: 0-d fp32, the norm before clipping, equal on every rank; on the device where the host does not
+                wait for it.
 
         Raises:
             `LifecycleError`: on all ranks, when not all clip alike.
@@ -320,9 +325,11 @@ class ShardedOptimizer(StateRecords):
             self._refuse_spent()
         self.engine.finish_gradients()
         norm = measure_norm(self.engine, norm_type, max_norm)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        is_taken = bool(norm.isfinite()) or self.engine.config.nonfinite == "ignore"
-        if is_taken and not self._host.is_spent and not scale >= 1.0:  # NaN spoils all gradients, as in torch
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # NaN spoils all gradients, as in torch
+        if self.engine.config.nonfinite != "ignore":
+            scale = torch.where(norm.isfinite(), scale, 1.0)
+        is_wanted = not scale >= 1.0 if not self.engine.runs_ahead else max_norm != float("inf")
+        if is_wanted and not self._host.is_spent:
             self.engine.scale_gradients(scale)
         return norm
 
@@ -368,29 +375,23 @@ class ShardedOptimizer(StateRecords):
     def _leave_out_unused(self) -> None:
         """Leaves out parameters that no rank used. They have no gradient, and are not decayed.
 
-        The ranks agree by one vector. A slice in which used and unused parameters meet is divided between them, with
+        The ranks agree by one vector of what their hosts know, and raise what one of them has learned of an earlier
+        step. A slice in which used and unused parameters meet is divided between them, with
         its state, so that each keeps a step count of its own, as in an optimizer on whole parameters.
         """
         gradients = list(self.engine.gradients())
         own = [used for gradient in gradients for used in gradient.used]
         if not own:
             return
-        flags = self.engine.comm.all_gather_vector(
-            torch.tensor(own, dtype=torch.uint8, device=self.engine.comm.device), what="the optimizer's step"
-        )
-        anywhere = flags.amax(dim=0).tolist()
+        learned = [self.engine.late_checks.has_failed()] if self.engine.runs_ahead else []
+        flags = torch.tensor([*own, *learned], dtype=torch.uint8)
+        rows = self.engine.comm.on_host.all_gather_vector(flags, what="the optimizer's step")
+        anywhere = rows.amax(dim=0).tolist()
+        if learned and anywhere.pop():
+            self.engine.late_checks.settle()
         for gradient in gradients if not all(own) else ():
             gradient.used = [bool(flag) for flag in anywhere[: len(gradient.used)]]
             anywhere = anywhere[len(gradient.used) :]
         if all(used for gradient in gradients for used in gradient.used):
             return
         self._cut_slices(lambda flat_slice, index: flat_slice.gradient.used[index])
-
-
-def _refuse_added(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if param.requires_grad and unit_of(param) is None:
-            raise LifecycleError(
-                f"{name}: was added after the model was sharded; add what is to be trained (an adapter, a head) "
-                "before, or load the model anew"
-            )

@@ -41,7 +41,7 @@ class _Alone(Comm):
     def buckets(self) -> list[Bucket]:
         return [bucket for bucket in super().buckets if bucket.memory is not None]  # those that are needed
 
-    def all_gather_vector(self, vector: Tensor, *, what: str = "") -> Tensor:
+    def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
         nbytes = vector.numel() * vector.element_size()
         self.counters.add("scalar", nbytes * (self.num_ranks - 1))
         return torch.ones(self.num_ranks, vector.numel(), dtype=vector.dtype)

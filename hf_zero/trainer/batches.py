@@ -256,9 +256,7 @@ class Supply:
         if self._is_even or batches is self._ended:
             return batches
         taken = list(islice(batches, count))
-        if comm.device.type != "cpu":
-            comm = comm.side_group("batches")
-        counts = comm.all_gather_vector(torch.tensor([len(taken)], dtype=torch.int32, device=comm.device))
+        counts = comm.on_host.all_gather_vector(torch.tensor([len(taken)], dtype=torch.int32))
         counts = counts.flatten().tolist()
         if min(counts) < max(counts):
             _refuse(f"step {step + 1}", counts)

@@ -93,10 +93,8 @@ class StopOnSignal(TrainerCallback):
 
     def agreed(self) -> int:
         """Returns the signal that a rank was sent, the same on all ranks; 0 for none. Collective."""
-        comm = self._trainer._engine.comm
-        if comm.device.type != "cpu":
-            comm = comm.side_group("signals")  # a vote on the device would make the host wait for the step
-        own = torch.tensor([self._received], dtype=torch.int32, device=comm.device)
+        comm = self._trainer._engine.comm.on_host
+        own = torch.tensor([self._received], dtype=torch.int32)
         return int(comm.all_gather_vector(own, what="a vote on signals").max())
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -222,6 +222,7 @@ class Accelerator:
                 patch.setattr(torch, name, self._make(getattr(torch, name)))
             patch.setattr(Tensor, "device", property(self._device_of), raising=True)
             patch.setattr(Tensor, "to", self._move(Tensor.to))
+            patch.setattr(torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", self._group())
             with Watch(self):
                 yield
 
@@ -332,6 +333,16 @@ class Accelerator:
 
         return to
 
+    def _group(self) -> Callable:
+        """Groups tensors by the device that they seem to be on."""
+        original = torch.optim.Optimizer._group_tensors_by_device_and_dtype
+
+        def group(lists, with_indices=False):
+            groups = original(lists, with_indices)
+            return {(of[0][0][0].device, dtype): of for (_, dtype), of in groups.items()}
+
+        return staticmethod(group)
+
     def _read_by_host(self, original: Callable) -> Callable:
         def read(tensor: Tensor, *args, **kwargs):
             if not is_plain(tensor) or _watching() is not self:
@@ -418,7 +429,9 @@ class Watch(TorchDispatchMode):
         if _watching() is None or function.namespace == "c10d" or name in NO_ACCESS:
             return result
         if name in ALLOCATING:
-            if name.startswith("empty") and not name.endswith("like") and kwargs.get("device") in (None, HOST):
+            is_like = name.startswith("new") or name.endswith("like")
+            is_here = self._accelerator.is_on_host(args[0]) if is_like else True
+            if is_here and kwargs.get("device") in (None, HOST):
                 self._accelerator.put_on_host(result)
             else:
                 self._accelerator.allocate(result)
