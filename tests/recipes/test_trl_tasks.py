@@ -1,4 +1,4 @@
-"""Tasks of TRL's trainers beside `dpo`: from a file to a model, on two ranks, and what is refused."""
+"""Tasks of TRL's trainers beside `dpo`: what they learn, what their dry runs tell, and what is refused."""
 
 import json
 import re
@@ -7,99 +7,14 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import ConfigError, DataError
+from tests.recipes.cases import CASES, JUDGED, REWARDS, flags, judged, prompts
 from tests.recipes.preferences import preferences, write_rows
 from tests.recipes.ranks import logged, run_on_ranks
+from tests.tiers import in_core
 
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
-
-REWARDS = """
-def short(completions, colour, **_):
-    return [float(any(name in text for name in colour)) - len(text) / 100 for text in completions]
-
-number = 3
-"""
-GENERATING = {"num_generations": 2, "max_completion_length": 6, "max_steps": 2}
-
-
-def judged(count: int) -> list[dict]:
-    rows = preferences(count)
-    answers = (("chosen", True), ("rejected", False))
-    return [
-        {"prompt": row["prompt"], "completion": row[name], "label": good} for row in rows for name, good in answers
-    ]
-
-
-def prompts(count: int) -> list[dict]:
-    return [{"prompt": row["prompt"], "colour": row["chosen"].split()[0]} for row in preferences(count)]
-
-
-def flags(task: str, model: Path, data: Path, **settings) -> list[str]:
-    settings = {
-        "model_name_or_path": model,
-        "train_file": data,
-        "test_file": data,
-        "output_dir": "out",
-        "learning_rate": 3e-3,
-        "max_steps": 6,
-        "per_device_train_batch_size": 4,
-        "logging_steps": 1,
-        "bf16": False,
-        "save_strategy": "no",
-        "report_to": "none",
-        **({"max_length": 48} if task in ("reward", "kto") else {}),
-        **settings,
-    }
-    return [task, *(f"--{name}={value}" for name, value in settings.items())]
-
-
-CASES = [
-    pytest.param("reward", preferences, {}, r"test rows: [\d.]+ of the chosen answers score higher", id="reward"),
-    pytest.param("kto", judged, {}, r"test rows: loss [\d.]+", id="kto", marks=pytest.mark.full("slow")),
-    pytest.param(
-        "kto", preferences, {}, r"test rows: loss [\d.]+", id="kto-preferences", marks=pytest.mark.full("more cases")
-    ),
-    pytest.param(
-        "grpo",
-        prompts,
-        {**GENERATING, "reward_funcs": "rewards.py:short", "beta": 0.1},
-        r"test rows: the mean reward of a generated answer is -?[\d.]+",
-        id="grpo",
-    ),
-    pytest.param(
-        "rloo",
-        prompts,
-        {**GENERATING, "reward_funcs": "rewards.py:short"},
-        r"test rows: the mean reward of a generated answer is -?[\d.]+",
-        id="rloo",
-        marks=pytest.mark.full("slow"),
-    ),
-    pytest.param(
-        "distill",
-        prompts,
-        {"max_completion_length": 6, "max_steps": 2, "teacher_model_name_or_path": "MODEL"},
-        r"test rows: loss -?[\d.]+",
-        id="distill",
-        marks=pytest.mark.full("slow"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("task", "rows", "settings", "line"), CASES)
-def test_two_processes_train_and_leave_a_model(tiny_llama, tmp_path, task, rows, settings, line):
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    data = write_rows(tmp_path / "rows.jsonl", rows(16))
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    settings = {name: tiny_llama if value == "MODEL" else value for name, value in settings.items()}
-    first, second = run_on_ranks(flags(task, tiny_llama, data, zero_stage=3, **settings), tmp_path)
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert re.search(line, first.out) and second.out == ""
-    assert len(logged(tmp_path / "out", "loss")) == settings.get("max_steps", 6)
-    kind = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
-    _, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report.values()), report
 
 
 def test_a_reward_model_learns_what_is_preferred(tiny_llama, tmp_path):
@@ -135,9 +50,6 @@ def load(tiny_llama, tmp_path, monkeypatch):
     return call
 
 
-REWARDED = {**GENERATING, "reward_funcs": "rewards.py:short", "beta": 0.1}
-
-
 @pytest.mark.parametrize(
     ("task", "rows", "message"),
     [
@@ -151,7 +63,7 @@ REWARDED = {**GENERATING, "reward_funcs": "rewards.py:short", "beta": 0.1}
 )
 def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
     with pytest.raises(DataError, match=message):
-        load(task, rows, **(REWARDED if task == "grpo" else {}))
+        load(task, rows, **(JUDGED if task == "grpo" else {}))
 
 
 @pytest.mark.parametrize(
@@ -161,16 +73,16 @@ def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
         ("grpo", {"reward_funcs": "nice"}, "reward_funcs 'nice': expected one of accuracy_reward"),
         ("grpo", {"reward_funcs": "none.py:short"}, "reward_funcs none.py:short: there is no file none.py"),
         ("grpo", {"reward_funcs": "rewards.py:nothing"}, "rewards.py has no function 'nothing'"),
-        ("grpo", {**REWARDED, "model_revision": "v1"}, "model_revision v1: TRL loads the reference model by its name"),
+        ("grpo", {**JUDGED, "model_revision": "v1"}, "model_revision v1: TRL loads the reference model by its name"),
         (
             "grpo",
-            {**REWARDED, "max_completion_length": 64},
+            {**JUDGED, "max_completion_length": 64},
             "max_completion_length 64: .* has 64 positions",
         ),
         ("grpo", {"reward_model_name_or_path": "./none"}, "reward_model_name_or_path"),
         ("grpo", {"reward_model_name_or_path": "MODEL"}, "is a LlamaForCausalLM, which gives no score"),
         ("distill", {}, "teacher_model_name_or_path: is missing"),
-        ("grpo", {**REWARDED, "dataset_streaming": True, "max_steps": 3}, "dataset_streaming: prompts are drawn"),
+        ("grpo", {**JUDGED, "dataset_streaming": True, "max_steps": 3}, "dataset_streaming: prompts are drawn"),
         ("reward", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; leave it out"),
     ],
 )
@@ -180,21 +92,19 @@ def test_settings_that_a_task_cannot_take_are_refused(load, task, settings, mess
 
 
 def test_prompts_keep_their_other_columns_for_the_rewards(load):
-    data = load("grpo", prompts(3), **REWARDED)
+    data = load("grpo", prompts(3), **JUDGED)
     assert list(data.train) == prompts(3)
 
 
-@pytest.mark.parametrize(("task", "rows", "settings", "line"), CASES)
-def test_a_dry_run_tells_the_memory(tiny_llama, tmp_path, task, rows, settings, line, monkeypatch, capsys):
+@pytest.mark.parametrize("name", in_core(["reward", "grpo"], [name for name in CASES if name != "classify"]))
+def test_a_dry_run_tells_the_memory(tiny_llama, tmp_path, name, monkeypatch, capsys):
     from hf_zero.recipes.cli import main
     from tests.trainer.harness import reset_accelerate
 
     monkeypatch.chdir(tmp_path)
     reset_accelerate()
-    data = write_rows(tmp_path / "rows.jsonl", rows(8))
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    settings = {name: tiny_llama if value == "MODEL" else value for name, value in settings.items()}
-    assert main([*flags(task, tiny_llama, data, zero_stage=3, **settings), "--dry_run"]) == 0, capsys.readouterr().err
+    argv = CASES[name].flags(tiny_llama, tmp_path, 8, zero_stage=3)
+    assert main([*argv, "--dry_run"]) == 0, capsys.readouterr().err
     told = capsys.readouterr().out
     assert re.search(r"a micro-batch: \d+ rows x \d+ tokens", told) and "memory of each rank" in told
     assert not (tmp_path / "out").exists()
@@ -205,7 +115,7 @@ def test_a_dry_run_tells_the_memory(tiny_llama, tmp_path, task, rows, settings, 
 )
 def test_columns_that_only_later_rows_tell_are_kept(load, values):
     rows = [{"prompt": "the door is", "told": value} for value in values]
-    found = [row["told"] for row in load("grpo", rows, **REWARDED).train]
+    found = [row["told"] for row in load("grpo", rows, **JUDGED).train]
     assert found[1] == values[1] and len(found) == 2
 
 

@@ -23,7 +23,8 @@ def run(task: str, cache: Path, argv: list[str], do: str = "train") -> dict:
         do (`str`): "train", "evaluate", "data".
 
     Returns:
-        `dict`: "losses" of all steps, "eval_loss", "rows" that are trained on, "notes", "sample".
+        `dict`: "losses" of all steps, "log" of all that was logged, "eval_loss", "rows" that are trained on, "notes",
+        "sample".
     """
     datasets.config.HF_DATASETS_CACHE = cache
     settings = parse_settings(task, [*argv, *QUIET])
@@ -40,7 +41,8 @@ def run(task: str, cache: Path, argv: list[str], do: str = "train") -> dict:
     if do == "train":
         trainer.train()
         trainer.save_model()
-        found["losses"] = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        found["log"] = trainer.state.log_history
+        found["losses"] = [line["loss"] for line in found["log"] if "loss" in line]
     if data.test is not None:
         found["eval_loss"] = trainer.evaluate()["eval_loss"]
     return found
