@@ -4,6 +4,7 @@ hold it.
 Its gradients and values come there, and its new values go back.
 """
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
 from hf_zero.optim.flat_slices import FlatSlice, group_of
 from hf_zero.optim.granularity import PARAMETER, ShardGranularity
-from hf_zero.sharding.layout import Layout
+from hf_zero.sharding.layout import Layout, Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,8 @@ class ParamPartition:
         gradient (`Gradient`): of its buffer.
         index (`int`): which of the buffer's parameters.
         group (`int`): index of the optimizer group.
-        ranges (`list[tuple[int, int]]`): by rank, [start, stop) in the buffer.
+        ranges (`dict[int, tuple[int, int]]`): by rank, [start, stop) in the buffer; without the ranks that update
+            nothing of it.
         shape (`tuple[int, ...]`, *optional*): of the whole parameter, where the optimizer is to see it.
     """
 
@@ -38,14 +40,14 @@ class ParamPartition:
     gradient: Gradient
     index: int
     group: int
-    ranges: list[tuple[int, int]]
+    ranges: dict[int, Range]
     shape: tuple[int, ...] | None
 
     def flat_slice(self, rank: int) -> FlatSlice | None:
         """Returns the slice that a rank updates; `None` where that is nothing."""
-        start, stop = self.ranges[rank]
-        if start == stop:
+        if rank not in self.ranges:
             return None
+        start, stop = self.ranges[rank]
         flat_slice = FlatSlice(
             self.unit, self.gradient, start, stop, self.group, None, is_whole=self.shape is not None
         )
@@ -77,22 +79,22 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
     whole = [(g.flat.layout, index) for _, g, index, group in found if granularities[group] == PARAMETER]
     owner = iter(owners(whole))
     return [
-        ParamPartition(*each, *_divided(each[1].flat, each[2], granularities[each[3]], owner, engine.comm.num_ranks))
+        ParamPartition(*each, *_divided(each[1].flat, each[2], granularities[each[3]], owner, engine.comm.rank))
         for each in found
     ]
 
 
-def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Iterator[int], num_ranks: int):
-    """Returns for each rank the range that it updates, and the shape that the optimizer sees."""
-    span = flat.layout.spans[index]
-    ranges = (
-        blocks(flat.layout, index, granularity) if granularity != PARAMETER else [(span.stop, span.stop)] * num_ranks
-    )
+def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Iterator[int], rank: int):
+    """Returns the range that each rank updates, and the shape that the optimizer sees. Of masters that every rank has,
+    this rank updates all, and what others do is not asked."""
+    span, shape = flat.layout.spans[index], None
     if granularity == PARAMETER:
-        ranges[next(owner)] = span.offset, span.stop
+        ranges, shape = {next(owner): (span.offset, span.stop)}, span.shape
+    else:
+        ranges = blocks(flat.layout, index, granularity)
     if flat.plan.master is Residency.REPLICATED:
-        ranges = [(span.offset, span.stop)] * num_ranks
-    return ranges, span.shape if granularity == PARAMETER else None
+        ranges = {rank: (span.offset, span.stop)}
+    return ranges, shape
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ class BorrowedSlice:
 class Exchange:
     """Moves ranges of one optimizer's parameters between ranks, one unit at a time.
 
-    All ranks know all moves and make those of a unit at once, in one order.
+    Each rank knows the moves that it takes part in, and makes those of a unit at once, in an order that is the same on
+    both sides of each.
 
     Args:
         comm (`Comm`): the ranks.
@@ -137,7 +140,7 @@ class Exchange:
         )
         self._moves: dict[Unit, list[Move]] = {partition.unit: [] for partition in partitions}
         for partition in partitions:
-            self._moves[partition.unit] += _moves(partition)
+            self._moves[partition.unit] += _moves(partition, comm.rank)
         self._to_borrow: dict[Unit, list[FlatSlice]] = {}
         for flat_slice in slices:
             if not flat_slice.is_held:
@@ -201,19 +204,21 @@ class Exchange:
     def _used_moves(self, unit: Unit) -> Iterator[Move]:
         """Yields this rank's moves of parameters that have a gradient. All ranks agree on these parameters."""
         for move in self._moves[unit]:
-            if move.partition.gradient.used[move.partition.index] and self._comm.rank in (move.holder, move.updater):
+            if move.partition.gradient.used[move.partition.index]:
                 yield move
 
 
-def _moves(partition: ParamPartition) -> Iterator[Move]:
-    flat = partition.gradient.flat
-    if flat.plan.master is Residency.REPLICATED:
+def _moves(partition: ParamPartition, rank: int) -> Iterator[Move]:
+    """Yields the moves of a parameter that a rank takes part in."""
+    layout = partition.gradient.flat.layout
+    if partition.gradient.flat.plan.master is Residency.REPLICATED:
         return
-    for updater, (start, stop) in enumerate(partition.ranges):
-        for holder in range(flat.layout.num_ranks):
-            low, high = max(start, flat.layout.owned(holder)[0]), min(stop, flat.layout.owned(holder)[1])
-            if low < high and holder != updater:
-                yield Move(partition, low, high, holder, updater)
+    for updater, (start, stop) in partition.ranges.items():
+        holders = layout.owners_of(start, stop)
+        for holder in holders if updater == rank else {rank}.intersection(holders):
+            if holder != updater:
+                low, high = layout.owned(holder)
+                yield Move(partition, max(start, low), min(stop, high), holder, updater)
 
 
 def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
@@ -264,16 +269,21 @@ def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
     """
     found = [0] * len(parameters)
     loads = [0] * (parameters[0][0].num_ranks if parameters else 0)
+    in_order = [(0, rank) for rank in range(len(loads))]  # a heap of loads and ranks; some of the loads are of before
     sizes = [layout.spans[index].numel for layout, index in parameters]
     for position in sorted(range(len(parameters)), key=lambda position: -sizes[position]):
+        while in_order[0][0] < loads[in_order[0][1]]:
+            heapq.heapreplace(in_order, (loads[in_order[0][1]], in_order[0][1]))
         layout, index = parameters[position]
-        rank = min(range(len(loads)), key=lambda rank: (loads[rank], -_held(layout, index, rank)))
-        found[position] = rank
+        least, rank = in_order[0]
+        span = layout.spans[index]
+        holders = [each for each in layout.owners_of(span.offset, span.stop) if loads[each] == least]
+        found[position] = rank = max(holders, key=lambda each: (_held(layout, index, each), -each), default=rank)
         loads[rank] += sizes[position]
     return found
 
 
-def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> list[tuple[int, int]]:
+def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> dict[int, Range]:
     """Returns the range of a parameter that each rank updates: its shard, whose cuts move to block boundaries.
 
     A parameter that is no multiple of the block, or too small for two pieces, goes to one rank as a whole.
@@ -284,15 +294,16 @@ def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> list[tu
         granularity (`ShardGranularity`): where it may be cut.
 
     Returns:
-        `list[tuple[int, int]]`: by rank, [start, stop) in the buffer; empty where they are equal.
+        `dict[int, tuple[int, int]]`: by rank, [start, stop) in the buffer, none of them empty.
     """
-    span = layout.spans[index]
-    cuts = [0]
-    for rank in range(layout.num_ranks - 1):
-        wanted = min(max(layout.owned(rank)[1] - span.offset, 0), span.numel)
-        cuts.append(_allowed(wanted, cuts[-1], span.numel, granularity))
-    cuts.append(span.numel)
-    return [(span.offset + low, span.offset + high) for low, high in zip(cuts, cuts[1:])]
+    span, found, start = layout.spans[index], {}, 0
+    for rank in layout.owners_of(span.offset, span.stop):
+        wanted = min(layout.owned(rank)[1] - span.offset, span.numel)
+        stop = _allowed(wanted, start, span.numel, granularity)
+        if start < stop:
+            found[rank] = span.offset + start, span.offset + stop
+        start = stop
+    return found
 
 
 def _allowed(wanted: int, last: int, numel: int, granularity: ShardGranularity) -> int:

@@ -78,6 +78,10 @@ class Layout:
         """The range [start, stop) that `rank` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    def owners_of(self, start: int, stop: int) -> range:
+        """The ranks that own something of the range [start, stop)."""
+        return range(start // self.shard_numel, -(-stop // self.shard_numel)) if start < stop else range(0)
+
     def param_slices(self, start: int, stop: int) -> Iterator[ParamSlice]:
         """The slices of parameters inside the range [start, stop), in order."""
         for index, span in enumerate(self.spans):

@@ -39,6 +39,34 @@ def test_of_equally_loaded_ranks_the_one_that_holds_most_is_the_owner():
     assert owners([(layout, 1), (layout, 0)]) == [1, 0]
 
 
+def test_owners_are_those_of_a_search_over_all_ranks():
+    rng = random.Random(1)
+    for _ in range(100):
+        num_ranks, found = rng.randint(1, 9), []
+        layouts = [Layout.of([(rng.choice([1, 40, 64, 640]),) for _ in range(5)], num_ranks) for _ in range(4)]
+        parameters = [(layout, index) for layout in layouts for index in range(5)]
+        sizes = [layout.spans[index].numel for layout, index in parameters]
+        loads = [0] * num_ranks
+        for layout, index in sorted(parameters, key=lambda each: -each[0].spans[each[1]].numel):
+            span = layout.spans[index]
+            held = [
+                max(0, min(layout.owned(rank)[1], span.stop) - max(layout.owned(rank)[0], span.offset))
+                for rank in range(num_ranks)
+            ]
+            found.append(min(range(num_ranks), key=lambda rank: (loads[rank], -held[rank])))
+            loads[found[-1]] += span.numel
+        by_size = sorted(range(len(parameters)), key=lambda position: -sizes[position])
+        assert [owners(parameters)[position] for position in by_size] == found
+
+
+def test_owners_of_a_range_are_the_ranks_whose_shards_meet_it():
+    layout = Layout.of([(1000,)], 7)
+    for start in range(0, 1000, 37):
+        for stop in range(start, 1001, 41):
+            meet = [rank for rank in range(7) if max(start, layout.owned(rank)[0]) < min(stop, layout.owned(rank)[1])]
+            assert list(layout.owners_of(start, stop)) == meet
+
+
 def test_blocks_move_cuts_to_block_boundaries_and_leave_no_piece_too_small():
     rng = random.Random(0)
     for _ in range(300):
@@ -48,18 +76,22 @@ def test_blocks_move_cuts_to_block_boundaries_and_leave_no_piece_too_small():
         ]
         layout = Layout.of(shapes, rng.randint(1, 7))
         for index, span in enumerate(layout.spans):
-            ranges = blocks(layout, index, granularity)
+            found = blocks(layout, index, granularity)
+            assert list(found) == sorted(found)
+            ranges = list(found.values())
             assert (ranges[0][0], ranges[-1][1]) == (span.offset, span.stop)
             assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])), "they tile the parameter, in rank order"
-            pieces = [(low, high) for low, high in ranges if low < high]
-            if len(pieces) > 1:
-                assert all((low - span.offset) % granularity.block == 0 for low, _ in pieces)
-                assert all(high - low >= granularity.min_numel for low, high in pieces)
+            assert all(low < high for low, high in ranges)
+            if len(ranges) > 1:
+                assert all((low - span.offset) % granularity.block == 0 for low, _ in ranges)
+                assert all(high - low >= granularity.min_numel for low, high in ranges)
                 assert span.numel % granularity.block == 0
 
 
 def test_a_large_parameter_is_divided_where_its_shards_are():
     layout = Layout.of([(1024, 1000), (300,)], 4)
-    for rank, (low, high) in enumerate(blocks(layout, 0, ShardGranularity(256, 4096))):
+    found = blocks(layout, 0, ShardGranularity(256, 4096))
+    assert list(found) == [0, 1, 2, 3]
+    for rank, (low, high) in found.items():
         start, stop = layout.owned(rank)
         assert abs(low - start) <= 128 and abs(min(high, 1024 * 1000) - min(stop, 1024 * 1000)) <= 128
