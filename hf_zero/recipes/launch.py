@@ -57,7 +57,7 @@ class _Report:
         return kind if isinstance(kind, type) and issubclass(kind, HfZeroError) else None
 
 
-def launch(num_processes: int, function: Callable[..., None], *args: Any) -> None:
+def launch(num_processes: int, function: Callable[..., object], *args: Any) -> None:
     """Runs `function(*args)` in `num_processes` processes that form one process group on loopback.
 
     They end when this process ends, however it does (on Linux).
@@ -118,7 +118,7 @@ def _job(folder: str | Path, rank: int | str) -> str:
     return os.path.join(folder, f"job-{rank}")
 
 
-def _write_jobs(folder: Path, num_processes: int, function: Callable[..., None], args: tuple) -> None:
+def _write_jobs(folder: Path, num_processes: int, function: Callable[..., object], args: tuple) -> None:
     """Writes one file for each process, which removes it, since settings may hold a token."""
     job = pickle.dumps(sys.path) + pickle.dumps((function, args))
     for rank in range(num_processes):

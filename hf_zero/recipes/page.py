@@ -41,16 +41,17 @@ MAX_RANKS_DRAWN = 4
 MAX_UNITS_DRAWN = 24
 
 
-def page_html(**contents: Any) -> str:
+def page_html(*, kind: str = "training report", **contents: Any) -> str:
     """Returns the page as HTML.
 
     Args:
+        kind (`str`): What the page is, for its title.
         contents: What report.html.jinja names: `title` and `summary`; `results` and `facts`, names with texts, of
             which the former are seen first; `charts`, which may be none; `tables`; `notes` and `sample` of the data;
             `command`, which repeats the run; and `configuration`, YAML.
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(contents)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(contents, kind=kind)
 
 
 def results_of(

@@ -41,6 +41,7 @@ COMMANDS: dict[str, str] = {
     **_called("generate", "predict infer inference"),
     **_called("chat", "talk", ", in the terminal"),
     **_called("env", "info version"),
+    **_called("check", "doctor selftest self_test"),
 }
 # Of other programs (TRL, DeepSpeed, torchrun, LLaMA-Factory, Axolotl) and of older versions of transformers.
 KEYS: dict[str, str] = {

@@ -68,6 +68,9 @@ TOOLS: dict[str, Task] = {
     "merge": Task("merge a PEFT adapter into its base model", "hf_zero.recipes.merge"),
     "push": Task("upload a model folder to the hub", "hf_zero.recipes.push"),
     "env": Task("print versions, devices, memory and what is missing, for bug reports", "hf_zero.recipes.env"),
+    "check": Task(
+        "try this machine in all ways before a run: what is right, and what is not", "hf_zero.recipes.check"
+    ),
     "list": Task("print the tasks, the tools and the ready-made recipes", "hf_zero.recipes.listing"),
     "migrate": Task(
         "print the flags that a configuration of DeepSpeed or accelerate stands for", "hf_zero.recipes.migrate"

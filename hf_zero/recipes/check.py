@@ -1,0 +1,183 @@
+"""The tool `check`: trains a tiny model on this machine in all ways, compares, measures, and says what is wrong."""
+
+import json
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.recipes import env
+from hf_zero.recipes.launch import launch
+from hf_zero.recipes.page import page_html
+from hf_zero.recipes.probes import FAILED, OK, SKIPPED, Outcome, run_probes
+from hf_zero.recipes.settings import launched_world_size
+
+
+POSITIONAL = None
+
+ON_CPUS = 2  # processes, where nothing else is asked for
+PAGE_NAME = "check.html"
+SANITIZER = "TORCH_CUDA_SANITIZER"
+# What of `env` says which software this is.
+VERSIONS = ("hf_zero", "python", "system", "torch", "transformers", "backend")
+
+
+@dataclass
+class Arguments:
+    """Keys of `check`."""
+
+    num_processes: int | None = field(
+        default=None,
+        metadata={
+            "help": "How many processes to start on this machine; by default one for each device, or 2 on CPUs. One "
+            "alone plays two ranks. Leave it out under torchrun."
+        },
+    )
+    use_cpu: bool = field(default=False, metadata={"help": "Tries the CPUs of a machine that has other devices."})
+    output_dir: str | None = field(default=None, metadata={"help": f"A folder to which the page {PAGE_NAME} goes."})
+    sanitize: bool = field(
+        default=False, metadata={"help": "Switches torch's CUDA sanitizer on, which looks for races between streams."}
+    )
+
+
+def run(arguments: Arguments) -> None:
+    """Prints one line for each probe, then what follows from them.
+
+    Args:
+        arguments ([`Arguments`]): As parsed.
+
+    Raises:
+        ConfigError: What is asked for cannot be done on this machine.
+        HfZeroError: A probe has failed.
+    """
+    launched = launched_world_size(arguments.num_processes)
+    device_type = _device_type(arguments.use_cpu)
+    num_processes = launched or arguments.num_processes or _num_devices(device_type)
+    _refuse(arguments, device_type, launched)
+    is_first = os.environ.get("RANK", "0") == "0"
+    begin, facts = time.monotonic(), dict(env.facts())
+    where = f"{num_processes} process(es) on {_device_text(device_type, facts)}"
+    if is_first:
+        print("; ".join(f"{name} {facts[name]}" for name in VERSIONS if name in facts))
+        print(f"{where}; {facts.get('backend')}", flush=True)
+    # a GPU's matrix products then take the same way each time; read when CUDA starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if launched:
+        outcomes = run_probes(device_type, None)
+    else:
+        outcomes = _in_processes(num_processes, device_type, arguments.sanitize)
+    if is_first:
+        _conclude(outcomes, where, facts, time.monotonic() - begin, arguments)
+    failed = [outcome.name for outcome in outcomes if outcome.status == FAILED]
+    if failed:
+        raise HfZeroError(f"check: {len(failed)} of {len(outcomes)} probes failed ({', '.join(failed)})")
+
+
+def _device_type(use_cpu: bool) -> str:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() and not use_cpu else None
+    return found.type if found is not None and hasattr(torch.get_device_module(found), "Stream") else "cpu"
+
+
+def _num_devices(device_type: str) -> int:
+    return ON_CPUS if device_type == "cpu" else torch.accelerator.device_count()
+
+
+def _device_text(device_type: str, facts: dict[str, str]) -> str:
+    return f"CPUs ({facts['processors']} processors)" if device_type == "cpu" else facts.get("device 0", device_type)
+
+
+def _refuse(arguments: Arguments, device_type: str, launched: int | None) -> None:
+    if arguments.sanitize and device_type != "cuda":
+        raise ConfigError(f"--sanitize: looks for races between streams of CUDA, and the device is {device_type}; "
+                          "leave it out")  # fmt: skip
+    if arguments.sanitize and launched and SANITIZER not in os.environ:
+        raise ConfigError(f"--sanitize: torch reads {SANITIZER} when it starts; give torchrun {SANITIZER}=1")
+    asked, there = arguments.num_processes, _num_devices(device_type)
+    if device_type != "cpu" and asked is not None and not launched and asked > there:
+        raise ConfigError(
+            f"--num_processes {asked}: each process needs a device of its own, and there are {there}; give at most "
+            f"{there}, or --use_cpu"
+        )
+    if arguments.output_dir is not None:
+        try:
+            Path(arguments.output_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--output_dir {arguments.output_dir}: {error.strerror}; give a folder") from error
+
+
+def _in_processes(num_processes: int, device_type: str, sanitizes: bool) -> list[Outcome]:
+    """Runs the probes in processes of their own, also where it is one: it may end in any way."""
+    if sanitizes:
+        os.environ[SANITIZER] = "1"
+    with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
+        journal = Path(folder, "journal")
+        failure = None
+        try:
+            launch(num_processes, run_probes, device_type, str(journal))
+        except HfZeroError as error:
+            failure = " ".join(str(error).split())
+        finally:
+            if sanitizes:
+                del os.environ[SANITIZER]
+        return _outcomes(journal, failure)
+
+
+def _outcomes(journal: Path, failure: str | None) -> list[Outcome]:
+    """Reads what was found until a process ended, however it did."""
+    lines = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
+    entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    outcomes = [Outcome(**entry) for entry in entries if "status" in entry]
+    if failure is not None:
+        name = next((entry["begins"] for entry in entries[-1:] if "begins" in entry), "processes")
+        outcomes.append(Outcome(name, FAILED, failure))
+        print(outcomes[-1].line(), flush=True)
+    return outcomes
+
+
+def _conclude(
+    outcomes: list[Outcome], where: str, facts: dict[str, str], seconds: float, arguments: Arguments
+) -> None:
+    """Prints the conclusion, and the line for a bug report where something is wrong; writes the page if asked."""
+    counts = {status: sum(outcome.status == status for outcome in outcomes) for status in (OK, FAILED, SKIPPED)}
+    text = f"{counts[OK]} probes passed, {counts[FAILED]} failed, {counts[SKIPPED]} were skipped, in {seconds:.0f} s"
+    print(f"\n{text}: {_verdict(counts)}")
+    if counts[FAILED]:
+        print(f"for a bug report: {_report_line(outcomes, where, facts)}")
+    if arguments.output_dir is not None:
+        page = Path(arguments.output_dir, PAGE_NAME)
+        page.write_text(_page(outcomes, text, where, facts), encoding="utf-8")
+        print(f"page: {page}")
+
+
+def _verdict(counts: dict[str, int]) -> str:
+    return "do not trust this machine with a run" if counts[FAILED] else "nothing wrong was found"
+
+
+def _report_line(outcomes: list[Outcome], where: str, facts: dict[str, str]) -> str:
+    failed = [f"{outcome.name}: {outcome.text}" for outcome in outcomes if outcome.status == FAILED]
+    versions = [f"{name} {facts[name]}" for name in VERSIONS if name in facts]
+    return "; ".join([*failed, where, *versions])
+
+
+def _page(outcomes: list[Outcome], text: str, where: str, facts: dict[str, str]) -> str:
+    failed = any(outcome.status == FAILED for outcome in outcomes)
+    rows = [[outcome.name, outcome.status, outcome.text] for outcome in outcomes]
+    head = ["probe", "result", "what was found"]
+    return page_html(
+        title="hf-zero check",
+        kind="probes of a machine",
+        summary=f"{where}. {text}.",
+        results=[("result", "something is wrong" if failed else "nothing wrong was found")],
+        facts=[(name, facts[name]) for name in VERSIONS if name in facts],
+        charts=[],
+        tables=[{"name": "probes", "title": "Probes", "head": head, "rows": rows, "note": ""}],
+        notes=[],
+        sample=None,
+        command="hf-zero check",
+        configuration="\n".join(f"{name}: {value}" for name, value in facts.items()),
+    )

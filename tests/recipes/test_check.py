@@ -1,0 +1,139 @@
+"""`check`: a machine that is right passes, and one that is not is said to be wrong, with what is."""
+
+import os
+import warnings
+
+import pytest
+import torch
+
+from hf_zero.comm import loopback, shared
+from hf_zero.recipes import bandwidth, check, probes
+from hf_zero.recipes.check import PAGE_NAME
+from hf_zero.recipes.cli import main
+
+
+NAMES = ["stage 0", "stage 1", "stage 2", "stage 3", "stages in bf16", "save, load, resume", "offload optimizer"]
+NAMES += ["offload params", "one rank", "all-gather", "reduce-scatter", "shared memory", "host to device"]
+NAMES += ["device to host", "copies in memory"]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """One process alone is this one, so that a test can break what it tries."""
+    monkeypatch.setattr(check, "launch", lambda num_processes, function, *args: function(*args))
+    monkeypatch.setattr(bandwidth, "ON_CPU_NBYTES", 2**20)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    with warnings.catch_warnings():
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def results(output: str) -> dict[str, tuple[str, str]]:
+    """Of each probe what became of it, and what was found."""
+    lines = [line for line in output.splitlines() if line[:8].strip() in (probes.OK, probes.FAILED, probes.SKIPPED)]
+    return {line[8:].partition(": ")[0]: (line[:8].strip(), line.partition(": ")[2]) for line in lines}
+
+
+def test_two_processes_pass(capfd, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert main(["check", "--use_cpu", "--output_dir", str(tmp_path)]) == 0
+    output = capfd.readouterr().out
+    found = results(output)
+    assert list(found) == NAMES
+    assert {name for name, (status, _) in found.items() if status != probes.OK} == {
+        "one rank",
+        "host to device",
+        "device to host",
+    }
+    assert "bit-equal to stage 0, agrees with plain torch" in found["stage 3"][1]
+    assert "GB/s" in found["shared memory"][1] and "through shared memory" in found["all-gather"][1]
+    assert "nothing wrong was found" in output and "bug report" not in output
+    page = (tmp_path / PAGE_NAME).read_text(encoding="utf-8")
+    assert "probes of a machine" in page and "<td>stage 3</td><td>ok</td>" in page
+
+
+@pytest.mark.full("more cases")
+def test_one_process_plays_two_ranks(in_this_process, capsys):
+    assert main(["check", "--use_cpu", "--num_processes", "1"]) == 0
+    found = results(capsys.readouterr().out)
+    assert list(found) == NAMES
+    assert found["one rank"][0] == probes.OK
+    assert found["all-gather"] == (probes.SKIPPED, "one process has nobody to exchange with")
+
+
+def _leaves_a_rank_out(self, full, out):
+    return self._copies("reduce", full, lambda fulls: out.copy_(fulls[0].chunk(self.num_ranks)[self.rank]))
+
+
+def test_a_wrong_sum_is_found(in_this_process, capsys, monkeypatch):
+    monkeypatch.setattr(loopback.LoopbackComm, "_sum", _leaves_a_rank_out)
+    assert main(["check", "--use_cpu", "--num_processes", "1"]) == 1
+    captured = capsys.readouterr()
+    found = results(captured.out)
+    for stage in range(4):
+        status, text = found[f"stage {stage}"]
+        assert status == probes.FAILED and "differs from plain torch by" in text
+    assert found["copies in memory"][0] == probes.OK, "the others are tried all the same"
+    assert "do not trust this machine with a run" in captured.out
+    (line,) = [line for line in captured.out.splitlines() if line.startswith("for a bug report: ")]
+    assert "stage 3: " in line and f"torch {torch.__version__}" in line
+    assert captured.err.startswith("hf_zero.recipes: check: ") and "stage 0, stage 1" in captured.err
+
+
+@pytest.mark.full("more cases")
+def test_values_that_come_too_late_are_found(in_this_process, capsys, monkeypatch):
+    """Ranks whose gathers bring old values: at stage 3 alone."""
+    monkeypatch.setattr(loopback.LoopbackComm, "_collect", lambda self, full, shard: loopback._Copies(_Event(), None))
+    assert main(["check", "--use_cpu", "--num_processes", "1"]) == 1
+    assert results(capsys.readouterr().out)["stage 3"][0] == probes.FAILED
+
+
+class _Event:
+    def wait(self) -> None:
+        pass
+
+
+def average_without_the_last(summands, out, scratch, accumulate):
+    out.copy_(summands[0])
+
+
+def broken_sum(*args):
+    """What the processes of a broken installation do."""
+    shared.average = average_without_the_last
+    return probes.run_probes(*args)
+
+
+def broken_rank(*args):
+    """One of the processes ends in its first probe."""
+    if os.environ["RANK"] == "1":
+        probes.Probes.stage = lambda self, stage: os._exit(9)
+    return probes.run_probes(*args)
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("function, text", [(broken_sum, "rank 0: "), (broken_rank, "rank 1 ended")])
+def test_processes_that_are_broken_are_found(capfd, monkeypatch, function, text):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(check, "run_probes", function)
+    assert main(["check", "--use_cpu", "--num_processes", "2"]) == 1
+    output = capfd.readouterr().out
+    failed = {name: found for name, (status, found) in results(output).items() if status == probes.FAILED}
+    first = next(iter(failed))
+    assert first in ("stage 0", "processes") and text in failed[first]  # it may end before the first probe begins
+    assert f"for a bug report: {first}: " in output
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--sanitize", "--use_cpu"], "--sanitize: looks for races between streams of CUDA, and the device is cpu"),
+        (["--num_processes", "0"], "--num_processes 0: expected 1 or more"),
+        (["--output_dir", "/dev/null/there"], "--output_dir /dev/null/there: "),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_in_one_line(capsys, argv, said):
+    assert main(["check", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"hf_zero.recipes: {said}") and captured.err.count("\n") == 1
+    assert not captured.out
