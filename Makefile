@@ -16,7 +16,7 @@ SOURCES := $(wildcard hf_zero tests benchmarks docs setup.py)
 RUN_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 TEST_ENV := $(RUN_ENV) OMP_NUM_THREADS=1
 
-.PHONY: quickstart test test-core test-all test-oldest wheel docs quality style install clean
+.PHONY: quickstart test test-core test-all test-gpu test-oldest wheel docs quality style install clean
 
 quickstart: $(QUICKSTART_STAMP)
 	$(RUN_ENV) $(BIN)/python -m hf_zero.recipes classify --config quickstart.yaml --num_processes 2 --zero_stage 3
@@ -32,6 +32,10 @@ test-core: $(STAMP)
 # All tests; writes docs/models.md and docs/support.md. PART=engine and the like: some rooms, in less than an hour.
 test-all: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest --tier all $(addprefix --part=,$(PART)) --write-docs $(PYTEST_ARGS)
+
+# What needs a CUDA device; one is enough, two try NCCL itself. Without one all are skipped.
+test-gpu: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest tests/gpu --tier all -m gpu $(PYTEST_ARGS)
 
 # What `make test` runs, with the oldest transformers that pyproject.toml allows.
 test-oldest: $(OLDEST_STAMP)

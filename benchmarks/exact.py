@@ -105,7 +105,7 @@ def _check_case(name: str, dtype: str, seed: int, delays: list[str], spec: dict,
     for delay in delays:
         for kind, reference in wanted.items():
             source = random.Random(f"{name} {seed} {delay} {kind}")
-            found = train(kind, case, lambda engine, source=source, delay=delay: _slowed(engine, delay, source))
+            found = train(kind, case, lambda engine, source=source, delay=delay: slowed(engine, delay, source))
             loss = max(abs(mine - theirs) for mine, theirs in zip(found.losses, reference.losses, strict=True))
             weight = max((mine - theirs).abs().max().item() for mine, theirs in zip(found.masters, reference.masters))
             entry = {"case": name, "dtype": dtype, "seed": seed, "delay": delay, "optimizer": kind}
@@ -184,7 +184,7 @@ def _synchronize(bus) -> None:
 
 
 @contextlib.contextmanager
-def _slowed(engine, delay: str, source: random.Random) -> Iterator[None]:
+def slowed(engine, delay: str, source: random.Random) -> Iterator[None]:
     """Something is late, at random: a third of the time."""
     bus, handles = engine.bus, []
     copy, do = bus._copy, bus._do

@@ -30,6 +30,26 @@ test says anything about it. Architectures have [a page of their own](models.md)
 The last columns are of runs that keep masters, optimizer state and gradients in the host's memory
 (`--zero_offload optimizer`), or the parameters too (`params`, at stage 3): see [memory](memory.md).
 
+What was run on which device:
+
+- CPUs (gloo, through shared memory and by messages; Linux, torch 2.13.0): all that this page says, `hf-zero check`,
+  the tests of `tests/gpu` in the full tier, and `python -m benchmarks.gpu --dry`.
+- CUDA and NCCL: nothing yet. Waits between streams were tried on a [simulated accelerator](design.md), and ranks that
+  share one device in a loop-back on CPUs alone.
+
+Three commands try a machine with NVIDIA GPUs. One GPU is enough; two try NCCL itself. In this order:
+
+```bash
+hf-zero check
+make test-gpu
+python -m benchmarks.gpu
+```
+
+The first says in a minute or two what is right and what is wrong, with the line for a bug report. The second tests
+parity while streams are late, memory, fp16, fused optimizers, `torch.compile`, flash attention and offload. The third
+measures tokens/s, MFU and peak memory at 0.5 to 8 B parameters, and the largest model, and leaves the raw numbers in
+`benchmarks/results`.
+
 With transformers 5.17.0, the oldest that is allowed, the quick tests of `trainer`, `accelerator`, `trl`, `checkpoint`
 and `architectures` passed (`make test-oldest`, which has those of the other rooms too, was stopped there; 22 November
 2026, torch 2.13.0).

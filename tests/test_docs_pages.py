@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import parse_arguments
 from hf_zero.planner import predict
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.migrate import Dialect, dialects
@@ -185,6 +186,8 @@ def check_command(words: list[str]) -> None:
         _check_recipe(arguments)
     elif words[:3] == ["python", "-m", "hf_zero.recipes"]:
         _check_recipe(words[3:])
+    elif words[:3] == ["python", "-m", "benchmarks.gpu"]:
+        parse_arguments(words[3:])
     elif words[:3] == ["python", "-m", "tests.trials"]:
         make_parser().parse_args(words[3:])
     elif program == "torchrun":

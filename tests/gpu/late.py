@@ -1,0 +1,65 @@
+"""Trainings in which something is late: what is computed, what is copied, or the threads of the host."""
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from benchmarks.exact import slowed
+from hf_zero.activation.shard_model import place_activations
+from hf_zero.comm import Comm
+from hf_zero.comm.loopback import run_loopback
+from hf_zero.config import ZeroConfig
+from hf_zero.engine import ZeroEngine
+from hf_zero.engine.build import build
+from hf_zero.optim import ShardedOptimizer
+from hf_zero.recipes.tiny_training import Trained, make_inner, tiny_llama, train_sharded
+
+
+NUM_RANKS = 2
+BUCKET_NBYTES = 4096  # small, so that buckets are filled again and again
+SLEEP_CYCLES = 1_000_000  # about half a millisecond
+
+
+def run_ranks_late(device: torch.device, act: Callable[[Comm], object]) -> list:
+    """Calls a function for each rank of a loop-back, whose collectives are late."""
+    if device.type == "cuda":
+        delay = partial(torch.cuda._sleep, SLEEP_CYCLES)
+    else:
+        delay = partial(time.sleep, 0.0005)
+    return run_loopback(NUM_RANKS, act, device, bucket_nbytes=BUCKET_NBYTES, delay=delay)
+
+
+def start(comm: Comm, model: nn.Module, **settings) -> ZeroEngine:
+    """The engine of a model on this rank; the model is on the device."""
+    config = ZeroConfig(**settings)
+    engine = build(model, config, comm)
+    if config.offload_activations:
+        place_activations(engine)
+    return engine
+
+
+def train_late(device: torch.device, delay: str = "none", *, optimizer: str = "adamw", **settings) -> list[Trained]:
+    """What each rank of a loop-back trains while `delay` is late."""
+    model = tiny_llama(0)
+    if settings.get("offload_activations"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def play(comm: Comm) -> Trained:
+        engine = start(comm, copy.deepcopy(model).to(device), **settings)
+        sharded = ShardedOptimizer(engine, make_inner(optimizer, engine.model.parameters()))
+        with slowed(engine, delay, random.Random(f"{delay} {comm.rank}")):
+            return train_sharded(engine.model, sharded, comm.rank, device, range(3), clips=optimizer == "adamw")
+
+    return run_ranks_late(device, play)
+
+
+def assert_same(trained: list[Trained], wanted: list[Trained], what: str) -> None:
+    """Bit for bit, on each rank."""
+    for rank, (one, other) in enumerate(zip(trained, wanted, strict=True)):
+        found = {name: value for name, value in one.differences(other).items() if value != 0.0}
+        assert not found, f"{what}, rank {rank}: {found}"

@@ -1,0 +1,79 @@
+"""Memory of the device and of the host: pools that do not grow, and pages that are locked as long as they are used."""
+
+import gc
+import random
+
+import torch
+
+from benchmarks.exact import slowed
+from hf_zero import ShardedModel
+from hf_zero.comm import Bus, Counters
+from hf_zero.comm.loopback import run_loopback
+from hf_zero.optim import ShardedOptimizer
+from hf_zero.recipes.tiny_training import make_inner, tiny_llama, train_sharded
+from tests.gpu.late import run_ranks_late, start
+
+
+def test_arenas_do_not_grow_after_the_first_step(device):
+    def play(comm) -> tuple[list[int], list[int], bool]:
+        engine = start(comm, tiny_llama(0).to(device), stage=3, compute_dtype=torch.bfloat16)
+        sharded = ShardedOptimizer(engine, make_inner("adamw", engine.model.parameters()))
+        sizes = []
+        for step in (range(1), range(1, 4)):
+            train_sharded(engine.model, sharded, comm.rank, device, step, clips=True)
+            sizes.append([arena.capacity_nbytes for arena in engine.arenas])
+        has_pool = all(arena._pool is not None for arena in engine.arenas if arena.capacity_nbytes)
+        return *sizes, has_pool
+
+    for first, last, has_pool in run_ranks_late(device, play):
+        assert first == last
+        assert has_pool or device.type != "cuda", "the device's allocator has pools, and none is used"
+
+
+def test_memory_is_given_back_when_the_model_is_unsharded(device):
+    model = tiny_llama(0).to(device)
+    nbytes = sum(param.nbytes for param in model.parameters())
+    taken = []
+
+    def play(comm) -> None:
+        for _ in range(3):
+            engine = start(comm, model, stage=3, strict=True)
+            sharded = ShardedOptimizer(engine, make_inner("adamw", model.parameters()))
+            train_sharded(model, sharded, comm.rank, device, range(2), clips=True)
+            ShardedModel(model).unshard()
+            del engine, sharded
+            model.zero_grad()
+            gc.collect()
+            taken.append(torch.cuda.memory_allocated() if device.type == "cuda" else 0)
+
+    run_loopback(1, play, device)
+    assert max(taken) - min(taken) < nbytes, taken
+
+
+def test_host_memory_is_locked_and_copies_are_ordered(device, delays):
+    bus, length = Bus(device, Counters()), 2**18
+
+    def round_trip(delay: str) -> None:
+        engine = type("Engine", (), {"bus": bus, "model": torch.nn.Identity()})()
+        host, back = (bus.empty(length, torch.float32) for _ in range(2))
+        assert device.type != "cuda" or host.is_pinned()
+        here, wanted = torch.zeros(length, device=device), torch.arange(float(length))
+        host.copy_(wanted)
+        with slowed(engine, delay, random.Random(delay)):
+            for _ in range(10):
+                up = bus.up(here, host)
+                up.wait()
+                here.add_(1.0)  # on the current stream, behind the copy
+                down = bus.down(back, here)
+                up.synchronize()
+                host.zero_()  # it was read
+                down.wait()
+                here.zero_()  # it was read
+                down.synchronize()
+                assert torch.equal(back, wanted + 1), delay
+                host.copy_(wanted)
+
+    for delay in delays:
+        round_trip(delay)
+        gc.collect()
+        assert bus.host_nbytes == 0  # its pages can be locked again

@@ -1,0 +1,88 @@
+"""All stages and all that is offloaded, while streams are late, against plain torch on the same device."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import exact
+from benchmarks.workload import Workload
+from hf_zero.recipes.probes import BF16_ROUNDING, ROUNDING
+from hf_zero.recipes.tiny_training import tiny_llama, train_plain
+from tests.gpu.late import NUM_RANKS, assert_same, train_late
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_stages_are_bit_equal_and_agree_with_plain_torch(device, delays, dtype):
+    first = train_late(device, stage=0, compute_dtype=dtype)
+    plain = train_plain(tiny_llama(0).to(device), NUM_RANKS, "adamw", device)
+    for one, other in zip(first, plain, strict=True):
+        found = one.differences(other)
+        assert found["losses"] < (ROUNDING if dtype is None else BF16_ROUNDING), found
+        assert dtype is not None or max(found.values()) < ROUNDING, found
+    for stage in range(4):
+        for delay in delays:
+            trained = train_late(device, delay, stage=stage, compute_dtype=dtype)
+            assert_same(trained, first, f"stage {stage} while {delay} is late")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(stage=2, offload="optimizer"),
+        dict(stage=3, offload="optimizer"),
+        dict(stage=3, offload="params"),
+        dict(stage=3, offload="params", compute_dtype=torch.bfloat16),
+        dict(stage=3, offload="params", offload_fraction=0.5),
+        dict(stage=3, offload="params", offload_dir="disk"),
+        dict(stage=3, offload_activations=True),
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_offload_changes_no_bit(device, delays, settings, tmp_path):
+    """With SGD, whose updates a GPU and a CPU round alike."""
+    if "offload_dir" in settings:
+        settings = {**settings, "offload_dir": str(tmp_path)}
+    here = {key: value for key, value in settings.items() if not key.startswith("offload")}
+    wanted = train_late(device, optimizer="sgd", **here)
+    for delay in delays:
+        assert_same(train_late(device, delay, optimizer="sgd", **settings), wanted, f"{settings}, {delay} late")
+
+
+@pytest.mark.parametrize("settings", [dict(prefetch_units=0), dict(prefetch_units=3), dict(keep_gathered=2)])
+def test_how_far_ahead_blocks_are_gathered_changes_no_bit(device, delays, settings):
+    wanted = train_late(device, stage=3)
+    for delay in delays:
+        assert_same(train_late(device, delay, stage=3, **settings), wanted, f"{settings}, {delay} late")
+
+
+def test_one_rank_offloads_exactly(device, delays):
+    """One process with one device, the commonest case: all ways of `benchmarks.exact`."""
+    threads = torch.get_num_threads()
+    cases = list(exact.CASES) if device.type == "cuda" else ["optimizer-accumulate", "params-in_backward"]
+    spec = {"device": device.type, "threads": threads, "seeds": 1, "dtypes": ["fp32", "bf16"], "delays": delays}
+    spec |= {"workload": Workload(size="smoke", seq=16).to_dict(), "cases": cases}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
+        checks = exact.check(spec, 0)
+    assert checks["repeats"], "the device does not repeat its own bits"
+    wrong = [entry for entry in checks["cases"] if not entry["equal"]]
+    assert not wrong, wrong
+
+
+def test_the_check_passes(device):
+    """On all devices of this machine, in processes of its own; with several, through NCCL."""
+    command = [sys.executable, "-m", "hf_zero.recipes", "check", *(["--use_cpu"] if device.type == "cpu" else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_nccl_agrees_with_plain_torch():
+    """On two devices: `check` with a process for each."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    command = [sys.executable, "-m", "hf_zero.recipes", "check", "--num_processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
