@@ -1,9 +1,11 @@
-"""hf_zero on one NVIDIA GPU: speed and memory in one process, and correctness of two ranks that share the device.
+"""hf_zero on NVIDIA GPUs: speed and memory, correctness of two ranks that share a device, and the largest model.
 
-    python -m benchmarks.gpu --json out.json
+    python -m benchmarks.gpu                             # raw numbers go to benchmarks/results
+    python -m benchmarks.gpu --parts shapes --num_processes 8
     python -m benchmarks.gpu --offload --help            # another program: what does not fit the device
 
-Needs torch and transformers alone. `--device cpu --size tiny` tries the program where there is no GPU.
+Needs torch and transformers alone. `--dry` tries the parts `shapes` and `largest` where there is no GPU, `--device cpu
+--size tiny` the others.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks import gpu_offload
+from benchmarks.gpu_shapes import MODES, SHAPES, largest_options, measure_shapes
 from benchmarks.launch import run_group
 from benchmarks.machine import describe_gpu, describe_machine, one_line
 from benchmarks.names import missing_package, parse_mode
@@ -31,13 +36,13 @@ _PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362
 # Largest accepted difference from the fp32 reference: (loss, relative norm, weight).
 _TOLERANCES = {"fp32": (1e-4, 1e-3, 1e-4), "bf16": (5e-2, 5e-2, 5e-3)}
 _CORRECTNESS_STEPS = 6
+_RESULTS = Path(__file__).with_name("results")
+_PARTS = ("speed", "ranks", "shapes", "largest", "fragmentation")
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if "--offload" in argv:
-        from benchmarks import gpu_offload
-
         return gpu_offload.main([word for word in argv if word != "--offload"])
     options = parse_arguments(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,9 +63,27 @@ def main(argv: list[str] | None = None) -> int:
     if "fragmentation" in options.parts:
         report["fragmentation"] = measure_fragmentation(options)
         failed = failed or any(e["error"] for part in report["fragmentation"].values() for e in part.values())
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if "shapes" in options.parts:
+        report["shapes"] = measure_shapes(options, _peak_tflops(options, report["machine"]["gpu"]))
+        failed = failed or any(
+            mode["error"] for shape in report["shapes"].values() for mode in shape["modes"].values()
+        )
+    if "largest" in options.parts:
+        report["largest"], failed_here = gpu_offload.find_largest(largest_options(options), report)
+        failed = failed or failed_here
+    _write(report, options)
     return 1 if failed else 0
+
+
+def _write(report: dict, options: argparse.Namespace) -> None:
+    """Writes the raw numbers; those of a GPU into benchmarks/results, unless told otherwise."""
+    path = options.json
+    if path is None and options.device == "cuda":
+        name = re.sub(r"[^a-z0-9]+", "-", report["machine"]["gpu"].partition(",")[0].lower()).strip("-")
+        path = _RESULTS / f"{report['machine']['date'][:10]}-gpu-{name}-{'-'.join(options.parts)}.json"
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"\nraw numbers: {path}")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -75,21 +98,49 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps per mode and round (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--peak_tflops", type=float, help="for MFU, where the device is not known")
-    parser.add_argument("--parts", default="speed,ranks", help="of speed, ranks, fragmentation (default: %(default)s)")
+    parser.add_argument(
+        "--parts", help=f"of {', '.join(_PARTS)} (default: all but the last; with --dry shapes,largest)"
+    )
+    parser.add_argument("--dry", action="store_true", help="tries shapes and largest on the CPU, with tiny models")
+    parser.add_argument("--shapes", help="of 0.5b, 1.5b, 8b (default: all)")
+    parser.add_argument("--shape_modes", default=",".join(MODES), help="default: %(default)s")
+    parser.add_argument("--num_processes", type=int, default=1, help="shapes: devices, each with a process")
+    parser.add_argument("--largest_seconds", type=float, default=600, help="largest: no trial is begun after them")
     parser.add_argument("--lengths", type=int, default=200, help="steps of varying length (default: %(default)s)")
     parser.add_argument("--ranks_size", choices=SIZES, help="model of the two ranks (default: tiny, on a CPU smoke)")
     parser.add_argument("--stages", default="0,1,2,3", help="stages of the two ranks (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one process group")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
+    if options.dry:
+        options.device, options.steps, options.warmup = "cpu", 1, 1
+    _resolve_parts(parser, options)
     on_gpu = options.device == "cuda"
     options.seq = options.seq or (2048 if on_gpu else 64)
-    options.batch = options.batch or (4 if on_gpu else 1)
     options.ranks_size = options.ranks_size or ("tiny" if on_gpu else "smoke")
-    options.parts = options.parts.split(",")
     options.stages = [int(stage) for stage in options.stages.split(",")]
     options.modes = [name for name in options.modes.split(",") if _present(parser, name)]
     return options
+
+
+def _resolve_parts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    options.parts = (options.parts or ("shapes,largest" if options.dry else ",".join(_PARTS[:4]))).split(",")
+    shapes = ("dry,dry-pure" if options.dry else "0.5b,1.5b,8b") if options.shapes is None else options.shapes
+    options.shapes = shapes.split(",")
+    options.shape_modes = [name for name in options.shape_modes.split(",") if _present(parser, name)]
+    for name, known in (("parts", _PARTS), ("shapes", SHAPES)):
+        unknown = [word for word in getattr(options, name) if word not in known]
+        if unknown:
+            parser.error(f"--{name}: {unknown[0]!r} is not one of {', '.join(known)}")
+
+
+def _batch(options: argparse.Namespace) -> int:
+    """Sequences per step of the parts that have no shapes of their own."""
+    return options.batch or (4 if options.device == "cuda" else 1)
+
+
+def _peak_tflops(options: argparse.Namespace, gpu: str) -> float | None:
+    return options.peak_tflops or next((tflops for name, tflops in _PEAK_TFLOPS.items() if name in gpu), None)
 
 
 def _present(parser: argparse.ArgumentParser, name: str) -> bool:
@@ -109,7 +160,7 @@ def _start(options: argparse.Namespace) -> str:
 
 def measure_speed(options: argparse.Namespace) -> dict[str, dict]:
     """Each mode in a fresh process of its own per round, so that no mode inherits another's fragmentation."""
-    workload = Workload(size=options.size, dtype="bf16", seq=options.seq, batch=options.batch)
+    workload = Workload(size=options.size, dtype="bf16", seq=options.seq, batch=_batch(options))
     raw = {name: {"rounds": [], "error": None} for name in options.modes}
     for number in range(options.rounds):
         shift = number % max(len(options.modes), 1)
@@ -138,8 +189,8 @@ def _time_mode(entry: dict, name: str, workload: Workload, options: argparse.Nam
 
 def summarize_speed(raw: dict[str, dict], options: argparse.Namespace, gpu: str) -> dict[str, dict]:
     size = SIZES[options.size]
-    flops = size.flops_per_token(options.seq) * options.seq * options.batch
-    peak = options.peak_tflops or next((tflops for name, tflops in _PEAK_TFLOPS.items() if name in gpu), None)
+    flops = size.flops_per_token(options.seq) * options.seq * _batch(options)
+    peak = _peak_tflops(options, gpu)
     summaries = {}
     for name, entry in raw.items():
         if entry["error"]:
@@ -171,7 +222,7 @@ def _ratio(summary: dict, reference: dict) -> float:
 def _print_speed(options: argparse.Namespace, summaries: dict[str, dict], raw: dict[str, dict]) -> None:
     size = SIZES[options.size]
     print(
-        f"\n## One process, bf16, {size.num_parameters / 1e6:.0f} M, {options.batch} x {options.seq} tokens, "
+        f"\n## One process, bf16, {size.num_parameters / 1e6:.0f} M, {_batch(options)} x {options.seq} tokens, "
         f"{options.rounds} rounds of {options.steps} steps\n"
     )
     references = [name for name in ("plain", "plain-bf16", "fsdp2") if name in summaries]
@@ -281,7 +332,7 @@ def measure_fragmentation(options: argparse.Namespace) -> dict[str, dict]:
     from benchmarks import fragmentation
 
     group = {"device": options.device, "timeout": options.timeout, "start": _start(options)}
-    alone = Workload(size=options.size, dtype="bf16", seq=options.seq, batch=options.batch)
+    alone = Workload(size=options.size, dtype="bf16", seq=options.seq, batch=_batch(options))
     shared = replace(alone, size=options.ranks_size)
     backend = "nccl" if options.device == "cuda" else "gloo"
     jobs = {

@@ -48,11 +48,7 @@ HOST_SHARE, DEVICE_SHARE = 0.94, 0.9  # of what is free: of the rest, allocators
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse_arguments(argv)
-    options.deadline = time.monotonic() + options.seconds
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same sums each time
+    options = _prepared(parse_arguments(argv))
     report = {"machine": describe_machine() | {"gpu": describe_gpu(options.device)}, "settings": _settings(options)}
     print(f"{one_line(report['machine'])}; GPU: {report['machine']['gpu']}")
     failed = False
@@ -62,6 +58,20 @@ def main(argv: list[str] | None = None) -> int:
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if failed else 0
+
+
+def _prepared(options: Namespace) -> Namespace:
+    """Begins the time that the options give, and sets what the processes of trials read when they start."""
+    options.deadline = time.monotonic() + options.seconds
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same sums each time
+    return options
+
+
+def find_largest(argv: list[str], report: dict) -> tuple[dict, bool]:
+    """Finds the largest models for another program; returns them, and whether that failed."""
+    return _largest(_prepared(parse_arguments(argv)), report)
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:

@@ -37,6 +37,8 @@ class Clock:
 def time_mode(spec: dict, rank: int) -> dict:
     """Seconds per step and phase on the device, host seconds, and what the caching allocator did."""
     device, workload = spec["device"], Workload(**spec["workload"])
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     clock = Clock(device)
     mode = build_mode(spec["mode"], workload.build_model(device), workload)
     batches = [workload.micro_batches(rank, step, device)[0] for step in range(4)]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama shape with tied embeddings."""
+    """A Llama shape."""
 
     hidden: int
     layers: int
@@ -15,6 +15,7 @@ class Size:
     intermediate: int
     vocab: int
     kv_heads: int | None = None  # None: as many as heads
+    tied: bool = True  # whether the head is the embedding
 
     @property
     def num_block_parameters(self) -> int:
@@ -25,7 +26,9 @@ class Size:
 
     @property
     def num_parameters(self) -> int:
-        return self.vocab * self.hidden + self.layers * self.num_block_parameters + self.hidden
+        return (
+            (1 if self.tied else 2) * self.vocab * self.hidden + self.layers * self.num_block_parameters + self.hidden
+        )
 
     def flops_per_token(self, seq: int) -> float:
         """Forward and backward, counted as in PaLM (arXiv 2204.02311, appendix B)."""
@@ -43,6 +46,10 @@ SIZES = {
     "medium": Size(hidden=1024, layers=24, heads=16, intermediate=2944, vocab=32000),
     # The shape of Llama 3.2 1B: for a GPU.
     "1b": Size(hidden=2048, layers=16, heads=32, intermediate=8192, vocab=128256, kv_heads=8),
+    # For a GPU: 493 M and 1.51 B, and Llama 3 8B whole.
+    "0.5b": Size(hidden=1280, layers=26, heads=20, intermediate=3456, vocab=32000, kv_heads=5),
+    "1.5b": Size(hidden=2048, layers=32, heads=32, intermediate=5632, vocab=32000, kv_heads=8),
+    "llama-8b": Size(hidden=4096, layers=32, heads=32, intermediate=14336, vocab=128256, kv_heads=8, tied=False),
     # Blocks of the shape of Llama 3 8B under a small vocabulary: for a GPU, with as many layers as it can train.
     "8b": Size(hidden=4096, layers=32, heads=32, intermediate=14336, vocab=32000, kv_heads=8),
 }
@@ -50,8 +57,9 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One training job; equal in every mode. `dtype` is fp32 or bf16 (fp32 weights and state, bf16 compute); `layers`
-    is for another number of them than the size has; `recompute` is for gradient checkpointing of every block."""
+    """One training job; equal in every mode. `dtype` is fp32, bf16 (fp32 weights and state, bf16 compute) or pure-bf16
+    (weights and state too); `layers` is for another number of them than the size has; `recompute` is for gradient
+    checkpointing of every block."""
 
     size: str = "small"
     dtype: str = "fp32"
@@ -78,7 +86,7 @@ class Workload:
         return asdict(self)
 
     def build_model(self, device: str = "cpu"):
-        """The whole model in fp32, with the same weights on every rank and in every mode."""
+        """The whole model, in fp32 but for pure bf16, with the same weights on every rank and in every mode."""
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -91,13 +99,13 @@ class Workload:
             intermediate_size=size.intermediate,
             vocab_size=size.vocab,
             max_position_embeddings=max(self.seq, 512),
-            tie_word_embeddings=True,
+            tie_word_embeddings=size.tied,
             use_cache=False,
             attn_implementation="sdpa",
         )
         torch.manual_seed(self.seed)
         with torch.device(device):
-            model = LlamaForCausalLM(config).float().train()
+            model = LlamaForCausalLM(config).to(torch.bfloat16 if self.dtype == "pure-bf16" else torch.float32).train()
         if self.recompute:
             # by its newer name where there is one
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -76,3 +76,26 @@ def test_gpu_program_runs_on_a_cpu(tmp_path):
     assert [rank["arenas_grew"] for rank in shared["hf_zero-3"]["ranks"]] == [False, False]
     assert shared["hf_zero-3"]["ranks"][0]["arenas"].keys() == {"gathered", "collected", "reduced"}
     assert "3 steps of 8 to 64 tokens" in done.stdout
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.full("slow")
+def test_gpu_program_tries_shapes_and_largest_models_without_a_gpu(tmp_path):
+    path = tmp_path / "gpu.json"
+    done = run_module("benchmarks.gpu", "--dry", "--num_processes", "2", "--json", str(path), timeout=220)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    assert report["machine"]["versions"]["torch"] and report["machine"]["gpu"] == "none, run on the CPU"
+    for shape in report["shapes"].values():
+        plain, fsdp2, hf_zero = (shape["modes"][name] for name in ("plain", "fsdp2", "hf_zero-3"))
+        # each rank of plain torch is alone; the first losses are of the same weights and the same tokens
+        assert len(hf_zero["ranks"]) == 2 and hf_zero["tokens_per_second"] > 0
+        for peer in (plain, fsdp2):
+            assert abs(peer["ranks"][1]["losses"][0] - hf_zero["ranks"][1]["losses"][0]) < 0.05
+    assert report["largest"]["offload"]["layers"] > report["largest"]["device"]["layers"] > 0
+    assert "## dry-pure: 0.00 B, pure-bf16" in done.stdout
+
+
+def test_gpu_program_refuses_a_part_that_it_does_not_know():
+    done = run_module("benchmarks.gpu", "--dry", "--parts", "shapes,larger", timeout=60)
+    assert done.returncode == 2 and "--parts: 'larger' is not one of speed, ranks, shapes" in done.stderr
