@@ -1,6 +1,7 @@
 import pytest
 
 from hf_zero.engine import direct
+from tests.distributed import start_fork_server
 from tests.support import Recorder
 
 
@@ -21,6 +22,12 @@ def pytest_configure(config):
 
 
 RECORDER = pytest.StashKey[Recorder]()
+
+
+def pytest_sessionstart(session):
+    """A run of a tier needs ranks: what they are forked from does its imports while tests are collected."""
+    if session.config.getoption("tier") and not session.config.getoption("collectonly"):
+        start_fork_server()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,6 +12,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from subprocess import CompletedProcess
 from unittest import mock
 
 from hf_zero.parent import end_with_parent
@@ -96,6 +98,44 @@ def start_ranks(fn: Callable, num_ranks: int, *args) -> list[BaseProcess]:
     """Starts processes that call `fn(*args)`, with what torch's launcher would set in their environment. No process
     group is initialised, and to end them is the caller's."""
     return _start(fn, [args] * num_ranks)
+
+
+def run_program(argv: list[str], folder: Path, num_ranks: int = 1, timeout: float = 240.0) -> list[CompletedProcess]:
+    """Runs `python ARGV` as a launcher such as torchrun does, on ranks that have imported torch and transformers.
+
+    Args:
+        argv (`list[str]`): a script and its arguments, or `-m`, a module and its arguments.
+        folder (`Path`): where the ranks are.
+        num_ranks (`int`): how many; one has no launcher.
+        timeout (`float`): seconds, after which they are killed.
+
+    Returns:
+        `list[CompletedProcess]`: by rank.
+    """
+    with tempfile.TemporaryDirectory() as said:
+        ranks = start_program(argv, folder, Path(said), num_ranks)
+        deadline = time.monotonic() + timeout
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+        files = [[Path(said, f"{rank}.{name}") for name in ("out", "err")] for rank in range(num_ranks)]
+        texts = [[file.read_text(encoding="utf-8") for file in own] for own in files]
+    return [CompletedProcess(argv, process.exitcode, *own) for process, own in zip(ranks, texts)]
+
+
+def start_program(argv: list[str], folder: Path, said: Path, num_ranks: int = 1) -> list[BaseProcess]:
+    """Starts what `run_program` runs. Each rank is in a process group of its own, and to end it is the caller's.
+
+    Args:
+        said (`Path`): a folder for what they say: `0.out`, `0.err` and so on.
+    """
+    return start_ranks(_run_program, num_ranks, argv, str(folder), str(said))
+
+
+def start_fork_server() -> None:
+    """Starts the process that ranks are forked from, which imports what they need, and does not wait for it."""
+    _context("forkserver")
 
 
 def forget_ranks() -> None:
@@ -231,6 +271,25 @@ def _be_rank(env: dict[str, str], fn: Callable, args: tuple) -> None:
 
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     fn(*args)
+
+
+def _run_program(argv: list[str], folder: str, said: str) -> None:
+    from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
+
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in LAUNCHER_VARIABLES:
+            os.environ.pop(name, None)
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        with open(f"{said}/{os.environ.get('RANK', 0)}.{name}", "wb") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 def _serve(connection: Connection, backend: str, limit: float) -> None:

@@ -14,10 +14,10 @@ from benchmarks.gpu import parse_arguments
 from hf_zero.planner import predict
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.migrate import Dialect, dialects
+from tests.distributed import run_program
 from tests.generated import check_part, part, write_part
 from tests.public_models import CONFIGS, MILLIONS, empty_model
 from tests.recipes import conftest
-from tests.recipes.test_run import run_command
 from tests.test_readme import ACTIVATE, SCRIPT, fenced_blocks, patched
 from tests.tiers import in_core, more
 from tests.trials.__main__ import make_parser
@@ -264,7 +264,7 @@ def test_every_block_of_python_is_run_by_a_test():
 @pytest.mark.full("slow")
 def test_the_example_of_fsdp_runs(tmp_path):
     (tmp_path / "example.py").write_text(blocks("fsdp.md", "python")[0], encoding="utf-8")
-    result = run_command(["example.py"], tmp_path)
+    (result,) = run_program(["example.py"], tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -275,7 +275,7 @@ def test_the_trainer_of_ones_own_trains_sharded(tmp_path):
         "trainer = Trainer(", "trainer = MyZeroTrainer("
     )
     (tmp_path / "script.py").write_text(f"{blocks('trainer.md', 'python')[0]}\n{script}", encoding="utf-8")
-    result = run_command(["script.py"], tmp_path)
+    (result,) = run_program(["script.py"], tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "MyZeroTrainer at stage 3"
 
@@ -292,7 +292,7 @@ def test_the_changed_lines_turn_a_trainer_script_into_one_that_shards(page, tmp_
     script = f"from hf_zero import ZeroTrainer, ZeroTrainingArguments\n{patched(script, diff)}"
     assert "deepspeed" not in script
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    result = run_command(["script.py"], tmp_path)
+    (result,) = run_program(["script.py"], tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "ZeroTrainer at stage 3"
 

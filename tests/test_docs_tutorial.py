@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from tests.recipes.test_run import run_command
+from tests.recipes.ranks import run_on_ranks
 from tests.test_readme import fenced_blocks
 
 
@@ -20,9 +20,10 @@ def test_the_tutorial_runs_from_rows_to_the_answer(tmp_path, monkeypatch, capsys
         else:
             program, *arguments = shlex.split(block.text.replace("\\\n", " "))
             assert (block.language, program) == ("bash", "hf-zero")
-            result = run_command(["-m", "hf_zero.recipes", *arguments], tmp_path)
-            assert result.returncode == 0, result.stderr
-            outputs.append(result.stdout)
+            num_ranks = int(arguments[arguments.index("--num_processes") + 1]) if "--num_processes" in arguments else 1
+            first, *_ = run_on_ranks(arguments, tmp_path, num_ranks)
+            assert first.code == 0, first.err
+            outputs.append(first.out)
 
     left, start = re.search(r"`checkpoint-(\d+)`", TEXT)[1], re.search(r"step (\d+):", TEXT)[1]
     first, second, answer = outputs

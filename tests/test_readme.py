@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import hf_zero.trl
+from tests.distributed import run_program
 from tests.recipes import conftest
+from tests.recipes.ranks import run_on_ranks
 from tests.recipes.test_run import run_command
 
 
@@ -229,8 +231,9 @@ def test_the_commands_of_recipes_run(tiny_qwen3, tmp_path, capsys):
     chat = [{"role": "user", "content": "Which stage?"}, {"role": "assistant", "content": "The least that fits."}]
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 16, encoding="utf-8")
     few = ["--max_steps", "2", "--max_length", "64", "--report_to", "none"]
-    result = run_command([*arguments_of(SFT.replace(HUB_ID, str(tiny_qwen3))), *few], tmp_path)
-    assert result.returncode == 0, result.stderr
+    _, _, *argv = arguments_of(SFT.replace(HUB_ID, str(tiny_qwen3)))
+    for rank in run_on_ranks([*argv, *few], tmp_path):
+        assert rank.code == 0, rank.err
     folder = tmp_path / "outputs" / "mine"
     AutoModelForCausalLM.from_pretrained(folder)
     assert {"README.md", "report.html", "resolved.yaml", "training_log.jsonl"} <= {p.name for p in folder.iterdir()}
@@ -239,7 +242,7 @@ def test_the_commands_of_recipes_run(tiny_qwen3, tmp_path, capsys):
 @pytest.mark.quick
 def test_the_example_without_trainer_runs_as_it_is(tmp_path):
     (tmp_path / "example.py").write_text(block("python", 1), encoding="utf-8")
-    result = run_command(["example.py"], tmp_path)
+    (result,) = run_program(["example.py"], tmp_path)
     assert result.returncode == 0, result.stderr
     # Four decimals are printed; a norm around sqrt(64 * 64 / 3 / 64) for the default initialisation.
     (norm,) = re.fullmatch(r"tensor\((\d+\.\d+).*\)\n", result.stdout).groups()
@@ -287,7 +290,7 @@ def test_the_changed_lines_turn_a_trainer_script_into_one_that_shards(tmp_path):
     assert [name for name in names.values() if not hasattr(hf_zero, name)] == []
     script = f"from hf_zero import {', '.join(names.values())}\n{patched(SCRIPT, diff)}"
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    result = run_command(["script.py"], tmp_path)
+    (result,) = run_program(["script.py"], tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "ZeroTrainer at stage 3"
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -320,9 +323,9 @@ accelerator.end_training()
 def test_the_changed_line_turns_a_script_for_accelerate_into_one_that_shards(tmp_path):
     script = f"from hf_zero import ZeroAccelerator\n{patched(ACCELERATE_SCRIPT, block('diff', 1))}"
     (tmp_path / "script.py").write_text(script, encoding="utf-8")
-    result = run_command([*MODULES["torchrun"], "--nproc_per_node", "2", "script.py"], tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == ["ZeroAccelerator False"] * 2
+    for rank in run_program(["script.py"], tmp_path, num_ranks=2):
+        assert rank.returncode == 0, rank.stderr
+        assert rank.stdout.splitlines() == ["ZeroAccelerator False"]
     assert (tmp_path / "out" / "model.safetensors").is_file() and (tmp_path / "out" / "zero").is_dir()
 
 

@@ -10,11 +10,12 @@ import time
 
 import pytest
 
+from benchmarks import checkpoint
 from benchmarks.checkpoint_names import SAVING_MODES, why_left_out
 from benchmarks.checkpoint_report import summarize
 from benchmarks.process_memory import ProcessMemory, trim_heap
 from benchmarks.workload import SIZES
-from tests.benchmarks.test_compare import run_module
+from tests.benchmarks.test_compare import run_here, run_module
 
 
 MIB = 2**20
@@ -69,7 +70,7 @@ def test_deepspeed_saves_loads_and_resumes(tmp_path):
 
 
 def test_a_mode_that_is_not_known_is_refused():
-    done = run_module("benchmarks.checkpoint", "--modes", "ddp,fsdp3", timeout=60)
+    done = run_here(checkpoint.main, "--modes", "ddp,fsdp3")
     assert done.returncode == 2
     assert "unknown mode 'fsdp3'; the modes are hf_zero" in done.stderr
 

@@ -90,7 +90,7 @@ def assert_complete(folder: str) -> None:
         assert check_checksums(path).num_tensors > 0
 
 
-@pytest.mark.parametrize("num_kills, num_steps, in_saves", [(12, 6, 1), *more((30, 10, 5))])
+@pytest.mark.parametrize("num_kills, num_steps, in_saves", [(7, 5, 1), *more((30, 10, 5))])
 def test_ranks_killed_in_the_middle_of_saves_lose_nothing(tmp_path, num_kills, num_steps, in_saves):
     whole = str(tmp_path / "whole")
     end(start_ranks(train, NUM_RANKS, whole, num_steps))

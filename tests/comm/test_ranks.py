@@ -34,7 +34,7 @@ from hf_zero.trainer import ZeroTrainingArguments, restoring
 from tests import models
 from tests.comm.test_pairwise import CPU
 from tests.distributed import RemoteError, forget_ranks, run_ranks
-from tests.tiers import more
+from tests.tiers import in_core, more
 from tests.trainer.harness import Rows, make, reset_accelerate
 
 
@@ -82,6 +82,8 @@ COLLECTIVES = {
 # Without shared memory a memory barrier is nothing.
 CASES = [(kind, name) for kind in ("shared", "messages", "native") for name in COLLECTIVES]
 CASES = [(kind, name) for kind, name in CASES if kind == "shared" or name != "memory barrier"]
+# Each of these is waited for in a way of its own.
+IN_CORE = [("shared", name) for name in ("gather", "reduce", "memory barrier", "vector", "agreement", "side group")]
 
 
 def _connected(kind: str, timeout_seconds: float = 60.0) -> Comm:
@@ -126,8 +128,7 @@ def _said(folder: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.quick(cases=2)
-@pytest.mark.parametrize("kind, name", CASES)
-@pytest.mark.full("more cases", after=12)
+@pytest.mark.parametrize("kind, name", in_core(IN_CORE, CASES))
 def test_a_rank_that_is_killed_is_named_by_all_others(kind, name, tmp_path):
     with pytest.raises(RemoteError):
         run_ranks(_lose_one, 3, kind, name, tmp_path)
@@ -233,11 +234,15 @@ def _one_stays_away(kind: str, name: str) -> str:
     "kind, name",
     [
         ("messages", "vector"),
-        ("shared", "object"),
         ("shared", "barrier"),
         ("messages", "side group"),
-        ("messages", "agreement"),
-        *more(("shared", "vector"), ("messages", "object"), ("messages", "barrier")),
+        *more(
+            ("shared", "object"),
+            ("messages", "agreement"),
+            ("shared", "vector"),
+            ("messages", "object"),
+            ("messages", "barrier"),
+        ),
         *more(("shared", "side group"), ("shared", "agreement")),
     ],
 )

@@ -4,8 +4,10 @@ import contextlib
 import io
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from unittest import mock
 
 from hf_zero.recipes.metrics import LOG_NAME, read_log
@@ -27,7 +29,13 @@ def logged(folder: Path, name: str) -> list[float]:
 
 
 def run_on_ranks(
-    argv: list[str], folder, num_ranks: int = 2, timeout: float = 240.0, *, stop_in: int | None = None
+    argv: list[str],
+    folder,
+    num_ranks: int = 2,
+    timeout: float = 240.0,
+    *,
+    stop_in: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Ended]:
     """`python -m hf_zero.recipes` with these arguments, as a launcher would start it: one result per rank.
 
@@ -37,11 +45,12 @@ def run_on_ranks(
         num_ranks (`int`): how many.
         timeout (`float`): seconds.
         stop_in (`int`, *optional*): the last rank is sent SIGTERM while it computes this step.
+        environment (`Mapping[str, str]`): variables that are set meanwhile.
     """
-    return run_ranks(_run, num_ranks, argv, str(folder), stop_in, timeout=timeout)
+    return run_ranks(_run, num_ranks, argv, str(folder), stop_in, dict(environment), timeout=timeout)
 
 
-def _run(argv: list[str], folder: str, stop_in: int | None) -> Ended:
+def _run(argv: list[str], folder: str, stop_in: int | None, environment: dict[str, str]) -> Ended:
     import datasets
 
     from hf_zero.recipes.cli import main
@@ -55,6 +64,7 @@ def _run(argv: list[str], folder: str, stop_in: int | None) -> Ended:
         with (
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
+            mock.patch.dict(os.environ, environment),
             mock.patch("torch.distributed.destroy_process_group"),  # the group is the next test's, too
             _stopped_in(stop_in),
         ):

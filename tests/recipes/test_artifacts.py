@@ -4,20 +4,17 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from html.parser import HTMLParser
-from pathlib import Path
+from multiprocessing.process import BaseProcess
 
 import pytest
 import yaml
 from safetensors.torch import load_file
 
-from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.recipes.metrics import read_log
 from hf_zero.recipes.settings import parse_settings
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, start_program
 from tests.output import without_imports
 
 
@@ -224,35 +221,28 @@ def test_card_and_page_show_curves_and_configuration_and_no_path_of_this_machine
         assert str(whole[0].parent) not in text and str(csv_file.parent) not in text
 
 
-def _start(argv: list[str], folder: Path, errors: Path) -> subprocess.Popen:
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "hf_zero.recipes", "classify", *argv]
-    with errors.open("w") as file:
-        return subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
-        )
-
-
-def _wait_for(what, process: subprocess.Popen) -> None:
+def _wait_for(what, process: BaseProcess) -> None:
     deadline = time.monotonic() + TIMEOUT
     while not what():
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.exitcode is None and time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_ctrl_c_saves_and_the_same_command_ends_where_the_unbroken_run_did(whole, tiny_model, csv_file, tmp_path):
-    folder, errors = tmp_path / "out", tmp_path / "errors"
+    folder, errors = tmp_path / "out", tmp_path / "0.err"
     argv = argv_of(tiny_model, csv_file, folder)
-    process = _start([*argv, "--num_processes=2"], tmp_path, errors)
+    run = ["-m", "hf_zero.recipes", "classify", *argv, "--num_processes=2", "--report_to=none"]
+    (process,) = start_program(run, tmp_path, tmp_path)
     try:
         log = folder / "training_log.jsonl"
         _wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, process)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and all that is in its group
-        assert process.wait(TIMEOUT) == 130
+        process.join(TIMEOUT)
+        assert process.exitcode == 130
     finally:
-        if process.poll() is None:
+        if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)
+            process.join()
     said = without_imports(errors.read_text())
     saved = re.search(r"SIGINT: saved (\S+checkpoint-(\d+)) at step \2; to go on, run the same command again", said)
     assert saved, said

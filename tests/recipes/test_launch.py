@@ -3,8 +3,8 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 
 from hf_zero.errors import CheckpointError, CommError, DataError
 from hf_zero.recipes.launch import WorkerError, _Report, _root_cause, launch
+from tests.distributed import start_ranks
 from tests.tiers import more
 
 
@@ -24,11 +25,6 @@ def environment(monkeypatch):
     for name in ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
-
-
-def write_environment(folder: str) -> None:
-    names = ("WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
-    Path(folder, os.environ["RANK"]).write_text(" ".join(os.environ[name] for name in names), encoding="utf-8")
 
 
 def fail_on_rank_1_while_rank_0_waits() -> None:
@@ -93,7 +89,7 @@ def lose_the_rank_that_a_signal_ends(folder: str, error: type[Exception]) -> Non
         raise error("it does not answer") from lost
 
 
-def write_who_listens(folder: str) -> None:
+def write_environment_and_who_listens(folder: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -105,7 +101,9 @@ def write_who_listens(folder: str) -> None:
         if connection.status == psutil.CONN_LISTEN
     ]
     dist.barrier()
-    Path(folder, os.environ["RANK"]).write_text(" ".join(ports), encoding="utf-8")
+    environment = [os.environ[name] for name in ("WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")]
+    text = f"{' '.join(environment)}\n{' '.join(ports)}"
+    Path(folder, os.environ["RANK"]).write_text(text, encoding="utf-8")
 
 
 def interrupt(folder: Path, times: int, number: int = signal.SIGINT) -> threading.Thread:
@@ -124,11 +122,16 @@ def interrupt(folder: Path, times: int, number: int = signal.SIGINT) -> threadin
     return thread
 
 
-def test_processes_meet_on_loopback_and_share_the_cores(tmp_path, monkeypatch):
+def test_processes_meet_on_loopback_share_the_cores_and_nobody_outside_reaches_the_store_or_a_rank(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(6), raising=False)
-    launch(2, write_environment, str(tmp_path))
+    launch(2, write_environment_and_who_listens, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-    assert {path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == {"2 127.0.0.1 3"}
+    lines = [path.read_text(encoding="utf-8").splitlines() for path in tmp_path.iterdir()]
+    assert {line for line, _ in lines} == {"2 127.0.0.1 3"}
+    listening = " ".join(line for _, line in lines).split()
+    assert listening and {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
 
 
 @pytest.mark.quick
@@ -212,26 +215,20 @@ def test_a_rank_that_was_killed_is_named_rather_than_what_the_others_lost():
     assert str(_root_cause([full], {0: ended, 1: killed}, num_processes=2)) == "no room"
 
 
-def test_nobody_outside_this_machine_reaches_the_store_or_a_rank(tmp_path):
-    launch(2, write_who_listens, str(tmp_path))
-    listening = " ".join(path.read_text(encoding="utf-8") for path in tmp_path.iterdir()).split()
-    assert listening and {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
-
-
-LAUNCHER = "import sys; from tests.recipes.test_launch import {what}, launch; launch(2, {what}, sys.argv[1])"
+def launch_two(folder: str) -> None:
+    tempfile.tempdir = folder
+    launch(2, ignore_sigint, folder)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 @pytest.mark.parametrize("when", ["first moment", "imports", "training"])
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path, when):
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", LAUNCHER.format(what="ignore_sigint"), str(tmp_path)]
-    process = subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": root, "TMPDIR": str(tmp_path)})
+    (process,) = start_ranks(launch_two, 1, str(tmp_path))
     ranks: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 60
         while len(ranks) < 2 or (when == "training" and len(list(tmp_path.glob("ready*"))) < 2):
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.exitcode is None and time.monotonic() < deadline
             ranks = psutil.Process(process.pid).children()
             time.sleep(0.001)
         if when == "imports":
@@ -241,7 +238,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path, when):
         assert not alive
     finally:
         process.kill()
-        process.wait()
+        process.join()
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.kill()

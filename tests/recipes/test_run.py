@@ -13,6 +13,7 @@ import pytest
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from tests.output import without_imports
 from tests.recipes.conftest import write_csv
+from tests.recipes.ranks import run_on_ranks
 from tests.tiers import more
 
 
@@ -129,18 +130,18 @@ def test_what_cannot_work_ends_a_real_process_with_one_line(flags, tmp_path, bad
 
 
 def test_settings_that_contradict_each_other_come_out_as_one_line(flags, tmp_path):
-    result = run_command([*RUN, *flags, "--num_processes", "2", "--bf16", "--fp16"], tmp_path)
-    assert result.returncode == 2
-    assert re.fullmatch(r"hf_zero.recipes: .*bf16.*fp16.*|hf_zero.recipes: .*fp16.*bf16.*", result.stderr.strip())
+    first, _ = run_on_ranks(["classify", *flags, "--num_processes", "2", "--bf16", "--fp16"], tmp_path)
+    assert first.code == 2
+    assert re.fullmatch(r"hf_zero.recipes, rank 0: .*(bf16.*fp16|fp16.*bf16).*", first.err.strip())
     assert not (tmp_path / "out").exists()
 
 
 def test_a_trained_folder_is_a_model_to_go_on_from(flags, tmp_path, tiny_model):
     """`out` is a folder like any other: here it is the model of the next run, in place."""
-    first = run_command([*RUN, *flags, "--num_train_epochs", "1"], tmp_path)
-    assert first.returncode == 0, first.stderr
+    (first,) = run_on_ranks(["classify", *flags, "--num_train_epochs", "1"], tmp_path, num_ranks=1)
+    assert first.code == 0, first.err
     shutil.copytree(tmp_path / "out", tmp_path / "start")
     again = ["--model_name_or_path", "./start", "--max_steps", "1", "--overwrite_output_dir"]
-    second = run_command([*RUN, *flags, *again], tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert accuracies(second.stdout)[0] == accuracies(first.stdout)[1]
+    (second,) = run_on_ranks(["classify", *flags, *again], tmp_path, num_ranks=1)
+    assert second.code == 0, second.err
+    assert accuracies(second.out)[0] == accuracies(first.out)[1]

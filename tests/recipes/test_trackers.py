@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.ranks import logged
-from tests.recipes.test_run import run_command
+from tests.recipes.ranks import logged, run_on_ranks
 from tests.tiers import in_core
 
 
@@ -62,20 +61,16 @@ READERS = {"tensorboard": of_tensorboard, "trackio": of_trackio, "wandb": of_wan
 
 
 @pytest.mark.parametrize("tracker", in_core(["tensorboard"], READERS))
-def test_a_tracker_is_given_loss_speed_memory_and_what_was_exchanged(
-    tracker, tiny_model, csv_file, tmp_path, monkeypatch
-):
+def test_a_tracker_is_given_loss_speed_memory_and_what_was_exchanged(tracker, tiny_model, csv_file, tmp_path):
     pytest.importorskip(tracker)
     logs = tmp_path / "logs"
     logs.mkdir()
-    for name in ("TENSORBOARD_LOGGING_DIR", "TRACKIO_DIR", "WANDB_DIR"):
-        monkeypatch.setenv(name, str(logs))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    argv = ["-m", "hf_zero.recipes", "classify", f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}"]
-    argv += ["--num_processes=2", "--max_steps=4", "--logging_steps=1", "--save_strategy=no", "--use_cpu"]
-    result = run_command([*argv, "--output_dir=out", "--report_to", tracker], tmp_path)
-    assert result.returncode == 0, result.stderr
+    environment = {name: str(logs) for name in ("TENSORBOARD_LOGGING_DIR", "TRACKIO_DIR", "WANDB_DIR")}
+    environment |= {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
+    argv = ["classify", f"--model_name_or_path={tiny_model}", f"--train_file={csv_file}", "--use_cpu"]
+    argv += ["--max_steps=4", "--logging_steps=1", "--save_strategy=no", "--output_dir=out", "--report_to", tracker]
+    for rank in run_on_ranks(argv, tmp_path, environment=environment):
+        assert rank.code == 0, rank.err
     found = READERS[tracker](logs)
     for name in NAMES:
         assert found[name] == pytest.approx(logged(tmp_path / "out", name), rel=1e-5), name

@@ -1,9 +1,8 @@
 """The room of files is optional: a run that keeps nothing on disk does not load it."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.distributed import run_program
 
 
 RUN = """
@@ -18,11 +17,9 @@ print(sorted(name for name in sys.modules if name.startswith("hf_zero.storage"))
 """
 
 
-def loaded(*folder: str) -> str:
-    return subprocess.run([sys.executable, "-c", RUN, *folder], capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.quick
 def test_who_keeps_nothing_on_disk_does_not_load_its_room(tmp_path):
-    assert loaded() == "[]\n"
-    assert "hf_zero.storage.disk" in loaded(str(tmp_path))  # so that the name above is the right one
+    (tmp_path / "run.py").write_text(RUN, encoding="utf-8")
+    (without,), (others,) = (run_program(["run.py", *more], tmp_path) for more in ([], [str(tmp_path)]))
+    assert without.stdout == "[]\n", without.stderr
+    assert "hf_zero.storage.disk" in others.stdout  # so that the name above is the right one

@@ -1,4 +1,4 @@
-"""A training script for `Trainer` becomes one for `ZeroTrainer` by two changed lines, and torchrun starts it."""
+"""A training script for `Trainer` becomes one for `ZeroTrainer` by two changed lines."""
 
 import os
 import signal
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import free_port
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
+from tests.distributed import run_program
 
 
 SCRIPT = """
@@ -39,10 +40,10 @@ CHANGES = {
 }
 
 
-def _launch(command: list[str], **env) -> tuple[int, str]:
+def _launch(command: list[str]) -> tuple[int, str]:
     root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **env}
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    for name in LAUNCHER_VARIABLES:
         env.pop(name, None)
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -67,11 +68,10 @@ def script(tmp_path) -> Path:
     return path
 
 
-def test_two_changed_lines_under_torchrun(tmp_path, script):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    code, output = _launch([*launcher, str(script), str(tmp_path / "out")])
-    assert code == 0, output
-    assert output.count("world size 2") == 2, output
+def test_two_changed_lines_on_two_ranks(tmp_path, script):
+    for rank in run_program([script.name, str(tmp_path / "out")], tmp_path, num_ranks=2):
+        assert rank.returncode == 0, rank.stderr
+        assert rank.stdout.count("world size 2") == 1
     from transformers import BertForSequenceClassification
 
     BertForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -85,7 +85,8 @@ def test_one_process_without_a_launcher(tmp_path, script):
 
 
 def test_a_world_size_that_nobody_launched_ends_with_one_clear_line(tmp_path, script):
-    code, output = _launch([sys.executable, str(script), str(tmp_path / "out")], WORLD_SIZE="2")
-    assert code != 0
-    assert "ConfigError: WORLD_SIZE is 2 but RANK" in output.strip().splitlines()[-1], output
+    script.write_text(f"import os\nos.environ['WORLD_SIZE'] = '2'\n{script.read_text()}")
+    (result,) = run_program([script.name, str(tmp_path / "out")], tmp_path)
+    assert result.returncode != 0
+    assert "ConfigError: WORLD_SIZE is 2 but RANK" in result.stderr.strip().splitlines()[-1], result.stderr
     assert not (tmp_path / "out").exists()

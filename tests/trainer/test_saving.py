@@ -5,8 +5,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from hf_zero.checkpoint import Manifest, check_checkpoint, folders
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.errors import CheckpointError
 from tests import models
-from tests.distributed import free_port, run_ranks
+from tests.distributed import run_program, run_ranks
 from tests.trainer.harness import Rows, assert_equal, make, record, seed_everything, train
 
 
@@ -210,23 +208,10 @@ trainer.accelerator.end_training()
 
 def _launch(folder, number=0, sender=0, resume=False):
     os.makedirs(folder, exist_ok=True)
-    port = str(free_port())
-    processes = []
-    for rank in range(2):
-        env = {
-            **os.environ,
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(Path(__file__).parents[2])},
-        }
-        command = [sys.executable, "-c", SCRIPT, str(folder), str(number), str(sender), "resume" if resume else ""]
-        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True))
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    return [process.returncode for process in processes], errors
+    Path(folder, "script.py").write_text(SCRIPT, encoding="utf-8")
+    argv = ["script.py", str(folder), str(number), str(sender), "resume" if resume else ""]
+    ranks = run_program(argv, folder, num_ranks=2, timeout=120)
+    return [rank.returncode for rank in ranks], [rank.stderr for rank in ranks]
 
 
 @pytest.fixture(scope="module")

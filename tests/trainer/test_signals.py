@@ -17,7 +17,7 @@ from hf_zero.parent import end_with_launcher
 from hf_zero.trainer import restoring, signals
 from hf_zero.trainer.restoring import Resumed
 from hf_zero.trainer.signals import Stopped
-from tests.distributed import RemoteError, run_ranks
+from tests.distributed import RemoteError, run_ranks, start_program
 from tests.trainer.harness import train
 
 
@@ -81,25 +81,24 @@ time.sleep(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
 @pytest.mark.full("more cases", after=1)
-def test_no_rank_outlives_a_torchrun_that_is_killed(tmp_path, number):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, str(tmp_path)], env=env)
+def test_no_rank_outlives_a_torchrun_that_is_killed(tmp_path, number, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    (process,) = start_program([*launcher, "train.py", str(tmp_path)], tmp_path, tmp_path)
     ranks: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 90
         while len(list(tmp_path.glob("ready*"))) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.exitcode is None and time.monotonic() < deadline
             time.sleep(0.01)
         ranks = psutil.Process(process.pid).children()
-        process.send_signal(number)
+        os.kill(process.pid, number)
         _, alive = psutil.wait_procs(ranks, timeout=5)
         assert len(ranks) == 2 and not alive
     finally:
         process.kill()
-        process.wait()
+        process.join()
         for rank in ranks:
             if rank.is_running():
                 rank.kill()

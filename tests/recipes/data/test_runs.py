@@ -42,13 +42,13 @@ def test_sft_from_the_command_line_on_two_processes(tmp_path, language_models):
     write_lines(tmp_path / "rows.jsonl", [{"messages": [row["messages"][0], answer]} for row in chats()])
     argv = flags(tmp_path, language_models["Qwen3"], "--num_processes", "2", "--num_train_epochs", "12")
     argv += ["--report_to", "none", "--save_strategy", "no", "--logging_steps", "6", "--zero_stage", "3"]
-    result = run_command(["-m", "hf_zero.recipes", "sft", *argv], tmp_path)
-    assert result.returncode == 0, result.stderr
+    result, other = run_on_ranks(["sft", *argv], tmp_path)
+    assert (result.code, other.code, other.out) == (0, 0, ""), result.err + other.err
     losses = logged(tmp_path / "out", "loss")
     assert len(losses) == 6
     assert losses[-1] < 0.2 * losses[0]
-    assert f"train: {tmp_path}/rows.jsonl, format messages; the loss counts what the assistant says" in result.stdout
-    assert result.stdout.count("chat template: our default, as the tokenizer has none") == 1
+    assert f"train: {tmp_path}/rows.jsonl, format messages; the loss counts what the assistant says" in result.out
+    assert result.out.count("chat template: our default, as the tokenizer has none") == 1
     assert generated(tmp_path / "out", chats()[3]["messages"][:1]) == f"{SENTENCES[0]}<|endoftext|>"
 
 
