@@ -45,7 +45,6 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
         if not isinstance(value, Real | Tensor) or value < 0:
             raise ConfigError(f"clip_grad_norm_: {name} {value!r} is not a number of 0 or more; give one")
     comm, reduced = engine.comm, [gradient for gradient in engine.gradients() if gradient.is_reduced]
-    gather = Comm.all_gather_rows if engine.runs_ahead else Comm.all_gather_vector
     whole = _measure([gradient for gradient in reduced if not gradient.flat.is_divided], comm, norm_type)
     add = torch.Tensor.amax if norm_type == float("inf") else torch.Tensor.sum
     if engine.divided_over is None:
@@ -53,7 +52,9 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
     else:
         divided = _measure([gradient for gradient in reduced if gradient.flat.is_divided], comm, norm_type)
         rows = _gathered(engine, torch.cat([whole, divided]), norm_type, max_norm)
-        rows = gather(engine.divided_over, add(rows, dim=0).to(comm.device), what=WHAT)
+        over = engine.divided_over
+        gather = over.all_gather_rows if engine.runs_ahead else over.all_gather_vector
+        rows = gather(add(rows, dim=0).to(comm.device), what=WHAT)
         total = add(torch.stack([rows[0, 0], add(rows[:, 1], dim=0)]), dim=0)
     total = total.reshape(())
     engine.grad_norm = (total if norm_type == float("inf") else total.pow(1.0 / norm_type)).float()
