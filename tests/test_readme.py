@@ -16,7 +16,6 @@ import hf_zero.trl
 from tests.distributed import run_program
 from tests.recipes import conftest
 from tests.recipes.ranks import run_on_ranks
-from tests.recipes.test_run import run_command
 
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +94,7 @@ def commands(markdown: str) -> list[str]:
 
 
 def arguments_of(command: str) -> list[str]:
-    """A command of the README for `run_command`."""
+    """A command of the README for `run_program`."""
     program, *arguments = shlex.split(command)
     return [*MODULES[program], *arguments]
 
@@ -162,7 +161,7 @@ def test_a_classify_command_trains(command, tiny_model, tmp_path):
     """The ready-made recipe on a tiny model for two steps; whole runs are in tests/recipes/test_run.py."""
     few = ["--model_name_or_path", str(tiny_model), "--num_classes", "2", "--max_train_rows", "64"]
     few += ["--max_test_rows", "16", "--max_steps", "2", "--output_dir", "out"]
-    result = run_command([*arguments_of(command), *few], tmp_path)
+    (result,) = run_program([*arguments_of(command), *few], tmp_path)
     assert result.returncode == 0, result.stderr
     assert "saved to out: AutoModelForSequenceClassification.from_pretrained loads it" in result.stdout
     assert not (tmp_path / "outputs").exists()
@@ -201,7 +200,7 @@ def test_the_trainer_example_trains_on_two_ranks_and_saves_what_from_pretrained_
     (tmp_path / "train.py").write_text(example.replace(f'"{HUB_ID}"', json.dumps(str(tiny_qwen3))), encoding="utf-8")
     lines = [line for line in README.splitlines() if len(line) > 40][:16]
     (tmp_path / "train.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    result = run_command(arguments_of(TRAIN), tmp_path)
+    (result,) = run_program(arguments_of(TRAIN), tmp_path)
     assert result.returncode == 0, result.stderr
     # Trainer's last words: 16 rows, in batches of two on two ranks.
     assert "'train_loss'" in result.stdout

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
+from tests.distributed import run_program
 from tests.output import without_imports
 from tests.recipes.conftest import write_csv
 from tests.recipes.ranks import run_on_ranks
@@ -105,9 +106,9 @@ def test_one_process_needs_no_launcher(flags, tmp_path):
 
 def test_an_error_in_the_processes_comes_out_as_one_line(flags, tmp_path):
     rows = write_csv(tmp_path / "rows.csv", [("text", "label"), ("a cold soup", "food"), ("a dull film", "")])
-    result = run_command([*RUN, *flags, "--num_processes", "2", "--train_file", str(rows)], tmp_path)
+    (result,) = run_program([*RUN, *flags, "--num_processes", "2", "--train_file", str(rows)], tmp_path)
     assert result.returncode == 1
-    assert result.stderr.strip() == (
+    assert without_imports(result.stderr).strip() == (
         f"hf_zero.recipes: {rows}: row 2: nothing in column 'label'; correct it, or leave such rows out with "
         "--skip_bad_rows"
     )
