@@ -29,11 +29,15 @@ from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
 from hf_zero.trainer.signals import StopOnSignal
+from hf_zero.trainer.streams import whole_stream
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
-OVERRIDES = ("create_accelerator_and_postprocess", "train", "_move_model_to_device", "evaluation_loop")
+OVERRIDES = (
+    *("create_accelerator_and_postprocess", "train", "_move_model_to_device", "_get_dataloader"),
+    "evaluation_loop",
+)
 
 
 class TellMemory(TrainerCallback):
@@ -154,6 +158,15 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
         finally:
             for callback in own:
                 self.remove_callback(callback)
+
+    def _get_dataloader(
+        self, dataset, description, batch_size, sampler_fn=None, is_training=False, dataloader_key=None, **kwargs
+    ):
+        """Makes a loader as Trainer does. Of a stream to train on each rank takes its batches, not its files."""
+        dataset = whole_stream(dataset) if is_training else dataset
+        return super()._get_dataloader(
+            dataset, description, batch_size, sampler_fn, is_training, dataloader_key, **kwargs
+        )
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs

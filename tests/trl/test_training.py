@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
-from tests.trainer.harness import assert_close, assert_learned, seed_everything
+from tests.trainer.harness import assert_close, assert_equal, assert_learned, seed_everything
 from tests.trl.harness import KINDS, PLAIN, data, make, policy, save_models, train
 
 
@@ -165,6 +165,32 @@ def test_grpo_trains_as_under_ddp(tmp_path):
     """With a reference, a reward model, and more than one step with what was generated."""
     settings = {**GENERATING, "num_iterations": 2}
     run_ranks(_matches, 2, str(tmp_path), "GRPO", "prompt", named, scored, settings, timeout=LIMIT)
+
+
+def _lines(files):
+    for file in files:
+        for count in file:
+            yield from data("text", count, seed=count)
+
+
+def _streams(folder):
+    """11 rows in two files, as many as ranks, and in one: a step takes the same rows of both."""
+    import datasets
+
+    if dist.get_rank() == 0:
+        save_models(folder)
+    dist.barrier()
+    runs = []
+    for files in ([[3], [8]], [[3, 8]]):
+        stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": files})
+        runs.append(train(3, "SFT", folder, named(folder), stream, max_steps=5))
+    assert_learned(runs[0], 5)
+    assert_equal(*runs, "two files and one")
+
+
+@pytest.mark.support("TRL: SFTTrainer, streams", area="Trainers", stages=(3,))
+def test_a_stream_of_files_of_unlike_lengths_trains_all_ranks_equally(tmp_path):
+    run_ranks(_streams, 2, str(tmp_path), timeout=LIMIT)
 
 
 def _generates_gathered(folder, name):
