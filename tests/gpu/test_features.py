@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from functools import partial
 
 import pytest
@@ -12,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 import hf_zero
 from benchmarks.exact import slowed
+from hf_zero.checkpoint.staging import Staged
 from hf_zero.comm import Comm
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes.probes import BF16_ROUNDING
 from hf_zero.recipes.tiny_training import Trained, make_inner, random_batch, tiny_llama, train_sharded
-from tests.gpu.late import assert_same, run_ranks_late, start
+from tests.gpu.late import NUM_RANKS, assert_same, run_ranks_late, start
 
 
 def _scaled(model: nn.Module, stage: int, device: torch.device, comm: Comm) -> tuple[Trained, list[float], list[bool]]:
@@ -108,8 +110,15 @@ def test_flash_attention_trains_as_eager_attention(device):
     assert_same(flash[1:], flash[:1], "stage 3 and stage 0")
 
 
-def test_a_save_in_the_background_has_the_values_of_its_moment(device, delays, tmp_path):
-    model = tiny_llama(0)
+def test_a_save_in_the_background_has_the_values_of_its_moment(device, delays, tmp_path, monkeypatch):
+    model, write = tiny_llama(0), Staged.write
+    has_gone_on = threading.Barrier(2 * NUM_RANKS, timeout=60)
+
+    def write_late(*args) -> None:
+        has_gone_on.wait()  # nothing is written before all ranks have trained further
+        write(*args)
+
+    monkeypatch.setattr(Staged, "write", write_late)
 
     def play(delay: str, comm: Comm) -> Trained:
         engine = start(comm, copy.deepcopy(model).to(device), stage=3)
@@ -120,6 +129,7 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(device, delays, t
                 engine, optimizer, tmp_path / delay, background=hf_zero.Snapshots(), step=2
             )
             train_sharded(engine.model, optimizer, comm.rank, device, range(2, 4), clips=True)
+            has_gone_on.wait()
             saving.wait()
         return saved
 
