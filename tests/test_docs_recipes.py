@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_zero.recipes.artifacts import REPORT_FOLDER, REPORT_NAME, RESOLVED_NAME
-from hf_zero.recipes.data.formats import FORMATS, text_format
+from hf_zero.recipes.data.formats import FORMATS, LABELS, MASKS, TOKENIZED, TOKENS, text_format
 from hf_zero.recipes.earlier_run import EARLIER
 from hf_zero.recipes.listing import first_comment
 from hf_zero.recipes.metrics import LOG_NAME
@@ -37,6 +37,8 @@ def formats() -> str:
     for form in (text_format("text"), *FORMATS):
         columns = ", ".join(f"`{column}`" for column in form.columns)
         lines.append(f"| `{form.name}` | {columns} | {COUNTED[form.counts]} |")
+    masks = " and ".join(f"`{name}`" for name in MASKS)
+    lines.append(f"| `{TOKENIZED}` | `{TOKENS}` | what `{LABELS}` or {masks} say; without them all tokens |")
     return "\n".join(lines)
 
 
@@ -106,4 +108,4 @@ def test_every_key_that_the_page_names_is_one_of_some_task_or_tool():
     known = {action.dest for parser in parsers for action in parser._actions}
     text = PAGE.read_text(encoding="utf-8")
     named = set(re.findall(r"--([a-z_0-9]+)", text)) | set(re.findall(r"`([a-z]+_[a-z_]+)`", text))
-    assert named - known - {"from_pretrained"} == set()
+    assert named - known - {"from_pretrained", TOKENS, *MASKS} == set()

@@ -16,7 +16,7 @@ from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.recipes.artifacts import SAMPLES_NAME
 from hf_zero.recipes.data import BadRow, Data
-from hf_zero.recipes.data.formats import Message
+from hf_zero.recipes.data.formats import TOKENS, Message, num_prompt_tokens
 from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.generation import TextGenerator
 from hf_zero.trainer import ZeroTrainer
@@ -24,7 +24,6 @@ from hf_zero.trainer import ZeroTrainer
 
 Question = tuple[str | list[Message], str | None]  # a prompt, and the answer that the row has
 
-IGNORED = -100  # the label of a token that the loss does not count
 MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 64, 1024
 NUM_TRIED = 100  # rows that may be too long, or refused by the chat template
 BATCH_SIZE = 8
@@ -137,13 +136,22 @@ def _questions(test: Dataset, generator: TextGenerator) -> Iterator[tuple[dict[s
     """The rows that the model can answer, and the token ids of their prompts."""
     for row in islice(test, NUM_TRIED):
         try:
-            question = question_of(row)
-            tokens = generator.tokens(question[0], row.get("tools"))
+            question, tokens = _with_tokens(row, generator)
             generator.room(tokens)
         except BadRow:
             continue
         if len(tokens) <= MAX_PROMPT_TOKENS:
             yield dict(zip(("prompt", "expected"), question)), tokens
+
+
+def _with_tokens(row: Mapping[str, Any], generator: TextGenerator) -> tuple[Question, list[int]]:
+    """What to ask the model of a row, and the token ids of that; of rows that are tokenized, those of the row."""
+    if TOKENS not in row:
+        question = question_of(row)
+        return question, generator.tokens(question[0], row.get("tools"))
+    ids, start = row[TOKENS], num_prompt_tokens(row)
+    prompt, expected = map(generator.tokenizer.decode, (ids[:start], ids[start:]))
+    return (prompt, expected), ids[:start]
 
 
 def question_of(row: Mapping[str, Any]) -> Question:

@@ -28,17 +28,17 @@ from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import Data, Rows
 from hf_zero.recipes.data.chat import DEFAULT
-from hf_zero.recipes.data.formats import FORMAT_NAMES, Format, recognise
+from hf_zero.recipes.data.formats import FORMAT_NAMES, LABELS, MASKS, Format, recognise
 from hf_zero.recipes.data.image_rows import with_images
 from hf_zero.recipes.data.images import check_pillow, decoded, image_column
-from hf_zero.recipes.data.rows import cut_note, plural
+from hf_zero.recipes.data.rows import IGNORED, cut_note, plural
 from hf_zero.recipes.language_models import config_of, load_language_model, load_processor, takes_images
 from hf_zero.recipes.trl_task import ProcessingClass, TrlArguments, TrlTask
 from hf_zero.trl import ZeroSFTTrainer
 
 
-IGNORED = -100  # the label of a token that the loss does not count
 REPEATED = re.compile(r"(<[^<>]+>)\1{3,}")  # the tokens of an image
+PLAIN = ("text", "tokenized")  # formats of `pretrain`
 PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask keeps apart
 
 
@@ -242,8 +242,11 @@ class SftTask(TrlTask):
         return load_processor(arguments)
 
     def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
-        name = arguments.dataset_format if isinstance(arguments, SftArguments) else "text"
-        form = recognise(rows, name, training.dataset_text_field)
+        names = FORMAT_NAMES if isinstance(arguments, SftArguments) else PLAIN
+        name = getattr(arguments, "dataset_format", None)
+        form = recognise(
+            rows, (name,) if name else names, training.dataset_text_field, getattr(tokenizer, "tokenizer", tokenizer)
+        )
         if not isinstance(tokenizer, ProcessorMixin):
             return form
         return with_images(form, rows, getattr(tokenizer, "image_token", None))
@@ -254,7 +257,8 @@ class SftTask(TrlTask):
         for key in ("packing", "padding_free"):
             if getattr(training, key) and isinstance(tokenizer, ProcessorMixin):
                 raise ConfigError(f"{key}: rows with images stay rows of their own; leave it out")
-        if training.completion_only_loss and "completion" not in form.gives:
+        completion, assistant = MASKS
+        if training.completion_only_loss and not {"completion", completion}.intersection(form.gives):
             raise ConfigError(f"completion_only_loss: rows of {columns} have no prompt; leave it out")
         if training.assistant_only_loss and not form.is_chat:
             raise ConfigError(f"assistant_only_loss: rows of {columns} have no messages; leave it out")
@@ -262,8 +266,11 @@ class SftTask(TrlTask):
             training.assistant_only_loss = form.counts == "assistant"
         if training.assistant_only_loss:
             _check_marks(tokenizer)
-        completion = form.counts == "completion" and training.completion_only_loss is not False
-        counted = ["what the assistant says"] * training.assistant_only_loss + ["the completion"] * completion
+        if training.completion_only_loss is None:  # TRL would count all of rows that are tokenized
+            training.completion_only_loss = form.counts == "completion"
+        counted = ["what the labels say"] * (LABELS in form.gives)
+        counted += ["what the assistant says"] * (training.assistant_only_loss or assistant in form.gives)
+        counted += ["the completion"] * (form.counts == "completion" and training.completion_only_loss)
         return [f"train: {rows.source}, format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"]
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:

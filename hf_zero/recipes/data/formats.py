@@ -7,27 +7,33 @@
 | `conversations` | ShareGPT's list of `{"from": ..., "value": ...}`, and `system` if there is one | `messages` |
 | `prompt` | `prompt` and `completion`, both texts or both lists of messages | the same |
 | `alpaca` | `instruction`, `output`, and `input` and `system` if there are such | `prompt`, `completion` |
+| `tokenized` | `input_ids`, and `labels`, or `completion_mask` and `assistant_masks`, if there are such | the same |
 
 Messages may call tools, whose descriptions are in the column `tools`: a list, or JSON of one.
 """
 
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from datasets import Features, Json, Value
+from datasets import Features, Json, List, Value
+from transformers import PreTrainedTokenizerBase
 
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data.rows import BadRow, Rows, text_of
+from hf_zero.recipes.data.rows import IGNORED, BadRow, Rows, text_of
 
 
 Message = dict[str, Any]
 
 TEXT_COLUMN = "text"  # unless another is named
+TOKENS, LABELS = "input_ids", "labels"
+MASKS = ("completion_mask", "assistant_masks")  # 1 at what the loss may count
+INTEGERS = {TOKENS: "int32", LABELS: "int64", **dict.fromkeys(MASKS, "int8")}  # as TRL keeps them
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT's names for them
-NUM_WORDS = 5  # of a text that serve as a prompt
+NUM_WORDS = 5  # of a text that serve as a prompt, or tokens
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Format:
         convert (`Callable`): gives their values, by a row and whether it holds messages; raises [`BadRow`].
         counts (`str`, *optional*): what the loss counts alone unless told otherwise: "completion", "assistant".
         is_chat (`bool`): whether rows hold messages, and not texts.
+        vocab_size (`int`): token ids are below it, where rows hold them.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): whose token ids rows hold, and no texts.
     """
 
     name: str
@@ -49,12 +57,16 @@ class Format:
     convert: Callable[[dict[str, Any], bool], dict[str, Any]] = field(repr=False)
     counts: str | None = None
     is_chat: bool = True
+    vocab_size: int = 0
+    tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False)
 
     @property
     def features(self) -> Features:
         """What `read` gives."""
         if self.is_chat:
             return Features(dict.fromkeys((*self.gives, "tools"), Json()))
+        if self.tokenizer is not None:
+            return Features({name: List(Value(INTEGERS[name])) for name in self.gives})
         return Features(dict.fromkeys(self.gives, Value("string")))
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +87,8 @@ class Format:
 
     def prompt_of(self, row: dict[str, Any]) -> str | list[Message]:
         """What to try the model on, of a row which was read: what comes before the first answer, or a few words."""
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(row[TOKENS][: num_prompt_tokens(row)])
         if not self.is_chat:
             return row[self.gives[0]] if len(self.gives) > 1 else " ".join(row[self.gives[0]].split()[:NUM_WORDS])
         said = [turn["content"] for turn in self.chat_of(row) or () if turn["role"] == "user"]
@@ -114,7 +128,8 @@ FORMATS = (
     Format("prompt", ("prompt", "completion"), ("prompt", "completion"), _prompt, "completion"),
     Format("alpaca", ("instruction", "output"), ("prompt", "completion"), _alpaca, "completion"),
 )
-FORMAT_NAMES = ("text", *(form.name for form in FORMATS))
+TOKENIZED = "tokenized"
+FORMAT_NAMES = ("text", *(form.name for form in FORMATS), TOKENIZED)
 
 
 def text_format(column: str) -> Format:
@@ -130,20 +145,47 @@ def text_format(column: str) -> Format:
     return Format("text", (column,), (column,), convert, is_chat=False)
 
 
-def recognise(rows: Rows, name: str | None, text_column: str) -> Format:
+def tokenized_format(columns: Collection[str], tokenizer: PreTrainedTokenizerBase) -> Format:
+    """The format whose rows are tokenized already; no token is added to them. Labels count before masks, as for TRL.
+
+    Args:
+        columns (`Collection[str]`): those that the rows have.
+        tokenizer (`PreTrainedTokenizerBase`): whose token ids they hold.
+    """
+    more = [LABELS] if LABELS in columns else [name for name in MASKS if name in columns]
+    gives = (TOKENS, *more)
+    counts = "completion" if MASKS[0] in more else None
+    size = len(tokenizer)
+    return Format(TOKENIZED, gives, gives, partial(_tokens, size, gives), counts, False, size, tokenizer)
+
+
+def num_prompt_tokens(row: Mapping[str, list[int]]) -> int:
+    """How many tokens of a row that is tokenized come before the first that the loss counts; where it is the first
+    one of all, a few."""
+    masks = [row[name] for name in MASKS if name in row]
+    counted = [label != IGNORED for label in row[LABELS]] if LABELS in row else [bit == 1 for bit in (*masks, [])[0]]
+    return next((number for number, counts in enumerate(counted) if counts), 0) or NUM_WORDS
+
+
+def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: PreTrainedTokenizerBase) -> Format:
     """Finds the format of rows by their columns; the first row says whether those hold texts or messages.
+
+    Rows with token ids are tokenized, whatever other columns they have, as for TRL.
 
     Args:
         rows ([`Rows`]): from [`load_rows`].
-        name (`str`, *optional*): one of `FORMAT_NAMES`, if the user says it.
+        names (`Collection[str]`): those of `FORMAT_NAMES` that it may be.
         text_column (`str`): the column of the format `text`.
+        tokenizer (`PreTrainedTokenizerBase`): of the model.
 
     Raises:
         ConfigError: a column of texts is named, and rows are something else.
         DataError: the columns fit none, or several, or not the one that was named.
     """
-    formats = [form for form in (text_format(text_column), *FORMATS) if name in (None, form.name)]
+    known = (text_format(text_column), *FORMATS, tokenized_format(rows.columns, tokenizer))
+    formats = [form for form in known if form.name in names]
     fits = [form for form in formats if set(form.columns) <= set(rows.columns)]
+    fits = [form for form in fits if form.name == TOKENIZED] or fits
     if len(fits) == 1:
         if fits[0].name != "text" and text_column != TEXT_COLUMN:
             form = f"{rows.source} has rows of the format {fits[0].name}"
@@ -156,6 +198,37 @@ def recognise(rows: Rows, name: str | None, text_column: str) -> Format:
         raise DataError(f"{found}, which fit the formats {names}; choose one with --dataset_format")
     expected = ", or ".join(" and ".join(form.columns) for form in formats)
     raise DataError(f"{found}, expected {expected}; rename them, or name the one of texts with --dataset_text_field")
+
+
+def _tokens(vocab_size: int, columns: tuple[str, ...], row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    more = [name for name in (LABELS, *MASKS) if row.get(name) is not None and name not in columns]
+    if more and LABELS not in columns:
+        raise BadRow(f"column {more[0]!r}, which the first row does not have")
+    if 0 in (row.get("attention_mask") or ()):
+        raise BadRow("column 'attention_mask' holds 0, so the row is padded; leave the padding out")
+    for name in columns:
+        _check_integers(row[name], name, range(2) if name in MASKS else range(vocab_size))
+        if len(row[name]) != len(row[TOKENS]):
+            raise BadRow(
+                f"column {name!r} holds {len(row[name])} numbers, expected {len(row[TOKENS])} as in {TOKENS!r}"
+            )
+    return {name: row[name] for name in columns}
+
+
+def _check_integers(values: Any, column: str, allowed: range) -> None:
+    """Refuses what is no list of allowed numbers; labels may be `IGNORED` too."""
+    if values == []:
+        raise BadRow(f"nothing in column {column!r}")
+    if not isinstance(values, list):
+        raise BadRow(f"column {column!r} holds a {type(values).__name__}, expected a list of integers")
+    odd = [value for value in values if type(value) is not int]
+    if odd:
+        raise BadRow(f"column {column!r} holds {str(odd[0])[:40]}, expected integers alone")
+    also = (IGNORED,) if column == LABELS else ()
+    odd = [value for value in values if value not in allowed and value not in also]
+    if odd:
+        more = "".join(f", or {number}" for number in also)
+        raise BadRow(f"column {column!r} holds {odd[0]}, expected 0 to {allowed.stop - 1}{more}")
 
 
 def _chat(turns: Any, column: str) -> list[Message]:

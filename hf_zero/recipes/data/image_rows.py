@@ -16,7 +16,7 @@ from hf_zero.recipes.data.rows import BadRow, Rows
 
 
 MARK = "<image>"  # in a text: the place of an image, as in the data of LLaVA
-NO_IMAGES = "text"  # the format whose rows TRL takes without images alone
+NO_IMAGES = ("text", "tokenized")  # formats whose rows TRL takes without images alone
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,9 @@ def with_images(form: Format, rows: Rows, image_token: str | None) -> ImageForma
         DataError: rows are texts, with which TRL takes no images.
     """
     column = image_column(rows)
-    if form.name == NO_IMAGES:
-        raise DataError(f"{rows.source}: texts with images, expected messages, or prompt and completion")
+    if form.name in NO_IMAGES:
+        what = "texts" if form.tokenizer is None else "token ids"
+        raise DataError(f"{rows.source}: {what} with images, expected messages, or prompt and completion")
     own = {each.name: getattr(form, each.name) for each in fields(Format)}
     folders = _folders(rows)
     files = _hash_of_files(rows, column, folders) if column else ""

@@ -13,6 +13,7 @@ from hf_zero.errors import ConfigError, DataError
 
 
 Form = Literal["columns", "text", "json"]
+IGNORED = -100  # the label of a token that the loss does not count
 PLACE = "_place"  # a column of our own in streams of local files: the file of a row, and its line
 
 

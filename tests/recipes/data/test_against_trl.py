@@ -16,6 +16,12 @@ ROWS = {
     "prompt": completions(),
     "chat prompt": [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in chats()],
     "messages": chats(),
+    "tokens": [
+        {"input_ids": [*range(n, 2 * n)], "completion_mask": [int(i > n / 3) for i in range(n)]}
+        | {"assistant_masks": [int(i % 7 != 3) for i in range(n)]}
+        for n in range(8, 44, 2)
+    ],
+    "labels": [{"input_ids": [*range(n, 2 * n)], "labels": [-100] * 5 + [9] * (n - 5)} for n in range(8, 44, 2)],
 }
 SETTINGS = {
     "max_steps": 4,
@@ -47,6 +53,7 @@ def compared(folder: Path, cache: Path, model: Path) -> tuple:
             output_dir=str(folder / "theirs"),
             max_length=40,
             assistant_only_loss="messages" in data.column_names,
+            completion_only_loss="completion_mask" in data.column_names or None,
             use_cpu=True,
             bf16=False,
             report_to="none",
@@ -62,7 +69,7 @@ def compared(folder: Path, cache: Path, model: Path) -> tuple:
     return ours, {"losses": losses, "rows": [dict(row) for row in trainer.train_dataset]}
 
 
-@pytest.mark.parametrize("kind", in_core(["messages"], ROWS))
+@pytest.mark.parametrize("kind", in_core(["messages", "tokens"], ROWS))
 def test_rows_masks_and_losses_are_those_of_trl(kind, tmp_path, cache, language_models):
     write_lines(tmp_path / "rows.jsonl", ROWS[kind])
     [(ours, theirs)] = run_ranks(compared, 1, tmp_path, cache, language_models["Llama"])

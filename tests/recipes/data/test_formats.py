@@ -6,7 +6,7 @@ import pytest
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import BadRow, load_rows
-from hf_zero.recipes.data.formats import recognise
+from hf_zero.recipes.data.formats import FORMAT_NAMES, recognise
 from hf_zero.recipes.tasks import SourceArguments
 from tests.recipes.data.conftest import write_lines
 
@@ -17,6 +17,14 @@ pytestmark = pytest.mark.quick
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind"}
 SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+IDS, LABELS = {"input_ids": [1]}, {"labels": [1]}
+TOKENIZER = range(10)  # of which the number of tokens is asked alone
+
+
+def recognised(rows, *names, column="text"):
+    return recognise(rows, names or FORMAT_NAMES, column, TOKENIZER)
 
 
 def rows_of(folder, *rows):
@@ -48,11 +56,21 @@ def rows_of(folder, *rows):
             "alpaca",
             {"prompt": [USER], "completion": [ASSISTANT]},
         ),
+        (
+            {"text": "Hi", "input_ids": [1, 9], "labels": [-100, 0], "completion_mask": [1, 1]},
+            "tokenized",
+            {"input_ids": [1, 9], "labels": [-100, 0]},
+        ),
+        (
+            {"input_ids": [1], "assistant_masks": [1], "completion_mask": [0], "attention_mask": [1]},
+            "tokenized",
+            {"input_ids": [1], "completion_mask": [0], "assistant_masks": [1]},
+        ),
     ],
 )
 def test_columns_say_the_format(tmp_path, row, name, read):
     rows = rows_of(tmp_path, row)
-    form = recognise(rows, None, "text")
+    form = recognised(rows)
     assert form.name == name
     found = form.read(rows.example)
     assert found == {**read, "tools": None} if form.is_chat else found == read
@@ -61,31 +79,31 @@ def test_columns_say_the_format(tmp_path, row, name, read):
 
 def test_columns_that_fit_no_format_are_refused_with_those_expected(tmp_path):
     with pytest.raises(DataError) as caught:
-        recognise(rows_of(tmp_path, {"question": "Hi", "answer": "Hello"}), None, "text")
+        recognised(rows_of(tmp_path, {"question": "Hi", "answer": "Hello"}))
     assert str(caught.value) == (
         f"{tmp_path}/rows.jsonl: columns found ['question', 'answer'], expected text, or messages, or conversations, "
-        "or prompt and completion, or instruction and output; rename them, or name the one of texts with "
-        "--dataset_text_field"
+        "or prompt and completion, or instruction and output, or input_ids; rename them, or name the one of texts "
+        "with --dataset_text_field"
     )
 
 
 def test_columns_that_fit_two_formats_are_refused_until_one_is_chosen(tmp_path):
     rows = rows_of(tmp_path, {"instruction": "Hi", "output": "Hello", "text": "Hi Hello"})
     with pytest.raises(DataError, match="fit the formats text and alpaca; choose one with --dataset_format"):
-        recognise(rows, None, "text")
-    assert recognise(rows, "alpaca", "text").name == "alpaca"
+        recognised(rows)
+    assert recognised(rows, "alpaca").name == "alpaca"
     with pytest.raises(DataError, match="expected messages; rename"):
-        recognise(rows, "messages", "text")
+        recognised(rows, "messages")
 
 
 def test_a_column_of_texts_that_nothing_reads_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="dataset_text_field 'body': .* has rows of the format alpaca; leave it out"):
-        recognise(rows_of(tmp_path, {"instruction": "Hi", "output": "Hello"}), None, "body")
+        recognised(rows_of(tmp_path, {"instruction": "Hi", "output": "Hello"}), column="body")
 
 
 def test_the_column_of_texts_can_have_any_name(tmp_path):
     rows = rows_of(tmp_path, {"body": "Hi"})
-    assert recognise(rows, None, "body").read(rows.example) == {"body": "Hi"}
+    assert recognised(rows, column="body").read(rows.example) == {"body": "Hi"}
 
 
 @pytest.mark.parametrize(
@@ -111,10 +129,29 @@ def test_the_column_of_texts_can_have_any_name(tmp_path):
         ),
         ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}, "nothing in column 'output'"),
         ({"conversations": SHARE_GPT}, {"conversations": [{"from": "human"}]}, "message 1 .* has no content"),
+        (IDS, {"input_ids": []}, "nothing in column 'input_ids'"),
+        (IDS, {"input_ids": "1 2"}, "column 'input_ids' holds a str, expected a list of integers"),
+        (IDS, {"input_ids": [1, 2.0]}, "column 'input_ids' holds 2.0, expected integers"),
+        (IDS, {"input_ids": [1, True]}, "column 'input_ids' holds True, expected integers"),
+        (IDS, {"input_ids": [1, None]}, "column 'input_ids' holds None, expected integers"),
+        (IDS, {"input_ids": [[1]]}, r"column 'input_ids' holds \[1\], expected integers"),
+        (IDS, {"input_ids": [1, 2**70]}, "column 'input_ids' holds 1180591620717411303424, expected 0 to 9"),
+        (IDS, {"input_ids": [0, 10, 11]}, "column 'input_ids' holds 10, expected 0 to 9$"),
+        (IDS, {"input_ids": [-100]}, "column 'input_ids' holds -100, expected 0 to 9$"),
+        (IDS, {"input_ids": [1], "labels": [1]}, "column 'labels', which the first row does not have"),
+        (
+            IDS,
+            {"input_ids": [1, 0], "attention_mask": [1, 0]},
+            "column 'attention_mask' holds 0, so the row is padded",
+        ),
+        (IDS | LABELS, {"input_ids": [1, 2], "labels": [1]}, "column 'labels' holds 1 numbers, expected 2"),
+        (IDS | LABELS, {"input_ids": [1], "labels": [10]}, "column 'labels' holds 10, expected 0 to 9, or -100"),
+        (IDS | LABELS, {"input_ids": [1]}, "nothing in column 'labels'"),
+        (IDS | {"completion_mask": [1]}, {"input_ids": [1], "completion_mask": [2]}, "holds 2, expected 0 to 1$"),
     ],
 )
 def test_a_row_that_does_not_fit_says_why(tmp_path, good, bad, problem):
-    form = recognise(rows_of(tmp_path, good), None, "text")
+    form = recognised(rows_of(tmp_path, good))
     with pytest.raises(BadRow, match=problem):
         form.read(bad)
 
@@ -124,4 +161,4 @@ def test_messages_of_arrow_lose_the_keys_that_they_do_not_have(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     (tmp_path / "rows.json").write_text(json.dumps([{"messages": [USER, call]}]), encoding="utf-8")
     rows = load_rows(SourceArguments(train_file=str(tmp_path / "rows.json")), "train")
-    assert recognise(rows, None, "text").read(rows.example)["messages"] == [USER, call]
+    assert recognised(rows).read(rows.example)["messages"] == [USER, call]

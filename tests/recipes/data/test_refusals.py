@@ -46,7 +46,7 @@ def test_settings_that_cannot_work_are_refused_at_once(task, given, message, tmp
 @pytest.mark.parametrize(
     ("task", "rows", "flags", "message"),
     [
-        ("pretrain", "messages", [], r"columns found \['messages'\], expected text; rename"),
+        ("pretrain", "messages", [], r"columns found \['messages'\], expected text, or input_ids; rename"),
         ("sft", "text", ["--completion_only_loss", "true"], "completion_only_loss: rows of text have no prompt"),
         ("sft", "text", ["--assistant_only_loss", "true"], "assistant_only_loss: rows of text have no messages"),
         (

@@ -85,6 +85,25 @@ def test_a_stream_trains_as_the_file_does(tmp_path, cache, language_models):
         assert any("while training goes on" in note for note in streamed["notes"])
 
 
+def test_rows_that_are_tokenized_become_what_texts_do(tmp_path, cache, language_models, tokenizer):
+    """Cut, packed and joined, at the end of which stands what is said of them."""
+    texts = SENTENCES + [" ".join(SENTENCES)]
+    write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    ids = [{"input_ids": tokenizer(text + tokenizer.eos_token)["input_ids"]} for text in texts]
+    write_lines(tmp_path / "ids.jsonl", ids)
+    for task, how in (("sft", []), ("sft", ["--packing"]), ("pretrain", []), ("sft", ["--dataset_streaming"])):
+        argv = flags(tmp_path, language_models["Llama"], "--max_steps", "1", *how)
+        files = (str(tmp_path / name) for name in ("texts.jsonl", "ids.jsonl"))
+        of_texts, of_ids = (run_ranks(run, 1, task, cache, [*argv, "--train_file", file], "data")[0] for file in files)
+        keys = ("input_ids", "labels", "seq_lengths")
+        assert [[row.get(key) for key in keys] for row in of_ids["rows"]] == [
+            [row.get(key) for key in keys] for row in of_texts["rows"]
+        ]
+        assert of_ids["notes"][1:] == of_texts["notes"][1:]
+        assert of_ids["notes"][0] == f"train: {tmp_path}/ids.jsonl, format tokenized; the loss counts all tokens"
+        assert of_ids["sample"] == of_texts["sample"]
+
+
 def at_stages(cache: Path, argv: list[str], stages: list[int]) -> list[dict]:
     return [run("sft", cache, [*argv, "--zero_stage", str(stage)]) for stage in stages]
 
@@ -101,9 +120,14 @@ def test_losses_are_the_same_at_all_stages_and_on_one_rank_or_two(tmp_path, cach
     assert alone["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("how", [["--packing"], *more(["--dataset_streaming"])], ids=lambda how: how[0])
+@pytest.mark.parametrize(
+    "how",
+    [["--packing"], *more(["--dataset_streaming"]), *more(["--dataset_format", "tokenized"])],
+    ids=lambda how: how[-1],
+)
 def test_a_run_that_is_interrupted_ends_bit_for_bit_as_one_that_is_not(tmp_path, language_models, how):
-    write_lines(tmp_path / "rows.jsonl", chats())
+    write_lines(tmp_path / "rows.jsonl", [{**row, "input_ids": [*range(5, 20)]} for row in chats()])
+    how = how if "--dataset_format" in how else [*how, "--dataset_format", "messages"]
     argv = ["sft", *flags(tmp_path, language_models["Qwen3"], "--max_steps", "5", "--save_steps", "2", *how)]
     argv += ["--report_to", "none", "--zero_stage", "3", "--per_device_train_batch_size", "1"]
     for more_flags in ([], ["--resume", str(tmp_path / "out" / "checkpoint-2"), "--output_dir", "again"]):
