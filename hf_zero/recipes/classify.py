@@ -21,6 +21,7 @@ from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.rows import RowRange, Rows
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
+from hf_zero.recipes.freezing import FreezingArguments, check_freezing
 from hf_zero.recipes.loading import check_model, check_positions, num_positions, resolve_model
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.measured import Watch
@@ -38,7 +39,7 @@ Training = ZeroTrainingArguments
 
 
 @dataclass
-class Arguments(AdapterArguments, SourceArguments):
+class Arguments(AdapterArguments, FreezingArguments, SourceArguments):
     """What `classify` takes beside the training arguments."""
 
     dataset_name: str | None = field(
@@ -87,6 +88,7 @@ def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
     if arguments.compute_metrics:
         check_function("compute_metrics", arguments.compute_metrics)
     check_adapter(arguments)
+    check_freezing(arguments, use_peft=arguments.use_peft)
     check_sources(arguments)
     if is_local(arguments.train_file or arguments.dataset_name):
         base = arguments.dataset_train_split.partition("[")[0]

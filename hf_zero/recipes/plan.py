@@ -18,6 +18,7 @@ from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
 from hf_zero.planner import Prediction, advise, predict_with
 from hf_zero.planner.advice import GIB
+from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, one_line, quiet, resolve_config
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.settings import Settings, yaml_text
@@ -33,7 +34,7 @@ QUIET = {"push_to_hub": False, "report_to": "none", "resume_from_checkpoint": No
 
 
 @dataclass
-class Arguments(AdapterArguments, ZeroArgumentsMixin):
+class Arguments(AdapterArguments, FreezingArguments, ZeroArgumentsMixin):
     """Keys of `plan`: settings of a run, under the names that tasks have for them."""
 
     num_processes: int = field(default=1, metadata={"help": "How many ranks."})
@@ -58,6 +59,7 @@ class Arguments(AdapterArguments, ZeroArgumentsMixin):
             raise ConfigError(f"--memory {self.memory}: expected the GiB of one device")
         choose("dtype", self.dtype, DTYPES)
         check_adapter(self)
+        check_freezing(self, use_peft=self.use_peft)
 
 
 def run(model: str, arguments: Arguments) -> None:
@@ -73,6 +75,7 @@ def run(model: str, arguments: Arguments) -> None:
     config = arguments.zero_config()
     subject = empty_model(model, dtype=DTYPES[arguments.dtype])
     batch = example_batch(subject, arguments.per_device_train_batch_size, arguments.max_length)
+    freeze_parameters(subject, arguments)
     subject = adapt(subject, arguments, task_type=None)
     predict = partial(
         predict_with,
@@ -217,6 +220,7 @@ def dry_run(settings: Settings) -> None:
         ).training_arguments()
         data = task.load_data(settings.arguments, training)
         model = task.load_model(settings.arguments, training, data)
+        data.notes += freeze_parameters(model, settings.arguments)
         trainer = task.make_trainer(model, settings.arguments, training, data)
         _print_section("configuration", yaml_text(settings.non_default()).splitlines())
         _print_section("data", [*data.notes, "first row:", *_indented(data.sample)])

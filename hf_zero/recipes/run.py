@@ -9,6 +9,7 @@ import transformers
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
 from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside
+from hf_zero.recipes.freezing import freeze_parameters
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.samples import Samples
 from hf_zero.recipes.settings import AUTO, Settings
@@ -41,6 +42,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     data = task.load_data(settings.arguments, training)
     transformers.set_seed(training.seed)
     model = task.load_model(settings.arguments, training, data)
+    data.notes += freeze_parameters(model, settings.arguments)
     trainer = task.make_trainer(model, settings.arguments, training, data)
     for note in data.notes:
         say(note)

@@ -18,6 +18,7 @@ from hf_zero.recipes.data.formats import Format
 from hf_zero.recipes.data.preferences import Answers, format_of
 from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.data.sources import Stream, check_stream, quiet_datasets, shuffled
+from hf_zero.recipes.freezing import FreezingArguments, check_freezing
 from hf_zero.recipes.language_models import LoadArguments, check_dtype, load_language_model, load_tokenizer
 from hf_zero.recipes.loading import check_model, check_positions, num_positions
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
@@ -43,7 +44,7 @@ _INDECISIVE = frozenset(
 
 
 @dataclass
-class TrlArguments(SampleArguments, AdapterArguments, LoadArguments, SourceArguments):
+class TrlArguments(SampleArguments, AdapterArguments, FreezingArguments, LoadArguments, SourceArguments):
     """What a task takes beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
 
 
@@ -119,6 +120,7 @@ class TrlTask:
         """
         check_sources(arguments)
         check_adapter(arguments)
+        check_freezing(arguments, use_peft=arguments.use_peft)
         check_quantization(arguments, use_peft=arguments.use_peft)
         check_dtype(arguments)
         if (template := _template_path(arguments, training)) is not None:

@@ -102,7 +102,7 @@ def test_what_contradicts_itself_is_refused(tiny_llama, data, settings, message)
 ADDED = {
     *("task", "num_processes", "resume", "dry_run", "overwrite_output_dir"),
     *("train_file", "test_file", "max_train_rows", "max_test_rows", "skip_bad_rows", "dataset_shuffle_buffer"),
-    "samples",
+    *("samples", "freeze", "unfreeze"),
 }
 REWARDED = {"reward_funcs", "reward_model_name_or_path"}  # of TRL's scripts for them
 ADDED_BY_TASK = {

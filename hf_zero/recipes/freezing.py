@@ -1,0 +1,84 @@
+"""Parameters that are not trained, named by patterns."""
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from hf_zero.errors import ConfigError
+
+
+@dataclass
+class FreezingArguments:
+    """Keys for parameters that stay as they are."""
+
+    freeze: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Parameters, or modules with all of theirs, that are not trained, such as model.embed_tokens or "
+            "model.layers.[0-3]; * stands for any letters."
+        },
+    )
+    unfreeze: list[str] | None = field(
+        default=None, metadata={"help": "Of those that freeze names, the ones that are trained all the same."}
+    )
+
+
+def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:
+    """Refuses keys that contradict each other.
+
+    Args:
+        arguments ([`FreezingArguments`]): The parsed arguments.
+        use_peft (`bool`): Whether an adapter is trained, which freezes all of the model.
+
+    Raises:
+        ConfigError: saying so.
+    """
+    for key in ("freeze", "unfreeze"):
+        if getattr(arguments, key) and use_peft:
+            raise ConfigError(
+                f"{key}: with use_peft the model is frozen, but for lora_modules_to_save; leave one of them out"
+            )
+    if arguments.unfreeze and not arguments.freeze:
+        raise ConfigError("unfreeze: nothing is frozen that could be trained; give --freeze too, such as --freeze '*'")
+
+
+def freeze_parameters(model: nn.Module, arguments: FreezingArguments) -> list[str]:
+    """Freezes the parameters that patterns name. No weights are needed yet.
+
+    Args:
+        model (`nn.Module`): Its weights may be in files still, or on the meta device.
+        arguments ([`FreezingArguments`]): The patterns. One matches a parameter by its name, or by that of a module
+            around it; of tied parameters each name counts.
+
+    Returns:
+        `list[str]`: A line that says how many parameters are trained; none where nothing is frozen.
+
+    Raises:
+        ConfigError: A pattern matches nothing, or nothing is left to train.
+    """
+    if not arguments.freeze:
+        return []
+    params = dict(model.named_parameters(remove_duplicate=False))
+    frozen = _matching(params, "freeze", arguments.freeze)
+    kept = _matching({name: params[name] for name in frozen}, "unfreeze", arguments.unfreeze or [])
+    ids = {id(params[name]) for name in frozen} - {id(params[name]) for name in kept}
+    for param in params.values():
+        if id(param) in ids:
+            param.requires_grad_(False)
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    if not trained:
+        raise ConfigError(f"freeze {arguments.freeze}: nothing is left to train; freeze less, or unfreeze some")
+    total = sum(param.numel() for param in model.parameters())
+    return [f"trained: {trained:,} of {total:,} parameters"]
+
+
+def _matching(names: dict[str, nn.Parameter], key: str, patterns: list[str]) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
+        if not matches:
+            some = ", ".join(list(names)[:3])
+            raise ConfigError(f"{key} {pattern!r}: matches none of {len(names)} parameters: {some} and so on")
+        found |= matches
+    return found
