@@ -9,6 +9,7 @@ import pytest
 
 from hf_zero.recipes.artifacts import REPORT_FOLDER, REPORT_NAME, RESOLVED_NAME
 from hf_zero.recipes.data.formats import FORMATS, LABELS, MASKS, TOKENIZED, TOKENS, text_format
+from hf_zero.recipes.data.mixture import STOPPING
 from hf_zero.recipes.earlier_run import EARLIER
 from hf_zero.recipes.listing import first_comment
 from hf_zero.recipes.metrics import LOG_NAME
@@ -108,4 +109,4 @@ def test_every_key_that_the_page_names_is_one_of_some_task_or_tool():
     known = {action.dest for parser in parsers for action in parser._actions}
     text = PAGE.read_text(encoding="utf-8")
     named = set(re.findall(r"--([a-z_0-9]+)", text)) | set(re.findall(r"`([a-z]+_[a-z_]+)`", text))
-    assert named - known - {"from_pretrained", TOKENS, *MASKS} == set()
+    assert named - known - {"from_pretrained", TOKENS, *MASKS, *STOPPING} == set()

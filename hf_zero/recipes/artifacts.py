@@ -136,7 +136,8 @@ def _shown(settings: Settings) -> dict[str, Any]:
 
 
 def _without_folders(text: str, settings: Settings) -> str:
-    for value in settings.non_default().values():
+    values = settings.non_default()
+    for value in (*values.values(), *(each["path"] for each in values.get("datasets") or ())):
         if isinstance(value, str):
             text = text.replace(value, _name(value))
     return text
@@ -145,6 +146,8 @@ def _without_folders(text: str, settings: Settings) -> str:
 def _name(value: Any) -> Any:
     if isinstance(value, list):
         return [_name(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _name(item) for key, item in value.items()}
     is_path = isinstance(value, str) and os.sep in value and (os.path.isabs(value) or os.path.exists(value))
     return Path(value).name if is_path else value
 

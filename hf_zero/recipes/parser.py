@@ -53,6 +53,8 @@ KEYS: dict[str, str] = {
     **_called("model_name_or_path", "model model_name base_model"),
     **_called("dataset_name", "dataset datasets dataset_path"),
     **_called("dataset_text_field", "dataset_text_column"),
+    **_called("dataset_mixing", "mix_strategy"),
+    **_called("datasets", "interleave_probs", ", each with a fraction"),
     **_called("test_file", "validation_file eval_file"),
     **_called("max_length", "max_seq_length max_seq_len cutoff_len sequence_len block_size"),
     **_called("dtype", "torch_dtype"),
@@ -174,7 +176,7 @@ def _flag(key: str, value: Any) -> list[str]:
     if value in (None, []):
         return []  # an empty value leaves the default
     if isinstance(value, list):
-        return [f"--{key}", *map(str, value)]
+        return [f"--{key}", *(json.dumps(item) if isinstance(item, dict) else str(item) for item in value)]
     return [f"--{key}={json.dumps(value, default=str) if isinstance(value, dict) else value}"]
 
 

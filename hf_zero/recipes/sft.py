@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, List, Value
 from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
@@ -26,14 +26,14 @@ from trl import SFTTrainer
 
 from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError, DataError
-from hf_zero.recipes.data import Data, Rows
+from hf_zero.recipes.data import Data, Mixture, Rows
 from hf_zero.recipes.data.chat import DEFAULT
 from hf_zero.recipes.data.formats import FORMAT_NAMES, LABELS, MASKS, Format, recognise
-from hf_zero.recipes.data.image_rows import with_images
+from hf_zero.recipes.data.image_rows import ImageFormat, with_images
 from hf_zero.recipes.data.images import check_pillow, decoded, image_column
 from hf_zero.recipes.data.rows import IGNORED, cut_note, plural
 from hf_zero.recipes.language_models import config_of, load_language_model, load_processor, takes_images
-from hf_zero.recipes.trl_task import ProcessingClass, TrlArguments, TrlTask
+from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask
 from hf_zero.trl import ZeroSFTTrainer
 
 
@@ -63,8 +63,10 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
     """
 
     data_collator: Callable
+    chat_template: str | None
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, sources: Sequence[DataSource] = (), mixture: Mixture | None = None, **kwargs: Any):
+        self._sources, self._mixture = sources, mixture
         self.notes: list[str] = []
         self.sample: dict[str, Any] | None = None
         super().__init__(*args, compute_metrics=_token_means, **kwargs)
@@ -86,8 +88,6 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
     ) -> Dataset | IterableDataset:
         """Tokenizes rows as TRL does, accounts for them, and then lets TRL cut or pack them."""
         split = "test" if dataset_name == "eval" else dataset_name
-        whole = copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
         prepare = partial(
             super()._prepare_dataset,
             processing_class=processing_class,
@@ -95,7 +95,11 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             dataset_name=dataset_name,
             **kwargs,
         )
-        dataset = prepare(dataset, args=whole, packing=False)
+        if self._mixture is not None and split == "train":
+            parts = [self._tokenized(each.data, prepare, each.training) for each in self._sources]
+            dataset = self._mixture.mix([_alike(part) for part in parts])
+        else:
+            dataset = self._tokenized(dataset, prepare, args)
         cuts = not packing or args.packing_strategy == "bfd"
         if isinstance(dataset, Dataset):
             dataset = self._accounted(dataset, split, args.max_length if cuts else None)
@@ -114,6 +118,16 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
                 f"{args.max_length} tokens"
             )
         return prepared
+
+    def _tokenized(self, dataset: Dataset | IterableDataset, prepare: Callable, args: Any) -> Any:
+        """Whole rows as TRL tokenizes them, with labels; by the template with marks where those are needed."""
+        whole, template = copy(args), self.chat_template
+        whole.max_length, whole.shuffle_dataset = None, False
+        self.chat_template = template if args.assistant_only_loss else None
+        try:
+            return prepare(dataset, args=whole, packing=False)
+        finally:
+            self.chat_template = template
 
     def _accounted(self, rows: Dataset, split: str, max_length: int | None) -> Dataset:
         """The rows of which the loss counts some token, where they are cut to `max_length`.
@@ -174,6 +188,13 @@ def _with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str,
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"rows with images: {reason}; a larger --max_length cuts no image") from error
+
+
+def _alike(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Rows that were tokenized, with the columns that those of other data sets have too."""
+    features = Features({"input_ids": List(Value("int32")), "labels": List(Value("int64"))})
+    rows = rows.select_columns([*features])
+    return rows if rows.features == features else rows.cast(features)
 
 
 def _with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -251,27 +272,25 @@ class SftTask(TrlTask):
             return form
         return with_images(form, rows, getattr(tokenizer, "image_token", None))
 
-    def settle(self, form: Any, rows: Rows, tokenizer: ProcessingClass, training: Any) -> list[str]:
-        """Settles what the loss counts: what is set, or by default what the format tells apart."""
-        columns = ", ".join(form.columns)
-        for key in ("packing", "padding_free"):
-            if getattr(training, key) and isinstance(tokenizer, ProcessorMixin):
-                raise ConfigError(f"{key}: rows with images stay rows of their own; leave it out")
-        completion, assistant = MASKS
-        if training.completion_only_loss and not {"completion", completion}.intersection(form.gives):
-            raise ConfigError(f"completion_only_loss: rows of {columns} have no prompt; leave it out")
-        if training.assistant_only_loss and not form.is_chat:
-            raise ConfigError(f"assistant_only_loss: rows of {columns} have no messages; leave it out")
-        if training.assistant_only_loss is None:
-            training.assistant_only_loss = form.counts == "assistant"
-        if training.assistant_only_loss:
-            _check_marks(tokenizer)
-        if training.completion_only_loss is None:  # TRL would count all of rows that are tokenized
-            training.completion_only_loss = form.counts == "completion"
-        counted = ["what the labels say"] * (LABELS in form.gives)
-        counted += ["what the assistant says"] * (training.assistant_only_loss or assistant in form.gives)
-        counted += ["the completion"] * (form.counts == "completion" and training.completion_only_loss)
-        return [f"train: {rows.source}, format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"]
+    def settle(self, sources: list[DataSource], tokenizer: ProcessingClass, training: Any) -> list[str]:
+        """Settles what the loss counts: what is set, or by default what the format of each data set tells apart."""
+        lines = []
+        for each in sources:
+            each.training = copy(training)
+            lines.append(_settled(each.form, each.rows, tokenizer, each.training))
+        for key in ("assistant_only_loss", "completion_only_loss"):
+            setattr(training, key, any(getattr(each.training, key) for each in sources))
+        return lines
+
+    def joined(
+        self, sources: list[DataSource], mixture: Mixture, notes: list[str]
+    ) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
+        """Several data sets are mixed when they are tokenized, each by its format. TRL looks at the rows of one."""
+        if len(sources) == 1 or isinstance(sources[0].form, ImageFormat):  # of which TRL tokenizes each batch
+            return super().joined(sources, mixture, notes)
+        notes.append(mixture.note([each.data for each in sources]))
+        sample = next((each for each in sources if each.training.assistant_only_loss), sources[0])
+        return sample.data, {"mixed": {"sources": sources, "mixture": mixture}}
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
         if data.has_images:
@@ -287,6 +306,33 @@ class SftTask(TrlTask):
         data.notes += trainer.notes
         data.sample = _shown(trainer.sample, data.processing_class)
         return trainer
+
+
+def _settled(form: Any, rows: Rows, tokenizer: ProcessingClass, training: Any) -> str:
+    """Settles what the loss counts of the rows of one data set, and says it.
+
+    Raises:
+        ConfigError: A setting does not fit them, or the tokenizer.
+    """
+    columns = ", ".join(form.columns)
+    for key in ("packing", "padding_free"):
+        if getattr(training, key) and isinstance(tokenizer, ProcessorMixin):
+            raise ConfigError(f"{key}: rows with images stay rows of their own; leave it out")
+    completion, assistant = MASKS
+    if training.completion_only_loss and not {"completion", completion}.intersection(form.gives):
+        raise ConfigError(f"completion_only_loss: rows of {columns} have no prompt; leave it out")
+    if training.assistant_only_loss and not form.is_chat:
+        raise ConfigError(f"assistant_only_loss: rows of {columns} have no messages; leave it out")
+    if training.assistant_only_loss is None:
+        training.assistant_only_loss = form.counts == "assistant"
+    if training.assistant_only_loss:
+        _check_marks(tokenizer)
+    if training.completion_only_loss is None:  # TRL would count all of rows that are tokenized
+        training.completion_only_loss = form.counts == "completion"
+    counted = ["what the labels say"] * (LABELS in form.gives)
+    counted += ["what the assistant says"] * (training.assistant_only_loss or assistant in form.gives)
+    counted += ["the completion"] * (form.counts == "completion" and training.completion_only_loss)
+    return f"train: {rows.source}, format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"
 
 
 def _check_marks(tokenizer: ProcessingClass) -> None:
@@ -332,5 +378,16 @@ def _loss_line(metrics: Mapping[str, float]) -> str:
     return f"loss {metrics['eval_loss']:.4f} a token"
 
 
-SFT = SftTask(TokenMeanSFTTrainer, (), _loss_line, Arguments=SftArguments, defaults={"assistant_only_loss": None})
+def _with_sources(task: Any, arguments: TrlArguments, training: Any, data: Data) -> dict[str, Any]:
+    return data.extra.get("mixed", {})
+
+
+SFT = SftTask(
+    TokenMeanSFTTrainer,
+    (),
+    _loss_line,
+    Arguments=SftArguments,
+    parts=_with_sources,
+    defaults={"assistant_only_loss": None},
+)
 PRETRAIN = replace(SFT, Arguments=TrlArguments, defaults={"packing": True, "packing_strategy": "wrapped"})

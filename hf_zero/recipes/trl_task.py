@@ -12,18 +12,29 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.artifacts import usage_command
 from hf_zero.recipes.classification.models import head_of
-from hf_zero.recipes.data import BadRow, Data, Rows, check_sources, encode_rows, load_rows
+from hf_zero.recipes.data import (
+    BadRow,
+    Data,
+    Mixture,
+    MixtureArguments,
+    Rows,
+    check_mixture,
+    encode_rows,
+    load_each,
+    load_rows,
+)
 from hf_zero.recipes.data.chat import read_template, render, template_notes
 from hf_zero.recipes.data.formats import Format
+from hf_zero.recipes.data.images import image_column
 from hf_zero.recipes.data.preferences import Answers, format_of
 from hf_zero.recipes.data.rows import plural
-from hf_zero.recipes.data.sources import Stream, check_stream, quiet_datasets, shuffled
+from hf_zero.recipes.data.sources import Stream, check_stream, quiet_datasets
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing
 from hf_zero.recipes.language_models import LoadArguments, check_dtype, load_language_model, load_tokenizer
 from hf_zero.recipes.loading import check_model, check_positions, num_positions
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
 from hf_zero.recipes.measured import Watch
-from hf_zero.recipes.tasks import SampleArguments, SourceArguments
+from hf_zero.recipes.tasks import SampleArguments
 
 
 try:
@@ -44,7 +55,7 @@ _INDECISIVE = frozenset(
 
 
 @dataclass
-class TrlArguments(SampleArguments, AdapterArguments, FreezingArguments, LoadArguments, SourceArguments):
+class TrlArguments(SampleArguments, AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments):
     """What a task takes beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
 
 
@@ -56,6 +67,23 @@ class TrlTemplateArguments(TrlArguments):
         default=None,
         metadata={"help": "A Jinja file, or default for ours, in place of the tokenizer's own chat template."},
     )
+
+
+@dataclass
+class DataSource:
+    """One of the data sets that are trained on.
+
+    Args:
+        rows ([`Rows`]): As they were read.
+        form ([`Answers`] or [`Format`]): What they are.
+        training (`TrainingArguments`): As they are for these rows alone.
+        data (`Dataset` or `IterableDataset`, *optional*): What the trainer takes of them.
+    """
+
+    rows: Rows
+    form: Answers | Format
+    training: Any
+    data: Any = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +146,7 @@ class TrlTask:
             DataError: If a file is missing.
             CheckpointError: If the weights are truncated.
         """
-        check_sources(arguments)
+        check_mixture(arguments)
         check_adapter(arguments)
         check_freezing(arguments, use_peft=arguments.use_peft)
         check_quantization(arguments, use_peft=arguments.use_peft)
@@ -158,34 +186,41 @@ class TrlTask:
             ConfigError: If a setting does not fit the rows.
             DataError: If the data cannot be trained on.
         """
-        source = arguments.dataset_name or arguments.train_file
+        mixture = Mixture(arguments, training)
+        source = ", ".join(mixture.names)
         with training.main_process_first():
-            rows = load_rows(arguments, "train")
-            tokenizer = self.load_processing_class(rows, arguments)
-            form = self.format_of(rows, arguments, training, tokenizer)
+            found = load_each(arguments)
+            tokenizer = self.load_processing_class(next(filter(image_column, found), found[0]), arguments)
+            sources = [
+                DataSource(rows, self.format_of(rows, arguments, training, tokenizer), training) for rows in found
+            ]
+            chats = [_example_chat(each.form, each.rows) for each in sources]
+            chat, tools = next((each for each in chats if each[0] is not None), chats[0])
             template = _template_path(arguments, vars(training))
-            chat, tools = _example_chat(form, rows)
             notes = template_notes(tokenizer, template, chat=chat, tools=tools, source=source)
             if hasattr(training, "chat_template_path"):
                 training.chat_template_path = None  # the tokenizer has it now
-            notes += self.settle(form, rows, tokenizer, training)
-            train = self._encoded(rows, form, arguments, training, tokenizer, notes, "train")
+            notes += self.settle(sources, tokenizer, training)
+            for name, each in zip(mixture.names, sources):
+                label = "train" if len(sources) == 1 else f"train, {name}"
+                each.data = self._encoded(each.rows, each.form, arguments, each.training, tokenizer, notes, label)
+            train, extra = self.joined(sources, mixture, notes)
             test = None
             if (test_rows := load_rows(arguments, "test")) is not None:
                 test_form = self.format_of(test_rows, arguments, training, tokenizer)
                 test = self._encoded(test_rows, test_form, arguments, training, tokenizer, notes, "test")
-        first = next(iter(train), None)
-        if first is None:
-            raise DataError(f"{source}: no good row, expected one at least; correct them")
+        firsts = [next(iter(each.data), None) for each in sources]
+        if None in firsts:
+            raise DataError(f"{mixture.names[firsts.index(None)]}: no good row, expected one at least; correct them")
         return Data(
-            train=shuffled(train, arguments, training) if rows.is_stream else train,
+            train=train,
             test=test,
             processing_class=tokenizer,
             collate=None,
             source=source,
             notes=notes,
-            sample="\n".join(f"{name}: {value!r}" for name, value in first.items()),
-            extra={"prompt": form.prompt_of(first)},
+            sample="\n".join(f"{name}: {value!r}" for name, value in (firsts[0] or {}).items()),
+            extra={"prompt": sources[0].form.prompt_of(firsts[0]), **extra},
         )
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
@@ -206,13 +241,33 @@ class TrlTask:
         """
         return format_of(self.formats, rows)
 
-    def settle(self, form: Answers | Format, rows: Rows, tokenizer: ProcessingClass, training: Any) -> list[str]:
+    def settle(self, sources: list[DataSource], tokenizer: ProcessingClass, training: Any) -> list[str]:
         """Settles what the training arguments leave to the rows that are trained on. Gives lines about that.
 
         Raises:
             ConfigError: A setting does not fit the rows, or the tokenizer.
         """
         return []
+
+    def joined(
+        self, sources: list[DataSource], mixture: Mixture, notes: list[str]
+    ) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
+        """The rows of all data sets as the trainer takes them, and what else it is to know of them.
+
+        Raises:
+            DataError: Some are rows of another kind.
+        """
+        kinds = {(type(each.form), each.form.is_chat, getattr(each.form, "gives", ())): each for each in sources}
+        if len(kinds) > 1:
+            found = [
+                f"{each.rows.source} has {', '.join(each.form.features)}, {'messages' if is_chat else 'texts'}"
+                for (_, is_chat, _), each in kinds.items()
+            ]
+            raise DataError(f"datasets: {'; '.join(found)}; mix data sets of one kind")
+        parts = [each.data for each in sources]
+        if len(parts) > 1:
+            notes.append(mixture.note(parts))
+        return mixture.mix(parts), {}
 
     def _encoded(
         self,

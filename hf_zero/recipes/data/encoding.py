@@ -64,7 +64,7 @@ def encode_rows(
             remove_columns=rows.data.column_names,
             features=features,
             num_proc=num_proc,
-            new_fingerprint=Hasher.hash([rows.data._fingerprint, key, str(rows.parts), code_hash()]),
+            new_fingerprint=Hasher.hash([rows.data._fingerprint, key, str(rows.parts), rows.kept, code_hash()]),
         )
     return _good(data, rows, skip_bad_rows)
 

@@ -1,7 +1,7 @@
 """Rows as they lie in their source, what each is called in a message, and what a task makes of them."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -66,6 +66,7 @@ class Rows:
         example (`dict`): the first row that can be read.
         raw_columns (`list[str]`): those of the raw row that it is made of.
         num_unreadable (`int`): rows that were left out when the file was read, under `skip_bad_rows`.
+        kept (`tuple[str, ...]`): the columns that rows have; all of them, if it is empty.
     """
 
     data: Dataset | IterableDataset
@@ -75,6 +76,7 @@ class Rows:
     example: dict[str, Any] = field(default_factory=dict, repr=False)
     raw_columns: list[str] = field(default_factory=list, repr=False)
     num_unreadable: int = 0
+    kept: tuple[str, ...] = ()
 
     @property
     def columns(self) -> list[str]:
@@ -109,6 +111,10 @@ class Rows:
         Raises:
             BadRow: a line that is not a JSON object.
         """
+        row = self._read(raw)
+        return {name: row[name] for name in self.kept if name in row} if row and self.kept else row
+
+    def _read(self, raw: dict[str, Any]) -> dict[str, Any] | None:
         if self.form == "columns":
             return {name: value for name, value in raw.items() if name != PLACE} if PLACE in raw else raw
         line = raw["text"]
@@ -148,6 +154,15 @@ class Rows:
         data = self.data.select(indices[0] if len(indices) == 1 else [i for each in indices for i in each])
         parts = tuple(part for each in indices for part in _within(self.parts, each.start, each.stop))
         return replace(self, data=data, parts=parts)
+
+    def only(self, columns: Sequence[str]) -> "Rows":
+        """The same rows with some of their columns.
+
+        Raises:
+            DataError: one of them is not there.
+        """
+        self.require(columns)
+        return replace(self, kept=tuple(columns), example={name: self.example[name] for name in columns})
 
     def require(self, columns: Iterable[str]) -> None:
         """Checks that columns are there.

@@ -173,14 +173,16 @@ def check_path(name: str, key: str) -> None:
     """Refuses a file that is not there, or of a kind that is not read.
 
     Args:
-        name (`str`): a path, or for the key `dataset_name` also a hub id.
+        name (`str`): a path, or for the keys `dataset_name` and `datasets` also a hub id.
         key (`str`): what the user calls this setting.
 
     Raises:
         DataError: naming it.
     """
     path = Path(name).expanduser()
-    is_path = key != "dataset_name" or path.suffix.lower() in READERS or name.startswith((".", "/", "~"))
+    is_path = (
+        key not in ("dataset_name", "datasets") or path.suffix.lower() in READERS or name.startswith((".", "/", "~"))
+    )
     if is_path and not path.exists():
         raise DataError(f"{name}: no such file; check {key}")
     if path.is_file() and path.suffix.lower() not in READERS:

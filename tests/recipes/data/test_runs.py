@@ -1,5 +1,6 @@
 """Whole runs of sft and pretrain: from JSON lines to a folder that plain transformers loads and generates with."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.recipes.test_run import run_command
 from tests.tiers import more
 
 
+MIXED = ["--dataset_mixing", "interleave"]
 IN_ORDER = ["--train_sampling_strategy", "sequential"]
 
 
@@ -122,13 +124,19 @@ def test_losses_are_the_same_at_all_stages_and_on_one_rank_or_two(tmp_path, cach
 
 @pytest.mark.parametrize(
     "how",
-    [["--packing"], *more(["--dataset_streaming"]), *more(["--dataset_format", "tokenized"])],
-    ids=lambda how: how[-1],
+    [
+        ["--packing"],
+        *more(["--dataset_streaming"], ["--dataset_format", "tokenized"], MIXED, [*MIXED, "--dataset_streaming"]),
+    ],
+    ids=lambda how: "".join(how[-2:]),
 )
 def test_a_run_that_is_interrupted_ends_bit_for_bit_as_one_that_is_not(tmp_path, language_models, how):
     write_lines(tmp_path / "rows.jsonl", [{**row, "input_ids": [*range(5, 20)]} for row in chats()])
-    how = how if "--dataset_format" in how else [*how, "--dataset_format", "messages"]
+    how = [*how, *(() if "tokenized" in how else ("--dataset_format", "messages"))]
     argv = ["sft", *flags(tmp_path, language_models["Qwen3"], "--max_steps", "5", "--save_steps", "2", *how)]
+    if "interleave" in how:
+        entries = [{"path": str(tmp_path / "rows.jsonl"), "fraction": share} for share in (3, 1)]
+        argv = argv[:3] + argv[5:] + ["--datasets", *map(json.dumps, entries)]
     argv += ["--report_to", "none", "--zero_stage", "3", "--per_device_train_batch_size", "1"]
     for more_flags in ([], ["--resume", str(tmp_path / "out" / "checkpoint-2"), "--output_dir", "again"]):
         for rank in run_on_ranks([*argv, *more_flags], tmp_path):
