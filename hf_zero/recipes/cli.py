@@ -76,6 +76,11 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     from hf_zero.recipes.settings import resolve_settings
 
     settings = resolve_settings(task, argv)
+    if settings.preprocess:
+        from hf_zero.recipes.plan import preprocess
+
+        preprocess(settings)
+        return
     check_resume(settings)
     if settings.dry_run:
         from hf_zero.recipes.plan import dry_run

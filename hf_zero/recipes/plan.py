@@ -1,12 +1,14 @@
 """The tool `plan` and the key `--dry_run`: one process predicts the memory of each rank, and trains nothing."""
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -18,6 +20,7 @@ from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
 from hf_zero.planner import Prediction, advise, predict_with
 from hf_zero.planner.advice import GIB
+from hf_zero.recipes.data import Data
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, one_line, quiet, resolve_config
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
@@ -29,7 +32,7 @@ from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
 
 POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not needed")
-# What a dry run does not do, whatever is asked of the run.
+# What is not done where nothing is trained, whatever is asked of the run.
 QUIET = {"push_to_hub": False, "report_to": "none", "resume_from_checkpoint": None}
 
 
@@ -212,22 +215,51 @@ def dry_run(settings: Settings) -> None:
             f"--dry_run: one process tells it, and the launcher has started {settings.launched}; leave the launcher "
             "out, with --num_processes for the memory to expect"
         )
-    task = TASKS[settings.task].load()
-    with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
-        # Trainer makes the output folder when it is made.
-        training = replace(
-            settings, training={**settings.training, **QUIET, "output_dir": folder}
-        ).training_arguments()
-        data = task.load_data(settings.arguments, training)
-        model = task.load_model(settings.arguments, training, data)
-        data.notes += freeze_parameters(model, settings.arguments)
-        trainer = task.make_trainer(model, settings.arguments, training, data)
+    with _made(settings, QUIET) as (trainer, data):
         _print_section("configuration", yaml_text(settings.non_default()).splitlines())
         _print_section("data", [*data.notes, "first row:", *_indented(data.sample)])
         _print_section("model", units_table(trainer.model))
         max_length = {**settings.training, **vars(settings.arguments)}.get("max_length")
         _print_section("memory of each rank", predicted(trainer, settings.num_processes or 1, max_length))
     print("\ndry run: nothing was trained or written")
+
+
+def preprocess(settings: Settings) -> None:
+    """Makes the rows of a run ready, and prints how many there are. Its weights stay in their files.
+
+    `datasets` keeps the rows in its cache, under names that depend on the files, the tokenizer, the settings and the
+    code that they depend on; the run finds them there.
+
+    Args:
+        settings ([`Settings`]): Of the run.
+
+    Raises:
+        ConfigError: If it is one of several processes, or the rows are a stream.
+    """
+    if (settings.launched or 1) > 1:
+        raise ConfigError(
+            f"--preprocess: one process does it, and the launcher has started {settings.launched}; leave the launcher "
+            "out, with --dataset_num_proc for more of them"
+        )
+    if settings.arguments.dataset_streaming:
+        raise ConfigError("--preprocess: dataset_streaming reads rows while training goes on; leave one of them out")
+    with _made(settings, {**QUIET, "use_cpu": True, "bf16": False, "fp16": False}) as (_, data):
+        print(*data.notes, sep="\n")
+    print(f"preprocessed: the run finds these rows in {datasets.config.HF_DATASETS_CACHE}")
+
+
+@contextmanager
+def _made(settings: Settings, changes: Mapping[str, Any]) -> Iterator[tuple[ZeroTrainer, Data]]:
+    """The trainer and the data of a run, with other training arguments, and without an output folder."""
+    task = TASKS[settings.task].load()
+    with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
+        # Trainer makes the output folder when it is made.
+        changed = replace(settings, training={**settings.training, **changes, "output_dir": folder})
+        training = changed.training_arguments()
+        data = task.load_data(settings.arguments, training)
+        model = task.load_model(settings.arguments, training, data)
+        data.notes += freeze_parameters(model, settings.arguments)
+        yield task.make_trainer(model, settings.arguments, training, data), data
 
 
 def units_table(model: nn.Module) -> list[str]:

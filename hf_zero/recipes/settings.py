@@ -38,6 +38,7 @@ class Settings:
         num_processes (`int`, *optional*): How many processes to start on this machine.
         resume (`str`): "auto", "never" or a checkpoint.
         dry_run (`bool`): Say what would be done, and do nothing.
+        preprocess (`bool`): Make the rows ready for the run, and do nothing else.
         overwrite_output_dir (`bool`): The model that `output_dir` holds may be replaced.
         launched (`int`, *optional*): How many processes a launcher such as torchrun has started; `None` without one.
     """
@@ -48,6 +49,7 @@ class Settings:
     num_processes: int | None
     resume: str = AUTO
     dry_run: bool = False
+    preprocess: bool = False
     overwrite_output_dir: bool = False
     launched: int | None = None
 
@@ -102,6 +104,13 @@ class LaunchArguments:
         metadata={
             "help": "Prints the configuration, the model's units, a sample of the data and the memory to expect, "
             "in this one process; trains and writes nothing."
+        },
+    )
+    preprocess: bool = field(
+        default=False,
+        metadata={
+            "help": "Reads, checks, tokenizes and packs the rows in this one process, without an accelerator, and "
+            "prints their counts; the run finds them in the cache of datasets."
         },
     )
     overwrite_output_dir: bool = field(
@@ -165,6 +174,7 @@ def _parsed(task: str, module: Any, argv: list[str]) -> Settings:
         num_processes=values["num_processes"],
         resume=_resume(values),
         dry_run=values["dry_run"],
+        preprocess=values["preprocess"],
         overwrite_output_dir=values["overwrite_output_dir"],
     )
 

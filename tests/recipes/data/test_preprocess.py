@@ -1,0 +1,52 @@
+"""Rows that are made ready once, and found by the run."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.plan import preprocess
+from hf_zero.recipes.settings import parse_settings
+from tests.recipes.data.conftest import chats, completions, write_lines
+from tests.recipes.ranks import run_on_ranks
+from tests.recipes.test_run import run_command
+
+
+def kept(folder: Path) -> dict[str, int]:
+    """The tables in a cache, and when each was written."""
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*.arrow")}
+
+
+@pytest.mark.full("slow")
+def test_a_run_on_two_ranks_finds_the_rows_that_another_process_has_made(tmp_path, language_models, monkeypatch):
+    """Two data sets are read, checked, tokenized, mixed, cut and packed; nothing of that is done again."""
+    write_lines(tmp_path / "chats.jsonl", chats())
+    write_lines(tmp_path / "asked.jsonl", completions())
+    entries = [{"path": str(tmp_path / name), "fraction": 1} for name in ("chats.jsonl", "asked.jsonl")]
+    argv = ["sft", "--model_name_or_path", str(language_models["Llama"]), "--datasets", *map(json.dumps, entries)]
+    argv += ["--dataset_mixing", "interleave", "--packing", "--max_length", "64", "--max_steps", "1"]
+    argv += ["--test_file", str(tmp_path / "asked.jsonl"), "--report_to", "none", "--save_strategy", "no"]
+    argv += ["--output_dir", "out", "--samples", "0"]
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    result = run_command(["-m", "hf_zero.recipes", *argv, "--preprocess"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert f"preprocessed: the run finds these rows in {tmp_path}/cache" in result.stdout
+    assert not (tmp_path / "out").exists()
+    before = kept(tmp_path / "cache")
+    assert len(before) > 8
+    first, second = run_on_ranks(argv, tmp_path)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert kept(tmp_path / "cache") == before
+    counts = [line for line in result.stdout.splitlines() if line.startswith(("train", "test:"))]
+    assert len(counts) > 8 and [line for line in counts if line not in first.out] == []
+    os.utime(tmp_path / "chats.jsonl", ns=(0, 0))  # the file is another one now
+    assert all(rank.code == 0 for rank in run_on_ranks([*argv, "--resume", "never"], tmp_path))
+    assert kept(tmp_path / "cache").keys() > before.keys()
+
+
+@pytest.mark.quick
+def test_rows_of_a_stream_cannot_be_made_ready():
+    with pytest.raises(ConfigError, match="--preprocess: dataset_streaming reads rows while training goes on"):
+        preprocess(parse_settings("sft", ["--dataset_streaming", "--preprocess"]))
