@@ -113,7 +113,8 @@ _KINDS = {
     "timeout_seconds": (Real | None, "a number, or None"),
     "offload_dir": (str | os.PathLike | None, "the path of a folder, or None"),
     **dict.fromkeys(
-        ("shared_memory", "partition_activations", "offload_activations", "strict"), (bool, "True or False")
+        ("shared_memory", "separate_reductions", "partition_activations", "offload_activations", "strict"),
+        (bool, "True or False"),
     ),
 }
 
@@ -141,6 +142,8 @@ class ZeroConfig:
         timeout_seconds (`float`, *optional*): how long a collective may take before it is an error; by default as long
             as the process group gives its own.
         shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
+        separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and gathers do
+            not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         offload (`str`): what rests in the host's memory: "none"; "optimizer": masters, optimizer state and reduced
             gradients (ZeRO-Offload, arXiv 2101.06840); "params": at stage 3 the parameters too (ZeRO-Infinity,
             arXiv 2104.07857).
@@ -167,6 +170,7 @@ class ZeroConfig:
     keep_gathered: int | str = 0
     timeout_seconds: float | None = None
     shared_memory: bool = True
+    separate_reductions: bool = False
     offload: str = "none"
     offload_fraction: float = 1.0
     offload_dir: str | None = None
@@ -248,6 +252,7 @@ class ZeroSettings(TypedDict, total=False):
     keep_gathered: int | str
     timeout_seconds: float | None
     shared_memory: bool
+    separate_reductions: bool
     offload: str
     offload_fraction: float
     offload_dir: str | None

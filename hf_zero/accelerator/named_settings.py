@@ -45,6 +45,7 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
     zero_keep_gathered: int | str
     zero_timeout_seconds: float | None
     zero_shared_memory: bool
+    zero_separate_reductions: bool
     zero_offload: str
     zero_offload_fraction: float
     zero_offload_dir: str | None

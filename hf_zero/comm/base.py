@@ -12,6 +12,7 @@ from torch import Tensor
 # Of a bucket whose size nobody has chosen. A piece costs a latency whatever its size, and what is staged takes memory.
 MESSAGES_NBYTES = 4 * 2**20
 ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES = 32 * 2**20, 64 * 2**20  # the backend's own collectives
+RANK_NBYTES = 2**19  # of those at least so many for each rank: what goes to one of many would be all latency
 # Where ranks read one another's memory nothing is staged, but for tensors that a caller made elsewhere.
 SHARED_NBYTES = 8 * 2**20
 
@@ -65,6 +66,11 @@ class Waits(Protocol):
     """An object whose work is under way and can be waited for."""
 
     def wait(self) -> object: ...
+
+
+def native_bucket_nbytes(num_ranks: int, num_hosts: int) -> int:
+    """Returns the size of a bucket for the backend's own collectives."""
+    return max(ONE_HOST_NBYTES if num_hosts == 1 else SEVERAL_HOSTS_NBYTES, num_ranks * RANK_NBYTES)
 
 
 class Bucket:

@@ -1,11 +1,19 @@
 """The backend's own collectives, in place, for NCCL and other backends that implement them well.
 
-Gathers and reductions have a process group each, so that neither waits behind the other; the backend runs them on its
-own streams, ordered after the work that the current stream had when they were issued.
+The backend runs them on its own streams, ordered after the work that the current stream had when they were issued.
+
+[Note: one communicator] All models over one set of ranks share one communicator. Kernels of two may run at the same
+time, and each holds a part of the device while it waits for its peers: where one rank starts them in another order
+than another rank does, both wait for ever. So a second one, for reductions alone, is an option, and then NCCL has to
+start kernels in the order in which the host launches them, which is the same on all ranks:
+`NCCL_LAUNCH_ORDER_IMPLICIT=1`, from 2.26 on.
 """
 
+import os
 from collections import deque
+from datetime import timedelta
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,11 +21,64 @@ from torch import Tensor
 
 from hf_zero.comm.base import Bucket, Pending
 from hf_zero.comm.distributed import DistributedComm, bytes_of
+from hf_zero.errors import ConfigError
 
 
 # torch 2.13 deprecates the `_tensor` names for these; 2.11 does not have the new ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+LAUNCH_ORDER_VERSION = (2, 26)
+
+# Of each process group: communicators by purpose and time limit.
+_COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def refuse_unordered(version: tuple[int, ...]) -> None:
+    """Refuses a second communicator where NCCL would launch its kernels and those of the first in no common order.
+
+    Args:
+        version (`tuple[int, ...]`): of NCCL.
+
+    Raises:
+        `ConfigError`: saying what to set.
+    """
+    if version < LAUNCH_ORDER_VERSION or os.environ.get(LAUNCH_ORDER) != "1":
+        raise ConfigError(
+            f"separate_reductions: with NCCL {'.'.join(map(str, version))} and {LAUNCH_ORDER}="
+            f"{os.environ.get(LAUNCH_ORDER, '(not set)')} two communicators may wait for each other for ever; set "
+            f"{LAUNCH_ORDER}=1 for all ranks before they start, with NCCL 2.26 or newer, or leave the setting out"
+        )
+
+
+def communicator(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, purpose: str
+) -> dist.ProcessGroup:
+    """Returns a process group of the same ranks, whose kernels go before those that compute where the backend knows
+    priorities. Who asks for the same purpose again gets the same one. The first call is collective.
+
+    Args:
+        group (`dist.ProcessGroup`): the ranks.
+        device (`torch.device`): where the tensors live.
+        timeout (`timedelta`): how long one exchange may take.
+        purpose (`str`): what goes through it.
+    """
+    known = _COMMUNICATORS.setdefault(group, {})
+    if (purpose, timeout) not in known:
+        options = None
+        if device.type == "cuda" and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = timeout
+        known[purpose, timeout] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timeout,
+            backend=dist.get_backend_config(group),
+            pg_options=options,
+            use_local_synchronization=True,  # the ranks of other groups have no part in it
+        )
+    return known[purpose, timeout]
 
 
 class NativeComm(DistributedComm):
@@ -33,17 +94,23 @@ class NativeComm(DistributedComm):
         device (`torch.device`): where the tensors live.
         timeout_seconds (`float`): how long one exchange may take; the process group enforces it.
         bucket_nbytes (`int`): size of each bucket.
+        separate_reductions (`bool`): gives reductions a communicator of their own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float, bucket_nbytes: int):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_seconds: float,
+        bucket_nbytes: int,
+        separate_reductions: bool = False,
+    ):
         super().__init__(group, device, timeout_seconds)
-        ranks = dist.get_process_group_ranks(group)
-        # local: the members of a part of the world make their groups without the others; all of the group's backend
-        backend = dist.get_backend_config(group)
-        settings = {"timeout": self._timeout, "use_local_synchronization": True, "backend": backend}
+        purposes = ("collectives", "reductions" if separate_reductions else "collectives")
         with self._reaching("connecting the ranks"):
-            self._gather_group = dist.new_group(ranks, **settings)
-            self._reduce_group = dist.new_group(ranks, **settings)
+            self._gather_group, self._reduce_group = (
+                communicator(group, device, self._timeout, purpose) for purpose in purposes
+            )
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream()
         self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]

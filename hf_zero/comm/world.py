@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
-from hf_zero.comm.base import MESSAGES_NBYTES, ONE_HOST_NBYTES, SEVERAL_HOSTS_NBYTES, SHARED_NBYTES, Comm
-from hf_zero.comm.native import NativeComm
+from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
+from hf_zero.comm.native import NativeComm, refuse_unordered
 from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm
@@ -30,6 +30,7 @@ def connect(
     timeout_seconds: float | None = None,
     bucket_nbytes: int | str,
     shared_memory: bool = True,
+    separate_reductions: bool = False,
 ) -> Comm:
     """Connects the data-parallel ranks. A single process that no launcher started is a world of one rank.
 
@@ -41,9 +42,12 @@ def connect(
         bucket_nbytes (`int` or `str`): size in bytes of each buffer through which values are exchanged; "auto" takes
             one that is known to be large enough for the kind of link.
         shared_memory (`bool`): lets gloo's ranks, where they are all on one host, share memory instead.
+        separate_reductions (`bool`): gives reductions a communicator of their own, where the backend's own collectives
+            are used.
 
     Raises:
-        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree.
+        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, or NCCL would launch two
+            communicators in no common order.
     """
     backend = torch.get_device_module(device)
     if device.index is not None and hasattr(backend, "set_device"):
@@ -68,10 +72,21 @@ def connect(
         return Comm(device, timeout_seconds)
     ranks.take_timeout(group, timeout_seconds)
     ranks.exchange_addresses(group)
-    kind, extra = _kind_of(group, device, shared_memory)
+    kind, extra = _kind_of(group, device, shared_memory, separate_reductions)
     if bucket_nbytes == "auto":
         bucket_nbytes = _bucket_nbytes(kind, group)
     return kind(group, device, timeout_seconds, bucket_nbytes, *extra)
+
+
+def local_device(device: torch.device | str) -> torch.device:
+    """Returns a device with its index. One without is that of the local rank, or the current one where this process
+    sees no such device."""
+    device = torch.device(device)
+    backend = torch.get_device_module(device)
+    if device.index is not None or device.type == "cpu" or not hasattr(backend, "current_device"):
+        return device
+    index = int(os.environ.get("LOCAL_RANK", -1))
+    return torch.device(device.type, index if 0 <= index < backend.device_count() else backend.current_device())
 
 
 def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup) -> None:
@@ -108,10 +123,15 @@ def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> d
     return dist.new_group(alike, timeout=limit, use_local_synchronization=True)
 
 
-def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool) -> tuple[Callable[..., Comm], list]:
+def _kind_of(
+    group: dist.ProcessGroup, device: torch.device, shared_memory: bool, separate_reductions: bool
+) -> tuple[Callable[..., Comm], list]:
     """Returns the class of collectives for these ranks, and further arguments of its constructor."""
-    if _backend(group, device) != "gloo":
-        return NativeComm, []
+    backend = _backend(group, device)
+    if backend != "gloo":
+        if backend == "nccl" and separate_reductions:
+            refuse_unordered(torch.cuda.nccl.version())
+        return NativeComm, [separate_reductions]
     if device.type != "cpu":
         return StagedComm, []
     connections, why = rendezvous(group) if shared_memory else (None, None)
@@ -122,7 +142,7 @@ def _kind_of(group: dist.ProcessGroup, device: torch.device, shared_memory: bool
 
 def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:
     if kind is NativeComm:
-        return ONE_HOST_NBYTES if ranks.num_hosts(group) == 1 else SEVERAL_HOSTS_NBYTES
+        return native_bucket_nbytes(dist.get_world_size(group), ranks.num_hosts(group))
     return SHARED_NBYTES if kind is SharedComm else MESSAGES_NBYTES
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm import Bus, Comm, connect
-from hf_zero.comm.world import ranks_alike, refuse_dividing
+from hf_zero.comm.world import local_device, ranks_alike, refuse_dividing
 from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
 from hf_zero.engine import hooks
 from hf_zero.engine.access import RanksInStep, remember, unit_of
@@ -55,7 +55,7 @@ def shard_parameters(
         raise LifecycleError("a part of the model, or a model that holds it, is sharded already; shard the whole once")
     if device is None:
         device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-    device = torch.device(device)
+    device = local_device(device)
     dividing = dividing_group(model)
     refuse_what_cannot_be_sharded(model, device)
     if dividing is not None:
@@ -71,6 +71,7 @@ def _connect(device: torch.device, config: ZeroConfig, group: dist.ProcessGroup 
         timeout_seconds=config.timeout_seconds,
         bucket_nbytes=config.bucket_nbytes,
         shared_memory=config.shared_memory,
+        separate_reductions=config.separate_reductions,
     )
 
 

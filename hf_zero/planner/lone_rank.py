@@ -10,11 +10,10 @@ from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.base import (
     DONE,
     MESSAGES_NBYTES,
-    ONE_HOST_NBYTES,
-    SEVERAL_HOSTS_NBYTES,
     SHARED_NBYTES,
     Bucket,
     Counters,
+    native_bucket_nbytes,
 )
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
@@ -161,7 +160,7 @@ def lone_rank(
     if num_ranks == 1:
         return (_OneOnCpu if on_cpu else _One)(1)
     if not on_cpu:
-        chosen = ONE_HOST_NBYTES if num_ranks <= RANKS_PER_HOST else SEVERAL_HOSTS_NBYTES
+        chosen = native_bucket_nbytes(num_ranks, -(-num_ranks // RANKS_PER_HOST))
         return _Native(num_ranks, chosen if bucket_nbytes == "auto" else int(bucket_nbytes))
     if shared_memory:
         return _Shared(num_ranks, SHARED_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes), meter)

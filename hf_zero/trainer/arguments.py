@@ -54,6 +54,8 @@ class ZeroArgumentsMixin(_Arguments):
             cost of one block's memory each; auto: as many as fit half of the memory that is free beside gradients and
             state.
         zero_shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
+        zero_separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and
+            gathers do not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         zero_offload (`str`): what rests in the host's memory instead of the device's: none; optimizer: masters,
             optimizer state and gradients, updated by the CPU; params: at stage 3 the parameters too.
         zero_offload_fraction (`float`): of how much of the model `--zero_offload` holds, in whole blocks.
@@ -84,6 +86,7 @@ class ZeroArgumentsMixin(_Arguments):
     zero_prefetch_units: int = 1
     zero_keep_gathered: str = "0"
     zero_shared_memory: bool = True
+    zero_separate_reductions: bool = False
     zero_offload: str = "none"
     zero_offload_fraction: float = 1.0
     zero_offload_dir: str | None = None
@@ -157,6 +160,7 @@ class ZeroArgumentsMixin(_Arguments):
             prefetch_units=self.zero_prefetch_units,
             keep_gathered="auto" if kept == "auto" else int(kept),
             shared_memory=self.zero_shared_memory,
+            separate_reductions=self.zero_separate_reductions,
             offload=self.zero_offload,
             offload_fraction=self.zero_offload_fraction,
             offload_dir=self.zero_offload_dir,

@@ -2,15 +2,17 @@
 
 import random
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_zero.comm import base, connect, ranks, world
-from hf_zero.comm.native import NativeComm
+from hf_zero.comm.native import NativeComm, refuse_unordered
 from hf_zero.comm.shared import SharedComm
 from hf_zero.engine import build
+from hf_zero.errors import ConfigError
 from tests import models
 from tests.comm.test_pairwise import CPU, _average, _mine, _summand
 from tests.distributed import run_ranks
@@ -102,6 +104,47 @@ def _pieces_change_no_bit() -> None:
 
 def test_several_reductions_under_way_share_the_buckets():
     run_ranks(_pieces_change_no_bit, 2)
+
+
+def _shares_communicators() -> None:
+    first, second = (NativeComm(dist.group.WORLD, CPU, 60.0, SMALL) for _ in range(2))
+    assert first._gather_group is first._reduce_group is second._gather_group, "one for all models"
+    apart = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL, separate_reductions=True)
+    assert apart._gather_group is first._gather_group is not apart._reduce_group
+    others = NativeComm(dist.new_group(), CPU, 60.0, SMALL)
+    assert others._gather_group not in (first._gather_group, apart._reduce_group)
+
+
+def test_models_over_the_same_ranks_share_a_communicator():
+    run_ranks(_shares_communicators, 2)
+
+
+def test_a_second_communicator_needs_an_order_of_launches(monkeypatch):
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    with pytest.raises(ConfigError, match=r"NCCL 2.27.3 and NCCL_LAUNCH_ORDER_IMPLICIT=\(not set\) .*set NCCL"):
+        refuse_unordered((2, 27, 3))
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    with pytest.raises(ConfigError, match="NCCL 2.25.1 and NCCL_LAUNCH_ORDER_IMPLICIT=1 .*2.26 or newer"):
+        refuse_unordered((2, 25, 1))
+    refuse_unordered((2, 26))
+
+
+def test_a_device_without_an_index_is_that_of_the_local_rank(monkeypatch):
+    backend = SimpleNamespace(device_count=lambda: 4, current_device=lambda: 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert world.local_device("cuda") == torch.device("cuda", 3)
+    assert world.local_device("cuda:1") == torch.device("cuda", 1), "what is given counts"
+    assert world.local_device("cpu") == CPU
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    assert world.local_device("cuda") == torch.device("cuda", 0), "each process sees devices of its own"
+    monkeypatch.delenv("LOCAL_RANK")
+    assert world.local_device("cuda") == torch.device("cuda", 0)
+
+
+def test_buckets_grow_with_the_ranks():
+    assert [base.native_bucket_nbytes(ranks, 2) // 2**20 for ranks in (16, 128, 512)] == [64, 64, 256]
+    assert base.native_bucket_nbytes(8, 1) == base.ONE_HOST_NBYTES
 
 
 def _trains(stage: int, compute: torch.dtype | None) -> None:
