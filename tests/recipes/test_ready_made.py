@@ -31,6 +31,9 @@ NEEDS = re.compile(
     r"^# (?:One GPU|Each of (?P<ranks>\d+) GPUs) holds (?P<device>[\d.]+) GiB beside activations"
     r"(?:, and (?P<host>[\d.]+) GiB of host memory)?(?P<reference>, the reference model's shard included)?\.$"
 )
+PEAK = re.compile(
+    r"^# With rows of (?P<tokens>\d+) tokens (?:one GPU|each of (?P<ranks>\d+) GPUs) reaches [\d.]+ GiB at the peak\.$"
+)
 GIB = 2**30
 
 tokenizer = conftest.tokenizer
@@ -75,8 +78,9 @@ def test_the_commands_in_its_comment_are_for_this_file(name, monkeypatch):
 # What it needs
 
 
-def needs(name: str, num_ranks: int) -> tuple[float, float]:
-    """GiB on the device and on the host, of each rank."""
+def needs(name: str, num_ranks: int, num_tokens: int | None = None) -> tuple[float, float]:
+    """GiB on the device and on the host, of each rank; on the device at the peak of a step with rows of so many
+    tokens."""
     settings = parsed(name)
     known = {field.name for field in fields(plan.Arguments)}
     chosen = {key: value for key, value in settings.training.items() if key in known}
@@ -88,6 +92,17 @@ def needs(name: str, num_ranks: int) -> tuple[float, float]:
     models = [(model, arguments.zero_config())]
     if settings.task == "dpo":
         models.append((_frozen(model), replace(arguments.zero_config(), offload="none")))
+    if num_tokens is not None:
+        batch = plan.example_batch(model, arguments.per_device_train_batch_size, num_tokens)
+        prediction = predict_with(
+            model,
+            arguments.zero_config(),
+            num_ranks=num_ranks,
+            batch=batch,
+            make_optimizer=make_optimizer,
+            gradient_checkpointing=arguments.gradient_checkpointing,
+        )
+        return prediction.peak_nbytes / GIB, prediction.host_nbytes / GIB
     told = [predict_with(each, config, num_ranks=num_ranks, make_optimizer=make_optimizer) for each, config in models]
     return sum(each.resting_nbytes for each in told) / GIB, sum(each.host_nbytes for each in told) / GIB
 
@@ -114,6 +129,10 @@ def computed_comment(name: str) -> str:
 
 
 def _computed_line(name: str, line: str) -> str:
+    if (said := PEAK.match(line)) is not None:
+        device, _ = needs(name, int(said["ranks"] or 1), int(said["tokens"]))
+        each = f"each of {said['ranks']} GPUs" if said["ranks"] else "one GPU"
+        return f"# With rows of {said['tokens']} tokens {each} reaches {device:.1f} GiB at the peak."
     said = NEEDS.match(line)
     if said is None:
         return line
@@ -215,6 +234,8 @@ def rows_for(settings: Settings) -> list[dict]:
         return [{"text": text, "label": "house" if "house" in text else "elsewhere"} for text in SENTENCES]
     if settings.task == "pretrain":
         return [{"text": text} for text in SENTENCES]
+    if settings.task == "grpo":
+        return [{"prompt": row["messages"][:1], "solution": "1"} for row in chats()]
     if settings.task == "dpo":
         return [{"prompt": "Tell", "chosen": f" {good}", "rejected": " no"} for good in SENTENCES]
     return chats()
@@ -243,6 +264,10 @@ def test_a_dry_run_with_a_tiny_model_in_place_of_the_large_one(name, tiny, tmp_p
         content["dataset_name"] = images_in(tmp_path / "images")
     else:
         content["train_file"] = str(write_lines(tmp_path / "rows.jsonl", rows_for(settings)))
+    if "reward_funcs" in content:
+        code = "def right(completions, solution, **_):\n    return [1.0] * len(solution)\n"
+        (tmp_path / "rewards.py").write_text(code)
+        content |= {"reward_funcs": f"{tmp_path / 'rewards.py'}:right", "max_completion_length": 16}
     content.pop("eval_strategy", None)  # nothing to evaluate on
     path = tmp_path / f"{name}.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
