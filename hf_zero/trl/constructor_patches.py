@@ -1,4 +1,5 @@
-"""Replacements for functions by which TRL's constructors look at weights, for weights that are still in files."""
+"""Replacements for functions by which TRL's constructors look at weights, for weights that are still in files, and for
+what sends weights to vLLM, for weights that are sharded."""
 
 import hashlib
 import sys
@@ -42,10 +43,18 @@ def _hash(original, module: nn.Module, *args, **kwargs) -> str:
     return digest.hexdigest()
 
 
+def _serve(original, *args, **kwargs):
+    """Replaces `VLLMGeneration`. It is imported by those who use it."""
+    from hf_zero.trl.server_generation import ServerGeneration
+
+    return ServerGeneration(*args, **kwargs)
+
+
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "get_peft_model": _adapt,
     "clone_chat_template": _clone_template,
     "hash_module": _hash,
+    "VLLMGeneration": _serve,
 }
 
 

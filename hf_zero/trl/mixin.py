@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from trl import DPOTrainer, SyncRefModelCallback
+from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_config_model_id
 
 from hf_zero.checkpoint.lazy_loading import lazy_loading
@@ -35,15 +36,22 @@ class ZeroTrlArgumentsMixin(ZeroArgumentsMixin):
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
         if getattr(self, "use_vllm", False):
-            raise ConfigError(
-                "use_vllm: vLLM would have to be sent the sharded weights, which hf_zero does not do; leave it out: "
-                "transformers then generates, with the weights gathered"
-            )
+            self._check_vllm()
         for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
             if getattr(self, name, False):
                 raise ConfigError(
                     f"{name}: generates in a thread of its own, of which the engine knows nothing; leave it out"
                 )
+
+    def _check_vllm(self) -> None:
+        without = "or leave use_vllm out: transformers then generates, with the weights gathered"
+        if self.vllm_mode != "server":
+            raise ConfigError(
+                f"vllm_mode {self.vllm_mode}: every process would hold a whole model beside its part of it; start "
+                f"`vllm serve` on other devices and give --vllm_mode server, {without}"
+            )
+        if not is_vllm_available():
+            raise ConfigError(f"use_vllm: vLLM is not installed; pip install 'trl[vllm]', {without}")
 
 
 class ZeroTrlTrainerMixin(ZeroTrainerMixin):
@@ -51,7 +59,7 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
 
     Beyond `ZeroTrainerMixin`: every model that the trainer loads by name (the policy, its reference, reward models) is
     left in its files until each rank reads its own part, and the models that are only evaluated are sharded as the
-    policy is. While transformers generates, the policy is gathered.
+    policy is. While transformers generates, the policy is gathered; a vLLM server is sent one unit after the other.
 
     Raises:
         `ConfigError`: for a model or arguments that cannot be sharded.

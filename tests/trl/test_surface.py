@@ -115,8 +115,10 @@ def _refused(folder, stage):
     with pytest.raises(ConfigError, match="model_init_kwargs: device_map='auto' places the parameters"):
         sft(f"{folder}/policy", model_init_kwargs={"device_map": "auto"})
     for name in ("GRPO", "RLOO", "Distillation"):
-        with pytest.raises(ConfigError, match="use_vllm: vLLM would have to be sent the sharded weights.*leave"):
-            harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True)
+        with pytest.raises(ConfigError, match="vllm_mode colocate: every process would hold a whole.*leave"):
+            harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True, vllm_mode="colocate")
+        with pytest.raises(ConfigError, match=r"use_vllm: vLLM is not installed; pip install 'trl\[vllm\]'"):
+            harness.make(stage, name, folder, f"{folder}/nowhere", None, use_vllm=True, vllm_mode="server")
 
 
 def _default_arguments(folder):
@@ -147,7 +149,7 @@ def test_continuous_batching_is_refused(tmp_path, stage):
     run_ranks(_refuses_batching, 2, str(tmp_path), stage, timeout=240)
 
 
-@pytest.mark.support("TRL: generation through vLLM", area="Trainers", refused=True)
+@pytest.mark.support("TRL: generation by vLLM in the same processes", area="Trainers", refused=True)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path, stage):
     run_ranks(_refused, 2, str(tmp_path), stage, timeout=240)
