@@ -74,7 +74,7 @@ class Store:
             make=lambda nbytes: bus.empty(nbytes, torch.uint8),
             chunk_nbytes=chunk_nbytes,
         )
-        is_timed = bus is not None and bus.device.type != "cpu"
+        is_timed = bus is not None and bus.device.type not in ("cpu", "meta")  # a plan takes no time
         self._pace = Pace(partial(torch.get_device_module(bus.device).Event, enable_timing=True) if is_timed else None)
         self._stack: list[Saved] = []
         self._flights: deque[Saved] = deque()  # on their way to the host, the oldest first

@@ -70,6 +70,12 @@ def test_settings_change_what_they_are_for(config_file, capsys):
     assert 0 < _mib(two, "optimizer state") < _mib(adapted, "optimizer state")
 
 
+def test_inputs_of_checkpointed_blocks_on_the_host_are_planned(config_file, capsys):
+    checkpointed = [config_file, *SETTINGS, "--gradient_checkpointing"]
+    on_host = _plan(capsys, *checkpointed, "--zero_offload_activations")
+    assert _mib(on_host, "activations") < _mib(_plan(capsys, *checkpointed), "activations")
+
+
 def test_memory_brings_a_table_and_advice(config_file, capsys):
     text = _plan(capsys, config_file, *SETTINGS, "--memory", "64")
     assert len(re.findall(r"^  [0-3]      ", text, re.MULTILINE)) == 14
