@@ -219,7 +219,8 @@ def _root_cause(reports: list[_Report], failures: Mapping[int, Any], num_process
     reports = sorted(reports, key=lambda report: (report.kind in (None, CommError), report.timestamp, report.rank))
     killed = {rank: end for rank, end in failures.items() if end.exitcode < 0 and end.exitcode != -signal.SIGTERM}
     if not reports or (killed and reports[0].kind in (None, CommError)):
-        rank, first = min((killed or failures).items(), key=lambda item: item[1].timestamp)
+        own = {rank: end for rank, end in failures.items() if end.exitcode != -signal.SIGTERM}  # and not the agent's
+        rank, first = min((killed or own or failures).items(), key=lambda item: item[1].timestamp)
         hint = "; the machine may be out of memory" if first.exitcode == -signal.SIGKILL else ""
         return WorkerError(f"rank {rank} ended without a word: exit code {first.exitcode} {first.signal_name()}{hint}")
     cause = reports[0]

@@ -215,6 +215,12 @@ def test_a_rank_that_was_killed_is_named_rather_than_what_the_others_lost():
     assert str(_root_cause([full], {0: ended, 1: killed}, num_processes=2)) == "no room"
 
 
+def test_a_rank_that_left_is_named_rather_than_one_that_the_launcher_has_ended():
+    told = SimpleNamespace(exitcode=-15, timestamp=0, signal_name=lambda: "SIGTERM")
+    left = SimpleNamespace(exitcode=9, timestamp=1, signal_name=lambda: "<N/A>")
+    assert "rank 1 ended without a word: exit code 9" in str(_root_cause([], {0: told, 1: left}, num_processes=2))
+
+
 def launch_two(folder: str) -> None:
     tempfile.tempdir = folder
     launch(2, ignore_sigint, folder)
