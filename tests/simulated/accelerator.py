@@ -6,17 +6,21 @@ at once, but it counts as done only for those who are ordered behind it: by an e
 communicator is a stream of its own. Memory of the device is freed in the order of the stream that first used it, as
 that of a caching allocator is, and memory of the host in the order of the host's thread.
 
+Where the semantics leave a choice (whether a copy has been made by the time that the host asks), a seed makes it.
+
 What it cannot see: reads by other libraries of memory that no operator touches, and how long anything takes.
 """
 
 import concurrent.futures
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,9 +28,17 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_zero.activation import store
+from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.comm import Comm, bus, native
 from hf_zero.engine import build, host_transfer
-from tests.simulated.clocks import Clock, History, address_of, host_thread, is_plain, place_of_caller
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.passes import BackwardPass
+from hf_zero.engine.unit import Unit
+from hf_zero.sharding.arena import Arena
+from hf_zero.storage import swap_file
+from tests.simulated.clocks import HOST_THREAD, Clock, History, address_of, host_thread, is_plain, place_of_caller
+from tests.simulated.hosts import LateMessages, is_view, operands
 
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cpu", 0)
@@ -79,8 +91,16 @@ class Event:
     def __init__(self, accelerator: "Accelerator", **_):
         self._accelerator = accelerator
         self.clock = Clock()
+        self._time = 0  # 0 before it is recorded
+
+    def elapsed_time(self, end: "Event") -> float:
+        if not (self._time and end._time):
+            raise RuntimeError("both events must be recorded before the time between them is asked for")
+        return float(end._time - self._time)
 
     def record(self, stream: Stream | None = None) -> None:
+        self._accelerator.num_records += 1
+        self._time = self._accelerator.num_records
         self.clock = Clock((stream or self._accelerator.current_stream()).clock)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -91,11 +111,18 @@ class Event:
         self._accelerator.let_host_wait(self.clock)
 
     def query(self) -> bool:
-        return False  # the latest that it may be
+        is_done = not self._time or self._accelerator.random.random() < 0.5
+        if is_done:
+            self._accelerator.let_host_know(self.clock)
+        return is_done
 
 
 class Accelerator:
     """The device of one rank.
+
+    Args:
+        seed (`int`): of the choices that the semantics leave.
+        kind (`type[Comm]`): how several ranks are connected.
 
     Attributes:
         history (`History`): who touched what, and what is a race.
@@ -103,8 +130,12 @@ class Accelerator:
         collectives (`list`): the name of the communicator, what was done and bytes, in the order of the launches.
     """
 
-    def __init__(self):
+    def __init__(self, seed: int = 0, kind: type[Comm] = native.NativeComm):
+        self._kind = kind
+        self.random = random.Random(seed)
+        self.num_records = 0
         self.history = History()
+        self.messages = LateMessages(_paused)
         self.host_waits: Counter[str] = Counter()
         self.collectives: list[tuple[str, str, int]] = []
         self._host_memory: dict[int, StorageWeakRef] = {}  # by address, what is the host's
@@ -132,11 +163,20 @@ class Accelerator:
             self._local.stream = before
 
     def let_host_wait(self, clock: Clock) -> None:
-        """Lets this thread of the host know all that a clock knows."""
+        """Lets this thread of the host wait for all that a clock knows."""
         with self.history.lock:
             self.host_waits[place_of_caller()] += 1
+            self.let_host_know(clock)
+
+    def let_host_know(self, clock: Clock) -> None:
+        """Lets this thread of the host know all that a clock knows."""
+        with self.history.lock:
             self.history.look_for_freed()
             self.history.clocks[host_thread()].join(clock)
+
+    def device_nbytes(self) -> int:
+        """The bytes of the device's memory that is in use."""
+        return self.history.nbytes_of(lambda home: not home.startswith(HOST_THREAD))
 
     def is_on_host(self, tensor: Tensor) -> bool:
         weak = self._host_memory.get(address_of(tensor))
@@ -150,12 +190,10 @@ class Accelerator:
     def allocate(self, tensor: Tensor) -> None:
         """Notes memory of the device, whose next user is in the order of the current stream when it is freed."""
         if is_plain(tensor):
-            self.history.look_for_freed()
             self.history.allocate(tensor, self.current_stream().name)
 
     def issue(self, actor: str) -> None:
         """Notes that an actor does something. What this thread of the host did, or waited for, comes before it."""
-        self.history.look_for_freed()
         if actor != host_thread():
             self.history.clocks[actor].join(self.history.clocks[host_thread()])
         self.history.tick(actor)
@@ -188,9 +226,12 @@ class Accelerator:
         with _paused():
             do()
         with self.history.lock:
-            self.collectives.append((communicator, what, sum(each.nbytes for each in reads)))
+            if what != "exchange":  # of messages each rank has its own
+                self.collectives.append((communicator, what, sum(each.nbytes for each in reads)))
+            self.history.look_for_freed()
             clock = self.history.clocks[communicator]
-            clock.join(self.current_stream().clock)
+            if not all(map(self.is_on_host, [*reads, *writes])):
+                clock.join(self.current_stream().clock)
             self.issue(communicator)
             for each in reads:
                 self.history.access(communicator, each, False, what)
@@ -198,12 +239,13 @@ class Accelerator:
                 self.history.access(communicator, each, True, what)
             event = Event(self)
             event.clock = Clock(clock)
-        return SimpleNamespace(wait=event.wait, holds=[*reads, *writes])
+        return SimpleNamespace(wait=event.wait, event=event, holds=[*reads, *writes])
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Puts the accelerator into the place of the CPU's module, and everything that is done under its eyes."""
         with pytest.MonkeyPatch.context() as patch:
+            keep_groups(patch)
             patch.setattr(torch, "get_device_module", lambda *_: self.module)
             patch.setattr(build, "connect", self._connect)
             patch.setattr(Comm, "is_on_cpu", property(lambda comm: comm.device == HOST))
@@ -211,9 +253,17 @@ class Accelerator:
             patch.setattr(host_transfer.HostTransfer.__init__, "__defaults__", (PIECE_NBYTES,))
             patch.setattr(native.NativeComm, "_collect", self._gather(native.NativeComm._collect))
             patch.setattr(native.NativeComm, "_sum", self._reduce(native.NativeComm._sum))
+            patch.setattr(dist, "batch_isend_irecv", self._exchange(dist.batch_isend_irecv))
+            patch.setattr(bus.Bus, "__init__", _named(bus.Bus.__init__))
             patch.setattr(bus.Bus, "empty", self._host_empty(bus.Bus.empty))
+            events = partial(self.module.Event, enable_timing=True)
+            patch.setattr(store, "Pace", lambda _, kind=store.Pace: kind(events))
+            patch.setattr(Arena, "give", self._give(Arena.give))
+            patch.setattr(swap_file.SwapFile, "_do", self._move_file(swap_file.SwapFile._do))
+            patch.setattr(SafetensorsFile, "_fill", self._read_file(SafetensorsFile._fill))
             patch.setattr(concurrent.futures.ThreadPoolExecutor, "submit", self._submit())
             patch.setattr(concurrent.futures.Future, "result", self._result())
+            patch.setattr(concurrent.futures.Future, "done", self._done())
             patch.setattr(threading.Thread, "start", self._start())
             patch.setattr(threading.Thread, "join", self._join())
             for name in ("cpu", "tolist", "numpy"):
@@ -223,13 +273,52 @@ class Accelerator:
             patch.setattr(Tensor, "device", property(self._device_of), raising=True)
             patch.setattr(Tensor, "to", self._move(Tensor.to))
             patch.setattr(torch.optim.Optimizer, "_group_tensors_by_device_and_dtype", self._group())
-            with Watch(self):
+            patch.setattr(Tensor, "record_stream", lambda *where: self._record_stream(*where))
+            self._note_turns(patch)
+            with self.messages.installed(), Watch(self):
                 yield
+
+    def races(self) -> list[str]:
+        """What was found."""
+        return [*self.history.races.values(), *self.messages.complaints()]
+
+    def _note_turns(self, patch: pytest.MonkeyPatch) -> None:
+        """Notes which unit it is for whom something is done, for messages."""
+        turn = self.history.turn
+
+        def during(original: Callable) -> Callable:
+            @wraps(original)
+            def call(unit, *args, **kwargs):
+                before, turn.unit = getattr(turn, "unit", ""), unit.name
+                try:
+                    return original(unit, *args, **kwargs)
+                finally:
+                    turn.unit = before
+
+            return call
+
+        def from_now_on(original: Callable, is_over: bool = False) -> Callable:
+            @wraps(original)
+            def call(owner, unit, *args, **kwargs):
+                turn.unit = unit.name
+                try:
+                    return original(owner, unit, *args, **kwargs)
+                finally:
+                    turn.unit = "" if is_over else unit.name
+
+            return call
+
+        for name, method in vars(Unit).items():
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                patch.setattr(Unit, name, during(method))
+        patch.setattr(ZeroEngine, "before_block", from_now_on(ZeroEngine.before_block))
+        patch.setattr(ZeroEngine, "after_block", from_now_on(ZeroEngine.after_block, is_over=True))
+        patch.setattr(BackwardPass, "visit", from_now_on(BackwardPass.visit))
 
     def _connect(self, device: torch.device, **_):
         if dist.get_world_size() == 1:
             return Comm(DEVICE, TIMEOUT_SECONDS)
-        return native.NativeComm(dist.group.WORLD, DEVICE, TIMEOUT_SECONDS, BUCKET_NBYTES)
+        return self._kind(dist.group.WORLD, DEVICE, TIMEOUT_SECONDS, BUCKET_NBYTES)
 
     def _gather(self, original: Callable) -> Callable:
         def collect(comm, full: Tensor, shard: Tensor):
@@ -247,6 +336,23 @@ class Accelerator:
 
         return reduce
 
+    def _exchange(self, original: Callable) -> Callable:
+        def exchange(ops: list[dist.P2POp]) -> list:
+            sends = [op.tensor for op in ops if op.op.__name__ == "isend"]
+            receives = [op.tensor for op in ops if op.op.__name__ == "irecv"]
+            on_host = all(map(self.is_on_host, [*sends, *receives]))
+
+            def do():
+                for work in original(ops):
+                    work.wait()
+
+            work = self.collective("messages" + on_host * " on the host", "exchange", do, sends, receives)
+            if on_host:
+                return [SimpleNamespace(wait=lambda: self.let_host_know(work.event.clock))]
+            return [work]
+
+        return exchange
+
     def _host_empty(self, original: Callable) -> Callable:
         @wraps(original)
         def empty(*args, **kwargs):
@@ -256,6 +362,47 @@ class Accelerator:
             return memory
 
         return empty
+
+    def _give(self, original: Callable) -> Callable:
+        """What is given back to an arena is overwritten by whoever takes it next: here at once."""
+
+        def give(arena: Arena, tensor: Tensor) -> None:
+            original(arena, tensor)
+            with self.history.lock:
+                actor = self.current_stream().name
+                self.issue(actor)
+                self.history.access(actor, tensor, True, "the next use of what was given back", is_made=False)
+            with _paused():
+                tensor.view(torch.uint8).fill_(0xFF)
+
+        return give
+
+    def _move_file(self, original: Callable) -> Callable:
+        """The disk's reads and writes."""
+
+        def move(file, way: str, view: memoryview, offset: int) -> None:
+            original(file, way, view, offset)
+            self._note_bytes(view, way == swap_file.READ, way)
+            where = (f"file {id(file)}", host_thread(), offset, offset + len(view))
+            self.history.access_named(*where, way == swap_file.WRITE, way)
+
+        return move
+
+    def _read_file(self, original: Callable) -> Callable:
+        def fill(file, view: memoryview, *args) -> int:
+            self._note_bytes(view, True, "a read of a file")
+            return original(file, view, *args)
+
+        return fill
+
+    def _note_bytes(self, view: memoryview, writes: bool, operation: str) -> None:
+        with self.history.lock:
+            self.issue(host_thread())
+            start = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+            self.history.access_bytes(host_thread(), start, len(view), writes, operation)
+
+    def _record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        self.history.record_stream(tensor, stream.name)
 
     def _submit(self) -> Callable:
         original = concurrent.futures.ThreadPoolExecutor.submit
@@ -279,6 +426,17 @@ class Accelerator:
                     future.handed_over.take_back()
 
         return result
+
+    def _done(self) -> Callable:
+        original = concurrent.futures.Future.done
+
+        def done(future) -> bool:
+            is_done = original(future)
+            if is_done and hasattr(future, "handed_over"):
+                future.handed_over.take_back()
+            return is_done
+
+        return done
 
     def _start(self) -> Callable:
         original = threading.Thread.start
@@ -364,6 +522,18 @@ class Accelerator:
         return read
 
 
+def _named(original: Callable) -> Callable:
+    """Lets the streams of a bus tell which way they go."""
+
+    @wraps(original)
+    def init(made, *args) -> None:
+        original(made, *args)
+        for way, stream in made._streams.items():
+            stream.name += f" ({way})"
+
+    return init
+
+
 def _finish(original: Callable, *args) -> None:
     original(*args).wait()
 
@@ -378,6 +548,7 @@ class _HandedOver:
 
     def run(self, work: Callable, /, *args, **kwargs):
         clocks, actor = self._accelerator.history.clocks, host_thread()
+        self._accelerator.history.look_for_freed()
         clocks[actor].join(self._before)
         with Watch(self._accelerator):
             try:
@@ -386,7 +557,7 @@ class _HandedOver:
                 self._after = Clock(clocks[actor])
 
     def take_back(self) -> None:
-        self._accelerator.history.clocks[host_thread()].join(self._after)
+        self._accelerator.let_host_know(self._after)
 
 
 _STATE = threading.local()
@@ -436,14 +607,9 @@ class Watch(TorchDispatchMode):
             else:
                 self._accelerator.allocate(result)
             return result
-        schema, reads, writes = function._schema, [], []
-        if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
-            return result  # a view
-        for index, argument in enumerate(schema.arguments):
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            tensors = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if is_plain(each)]
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if is_written else reads).extend(tensors)
+        if is_view(function):
+            return result
+        reads, writes = operands(function, args, kwargs)
         if is_plain(result) and not reads and not writes and kwargs.get("device") in (None, HOST):
             self._accelerator.put_on_host(result)  # such as `torch.zeros(3)`
             return result
@@ -456,3 +622,22 @@ class Watch(TorchDispatchMode):
         is_copy = kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False)
         self._accelerator.note(name, reads, [*writes, *made], bool(is_copy))
         return result
+
+
+_GROUPS: dict[tuple, dist.ProcessGroup] = {}
+
+
+def keep_groups(patch: pytest.MonkeyPatch) -> None:
+    """Takes for the n-th group of some ranks the n-th that they made in an earlier training: each has threads, and
+    making one takes longer than a step."""
+    original, num_made = dist.new_group, Counter()
+
+    def new_group(group_ranks, **settings):
+        kind = (*group_ranks, str(settings.get("backend")))
+        num_made[kind] += 1
+        key = (*kind, num_made[kind])
+        if key not in _GROUPS:
+            _GROUPS[key] = original(group_ranks, **settings)
+        return _GROUPS[key]
+
+    patch.setattr(dist, "new_group", new_group)

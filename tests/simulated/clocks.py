@@ -9,7 +9,8 @@ interleaving could show.
 import sys
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -42,19 +43,25 @@ class Access:
     stop: int
     operation: str
     place: str
+    unit: str  # whose turn it is, empty between units
 
     def __str__(self) -> str:
         verb = "writes" if self.writes else "reads"
-        return f"{self.actor} {verb} [{self.start}, {self.stop}) in {self.operation} at {self.place}"
+        unit = f" for unit {self.unit!r}" if self.unit else ""
+        return f"{self.actor} {verb} bytes [{self.start}, {self.stop}) in {self.operation}{unit} at {self.place}"
 
 
 @dataclass
 class _Storage:
     """A storage that is alive, and who may still be using it."""
 
-    weak: StorageWeakRef
-    home: str  # whose memory it is: what is freed is this actor's at once
-    accesses: list[Access]
+    weak: StorageWeakRef | None = None
+    nbytes: int = 0
+    home: str = ""  # whose memory it is: what is freed is this actor's at once
+    accesses: list[Access] = field(default_factory=list)
+    waits_for: set[str] = field(
+        default_factory=set
+    )  # actors whose work so far is done before it is freed (`Tensor.record_stream`)
 
 
 class History:
@@ -68,7 +75,9 @@ class History:
         self.clocks: defaultdict[str, Clock] = defaultdict(Clock)
         self.races: dict[tuple[str, str], str] = {}
         self._storages: dict[int, _Storage] = {}  # by address
+        self._named: defaultdict[str, _Storage] = defaultdict(_Storage)
         self.lock = threading.RLock()
+        self.turn = threading.local()  # its `unit` is that of what a thread does now
 
     def tick(self, actor: str) -> None:
         """Notes that an actor does one more thing."""
@@ -83,44 +92,101 @@ class History:
         """
         address = address_of(tensor)
         if address:
-            self._storages[address] = _Storage(StorageWeakRef(tensor.untyped_storage()), home, [])
+            self._storage_at(address)
+            storage = tensor.untyped_storage()
+            self._storages[address] = _Storage(StorageWeakRef(storage), storage.nbytes(), home)
+
+    def _storage_at(self, address: int) -> _Storage | None:
+        storage = self._storages.get(address)
+        if storage is not None and storage.weak.expired():
+            self._note_freed([address])
+            return None
+        return storage
 
     def learn(self, actor: str, tensor: Tensor) -> None:
         """Lets an actor know all that was done with a tensor."""
-        storage = self._storages.get(address_of(tensor))
+        self.look_for_freed()
+        storage = self._storage_at(address_of(tensor))
         for each in storage.accesses if storage is not None else ():
             self.clocks[actor].join(Clock({each.actor: each.tick}))
 
-    def access(self, actor: str, tensor: Tensor, writes: bool, operation: str) -> None:
-        """Notes an access, and looks for those that are not ordered before it."""
+    def access(self, actor: str, tensor: Tensor, writes: bool, operation: str, is_made: bool = True) -> None:
+        """Notes an access to a tensor, and looks for those that are not ordered before it. One that is not made yet is
+        not kept for later ones."""
         address = address_of(tensor)
         if not address:
             return
-        storage = self._storages.get(address)
-        if storage is None:
+        if self._storage_at(address) is None:
             self.allocate(tensor, actor)
-            storage = self._storages[address]
-        clock, place = self.clocks[actor], place_of_caller()
-        for start, stop in byte_ranges(tensor):
-            new = Access(actor, clock.get(actor, 0), writes, start, stop, operation, place)
-            kept = []
-            for old in storage.accesses:
-                is_known = old.actor == actor or clock.get(old.actor, 0) >= old.tick
-                if not is_known and (writes or old.writes) and old.start < stop and start < old.stop:
-                    self.races.setdefault((old.place, place), f"{old}; unordered: {new}")
-                if not (is_known and start <= old.start and old.stop <= stop and (writes or not old.writes)):
-                    kept.append(old)
-            storage.accesses = [*kept, new]
+        storage = self._storages[address]
+        before = storage.accesses
+        self._note(storage, actor, byte_ranges(tensor), writes, operation)
+        if not is_made:
+            storage.accesses = before
+
+    def access_bytes(self, actor: str, start: int, nbytes: int, writes: bool, operation: str) -> None:
+        """Notes an access that no operator makes, such as a file's, to bytes at an address."""
+        with self.lock:
+            for address, storage in self._storages.items():
+                if address <= start < address + storage.nbytes:
+                    first = start - address
+                    return self._note(storage, actor, [(first, first + nbytes)], writes, operation)
+
+    def access_named(self, name: str, actor: str, start: int, stop: int, writes: bool, operation: str) -> None:
+        """Notes an access to bytes of something else, such as a file."""
+        with self.lock:
+            self._note(self._named[name], actor, [(start, stop)], writes, operation)
+
+    def _note(
+        self, storage: _Storage, actor: str, ranges: list[tuple[int, int]], writes: bool, operation: str
+    ) -> None:
+        tick, place, unit = self.clocks[actor].get(actor, 0), place_of_caller(), getattr(self.turn, "unit", "")
+        for start, stop in ranges:
+            self._add(storage, Access(actor, tick, writes, start, stop, operation, place, unit))
+
+    def replay(self, name: str, access: Access) -> None:
+        """Notes an access that another process has made, as its actor's last operation."""
+        self._add(self._named[name], replace(access, tick=self.clocks[access.actor][access.actor]))
+
+    def _add(self, storage: _Storage, new: Access) -> None:
+        clock, kept = self.clocks[new.actor], []
+        for old in storage.accesses:
+            is_known = old.actor == new.actor or clock.get(old.actor, 0) >= old.tick
+            if not is_known and (new.writes or old.writes) and old.start < new.stop and new.start < old.stop:
+                self.races.setdefault((old.place, new.place), f"{old}; unordered: {new}")
+            is_inside = new.start <= old.start and old.stop <= new.stop
+            if not (is_known and is_inside and (new.writes or not old.writes)):
+                kept.append(old)
+        storage.accesses = [*kept, new]
+
+    def record_stream(self, tensor: Tensor, actor: str) -> None:
+        """Notes that a tensor's memory is for others when an actor has done what it had to do until it is freed."""
+        storage = self._storages.get(address_of(tensor))
+        if storage is not None:
+            storage.waits_for.add(actor)
+
+    def nbytes_of(self, is_counted: Callable[[str], bool]) -> int:
+        """The bytes of all storages that are alive and whose home is counted."""
+        with self.lock:
+            self.look_for_freed()
+            return sum(each.nbytes for each in self._storages.values() if is_counted(each.home))
 
     def look_for_freed(self) -> None:
-        """Forgets storages that were freed. Their memory is for whoever asks next, in the order of their home."""
+        """Forgets storages that were freed. It is called before any actor learns what others have done."""
         with self.lock:
-            gone = [(address, storage) for address, storage in self._storages.items() if storage.weak.expired()]
-            for address, storage in gone:
-                del self._storages[address]
+            self._note_freed([address for address, storage in self._storages.items() if storage.weak.expired()])
+
+    def _note_freed(self, addresses: list[int]) -> None:
+        """Notes that memory is for whoever asks next, in the order of its home."""
+        with self.lock:
+            for address in addresses:
+                storage = self._storages.pop(address)
                 clock = self.clocks[storage.home]
                 for old in storage.accesses:
-                    if old.actor != storage.home and clock.get(old.actor, 0) < old.tick:
+                    is_known = old.actor in (storage.home, *storage.waits_for)
+                    # threads of the host that use memory hold it
+                    is_known |= old.actor.startswith(HOST_THREAD) and storage.home.startswith(HOST_THREAD)
+                    if not is_known and clock.get(old.actor, 0) < old.tick:
                         freed = f"{storage.home} frees the memory at {place_of_caller()}"
                         self.races.setdefault((old.place, "freed"), f"{old}; unordered: {freed}")
 
@@ -163,9 +229,12 @@ def place_of_caller() -> str:
     return "outside of the package"
 
 
+HOST_THREAD = "host thread "
+
+
 def host_thread() -> str:
     """The name of this thread as an actor."""
-    return f"host thread {threading.current_thread().name}"
+    return HOST_THREAD + threading.current_thread().name
 
 
 def is_plain(tensor: object) -> bool:

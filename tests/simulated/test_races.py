@@ -3,46 +3,74 @@
 `tests/simulated/accelerator.py` says what is simulated.
 """
 
+import re
+from pathlib import Path
+
 import pytest
-import torch
-import torch.distributed as dist
 
-from hf_zero.comm import native
-from hf_zero.engine import build
 from tests.distributed import run_ranks
-from tests.simulated import accelerator
-from tests.simulated.training import ALONE, SCENARIOS, Result, run, train
+from tests.simulated.training import ALONE, SCENARIOS, trains
 from tests.tiers import in_core
-from tests.training import Record, assert_equal
 
 
-def _plain(name: str) -> Record:
-    """The same training on the CPU, through the same collectives."""
-
-    def connect(*_, **__):
-        return native.NativeComm(dist.group.WORLD, torch.device("cpu"), 60.0, accelerator.BUCKET_NBYTES)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_world_size() > 1:
-            patch.setattr(build, "connect", connect)
-        return train(SCENARIOS[name], torch.device("cpu"))
-
-
-def _trains(name: str) -> tuple[list[str], list, dict[str, int]]:
-    result: Result = run(SCENARIOS[name])
-    assert_equal(result.record, _plain(name), name)
-    return result.races, result.collectives, result.host_waits
-
-
-CORE = [*((name, 2) for name in SCENARIOS), *((name, 1) for name in ALONE)]
-CASES = [(name, num_ranks) for num_ranks in (2, 1) for name in SCENARIOS]
+ON_DEVICES = [name for name, scenario in SCENARIOS.items() if scenario.world == "accelerator"]
+# What these come to besides is of the host, or of CPUs, which the ordinary tests try too.
+LATER = {
+    "stage 3, loading",
+    "parameters on the host, loading",
+    "optimizer on disk, loading",
+    "optimizer on the host, in backward, which breaks off",
+    "activations on the host, a backward that breaks off",
+}
+CORE = [(name, 2) for name in ON_DEVICES if name not in LATER]
+CORE += [("shared memory, stage 3", 2), ("messages, stage 3", 2), ("staged messages, stage 3, whole matrices", 2)]
+CORE += [*((name, 1) for name in ALONE), ("stage 3, blocks skipped", 3)]
+CASES = [
+    *((name, 2) for name in SCENARIOS),
+    *((name, 1) for name in ON_DEVICES if not SCENARIOS[name].divides),
+    *((name, 3) for name in ON_DEVICES),
+]
 
 
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("name, num_ranks", in_core(CORE, CASES))
 def test_nothing_is_used_before_it_is_there(name, num_ranks):
-    reports = run_ranks(_trains, num_ranks, name)
-    for races, collectives, _ in reports:
-        assert not races, "\n".join(races)
-        assert collectives == reports[0][1], "the ranks launch their collectives in different orders"
-    assert bool(reports[0][1]) is (num_ranks > 1)
+    reports = run_ranks(trains, num_ranks, name)
+    for report in reports:
+        assert not report.races, "\n".join(report.races)
+        same = report.collectives == reports[0].collectives
+        assert same, "the ranks launch their collectives in different orders"
+    assert bool(reports[0].collectives) is (num_ranks > 1 and name in ON_DEVICES)
+
+
+@pytest.mark.full("more cases")
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_what_an_accelerator_may_choose_changes_nothing(name):
+    for seed in (1, 2):
+        assert not any(report.races for report in run_ranks(trains, 2, name, seed))
+
+
+# What is not there for other devices, and what only a report on a machine reads.
+DIRECT = {
+    "comm/bus.py": {"torch.cuda.check_error", "torch.cuda.cudart"},
+    "comm/world.py": {"torch.cuda.nccl.version"},
+    "recipes/bandwidth.py": {"torch.cuda.get_device_properties"},
+    "recipes/env.py": {"torch.cuda.nccl.version"},
+    "recipes/measured.py": {"torch.cuda.memory_allocated"},
+    "recipes/metrics.py": {
+        "torch.cuda.get_device_name",
+        "torch.cuda.max_memory_allocated",
+        "torch.cuda.memory_allocated",
+    },
+    "recipes/probes.py": {"torch.cuda._sanitizer"},
+    "recipes/plan.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
+}
+
+
+def test_devices_are_reached_by_one_door():
+    package = Path(__file__).parents[2] / "hf_zero"
+    found = {
+        str(file.relative_to(package)): set(re.findall(r"torch\.cuda[.\w]*", file.read_text()))
+        for file in package.rglob("*.py")
+    }
+    assert {name: uses for name, uses in found.items() if uses} == DIRECT

@@ -1,5 +1,6 @@
 """Trainings of the engine on the simulated accelerator, one for each way through its waits."""
 
+import hashlib
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
@@ -7,16 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero
+from hf_zero.activation import checkpointing_of
+from hf_zero.activation.store import Division
 from hf_zero.checkpoint.save import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
+from hf_zero.comm import native, pairwise
+from hf_zero.engine import build
 from tests import models
-from tests.simulated.accelerator import DEVICE, Accelerator
-from tests.training import Record, Sharded, adamw, loss_of
+from tests.simulated.accelerator import BUCKET_NBYTES, DEVICE, HOST, TIMEOUT_SECONDS, Accelerator, keep_groups
+from tests.simulated.hosts import LateMessages, SharedWatch, races_between
+from tests.training import Record, Sharded, adamw, assert_equal, loss_of
 
 
 BF16 = torch.bfloat16
@@ -33,10 +40,15 @@ class Scenario:
         checkpointing (`str`): "reentrant", "plain" or "" for none.
         in_backward (`bool`): whether what rests on the host is updated in backward.
         saves (`bool`): whether a checkpoint is written while the next step runs.
-        loads (`bool`): whether an earlier one is loaded right after the first step.
+        loads (`bool`): whether an earlier one is loaded: after the first step and an evaluation, or, with delayed
+            updates, after the last step, whose update is then under way.
         skips (`bool`): whether ranks skip blocks, each its own.
         make_optimizer (`Callable`): gives the optimizer of a model.
         fails (`bool`): whether a backward breaks off, and training goes on after it.
+        scales (`bool`): whether the loss is scaled.
+        divides (`bool`): whether checkpointed inputs, then equal on all ranks, are divided among them.
+        world (`str`): an "accelerator", one whose ranks send "staged messages", or CPUs, which have "shared memory" or
+            send "messages".
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -48,6 +60,9 @@ class Scenario:
     skips: bool = False
     make_optimizer: Callable = adamw
     fails: bool = False
+    scales: bool = False
+    divides: bool = False
+    world: str = "accelerator"
 
 
 SCENARIOS = {
@@ -67,6 +82,9 @@ SCENARIOS = {
     "stage 3, whole matrices": Scenario(dict(stage=3), make_optimizer=hf_zero.MuonWithAdamW()),
     "optimizer on the host, bf16": Scenario(dict(stage=3, offload="optimizer", compute_dtype=BF16)),
     "optimizer on the host, in backward": Scenario(dict(stage=3, offload="optimizer"), in_backward=True),
+    "optimizer on the host, in backward, which breaks off": Scenario(
+        dict(stage=3, offload="optimizer"), in_backward=True, fails=True
+    ),
     "optimizer on the host, delayed": Scenario(dict(stage=3, offload="optimizer", delayed_update=1)),
     "optimizer on the host, delayed, loading": Scenario(
         dict(stage=3, offload="optimizer", delayed_update=1), loads=True
@@ -80,11 +98,67 @@ SCENARIOS = {
     ),
     "parameters on the host, bf16, saving": Scenario(dict(stage=3, offload="params", compute_dtype=BF16), saves=True),
     "parameters on disk": Scenario(dict(stage=3, offload="params", offload_dir="disk")),
+    "optimizer on disk, loading": Scenario(dict(stage=2, offload="optimizer", offload_dir="disk"), loads=True),
     "optimizer on disk, bf16": Scenario(dict(stage=2, offload="optimizer", offload_dir="disk", compute_dtype=BF16)),
     "activations on the host": Scenario(dict(stage=3, offload_activations=True), checkpointing="plain"),
+    "activations on the host, a backward that breaks off": Scenario(
+        dict(stage=3, offload_activations=True), checkpointing="plain", fails=True
+    ),
+    "activations divided and on the host": Scenario(
+        dict(stage=2, offload_activations=True), checkpointing="plain", divides=True
+    ),
+    "stage 2, the loss scaled": Scenario(dict(stage=2, compute_dtype=BF16), scales=True),
+    "stage 3, loading": Scenario(dict(stage=3), loads=True),
+    "parameters on the host, loading": Scenario(dict(stage=3, offload="params"), loads=True),
+    "shared memory, stage 0": Scenario(dict(stage=0), world="shared memory"),
+    "shared memory, stage 1, bf16": Scenario(dict(stage=1, compute_dtype=BF16), world="shared memory"),
+    "shared memory, stage 2": Scenario(dict(stage=2), world="shared memory"),
+    "shared memory, stage 3": Scenario(dict(stage=3), world="shared memory"),
+    "shared memory, stage 3, bf16, saving": Scenario(
+        dict(stage=3, compute_dtype=BF16), world="shared memory", saves=True
+    ),
+    "shared memory, stage 3, loading": Scenario(dict(stage=3), world="shared memory", loads=True),
+    "shared memory, stage 3, whole matrices": Scenario(
+        dict(stage=3), world="shared memory", make_optimizer=hf_zero.MuonWithAdamW()
+    ),
+    "shared memory, stage 3, blocks skipped": Scenario(
+        dict(stage=3), world="shared memory", skips=True, model="switch"
+    ),
+    "shared memory, a backward that breaks off": Scenario(dict(stage=2), world="shared memory", fails=True),
+    "staged messages, stage 3, whole matrices": Scenario(
+        dict(stage=3), world="staged messages", make_optimizer=hf_zero.MuonWithAdamW()
+    ),
+    "messages, stage 2, bf16": Scenario(dict(stage=2, compute_dtype=BF16), world="messages"),
+    "messages, stage 3": Scenario(dict(stage=3), world="messages"),
+    "messages, stage 3, whole matrices": Scenario(
+        dict(stage=3), world="messages", make_optimizer=hf_zero.MuonWithAdamW()
+    ),
 }
 # One rank has no collectives: what is left is what goes to the host and comes back.
 ALONE = [name for name in SCENARIOS if "disk" in name or name == "parameters on the host"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is the same after each run of a training.
+
+    Args:
+        values (`str`): losses, norms and weights, in short.
+        collectives (`tuple`): what was launched, in order: communicator, kind, bytes.
+        nbytes (`tuple[int, ...]`): of the device's memory, after each forward and each step.
+    """
+
+    values: str
+    collectives: tuple[tuple[str, str, int], ...]
+    nbytes: tuple[int, ...]
+
+    def differ_from(self, others: "Facts") -> str:
+        """Says what is not as in another run; nothing where all is."""
+        if self.values != others.values:
+            return "other losses, norms or weights"
+        if self.collectives != others.collectives:
+            return "other collectives"
+        return f"bytes in use {self.nbytes}, expected {others.nbytes}" if self.nbytes != others.nbytes else ""
 
 
 @dataclass
@@ -95,26 +169,91 @@ class Result:
         record (`Record`): losses, norms and weights.
         races (`list[str]`): what was found.
         host_waits (`dict[str, int]`): how often the host waited for the device, by place.
-        collectives (`list`): what was launched, in order: communicator, kind, bytes.
+        facts (`Facts`): for comparisons with other runs.
     """
 
     record: Record
     races: list[str]
     host_waits: dict[str, int]
-    collectives: list[tuple[str, str, int]]
+    facts: Facts
 
 
-def run(scenario: Scenario) -> Result:
-    """Trains on the accelerator."""
-    accelerator = Accelerator()
+def run(scenario: Scenario, seed: int = 0) -> Result:
+    """Trains on the accelerator.
+
+    Args:
+        scenario (`Scenario`): what.
+        seed (`int`): of the choices that an accelerator has.
+    """
+    if scenario.world == "shared memory":
+        watch = SharedWatch()
+        with watch.installed():
+            record = train(scenario, HOST)
+        everyones: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, watch.notes)
+        return Result(record, races_between(everyones), {}, Facts(_digest(record), (), ()))
+    if scenario.world == "messages":
+        messages = LateMessages()
+        with messages.installed():
+            record = _over(pairwise.PairwiseComm, scenario)
+        return Result(record, messages.complaints(), {}, Facts(_digest(record), (), ()))
+    kind = pairwise.StagedComm if scenario.world == "staged messages" else native.NativeComm
+    accelerator, nbytes = Accelerator(seed, kind), []
     with accelerator.installed():
-        record = train(scenario, DEVICE)
-    races = list(accelerator.history.races.values())
-    return Result(record, races, dict(accelerator.host_waits), accelerator.collectives)
+        record = train(scenario, DEVICE, lambda: nbytes.append(accelerator.device_nbytes()))
+    facts = Facts(_digest(record), tuple(accelerator.collectives), tuple(nbytes))
+    return Result(record, accelerator.races(), dict(accelerator.host_waits), facts)
 
 
-def train(scenario: Scenario, device: torch.device) -> Record:
-    """Trains, with all that a user does between steps: evaluation, gathered parameters, a checkpoint."""
+def _digest(record: Record) -> str:
+    values = torch.cat([each.flatten().double() for each in (record.losses, record.norms, *record.weights.values())])
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+@dataclass
+class Report:
+    """What a rank tells of a training.
+
+    Args:
+        races (`list[str]`): what was found, each with the seed.
+        host_waits (`dict[str, int]`): see `Result`.
+        collectives (`tuple`): see `Facts`.
+    """
+
+    races: list[str]
+    host_waits: dict[str, int]
+    collectives: tuple[tuple[str, str, int], ...]
+
+
+def trains(name: str, seed: int = 0) -> Report:
+    """Trains on the accelerator, with the same losses, norms and weights as on the CPU, bit for bit."""
+    result = run(SCENARIOS[name], seed)
+    again = f"python -m tests.simulated --races --seed {seed} --ranks {dist.get_world_size()} {name!r}"
+    assert_equal(result.record, _over(native.NativeComm, SCENARIOS[name]), again)
+    return Report([f"{race} ({again})" for race in result.races], result.host_waits, result.facts.collectives)
+
+
+def _over(kind: type, scenario: Scenario) -> Record:
+    """The same training on the CPU, through collectives of some kind."""
+
+    def connect(*_, **__):
+        return kind(dist.group.WORLD, HOST, TIMEOUT_SECONDS, BUCKET_NBYTES)
+
+    with pytest.MonkeyPatch.context() as patch:
+        keep_groups(patch)
+        if dist.get_world_size() > 1:
+            patch.setattr(build, "connect", connect)
+        return train(scenario, HOST)
+
+
+def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = lambda: None) -> Record:
+    """Trains, with all that a user does between steps: evaluation, gathered parameters, a checkpoint.
+
+    Args:
+        scenario (`Scenario`): what.
+        device (`torch.device`): where the batches are.
+        look (`Callable`): called after each forward and each step.
+    """
     with ExitStack() as stack:
         settings = dict(scenario.settings)
         if settings.get("offload_dir"):
@@ -123,33 +262,41 @@ def train(scenario: Scenario, device: torch.device) -> Record:
         if scenario.checkpointing:
             reentrant = {"use_reentrant": scenario.checkpointing == "reentrant"}
             subject.model.gradient_checkpointing_enable(reentrant)
+        if scenario.divides:
+            store = checkpointing_of(subject.engine).store
+            store._division = Division(subject.engine.comm, subject.engine.comm.counters)
+        scaler = hf_zero.ZeroGradScaler(device.type, init_scale=2.0**8, enabled=scenario.scales)
         if scenario.loads:
             earlier = _save(subject, stack)
-            earlier.wait()
         losses, norms = [], []
         for step in range(NUM_STEPS):
             for micro in range(NUM_MICRO):
                 is_last = scenario.in_backward and micro == NUM_MICRO - 1
                 with subject.optimizer.in_backward() if is_last else nullcontext():
                     loss = loss_of(subject(**_batch(scenario, step, micro, device)))
-                    loss.backward()
+                    look()
+                    scaler.scale(loss).backward()
                 losses.append(loss.detach())
             if step and not scenario.in_backward:
                 handle = hf_zero.ShardedModel(subject.model)
                 grads = [handle.full_grad(name) for name, _ in list(subject.model.named_parameters())[:2]]
                 losses += [grad.sum() for grad in grads if grad is not None]
+            scaler.unscale_(subject.optimizer)
             norms.append(torch.zeros(()) if scenario.in_backward else subject.clip_grad_norm_(0.1).detach())
-            subject.optimizer.step()
+            scaler.step(subject.optimizer)
+            scaler.update()
             subject.optimizer.zero_grad()
-            if step == 0 and scenario.loads:
-                hf_zero.load_state(subject.model, subject.optimizer, earlier.folder)
+            look()
             if step == 0:
                 _between(subject, scenario, device, stack)
-        record = Record(torch.stack(losses), torch.stack(norms), subject.weights())
-        restored = hf_zero.ShardedModel(subject.model).unshard().state_dict()
-        shown = {name: value.to(subject.dtype).float() for name, value in restored.items()}
-        assert all(torch.equal(shown[name], weight) for name, weight in record.weights.items())
-        return record
+            if scenario.loads and step == (NUM_STEPS - 1 if subject.engine.config.delayed_update else 0):
+                hf_zero.load_weights(subject.model, earlier.folder)
+                hf_zero.load_state(subject.model, subject.optimizer, earlier.folder)
+        if scenario.fails:
+            _fail(subject, scenario, device, in_backward=False)
+        restored = hf_zero.ShardedModel(subject.model).unshard()
+        weights = {name: param.detach().float() for name, param in restored.named_parameters()}
+        return Record(torch.stack(losses), torch.stack(norms), weights)
 
 
 def _between(subject: Sharded, scenario: Scenario, device: torch.device, stack: ExitStack) -> None:
@@ -157,41 +304,51 @@ def _between(subject: Sharded, scenario: Scenario, device: torch.device, stack: 
     with torch.no_grad():
         subject(**_batch(scenario, 7, 0, device))
     subject.model.train()
+    subject.weights()
     with hf_zero.gathered(subject.model, writeback=True):
         with torch.no_grad():
             next(subject.model.parameters()).mul_(0.5)
     if scenario.fails:
         _fail(subject, scenario, device)
     if scenario.saves:
-        saving = _save(subject, stack)
+        snapshots = Snapshots()
+        _save(subject, stack, snapshots)  # the next waits for it
+        saving = _save(subject, stack, snapshots)
         stack.callback(saving.wait)
 
 
-def _save(subject: Sharded, stack: ExitStack) -> Checkpoint:
+def _save(subject: Sharded, stack: ExitStack, background: Snapshots | None = None) -> Checkpoint:
     folder = [stack.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     path = Path(folder[0], "checkpoint")
-    return save_checkpoint(subject.model, subject.optimizer, path, background=Snapshots())
+    return save_checkpoint(subject.model, subject.optimizer, path, background=background)
 
 
-def _fail(subject: Sharded, scenario: Scenario, device: torch.device) -> None:
-    """Breaks a backward off in its middle, on all ranks."""
+def _fail(subject: Sharded, scenario: Scenario, device: torch.device, in_backward: bool = True) -> None:
+    """Breaks a forward or a backward off in its middle, on all ranks."""
 
     def stop(*_):
         raise KeyboardInterrupt
 
     def hook(module, inputs, output):
+        if not in_backward:
+            stop()
         (output[0] if isinstance(output, tuple) else output).register_hook(stop)
 
     handle = subject.model.model.layers[1].register_forward_hook(hook)
-    loss = loss_of(subject(**_batch(scenario, 8, 0, device)))
-    handle.remove()
+    loss = None
     with suppress(KeyboardInterrupt):
+        loss = loss_of(subject(**_batch(scenario, 8, 0, device)))
+    handle.remove()
+    if loss is None:
+        return
+    is_early = subject.optimizer.in_backward() if scenario.in_backward else nullcontext()
+    with suppress(KeyboardInterrupt), is_early:
         loss.backward()
 
 
 def _batch(scenario: Scenario, step: int, micro: int, device: torch.device) -> dict[str, Any]:
-    rank = dist.get_rank()
+    rank = 0 if scenario.divides else dist.get_rank()
     batch: dict[str, Any] = models.batch(scenario.model, seed=1000 * step + 10 * micro + rank)
     batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     if scenario.skips:
