@@ -17,7 +17,6 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from torch import nn
 from transformers import (
     AutoModelForImageTextToText,
-    EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -30,10 +29,12 @@ from hf_zero.recipes.data import Data, Mixture, Rows
 from hf_zero.recipes.data.chat import DEFAULT
 from hf_zero.recipes.data.formats import FORMAT_NAMES, LABELS, MASKS, Format, recognise
 from hf_zero.recipes.data.image_rows import ImageFormat, with_images
-from hf_zero.recipes.data.images import check_pillow, decoded, image_column
+from hf_zero.recipes.data.images import check_pillow, image_column
 from hf_zero.recipes.data.rows import IGNORED, cut_note, plural
 from hf_zero.recipes.language_models import config_of, load_language_model, load_processor, takes_images
+from hf_zero.recipes.token_batches import Metrics, token_means, with_pixels, with_rows
 from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask
+from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trl import ZeroSFTTrainer
 
 
@@ -43,7 +44,20 @@ PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layer
 
 
 @dataclass
-class SftArguments(TrlArguments):
+class TokenArguments(TrlArguments):
+    """What `sft` and `pretrain` take beside the configuration of their trainer."""
+
+    compute_metrics: str | None = field(
+        default=None,
+        metadata={
+            "help": "file.py:function, which takes transformers' EvalPrediction (of each test row the sums over its "
+            "tokens: loss, entropy, right guesses; and how many tokens count) and gives a dict of further metrics."
+        },
+    )
+
+
+@dataclass
+class SftArguments(TokenArguments):
     """What `sft` takes beside the configuration of its trainer."""
 
     dataset_format: str | None = field(
@@ -65,14 +79,21 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
     data_collator: Callable
     chat_template: str | None
 
-    def __init__(self, *args: Any, sources: Sequence[DataSource] = (), mixture: Mixture | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        sources: Sequence[DataSource] = (),
+        mixture: Mixture | None = None,
+        more_metrics: Metrics = lambda predictions: {},
+        **kwargs: Any,
+    ):
         self._sources, self._mixture = sources, mixture
         self.notes: list[str] = []
         self.sample: dict[str, Any] | None = None
-        super().__init__(*args, compute_metrics=_token_means, **kwargs)
+        super().__init__(*args, compute_metrics=partial(token_means, more=more_metrics), **kwargs)
         self.model_accepts_loss_kwargs = True  # the loss is TRL's, which divides by the tokens of the whole step
         if self._is_vision_dataset:  # whose rows TRL tokenizes when it makes a batch
-            self.data_collator = partial(_with_pixels, self.data_collator)
+            self.data_collator = partial(with_pixels, self.data_collator)
             batch = self.data_collator([next(iter(self.train_dataset))])
             self.sample = {name: batch[name][0].tolist() for name in ("input_ids", "labels")}
 
@@ -154,7 +175,7 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None, **kwargs: Any) -> Any:
         collate = self.data_collator
-        self.data_collator = partial(_with_rows, collate)
+        self.data_collator = partial(with_rows, collate)
         try:
             return super().get_eval_dataloader(eval_dataset, **kwargs)
         finally:
@@ -176,43 +197,11 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
 check_overrides(TokenMeanSFTTrainer, SFTTrainer, ("_prepare_dataset", "get_eval_dataloader", "prediction_step"))
 
 
-def _with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of rows whose images are decoded now.
-
-    Raises:
-        DataError: an image cannot be read, or the processor refuses the rows.
-    """
-    shown = [{**row, "images": [decoded(stored) for stored in row["images"]]} for row in rows]
-    try:
-        return collate(shown)
-    except ValueError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"rows with images: {reason}; a larger --max_length cuts no image") from error
-
-
 def _alike(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
     """Rows that were tokenized, with the columns that those of other data sets have too."""
     features = Features({"input_ids": List(Value("int32")), "labels": List(Value("int64"))})
     rows = rows.select_columns([*features])
     return rows if rows.features == features else rows.cast(features)
-
-
-def _with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch, and which of its rows each token is of: without padding, all rows are one behind the other."""
-    batch = collate(rows)
-    shape = batch["input_ids"].shape
-    row_of = torch.arange(len(rows))[:, None].expand(len(rows), shape[1])
-    if shape[0] < len(rows):
-        lengths = [len(row["input_ids"]) for row in rows]
-        lengths[-1] += shape[1] - sum(lengths)
-        row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[None]
-    return {**batch, "row_of": row_of}
-
-
-def _token_means(predictions: EvalPrediction) -> dict[str, float]:
-    """The means over tokens of what `TokenMeanSFTTrainer.prediction_step` gives."""
-    *sums, count = predictions.predictions.sum(axis=0, dtype="float64")
-    return dict(zip(("loss", "entropy", "mean_token_accuracy"), (float(each / max(count, 1)) for each in sums)))
 
 
 def _token_counts(rows: Dataset, max_length: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -246,6 +235,8 @@ class SftTask(TrlTask):
         name = getattr(arguments, "dataset_format", None)
         if name not in (None, *FORMAT_NAMES):
             raise ConfigError(f"dataset_format {name!r}: expected one of {', '.join(FORMAT_NAMES)}")
+        if name := getattr(arguments, "compute_metrics", None):
+            check_function("compute_metrics", name)
         super().check(arguments, training)
 
     def _check_training(self, training: Mapping[str, Any]) -> None:
@@ -378,8 +369,9 @@ def _loss_line(metrics: Mapping[str, float]) -> str:
     return f"loss {metrics['eval_loss']:.4f} a token"
 
 
-def _with_sources(task: Any, arguments: TrlArguments, training: Any, data: Data) -> dict[str, Any]:
-    return data.extra.get("mixed", {})
+def _parts(task: Any, arguments: TokenArguments, training: Any, data: Data) -> dict[str, Any]:
+    """The sources of mixed rows, if rows are mixed, and the metrics of the user's."""
+    return {**data.extra.get("mixed", {}), "more_metrics": metrics_of(arguments.compute_metrics)}
 
 
 SFT = SftTask(
@@ -387,7 +379,7 @@ SFT = SftTask(
     (),
     _loss_line,
     Arguments=SftArguments,
-    parts=_with_sources,
+    parts=_parts,
     defaults={"assistant_only_loss": None},
 )
-PRETRAIN = replace(SFT, Arguments=TrlArguments, defaults={"packing": True, "packing_strategy": "wrapped"})
+PRETRAIN = replace(SFT, Arguments=TokenArguments, defaults={"packing": True, "packing_strategy": "wrapped"})

@@ -102,11 +102,11 @@ def test_what_contradicts_itself_is_refused(tiny_llama, data, settings, message)
 ADDED = {
     *("task", "num_processes", "resume", "dry_run", "overwrite_output_dir"),
     *("train_file", "test_file", "max_train_rows", "max_test_rows", "skip_bad_rows", "dataset_shuffle_buffer"),
-    *("samples", "freeze", "unfreeze"),
+    *("samples", "freeze", "unfreeze", "preprocess", "datasets", "dataset_mixing", "dataset_stopping_strategy"),
 }
 REWARDED = {"reward_funcs", "reward_model_name_or_path"}  # of TRL's scripts for them
 ADDED_BY_TASK = {
-    **{"sft": {"dataset_format"}, "pretrain": set(), "reward": set()},
+    **{"sft": {"dataset_format", "compute_metrics"}, "pretrain": {"compute_metrics"}, "reward": set()},
     **dict.fromkeys(("dpo", "kto", "distill"), {"chat_template_path"}),
     **dict.fromkeys(("grpo", "rloo"), REWARDED | {"chat_template_path"}),
 }

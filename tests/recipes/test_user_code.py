@@ -4,6 +4,7 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.user_code import check_function, load_function, metrics_of
+from tests.recipes.preferences import preferences, write_rows
 from tests.recipes.ranks import logged, run_on_ranks
 
 
@@ -73,3 +74,21 @@ def test_a_metric_that_fails_is_told_by_file_and_line(file):
 def test_what_is_awaited_is_a_function_too(file):
     check_function("reward_funcs", f"{file}:awaited")
     assert load_function("reward_funcs", f"{file}:awaited", float).__name__ == "awaited"
+
+
+def test_language_models_are_judged_by_sums_over_the_tokens_of_each_row(tiny_llama, tmp_path):
+    pytest.importorskip("trl")
+    code = "def share(found):\n    right, count = found.predictions[:, 2], found.label_ids\n"
+    code += "    assert found.predictions.shape == (6, 3) and (right <= count).all() and (count > 0).all()\n"
+    code += "    return {'share': right.sum() / count.sum(), 'mine': found.predictions[:, 0].sum() / count.sum()}\n"
+    (tmp_path / "metrics.py").write_text(code)
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(6)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    argv = ["sft", f"--model_name_or_path={tiny_llama}", f"--train_file={data}", f"--test_file={data}"]
+    argv += ["--max_length=48", "--max_steps=1", "--report_to=none", "--save_strategy=no", "--output_dir=out"]
+    argv += ["--per_device_eval_batch_size=2", "--eval_strategy=steps", "--eval_steps=1", "--samples=0"]
+    for rank in run_on_ranks([*argv, "--compute_metrics=metrics.py:share"], tmp_path):
+        assert rank.code == 0, rank.err
+    folder = tmp_path / "out"
+    assert logged(folder, "eval_share") == pytest.approx(logged(folder, "eval_mean_token_accuracy"), abs=1e-6)
+    assert logged(folder, "eval_mine") == pytest.approx(logged(folder, "eval_loss"), abs=1e-6)

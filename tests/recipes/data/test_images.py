@@ -301,12 +301,12 @@ def test_settings_that_images_cannot_have_are_refused(load, language_models, tmp
 
 
 def test_an_image_that_is_cut_is_told(load, tiny_llava, tmp_path):
-    from hf_zero.recipes.sft import _with_pixels
+    from hf_zero.recipes.token_batches import with_pixels
 
     data = load(write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 1)))
     Path(data.train[0]["images"][0]["path"]).write_bytes(b"no image")
     with pytest.raises(DataError, match="0.png: UnidentifiedImageError"):
-        _with_pixels(lambda rows: {}, [data.train[0]])
+        with_pixels(lambda rows: {}, [data.train[0]])
 
 
 def test_generate_and_chat_answer_texts_alone(tiny_llava, tmp_path, capsys):

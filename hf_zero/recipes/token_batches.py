@@ -1,0 +1,47 @@
+"""Batches of tokens and of images, and metrics that are sums over the tokens of rows."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import EvalPrediction
+
+from hf_zero.errors import DataError
+from hf_zero.recipes.data.images import decoded
+
+
+Metrics = Callable[[EvalPrediction], Mapping[str, float]]
+
+
+def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of rows whose images are decoded now.
+
+    Raises:
+        DataError: an image cannot be read, or the processor refuses the rows.
+    """
+    shown = [{**row, "images": [decoded(stored) for stored in row["images"]]} for row in rows]
+    try:
+        return collate(shown)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"rows with images: {reason}; a larger --max_length cuts no image") from error
+
+
+def with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch, and which of its rows each token is of: without padding, all rows are one behind the other."""
+    batch = collate(rows)
+    shape = batch["input_ids"].shape
+    row_of = torch.arange(len(rows))[:, None].expand(len(rows), shape[1])
+    if shape[0] < len(rows):
+        lengths = [len(row["input_ids"]) for row in rows]
+        lengths[-1] += shape[1] - sum(lengths)
+        row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))[None]
+    return {**batch, "row_of": row_of}
+
+
+def token_means(predictions: EvalPrediction, more: Metrics) -> dict[str, float]:
+    """The means over tokens of what `prediction_step` gives, and what the user's function gives."""
+    *sums, count = predictions.predictions.sum(axis=0, dtype="float64")
+    means = zip(("loss", "entropy", "mean_token_accuracy"), (float(each / max(count, 1)) for each in sums))
+    of_rows = EvalPrediction(predictions.predictions[:, :-1], predictions.label_ids)
+    return {**dict(means), **more(of_rows)}
