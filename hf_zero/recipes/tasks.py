@@ -23,6 +23,8 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_zero.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Task:
@@ -40,9 +42,19 @@ class Task:
     holds_out: bool = False
 
     def load(self) -> Any:
-        """Imports it, and with it torch and transformers."""
+        """Imports it, and with it torch and transformers.
+
+        Raises:
+            ConfigError: It needs TRL, which cannot be imported.
+        """
         module, _, name = self.place.partition(":")
-        found = importlib.import_module(module)
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "trl":
+                raise
+            reason = error.__cause__ or error
+            raise ConfigError(f"TRL cannot be imported ({reason}); pip install 'hf-zero[trl]'") from error
         return getattr(found, name) if name else found
 
 

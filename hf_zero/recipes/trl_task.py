@@ -35,13 +35,7 @@ from hf_zero.recipes.loading import check_model, check_positions, num_positions
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.tasks import SampleArguments
-
-
-try:
-    from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
-except ImportError as error:
-    reason = error.__cause__ or error
-    raise ConfigError(f"TRL cannot be imported ({reason}); pip install 'hf-zero[trl]'") from error
+from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
 
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
