@@ -1,5 +1,6 @@
 """Batches of tokens and of images, and metrics that are sums over the tokens of rows."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from hf_zero.recipes.data.images import decoded
 
 
 Metrics = Callable[[EvalPrediction], Mapping[str, float]]
+CUT_IMAGE = re.compile(r"\bimages?\W* tokens?\b", re.IGNORECASE)  # of what processors say where a row is cut
 
 
 def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -24,7 +26,8 @@ def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, 
         return collate(shown)
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
-        raise DataError(f"rows with images: {reason}; a larger --max_length cuts no image") from error
+        remedy = "a larger --max_length cuts no image" if CUT_IMAGE.search(reason) else "correct them"
+        raise DataError(f"rows with images: {reason}; {remedy}") from error
 
 
 def with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -107,9 +107,11 @@ def _placed(messages: list[Message], num_images: int) -> list[Message]:
     """Messages in blocks, with a block for the place of each image: where they say none, before the first user's text.
 
     Raises:
-        BadRow: there are more or fewer images than places, or a block is none.
+        BadRow: there are more or fewer images than places, a block is none, or a message calls tools.
     """
-    turns = [{**turn, "content": _blocks(turn["content"])} for turn in messages if turn.get("content") is not None]
+    if any(turn.get("tool_calls") for turn in messages):
+        raise BadRow("it calls tools, which rows with images cannot")
+    turns = [{**turn, "content": _blocks(turn["content"])} for turn in messages]
     if not any(isinstance(turn["content"], list) for turn in turns):
         turns = list(messages)  # TRL places the images
     else:

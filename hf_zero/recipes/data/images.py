@@ -45,7 +45,7 @@ def check_image(stored: StoredImage, column: str) -> None:
     """
     try:
         open_image(stored).close()
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of decoders, and DecompressionBombError, which derives from nothing else
         raise BadRow(f"column {column!r}: no image that can be read ({image_failure(error, stored)})") from error
 
 
@@ -58,7 +58,7 @@ def decoded(stored: StoredImage) -> Any:
     try:
         with open_image(stored) as image:
             return image.convert("RGB")
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise DataError(f"an image cannot be read ({image_failure(error, stored)}); drop it") from error
 
 
@@ -72,11 +72,11 @@ def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, 
 
     Args:
         value (`str` or `Mapping`): the path of a file, or what `datasets` keeps.
-        folders (`tuple[Path, ...]`): where relative paths begin; the first that has the file.
+        folders (`tuple[Path, ...]`): where relative paths begin; one of them has the file.
         column (`str`): where the row holds it, for messages.
 
     Raises:
-        BadRow: there is no such file, or it is no image.
+        BadRow: there is no such file, or several, or it is no image.
     """
     if isinstance(value, Mapping) and value.get("bytes") is not None:
         found = {"bytes": value["bytes"], "path": value.get("path")}
@@ -85,9 +85,11 @@ def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, 
         if not isinstance(path, str):
             raise BadRow(f"column {column!r} holds a {type(value).__name__}, expected the path of an image")
         places = [folder / Path(path).expanduser() for folder in folders] or [Path(path).expanduser()]
-        file = next((place for place in places if place.is_file()), None)
-        if file is None:
+        files = list({place.resolve(): place for place in places if place.is_file()}.values())
+        if not files:
             raise BadRow(f"column {column!r}: there is no file {places[0]}")
-        found = {"bytes": None, "path": str(file.absolute())}
+        if len(files) > 1:
+            raise BadRow(f"column {column!r}: {path} may be {files[0]} or {files[1]}; name it by its whole path")
+        found = {"bytes": None, "path": str(files[0].absolute())}
     check_image(found, column)
     return found

@@ -198,6 +198,7 @@ def load(tiny_llava, tmp_path, monkeypatch):
 
 
 PLACE, TEXT = {"type": "image"}, {"type": "text", "text": "What colour?"}
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {}}}]}
 
 
 @pytest.mark.parametrize(
@@ -256,6 +257,7 @@ def test_images_that_parquet_holds_are_those_of_the_files(load, tiny_llava, tmp_
         ({"messages": turns([{"text": "a"}], "red")}, "a message holds a block without a type"),
         ({"messages": turns([PLACE, {"type": "video"}], "red")}, "a message holds a block of type 'video'"),
         ({"messages": turns([PLACE, TEXT], "<image>")}, "does not match number of image placeholders"),
+        ({"messages": [*turns([PLACE, TEXT], "red"), CALL]}, "line 2: it calls tools, which rows with images cannot"),
         ({"tools": [{"type": "function"}]}, "it has tools, which rows with images cannot have"),
     ],
 )
@@ -307,6 +309,40 @@ def test_an_image_that_is_cut_is_told(load, tiny_llava, tmp_path):
     Path(data.train[0]["images"][0]["path"]).write_bytes(b"no image")
     with pytest.raises(DataError, match="0.png: UnidentifiedImageError"):
         with_pixels(lambda rows: {}, [data.train[0]])
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [("Mismatch in `image` token count", "a larger --max_length cuts no image"), ("no pad token", "correct them")],
+)
+def test_a_refusal_of_the_processor_says_what_helps(reason, remedy):
+    from hf_zero.recipes.token_batches import with_pixels
+
+    def collate(rows):
+        raise ValueError(reason)
+
+    with pytest.raises(DataError, match=f"rows with images: {reason}; {remedy}"):
+        with_pixels(collate, [])
+
+
+def test_an_image_too_large_to_decode_is_a_bad_row(load, tmp_path, monkeypatch):
+    data = write_lines(tmp_path / "rows.jsonl", rows_of(tmp_path, 1))
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 8)
+    with pytest.raises(DataError, match="line 1: column 'images': no image .*0.png: DecompressionBombError"):
+        load(data)
+
+
+def test_a_name_that_two_folders_have_is_refused(tmp_path):
+    from hf_zero.recipes.data.images import find_image
+
+    folders = (tmp_path / "a", tmp_path / "b")
+    for folder in folders:
+        folder.mkdir()
+        rows_of(folder, 1)
+    whole = str(folders[1] / "pictures" / "0.png")
+    assert find_image(whole, folders, "images")["path"] == whole
+    with pytest.raises(ValueError, match="'images': pictures/0.png may be .*/a/pictures/0.png or .*/b/pictures/0.png"):
+        find_image("pictures/0.png", folders, "images")
 
 
 def test_generate_and_chat_answer_texts_alone(tiny_llava, tmp_path, capsys):
