@@ -108,7 +108,8 @@ class NativeComm(DistributedComm):
         super().__init__(group, device, timeout_seconds)
         purposes = ("collectives", "reductions" if separate_reductions else "collectives")
         with self._reaching("connecting the ranks"):
-            self._gather_group, self._reduce_group = (
+            # objects, rows and messages go through the first one too
+            self.group, self._reduce_group = (
                 communicator(group, device, self._timeout, purpose) for purpose in purposes
             )
         self._backend = torch.get_device_module(device)
@@ -175,7 +176,7 @@ class NativeComm(DistributedComm):
             work.wait()
 
     def _collect(self, full: Tensor, shard: Tensor):
-        return _all_gather(bytes_of(full), bytes_of(shard), group=self._gather_group, async_op=True)
+        return _all_gather(bytes_of(full), bytes_of(shard), group=self.group, async_op=True)
 
     def _sum(self, full: Tensor, out: Tensor):
         return _reduce_scatter(out, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)

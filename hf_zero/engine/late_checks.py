@@ -21,6 +21,7 @@ class _Check:
     arriving: Transfer
     holds: Tensor  # on the host
     refuse: Callable[[], None]
+    undo: Callable[[], None]
 
     def is_met(self) -> bool:
         """Waits for the condition, and returns it. Its memory on the device may then be given to others."""
@@ -45,32 +46,38 @@ class LateChecks:
         self._bus = bus
         self._reads_at_once = reads_at_once
         self._checks: deque[_Check] = deque()
+        self._unused: list[Tensor] = []  # memory of the host for conditions; to page-lock more makes the host wait
 
-    def expect(self, holds: Tensor, refuse: Callable[[], None]) -> None:
+    def expect(self, holds: Tensor, refuse: Callable[[], None], undo: Callable[[], None] = lambda: None) -> None:
         """Adds a condition. All ranks call it.
 
         Args:
             holds (`Tensor`): 0-d bool, the same on all ranks.
             refuse (`Callable`): raises an error. All ranks call it, so it may exchange what the error says.
+            undo (`Callable`): called before, for each condition that does not hold, also where another is refused.
         """
         if self._reads_at_once:
             if not bool(holds):
+                undo()
                 refuse()
             return
-        target = self._bus.empty(1, torch.bool)
-        self._checks.append(_Check(self._bus.down(target, holds.reshape(1)), target, refuse))
+        target = self._unused.pop() if self._unused else self._bus.empty(1, torch.bool)
+        self._checks.append(_Check(self._bus.down(target, holds.reshape(1)), target, refuse, undo))
 
     def has_failed(self) -> bool:
         """Whether a condition that has arrived does not hold. Those that hold are forgotten."""
         while self._checks and (self._checks[0].arriving.is_done() or len(self._checks) > MAX_CHECKS):
             if not self._checks[0].is_met():
                 return True
-            self._checks.popleft()
+            self._unused.append(self._checks.popleft().holds)
         return False
 
     def settle(self) -> None:
         """Waits for all conditions, and raises where one does not hold. All ranks call it."""
         checks, self._checks = self._checks, deque()
-        for check in checks:
-            if not check.is_met():
-                check.refuse()
+        failed = [check for check in checks if not check.is_met()]  # waits for each: its memory may be given to others
+        self._unused += [check.holds for check in checks]
+        for check in failed:
+            check.undo()
+        for check in failed[:1]:
+            check.refuse()

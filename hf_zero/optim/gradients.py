@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import NoReturn
 
@@ -150,6 +151,12 @@ def known_norm(engine: ZeroEngine) -> Tensor:
     return measure_norm(engine, float("inf")) if engine.grad_norm is None else engine.grad_norm
 
 
+def heeds_found_inf(inner: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer can leave out the steps that `found_inf` names. SGD with momentum cannot: of its first
+    step it then keeps momentum that nothing was written to."""
+    return not (isinstance(inner, torch.optim.SGD) and any(group["momentum"] for group in inner.param_groups))
+
+
 def expect_finite(engine: ZeroEngine, num_steps: int, undo: Callable[[], None]) -> Tensor:
     """Returns whether a fused optimizer is to leave a step out, without waiting for it. All ranks raise when they have
     learned that it did.
@@ -164,11 +171,8 @@ def expect_finite(engine: ZeroEngine, num_steps: int, undo: Callable[[], None]) 
     """
     is_finite, evidence = known_norm(engine).isfinite(), evidence_of(engine, in_norms=True)
 
-    def refuse():
-        undo()
-        refuse_nonfinite(engine, num_steps, evidence)
-
-    engine.late_checks.expect(is_finite, refuse)
+    refuse = partial(refuse_nonfinite, engine, num_steps, evidence)
+    engine.late_checks.expect(is_finite, refuse, undo)
     return is_finite.logical_not().float()
 
 

@@ -20,6 +20,7 @@ from hf_zero.optim.gradients import (
     describe_nonfinite,
     evidence_of,
     expect_finite,
+    heeds_found_inf,
     known_norm,
     measure_norm,
     refuse_nonfinite,
@@ -230,7 +231,8 @@ class ShardedOptimizer(StateRecords):
     @property
     def _leaves_out_itself(self) -> bool:
         """Whether the device leaves a step out that the host is not to know of before it: the host need not wait."""
-        return self.engine.runs_ahead and self.engine.config.nonfinite == "stop" and self._can_scale()
+        is_known_later = self.engine.runs_ahead and self.engine.config.nonfinite == "stop" and self._can_scale()
+        return is_known_later and all(map(heeds_found_inf, self._inners))
 
     def _uncount(self) -> None:
         self.num_steps -= 1
@@ -388,6 +390,7 @@ class ShardedOptimizer(StateRecords):
         rows = self.engine.comm.on_host.all_gather_vector(flags, what="the optimizer's step")
         anywhere = rows.amax(dim=0).tolist()
         if learned and anywhere.pop():
+            self.engine.clear_gradients()  # they are no longer clipped as was asked
             self.engine.late_checks.settle()
         for gradient in gradients if not all(own) else ():
             gradient.used = [bool(flag) for flag in anywhere[: len(gradient.used)]]

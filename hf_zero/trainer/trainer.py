@@ -154,7 +154,10 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
             with self.stop_on_signal.received(), transport_errors("training"), named_writes():
                 checkpoint = self._checkpoint_of(resume_from_checkpoint)
                 self._start = self.resumed.position
-                return super().train(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+                output = super().train(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+                if (engine := engine_of(self.model)) is not None:
+                    engine.finish_updates()  # raises what a device tells of the last steps
+                return output
         finally:
             for callback in own:
                 self.remove_callback(callback)

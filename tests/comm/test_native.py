@@ -108,11 +108,11 @@ def test_several_reductions_under_way_share_the_buckets():
 
 def _shares_communicators() -> None:
     first, second = (NativeComm(dist.group.WORLD, CPU, 60.0, SMALL) for _ in range(2))
-    assert first._gather_group is first._reduce_group is second._gather_group, "one for all models"
+    assert first.group is first._reduce_group is second.group, "one for all models"
     apart = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL, separate_reductions=True)
-    assert apart._gather_group is first._gather_group is not apart._reduce_group
+    assert apart.group is first.group is not apart._reduce_group
     others = NativeComm(dist.new_group(), CPU, 60.0, SMALL)
-    assert others._gather_group not in (first._gather_group, apart._reduce_group)
+    assert others.group not in (first.group, apart._reduce_group)
 
 
 def test_models_over_the_same_ranks_share_a_communicator():

@@ -78,10 +78,11 @@ def _learns_late(stage: int) -> None:
     with Accelerator().installed(), pytest.MonkeyPatch.context() as patch:
         subject = Sharded(models.build("llama"), _fused, stage)
         _step(subject, 0)
-        for when in ("at the next step", "when parameters are read"):
+        for when, num_bad in (("at the next step", 1), ("when parameters are read", 2)):
             before = subject.weights()
-            _backward(subject, 1, lambda loss: loss * float("nan") if dist.get_rank() == 1 else loss)
-            subject.optimizer.step()
+            for _ in range(num_bad):
+                _backward(subject, 1, lambda loss: loss * float("nan") if dist.get_rank() == 1 else loss)
+                subject.optimizer.step()
             what = "after 1 optimizer steps: the gradient of rank 1, first in unit .*; no step was taken on it"
             with pytest.raises(NonFiniteError, match=what):
                 if when == "at the next step":
@@ -98,6 +99,19 @@ def _learns_late(stage: int) -> None:
         assert subject.optimizer.num_steps == 2
         after = subject.weights()
         assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def _momentum_is_refused_at_once() -> None:
+    """torch's fused SGD keeps momentum that it has not written, of a first step that it leaves out."""
+    with Accelerator().installed():
+        subject = Sharded(
+            models.build("llama"),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
+            1,
+        )
+        _backward(subject, 0, lambda loss: loss * float("nan"))
+        with pytest.raises(NonFiniteError, match="after 0 optimizer steps"):
+            subject.optimizer.step()
 
 
 def _refuses(stage: int) -> None:
@@ -118,6 +132,7 @@ def _all_refused() -> None:
     for stage in (1, 3):
         _learns_late(stage)
         _refuses(stage)
+    _momentum_is_refused_at_once()
 
 
 def test_what_the_device_finds_out_is_refused_on_all_ranks_when_one_has_learned_of_it():
