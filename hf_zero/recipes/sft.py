@@ -28,7 +28,7 @@ from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import Data, Mixture, Rows
 from hf_zero.recipes.data.chat import DEFAULT
 from hf_zero.recipes.data.formats import FORMAT_NAMES, LABELS, MASKS, Format, recognise
-from hf_zero.recipes.data.image_rows import ImageFormat, with_images
+from hf_zero.recipes.data.image_rows import ImageFormat, with_images, without_images
 from hf_zero.recipes.data.images import check_pillow, image_column
 from hf_zero.recipes.data.rows import IGNORED, cut_note, plural
 from hf_zero.recipes.language_models import config_of, load_language_model, load_processor, takes_images
@@ -260,8 +260,8 @@ class SftTask(TrlTask):
             rows, (name,) if name else names, training.dataset_text_field, getattr(tokenizer, "tokenizer", tokenizer)
         )
         if not isinstance(tokenizer, ProcessorMixin):
-            return form
-        return with_images(form, rows, getattr(tokenizer, "image_token", None))
+            return without_images(form, rows) if isinstance(arguments, SftArguments) else form
+        return with_images(form, rows, getattr(tokenizer, "image_token", None), tokenizer.tokenizer.eos_token or "")
 
     def settle(self, sources: list[DataSource], tokenizer: ProcessingClass, training: Any) -> list[str]:
         """Settles what the loss counts: what is set, or by default what the format of each data set tells apart."""

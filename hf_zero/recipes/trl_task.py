@@ -231,8 +231,10 @@ class TrlTask:
         """How rows are read: by the first of the formats all of whose columns they have.
 
         Raises:
-            DataError: A column is missing.
+            DataError: A column is missing, or one holds images.
         """
+        if column := image_column(rows):
+            raise DataError(f"{rows.source}: column {column!r}: sft alone trains on images; leave the column out")
         return format_of(self.formats, rows)
 
     def settle(self, sources: list[DataSource], tokenizer: ProcessingClass, training: Any) -> list[str]:

@@ -1,8 +1,9 @@
 """Rows of messages or prompts with images, as TRL's collator for vision-language models takes them."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class ImageFormat(Format):
         column (`str`, *optional*): one of `IMAGE_COLUMNS`; `None` where the rows have none.
         folders (`tuple[Path, ...]`): where relative paths of images begin.
         image_token (`str`, *optional*): how a prompt that is a text says the place of an image.
+        eos_token (`str`): put behind a completion that is a text, as TRL does it for rows without images.
         files (`str`): a hash of the names, sizes and times of the image files, of which no row holds more than the
             name: rows that were read from other files are not found in the cache.
     """
@@ -34,6 +36,7 @@ class ImageFormat(Format):
     column: str | None = None
     folders: tuple[Path, ...] = ()
     image_token: str | None = None
+    eos_token: str = ""
     files: str = ""
 
     @property
@@ -56,11 +59,15 @@ class ImageFormat(Format):
             first, *others = self.gives
             values[first] = _placed(values[first], len(images))
             values |= {column: _placed(values[column], 0) for column in others}
-        elif self.image_token is not None:
+            return {**values, "images": images}
+        if self.image_token is not None:
             found = [values[column].count(self.image_token) for column in self.gives]
             if found != [len(images), 0]:
                 times = f"{found[0]} times {self.image_token} in the prompt and {found[1]} times in the completion"
                 raise BadRow(f"{len(images)} images, and {times}")
+        completion = self.gives[-1]
+        if not values[completion].endswith(self.eos_token):
+            values[completion] += self.eos_token
         return {**values, "images": images}
 
     def prompt_of(self, row: dict[str, Any]) -> str | list[Message]:
@@ -73,13 +80,14 @@ class ImageFormat(Format):
         return [{"role": "user", "content": [*images, *texts]}]
 
 
-def with_images(form: Format, rows: Rows, image_token: str | None) -> ImageFormat:
+def with_images(form: Format, rows: Rows, image_token: str | None, eos_token: str) -> ImageFormat:
     """The same format, for rows with images.
 
     Args:
         form ([`Format`]): of the rows without them.
         rows ([`Rows`]): say in which column they are, and where relative paths begin.
         image_token (`str`, *optional*): of the model's processor.
+        eos_token (`str`): of its tokenizer.
 
     Raises:
         DataError: rows are texts, with which TRL takes no images.
@@ -91,7 +99,20 @@ def with_images(form: Format, rows: Rows, image_token: str | None) -> ImageForma
     own = {each.name: getattr(form, each.name) for each in fields(Format)}
     folders = _folders(rows)
     files = _hash_of_files(rows, column, folders) if column else ""
-    return ImageFormat(**own, column=column, folders=folders, image_token=image_token, files=files)
+    own |= {"image_token": image_token, "eos_token": eos_token}
+    return ImageFormat(**own, column=column, folders=folders, files=files)
+
+
+def without_images(form: Format, rows: Rows) -> Format:
+    """The same format for rows that are read as texts alone: a row whose images would be lost is a bad row."""
+    column = image_column(rows)
+    return form if column is None else replace(form, convert=partial(_converted, form.convert, column))
+
+
+def _converted(convert: Callable, column: str, row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    if row.get(column) not in (None, []):
+        raise BadRow(f"column {column!r} has an image, and the first row, which decides what is trained on, has none")
+    return convert(row, is_chat)
 
 
 def _named(row: Mapping[str, Any], column: str | None) -> list[Any]:

@@ -189,8 +189,9 @@ def load(tiny_llava, tmp_path, monkeypatch):
     def call(data: Path, **settings):
         monkeypatch.chdir(tmp_path)
         reset_accelerate()
-        parsed = parse_settings("sft", flags(settings.pop("model", tiny_llava), data, **settings))
-        task = TASKS["sft"].load()
+        name = settings.pop("task", "sft")
+        parsed = parse_settings(name, flags(settings.pop("model", tiny_llava), data, **settings))
+        task = TASKS[name].load()
         task.check(parsed.arguments, parsed.training)
         return task.load_data(parsed.arguments, parsed.training_arguments())
 
@@ -277,10 +278,11 @@ def test_an_image_that_is_gone_is_missed_although_the_rows_are_cached(load, tmp_
         load(data)
 
 
-def test_prompts_that_are_texts_say_the_places(load, tmp_path):
+def test_prompts_that_are_texts_say_the_places(load, tokenizer, tmp_path):
     rows_of(tmp_path, 1)
     row = {"image": "pictures/0.png", "prompt": "<image> is", "completion": " red"}
-    assert load(write_lines(tmp_path / "rows.jsonl", [row])).train[0]["prompt"] == "<image> is"
+    found = load(write_lines(tmp_path / "rows.jsonl", [row])).train[0]
+    assert (found["prompt"], found["completion"]) == ("<image> is", " red" + tokenizer.eos_token)
     with pytest.raises(DataError, match="line 1: 1 images, and 0 times <image> in the prompt and 0 times in the"):
         load(write_lines(tmp_path / "other.jsonl", [{**row, "prompt": "It is"}]))
 
@@ -300,6 +302,15 @@ def test_settings_that_images_cannot_have_are_refused(load, language_models, tmp
         settings["model"] = language_models[settings["model"]]
     with pytest.raises((ConfigError, DataError), match=message):
         load(write_lines(tmp_path / "rows.jsonl", rows), **{"dataset_format": "messages", **settings})
+
+
+def test_images_that_would_be_lost_are_refused(load, language_models, tmp_path):
+    row = {"prompt": "What colour?", "completion": "red", "image": None}
+    data = write_lines(tmp_path / "rows.jsonl", [row, {**row, "image": "pictures/0.png"}])
+    with pytest.raises(DataError, match="line 2: column 'image' has an image, and the first row, which"):
+        load(data, model=language_models["Llama"])
+    with pytest.raises(DataError, match="column 'image': sft alone trains on images; leave the column out"):
+        load(data, model=language_models["Llama"], task="dpo")
 
 
 def test_an_image_that_is_cut_is_told(load, tiny_llava, tmp_path):
