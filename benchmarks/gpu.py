@@ -31,8 +31,6 @@ from benchmarks.workload import SIZES, Workload
 from tests.distributed import RemoteError
 
 
-# Dense bf16 TFLOPS of the vendor's data sheets, by a part of the device's name.
-_PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125, "4090": 165}
 # Largest accepted difference from the fp32 reference: (loss, relative norm, weight).
 _TOLERANCES = {"fp32": (1e-4, 1e-3, 1e-4), "bf16": (5e-2, 5e-2, 5e-3)}
 _CORRECTNESS_STEPS = 6
@@ -48,11 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     report = {"machine": describe_machine() | {"gpu": describe_gpu(options.device)}, "settings": vars(options).copy()}
     report["settings"]["json"] = None
-    print(f"{one_line(report['machine'])}; GPU: {report['machine']['gpu']}")
+    gpu = report["machine"]["gpu"]
+    peak = _peak_tflops(options, gpu)
+    of_peak = "no MFU, since the device is not known: --peak_tflops" if peak is None else f"MFU is of {peak:g} TFLOPS"
+    print(f"{one_line(report['machine'])}; GPU: {gpu}; {of_peak}")
     failed = False
     if "speed" in options.parts:
         report["speed"] = measure_speed(options)
-        summary = summarize_speed(report["speed"], options, report["machine"]["gpu"])
+        summary = summarize_speed(report["speed"], options, peak)
         report["speed_summary"] = summary
         _print_speed(options, summary, report["speed"])
         failed = any(entry["error"] for entry in report["speed"].values())
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         report["fragmentation"] = measure_fragmentation(options)
         failed = failed or any(e["error"] for part in report["fragmentation"].values() for e in part.values())
     if "shapes" in options.parts:
-        report["shapes"] = measure_shapes(options, _peak_tflops(options, report["machine"]["gpu"]))
+        report["shapes"] = measure_shapes(options, peak)
         failed = failed or any(
             mode["error"] for shape in report["shapes"].values() for mode in shape["modes"].values()
         )
@@ -140,7 +141,11 @@ def _batch(options: argparse.Namespace) -> int:
 
 
 def _peak_tflops(options: argparse.Namespace, gpu: str) -> float | None:
-    return options.peak_tflops or next((tflops for name, tflops in _PEAK_TFLOPS.items() if name in gpu), None)
+    """Dense bf16 TFLOPS of a device, of which `gpu` is what `describe_gpu` says."""
+    from hf_zero.recipes.metrics import peak_flops  # here: processes that measure others import this module
+
+    found = peak_flops(gpu.partition(",")[0])
+    return options.peak_tflops or (found and found / 1e12)
 
 
 def _present(parser: argparse.ArgumentParser, name: str) -> bool:
@@ -187,10 +192,9 @@ def _time_mode(entry: dict, name: str, workload: Workload, options: argparse.Nam
         print(f"{name}: {error}", file=sys.stderr)
 
 
-def summarize_speed(raw: dict[str, dict], options: argparse.Namespace, gpu: str) -> dict[str, dict]:
+def summarize_speed(raw: dict[str, dict], options: argparse.Namespace, peak: float | None) -> dict[str, dict]:
     size = SIZES[options.size]
     flops = size.flops_per_token(options.seq) * options.seq * _batch(options)
-    peak = _peak_tflops(options, gpu)
     summaries = {}
     for name, entry in raw.items():
         if entry["error"]:

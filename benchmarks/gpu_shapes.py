@@ -20,6 +20,7 @@ from tests.distributed import RemoteError
 
 GIB = 2**30
 MODES = ("plain", "fsdp2", "hf_zero-3")
+ALONE = ("plain", "plain-bf16")  # of several processes each trains a model of its own
 # Of 8 B parameters fp32 masters and state do not fit one device: all of it is in bf16, and blocks are recomputed.
 SHAPES = {
     "0.5b": Workload(size="0.5b", dtype="bf16", seq=4096, batch=8),
@@ -90,12 +91,13 @@ def _print_shape(name: str, workload: Workload, options: argparse.Namespace, mod
     )
     rows = []
     for mode, entry in modes.items():
+        label = f"{mode} (no communication)" if mode in ALONE and options.num_processes > 1 else mode
         if entry["error"]:
-            rows.append([mode, "-", "-", "-", "-", "failed"])
+            rows.append([label, "-", "-", "-", "-", "failed"])
             continue
         peak, mfu = entry["peak_nbytes"], entry["mfu"]
         rows.append([
-            mode,
+            label,
             f"{entry['step_seconds'] * 1e3:.1f}",
             f"{entry['tokens_per_second']:.0f}",
             "-" if mfu is None else f"{mfu:.1%}",

@@ -1,9 +1,12 @@
 """The tool `check`: trains a tiny model on this machine in all ways, compares, measures, and says what is wrong."""
 
-import json
 import os
+import signal
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.recipes import env
 from hf_zero.recipes.launch import launch
+from hf_zero.recipes.metrics import read_log
 from hf_zero.recipes.page import page_html
 from hf_zero.recipes.probes import FAILED, OK, SKIPPED, Outcome, run_probes
 from hf_zero.recipes.settings import launched_world_size
@@ -21,6 +25,7 @@ from hf_zero.recipes.settings import launched_world_size
 POSITIONAL = None
 
 ON_CPUS = 2  # processes, where nothing else is asked for
+DEADLINE_SECONDS = 600.0  # for all probes, which take a minute or two
 PAGE_NAME = "check.html"
 SANITIZER = "TORCH_CUDA_SANITIZER"
 # What of `env` says which software this is.
@@ -118,7 +123,8 @@ def _in_processes(num_processes: int, device_type: str, sanitizes: bool) -> list
         journal = Path(folder, "journal")
         failure = None
         try:
-            launch(num_processes, run_probes, device_type, str(journal))
+            with _deadline():
+                launch(num_processes, run_probes, device_type, str(journal))
         except HfZeroError as error:
             failure = " ".join(str(error).split())
         finally:
@@ -127,10 +133,28 @@ def _in_processes(num_processes: int, device_type: str, sanitizes: bool) -> list
         return _outcomes(journal, failure)
 
 
+@contextmanager
+def _deadline() -> Iterator[None]:
+    """Raises [`HfZeroError`] in the main thread when the time is up; the launcher then ends its processes."""
+
+    def give_up(number: int, frame: Any) -> None:
+        raise HfZeroError(f"not done {DEADLINE_SECONDS:.0f} s after the start of all probes, and ended")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    timer = threading.Timer(DEADLINE_SECONDS, os.kill, (os.getpid(), signal.SIGALRM))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGALRM, before)
+
+
 def _outcomes(journal: Path, failure: str | None) -> list[Outcome]:
     """Reads what was found until a process ended, however it did."""
-    lines = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
-    entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    entries = read_log(journal) if journal.exists() else []  # without a line that the end has cut off
     outcomes = [Outcome(**entry) for entry in entries if "status" in entry]
     if failure is not None:
         name = next((entry["begins"] for entry in entries[-1:] if "begins" in entry), "processes")

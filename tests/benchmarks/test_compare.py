@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from benchmarks import compare
+from benchmarks.gpu import _peak_tflops, parse_arguments
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +112,15 @@ def test_gpu_program_tries_shapes_and_largest_models_without_a_gpu(tmp_path):
             assert abs(peer["ranks"][1]["losses"][0] - hf_zero["ranks"][1]["losses"][0]) < 0.05
     assert report["largest"]["offload"]["layers"] > report["largest"]["device"]["layers"] > 0
     assert "## dry-pure: 0.00 B, pure-bf16" in done.stdout
+    assert done.stdout.count("| plain (no communication) ") == 2 and "no MFU" in done.stdout
+
+
+@pytest.mark.parametrize("name, tflops", [("L40", 181), ("A10G", 70), ("H100 PCIe", 756), ("H100 NVL", 835)])
+def test_mfu_is_of_the_very_device(name, tflops):
+    options = parse_arguments([])
+    assert _peak_tflops(options, f"NVIDIA {name}, 45 GiB, CUDA 12.8") == tflops
+    options.peak_tflops = 1.0
+    assert _peak_tflops(options, f"NVIDIA {name}, 45 GiB, CUDA 12.8") == 1.0
 
 
 def test_gpu_program_refuses_a_part_that_it_does_not_know():

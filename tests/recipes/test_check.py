@@ -1,7 +1,10 @@
 """`check`: a machine that is right passes, and one that is not is said to be wrong, with what is."""
 
 import os
+import time
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +89,51 @@ def test_values_that_come_too_late_are_found(in_this_process, capsys, monkeypatc
     monkeypatch.setattr(loopback.LoopbackComm, "_collect", lambda self, full, shard: loopback._Copies(_Event(), None))
     assert main(["check", "--use_cpu", "--num_processes", "1"]) == 1
     assert results(capsys.readouterr().out)["stage 3"][0] == probes.FAILED
+
+
+@pytest.mark.parametrize(
+    "measure, broken, wrong",
+    [
+        (bandwidth.gather_rate, "_collect", lambda self, full, shard: loopback._Copies(_Event(), None)),
+        (bandwidth.reduce_rate, "_sum", _leaves_a_rank_out),
+    ],
+)
+def test_large_messages_that_arrive_wrong_are_found(monkeypatch, measure, broken, wrong):
+    monkeypatch.setattr(bandwidth, "ON_CPU_NBYTES", 2**20)
+    cpu = torch.device("cpu")
+    assert all(rate.nbytes_per_second > 0 for rate in loopback.run_loopback(2, measure, cpu))
+    monkeypatch.setattr(loopback.LoopbackComm, broken, wrong)
+    with pytest.raises(bandwidth.Wrong, match=r"values are wrong, the first at \d+: found -?\d.*, expected \d"):
+        loopback.run_loopback(2, measure, cpu)
+
+
+def test_stages_in_bf16_may_differ_by_one_rounding_where_bits_do_not_repeat(monkeypatch):
+    def rounds_otherwise(model, job, *args):
+        trained = right(model, job, *args)
+        return replace(trained, losses=trained.losses * (1 + job.stage * 2.0**-9))
+
+    right = probes.train_job
+    monkeypatch.setattr(probes, "train_job", rounds_otherwise)
+    monkeypatch.setattr(probes.Ranks, "repeats_bits", False)
+    tried = probes.Probes(probes.Ranks("cpu"), None)
+    assert "another order of sums" in tried.bf16()
+    with pytest.raises(bandwidth.Wrong, match="losses differs from stage 0"):
+        tried.stage(1)
+
+
+@pytest.mark.quick
+def test_a_check_that_hangs_is_ended_and_its_probe_named(capsys, monkeypatch):
+    def hang(num_processes, function, device_type, journal):
+        Path(journal).write_text('{"begins": "stage 2"}\n{"name": "stage 2", "sta', encoding="utf-8")  # cut off
+        time.sleep(60)
+
+    monkeypatch.setattr(check, "launch", hang)
+    monkeypatch.setattr(check, "DEADLINE_SECONDS", 0.1)
+    assert main(["check", "--use_cpu"]) == 1
+    assert results(capsys.readouterr().out)["stage 2"] == (
+        probes.FAILED,
+        "not done 0 s after the start of all probes, and ended",
+    )
 
 
 class _Event:
