@@ -9,6 +9,7 @@ from transformers import EvalPrediction
 
 from hf_zero.errors import DataError
 from hf_zero.recipes.data.images import decoded
+from hf_zero.recipes.data.rows import IGNORED
 
 
 Metrics = Callable[[EvalPrediction], Mapping[str, float]]
@@ -19,15 +20,24 @@ def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, 
     """A batch of rows whose images are decoded now.
 
     Raises:
-        DataError: an image cannot be read, or the processor refuses the rows.
+        DataError: an image cannot be read, the processor refuses the rows, or a row is cut before all that counts.
     """
     shown = [{**row, "images": [decoded(stored) for stored in row["images"]]} for row in rows]
     try:
-        return collate(shown)
+        batch = collate(shown)
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         remedy = "a larger --max_length cuts no image" if CUT_IMAGE.search(reason) else "correct them"
         raise DataError(f"rows with images: {reason}; {remedy}") from error
+    counts = (batch["labels"][:, 1:] != IGNORED).any(dim=1).tolist()  # the first is predicted from nothing
+    if not all(counts):
+        lost = rows[counts.index(False)]["images"]
+        name = next((f" of {stored['path']}" for stored in lost if stored.get("path")), "")
+        raise DataError(
+            f"rows with images: no token of the row{name} counts within max_length "
+            f"{getattr(collate, 'max_length', None)}; set a larger --max_length, or drop the row"
+        )
+    return batch
 
 
 def with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Vision-language models: from rows that name images to a folder that plain transformers loads, and refusals."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -334,6 +335,22 @@ def test_a_refusal_of_the_processor_says_what_helps(reason, remedy):
 
     with pytest.raises(DataError, match=f"rows with images: {reason}; {remedy}"):
         with_pixels(collate, [])
+
+
+def test_a_row_of_which_nothing_that_counts_is_left_is_refused(load, tiny_llava, tmp_path):
+    from transformers import AutoProcessor
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    from hf_zero.recipes.token_batches import with_pixels
+
+    rows_of(tmp_path, 1)
+    row = {"image": "pictures/0.png", "prompt": "<image> is", "completion": " red"}
+    rows = list(load(write_lines(tmp_path / "rows.jsonl", [row])).train)
+    processor = AutoProcessor.from_pretrained(tiny_llava)
+    collate = partial(DataCollatorForVisionLanguageModeling, processor, completion_only_loss=True)
+    assert with_pixels(collate(), rows)["labels"][0, -1] == processor.tokenizer.eos_token_id
+    with pytest.raises(DataError, match="no token of the row of .*0.png counts within max_length 5; set a larger"):
+        with_pixels(collate(max_length=5), rows)
 
 
 def test_an_image_too_large_to_decode_is_a_bad_row(load, tmp_path, monkeypatch):
