@@ -1,7 +1,7 @@
 """docs/recipes.md: its tables are those of the code."""
 
 import re
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +44,26 @@ def formats() -> str:
 
 
 def arguments() -> str:
-    shared = {field.name: field for kind in (LaunchArguments, SourceArguments) for field in fields(kind)}
-    owners, known, defaults = {}, dict(shared), {}
+    shared = [field for kind in (LaunchArguments, SourceArguments) for field in fields(kind)]
+    owners, known, defaults = {}, {_told(field): field for field in shared}, {}
     for task, entry in TASKS.items():
         for kind in (LaunchArguments, entry.load().Arguments):
             for field in fields(kind):
-                owners.setdefault(field.name, []).append(task)
+                owners.setdefault(_told(field), []).append(task)
         for field in fields(entry.load().Arguments):
-            known.setdefault(field.name, field)
-            defaults.setdefault(field.name, {})[task] = field.default
+            known.setdefault(_told(field), field)
+            defaults.setdefault(_told(field), {})[task] = field.default
     lines = ["| key | default | of | |", "|---|---|---|---|"]
-    for name, field in known.items():
-        default = _default(field.default, defaults.get(name, {}))
-        of = "all" if owners[name] == [*TASKS] else ", ".join(owners[name])
-        lines.append(f"| `{name}` | {default} | {of} | {_as_code(field.metadata['help'])} |")
+    for told, field in known.items():
+        default = _default(field.default, defaults.get(told, {}))
+        of = "all" if owners[told] == [*TASKS] else ", ".join(owners[told])
+        lines.append(f"| `{field.name}` | {default} | {of} | {_as_code(field.metadata['help'])} |")
     return "\n".join(lines)
+
+
+def _told(field: Field) -> tuple[str, str]:
+    """Tasks may tell different things of a key."""
+    return field.name, field.metadata["help"]
 
 
 def _default(value: Any, of_tasks: dict[str, Any]) -> str:

@@ -1,11 +1,15 @@
 """Parameters that are not trained, named by patterns."""
 
+import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from hf_zero.errors import ConfigError
+
+
+NUMBERS = re.compile(r"\[(\d+-\d{2,}|\d{2,}-)")  # meant as numbers of layers, but read as one letter
 
 
 @dataclass
@@ -16,7 +20,7 @@ class FreezingArguments:
         default=None,
         metadata={
             "help": "Parameters, or modules with all of theirs, that are not trained, such as model.embed_tokens or "
-            "model.layers.[0-3]; * stands for any letters."
+            "model.layers.[0-3]; * stands for any letters, [0-3] for one."
         },
     )
     unfreeze: list[str] | None = field(
@@ -35,6 +39,11 @@ def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:
         ConfigError: saying so.
     """
     for key in ("freeze", "unfreeze"):
+        for pattern in filter(NUMBERS.search, getattr(arguments, key) or ()):
+            raise ConfigError(
+                f"{key} {pattern!r}: [ ] stands for one letter, never for a number of two digits; write two patterns, "
+                "such as model.layers.[0-9] model.layers.1[0-5]"
+            )
         if getattr(arguments, key) and use_peft:
             raise ConfigError(
                 f"{key}: with use_peft the model is frozen, but for lora_modules_to_save; leave one of them out"

@@ -56,6 +56,7 @@ def test_patterns_that_match_nothing_or_leave_nothing_are_refused(freeze, unfree
     ("flags", "message"),
     [
         (["--freeze=bert.embeddings", "--use_peft"], "freeze: with use_peft the model is frozen"),
+        (["--freeze", "*", "bert.layer.[0-15]"], "freeze 'bert.layer.[0-15]': [ ] stands for one letter, never for a"),
         (["--unfreeze=classifier"], "unfreeze: nothing is frozen that could be trained; give --freeze too"),
     ],
 )
