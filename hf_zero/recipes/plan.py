@@ -33,7 +33,12 @@ from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
 POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not needed")
 # What is not done where nothing is trained, whatever is asked of the run.
-QUIET = {"push_to_hub": False, "report_to": "none", "resume_from_checkpoint": None}
+QUIET = {
+    **{"push_to_hub": False, "report_to": "none", "resume_from_checkpoint": None},
+    **{"precompute_ref_log_probs": False, "use_vllm": False},  # where the trainer has them
+}
+# What only the device of the run may know, beside.
+NO_DEVICE = {"use_cpu": True, "bf16": False, "fp16": False, "zero_autocast": False, "tf32": None}
 
 
 @dataclass
@@ -219,6 +224,8 @@ def dry_run(settings: Settings) -> None:
         _print_section("configuration", yaml_text(settings.non_default()).splitlines())
         _print_section("data", [*data.notes, "first row:", *_indented(data.sample)])
         _print_section("model", units_table(trainer.model))
+        if settings.training.get("precompute_ref_log_probs"):
+            trainer.ref_model = None  # the run has none beside the model
         max_length = {**settings.training, **vars(settings.arguments)}.get("max_length")
         _print_section("memory of each rank", predicted(trainer, settings.num_processes or 1, max_length))
     print("\ndry run: nothing was trained or written")
@@ -243,7 +250,9 @@ def preprocess(settings: Settings) -> None:
         )
     if settings.arguments.dataset_streaming:
         raise ConfigError("--preprocess: dataset_streaming reads rows while training goes on; leave one of them out")
-    with _made(settings, {**QUIET, "use_cpu": True, "bf16": False, "fp16": False}) as (_, data):
+    if hasattr(settings.arguments, "attn_implementation"):
+        settings = replace(settings, arguments=replace(settings.arguments, attn_implementation=None))
+    with _made(settings, {**QUIET, **NO_DEVICE}) as (_, data):
         print(*data.notes, sep="\n")
     print(f"preprocessed: the run finds these rows in {datasets.config.HF_DATASETS_CACHE}")
 
@@ -254,7 +263,8 @@ def _made(settings: Settings, changes: Mapping[str, Any]) -> Iterator[tuple[Zero
     task = TASKS[settings.task].load()
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
         # Trainer makes the output folder when it is made.
-        changed = replace(settings, training={**settings.training, **changes, "output_dir": folder})
+        known = {key: value for key, value in changes.items() if key in settings.training}
+        changed = replace(settings, training={**settings.training, **known, "output_dir": folder})
         training = changed.training_arguments()
         data = task.load_data(settings.arguments, training)
         model = task.load_model(settings.arguments, training, data)
