@@ -176,8 +176,12 @@ def _flag(key: str, value: Any) -> list[str]:
     if value in (None, []):
         return []  # an empty value leaves the default
     if isinstance(value, list):
-        return [f"--{key}", *(json.dumps(item) if isinstance(item, dict) else str(item) for item in value)]
-    return [f"--{key}={json.dumps(value, default=str) if isinstance(value, dict) else value}"]
+        return [f"--{key}", *map(_text, value)]
+    return [f"--{key}={_text(value)}"]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str) if isinstance(value, dict) else str(value)
 
 
 def unknown_message(where: str, key: str, known: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ from hf_zero.compat import check_overrides
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import Data, Mixture, Rows
 from hf_zero.recipes.data.chat import DEFAULT
-from hf_zero.recipes.data.formats import FORMAT_NAMES, LABELS, MASKS, Format, recognise
+from hf_zero.recipes.data.formats import FORMAT_NAMES, LABELS, MASKS, Format, check_text_column, recognise
 from hf_zero.recipes.data.image_rows import ImageFormat, with_images, without_images
 from hf_zero.recipes.data.images import check_pillow, image_column
 from hf_zero.recipes.data.rows import IGNORED, cut_note, plural
@@ -265,6 +265,7 @@ class SftTask(TrlTask):
 
     def settle(self, sources: list[DataSource], tokenizer: ProcessingClass, training: Any) -> list[str]:
         """Settles what the loss counts: what is set, or by default what the format of each data set tells apart."""
+        check_text_column(training.dataset_text_field, [(each.rows, each.form) for each in sources])
         lines = []
         for each in sources:
             each.training = copy(training)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, TypeAlias
 
+import trl
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
@@ -253,7 +254,7 @@ class TrlTask:
         Raises:
             DataError: Some are rows of another kind.
         """
-        kinds = {(type(each.form), each.form.is_chat, getattr(each.form, "gives", ())): each for each in sources}
+        kinds = {(type(each.form), each.form.is_chat, frozenset(each.form.features)): each for each in sources}
         if len(kinds) > 1:
             found = [
                 f"{each.rows.source} has {', '.join(each.form.features)}, {'messages' if is_chat else 'texts'}"
@@ -282,7 +283,7 @@ class TrlTask:
             partial(_read, form, tokenizer, says_only),
             form.features,
             skip_bad_rows=arguments.skip_bad_rows,
-            key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only}",
+            key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {trl.__version__}",
             num_proc=getattr(training, "dataset_num_proc", None),
         )
         notes.append(f"{split}: a stream of rows" if rows.is_stream else f"{split}: {plural(len(data), 'row')}")

@@ -14,7 +14,7 @@ Messages may call tools, whose descriptions are in the column `tools`: a list, o
 
 import json
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -179,7 +179,6 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
         tokenizer (`PreTrainedTokenizerBase`): of the model.
 
     Raises:
-        ConfigError: a column of texts is named, and rows are something else.
         DataError: the columns fit none, or several, or not the one that was named.
     """
     known = (text_format(text_column), *FORMATS, tokenized_format(rows.columns, tokenizer))
@@ -187,9 +186,6 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
     fits = [form for form in formats if set(form.columns) <= set(rows.columns)]
     fits = [form for form in fits if form.name == TOKENIZED] or fits
     if len(fits) == 1:
-        if fits[0].name != "text" and text_column != TEXT_COLUMN:
-            form = f"{rows.source} has rows of the format {fits[0].name}"
-            raise ConfigError(f"dataset_text_field {text_column!r}: {form}; leave it out")
         holds_texts = fits[0].name == "prompt" and isinstance(rows.example["completion"], str)
         return replace(fits[0], is_chat=False) if holds_texts else fits[0]
     found = f"{rows.source}: columns found {rows.columns}"
@@ -200,11 +196,29 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
     raise DataError(f"{found}, expected {expected}; rename them, or name the one of texts with --dataset_text_field")
 
 
+def check_text_column(column: str, read: Sequence[tuple[Rows, Any]]) -> None:
+    """Refuses the name of a column of texts that is of no use.
+
+    Args:
+        column (`str`): as it is set.
+        read (`Sequence[tuple[Rows, Format]]`): the rows of all data sets, and their formats.
+
+    Raises:
+        ConfigError: it is set, and no rows are texts.
+    """
+    if column != TEXT_COLUMN and all(form.name != "text" for _, form in read):
+        rows, form = read[0]
+        found = f"{rows.source} has rows of the format {form.name}"
+        raise ConfigError(f"dataset_text_field {column!r}: {found}; leave it out")
+
+
 def _tokens(vocab_size: int, columns: tuple[str, ...], row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     more = [name for name in (LABELS, *MASKS) if row.get(name) is not None and name not in columns]
     if more and LABELS not in columns:
         raise BadRow(f"column {more[0]!r}, which the first row does not have")
-    if 0 in (row.get("attention_mask") or ()):
+    if not isinstance(mask := row.get("attention_mask"), list | None):
+        raise BadRow(f"column 'attention_mask' holds a {type(mask).__name__}, expected a list of integers")
+    if 0 in (mask or ()):
         raise BadRow("column 'attention_mask' holds 0, so the row is padded; leave the padding out")
     for name in columns:
         _check_integers(row[name], name, range(2) if name in MASKS else range(vocab_size))

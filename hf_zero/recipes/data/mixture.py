@@ -1,6 +1,7 @@
 """Several data sets that are trained on together: one behind the other, or drawn from by weight."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def _entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"datasets {given!r}: no path; give a hub id, or a local file or folder, as path")
     for key, value in entry.items():
         kind = choose(f"datasets, a key of {entry['path']}", key, KINDS)
-        if not isinstance(value, kind) or isinstance(value, bool) or key == "fraction" and value <= 0:
+        if not isinstance(value, kind) or isinstance(value, bool) or key == "fraction" and not 0 < value < math.inf:
             expected = {"columns": "a list of names", "fraction": "a number above 0"}.get(key, "a text")
             raise ConfigError(f"datasets: {key} of {entry['path']} is {value!r}, expected {expected}")
     return entry

@@ -6,7 +6,7 @@ import pytest
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import BadRow, load_rows
-from hf_zero.recipes.data.formats import FORMAT_NAMES, recognise
+from hf_zero.recipes.data.formats import FORMAT_NAMES, check_text_column, recognise
 from hf_zero.recipes.tasks import SourceArguments
 from tests.recipes.data.conftest import write_lines
 
@@ -97,8 +97,11 @@ def test_columns_that_fit_two_formats_are_refused_until_one_is_chosen(tmp_path):
 
 
 def test_a_column_of_texts_that_nothing_reads_is_refused(tmp_path):
+    chats, texts = [rows_of(tmp_path, row) for row in ({"instruction": "Hi", "output": "Hello"}, {"body": "Hi"})]
+    read = [(rows, recognised(rows, column="body")) for rows in (chats, texts)]
     with pytest.raises(ConfigError, match="dataset_text_field 'body': .* has rows of the format alpaca; leave it out"):
-        recognised(rows_of(tmp_path, {"instruction": "Hi", "output": "Hello"}), column="body")
+        check_text_column("body", read[:1])
+    check_text_column("body", read)  # texts are mixed with chats
 
 
 def test_the_column_of_texts_can_have_any_name(tmp_path):
@@ -144,6 +147,7 @@ def test_the_column_of_texts_can_have_any_name(tmp_path):
             {"input_ids": [1, 0], "attention_mask": [1, 0]},
             "column 'attention_mask' holds 0, so the row is padded",
         ),
+        (IDS, {"input_ids": [1], "attention_mask": 5}, "column 'attention_mask' holds a int, expected a list"),
         (IDS | LABELS, {"input_ids": [1, 2], "labels": [1]}, "column 'labels' holds 1 numbers, expected 2"),
         (IDS | LABELS, {"input_ids": [1], "labels": [10]}, "column 'labels' holds 10, expected 0 to 9, or -100"),
         (IDS | LABELS, {"input_ids": [1]}, "nothing in column 'labels'"),

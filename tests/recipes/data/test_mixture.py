@@ -1,17 +1,21 @@
 """Several data sets, each read and tokenized as it would be alone, in one order."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from datasets import Dataset, interleave_datasets
+from datasets import Dataset, Features, Value, interleave_datasets
 from trl import DatasetMixtureConfig, get_dataset
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.artifacts import _shown, _without_folders, resolved_text
 from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
+from hf_zero.recipes.data.preferences import Prompts
 from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.tasks import TASKS
+from hf_zero.recipes.trl_task import DataSource
 from tests.distributed import RemoteError, run_ranks
 from tests.recipes.data.conftest import chats, completions, write_lines
 from tests.recipes.data.tasks import run
@@ -40,6 +44,9 @@ def mixed(arguments: MixtureArguments) -> list[int]:
 @pytest.mark.quick
 def test_data_sets_come_from_yaml_or_the_command_line_and_the_run_is_repeated_with_them(tmp_path, files):
     entries = [{"path": files["texts"], "fraction": 0.5}, {"path": "org/name", "split": "train[:9]", "fraction": 2}]
+    (tmp_path / "date.yaml").write_text("datasets: [{path: org/name, name: 2024-01-31}]")  # a date, as YAML reads it
+    dated = parse_settings("sft", ["--config", str(tmp_path / "date.yaml")]).arguments.datasets
+    assert dated == [{"path": "org/name", "name": "2024-01-31"}]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"datasets": entries, "dataset_mixing": "interleave"}))
     settings = parse_settings("sft", ["--config", str(tmp_path / "run.yaml"), "--output_dir=out"])
     assert settings.arguments.datasets == entries
@@ -60,6 +67,7 @@ def test_data_sets_come_from_yaml_or_the_command_line_and_the_run_is_repeated_wi
         ({"datasets": [{"name": "en"}]}, "datasets {'name': 'en'}: no path; give a hub id"),
         ({"datasets": [{"path": "a/b", "weight": 1}]}, "datasets, a key of a/b: 'weight' is not one of path, name"),
         ({"datasets": [{"path": "a/b", "fraction": 0}]}, "fraction of a/b is 0, expected a number above 0"),
+        ({"datasets": [{"path": "a/b", "fraction": math.nan}]}, "fraction of a/b is nan, expected a number above 0"),
         ({"datasets": [{"path": "a/b", "columns": "text"}]}, "columns of a/b is 'text', expected a list of names"),
         ({"datasets": ['{"path": ']}, "not JSON"),
         ({"datasets": ["a/b"], "dataset_name": "c/d"}, "dataset_name: has no effect beside datasets; give path"),
@@ -173,3 +181,12 @@ def test_preferences_are_mixed_with_their_like(cache, language_models, tmp_path)
     assert len(found["rows"]) == 4
     with pytest.raises(RemoteError, match="DataError: datasets: .*texts; .*messages; mix data sets of one kind"):
         run_ranks(run, 1, "dpo", cache, [*argv, *map(str, paths)], "data")
+
+
+def test_prompts_with_different_other_columns_are_not_mixed():
+    forms = {name: Prompts(("prompt",), False, Features({name: Value("string")})) for name in ("told", "asked")}
+    sources = [DataSource(SimpleNamespace(source=name), form, None) for name, form in forms.items()]
+    with pytest.raises(
+        DataError, match="told has prompt, told, texts; asked has prompt, asked, texts; mix data sets of"
+    ):
+        TASKS["grpo"].load().joined(sources, None, [])
