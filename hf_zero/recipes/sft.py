@@ -50,7 +50,8 @@ class TokenArguments(TrlArguments):
     compute_metrics: str | None = field(
         default=None,
         metadata={
-            "help": "file.py:function, which takes transformers' EvalPrediction (of each test row the sums over its "
+            "help": "file.py:function, which takes transformers' EvalPrediction (of each test row, or of each "
+            "sequence that rows are packed into, the sums over its "
             "tokens: loss, entropy, right guesses; and how many tokens count) and gives a dict of further metrics."
         },
     )
