@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.base import Bucket, Pending
-from hf_zero.comm.distributed import DistributedComm, bytes_of
+from hf_zero.comm.distributed import DistributedComm, bytes_of, takes_part_alone
 from hf_zero.errors import ConfigError
 
 
@@ -76,7 +76,7 @@ def communicator(
             timeout=timeout,
             backend=dist.get_backend_config(group),
             pg_options=options,
-            use_local_synchronization=True,  # the ranks of other groups have no part in it
+            use_local_synchronization=takes_part_alone(group),
         )
     return known[purpose, timeout]
 

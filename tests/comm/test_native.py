@@ -15,7 +15,7 @@ from hf_zero.engine import build
 from hf_zero.errors import ConfigError
 from tests import models
 from tests.comm.test_pairwise import CPU, _average, _mine, _summand
-from tests.distributed import run_ranks
+from tests.distributed import run_new_ranks, run_ranks
 from tests.training import Sharded, adamw, assert_equal, train_accumulating
 
 
@@ -180,3 +180,15 @@ def test_the_size_of_a_bucket_is_that_of_the_kind_of_link():
     assert run_ranks(_chooses, 2, False) == [[base.MESSAGES_NBYTES, *native]] * 2
     (nbytes, *others), _ = run_ranks(_chooses, 2, True)
     assert others == native and nbytes < base.MESSAGES_NBYTES  # the scratch: nothing goes through a bucket
+
+
+def _connects_after_unlike_many_groups() -> None:
+    if dist.get_rank() < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    comm = NativeComm(dist.new_group(), CPU, 10.0, SMALL)
+    assert comm.on_host.all_gather_object(comm.rank) == [0, 1, 2]
+    assert comm.side_group("another").all_gather_object(comm.rank) == [0, 1, 2]
+
+
+def test_ranks_that_have_made_unlike_many_groups_connect():
+    run_new_ranks(_connects_after_unlike_many_groups, 3, timeout=60.0)
