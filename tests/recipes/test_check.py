@@ -1,6 +1,7 @@
 """`check`: a machine that is right passes, and one that is not is said to be wrong, with what is."""
 
 import os
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hf_zero.comm import loopback, shared
 from hf_zero.recipes import bandwidth, check, probes
 from hf_zero.recipes.check import PAGE_NAME
 from hf_zero.recipes.cli import main
+from tests.distributed import start_ranks
 
 
 NAMES = ["stage 0", "stage 1", "stage 2", "stage 3", "stages in bf16", "save, load, resume", "offload optimizer"]
@@ -134,6 +136,23 @@ def test_a_check_that_hangs_is_ended_and_its_probe_named(capsys, monkeypatch):
         probes.FAILED,
         "not done 0 s after the start of all probes, and ended",
     )
+
+
+def hanging_rank(folder: str) -> None:
+    """A process that a launcher has started, whose probes do not come to an end."""
+    check.run_probes = lambda *_: time.sleep(60)
+    check.DEADLINE_SECONDS = 0.1
+    sys.stderr = Path(folder, os.environ["RANK"]).open("w")
+    check.run(check.Arguments(use_cpu=True))
+
+
+def test_processes_of_a_launcher_that_hang_end_themselves(tmp_path):
+    ranks = start_ranks(hanging_rank, 2, str(tmp_path))
+    for rank, process in enumerate(ranks):
+        process.join(30)
+        process.kill()
+        assert process.exitcode == 1
+        assert "check: not done 0 s after the start of all probes, and ended" in (tmp_path / str(rank)).read_text()
 
 
 class _Event:
