@@ -1,5 +1,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# How many tests run at a time. Most start two ranks, and wait for much of their time.
+WORKERS ?= 2
 
 BIN := .venv/bin
 OLDEST_BIN := .venv-oldest/bin
@@ -15,19 +17,20 @@ SOURCES := $(wildcard hf_zero tests benchmarks docs setup.py)
 # of these processes would compile it again.
 RUN_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 TEST_ENV := $(RUN_ENV) OMP_NUM_THREADS=1
+PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: quickstart test test-core test-all test-gpu test-oldest wheel docs quality style install clean
 
 quickstart: $(QUICKSTART_STAMP)
 	$(RUN_ENV) $(BIN)/python -m hf_zero.recipes classify --config quickstart.yaml --num_processes 2 --zero_stage 3
 
-# Which tests are in which tier: tests/tiers.py. These are of every room, and take about six minutes on two cores.
+# Which tests are in which tier: tests/tiers.py. These are of every room.
 test: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest --tier quick $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest --tier quick $(PARALLEL) $(PYTEST_ARGS)
 
 # The others that CI runs.
 test-core: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest --tier core $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest --tier core $(PARALLEL) $(PYTEST_ARGS)
 
 # All tests; writes docs/models.md and docs/support.md. PART=engine and the like: some rooms, in less than an hour.
 test-all: $(STAMP)
@@ -39,7 +42,7 @@ test-gpu: $(STAMP)
 
 # What `make test` runs, with the oldest transformers that pyproject.toml allows.
 test-oldest: $(OLDEST_STAMP)
-	$(TEST_ENV) $(OLDEST_BIN)/python -m pytest --tier quick $(PYTEST_ARGS)
+	$(TEST_ENV) $(OLDEST_BIN)/python -m pytest --tier quick $(PARALLEL) $(PYTEST_ARGS)
 
 # Builds the package, installs it where nothing else of this folder is, and uses it there.
 wheel: $(STAMP)

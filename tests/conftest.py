@@ -26,7 +26,9 @@ RECORDER = pytest.StashKey[Recorder]()
 
 def pytest_sessionstart(session):
     """A run of a tier needs ranks: what they are forked from does its imports while tests are collected."""
-    if session.config.getoption("tier") and not session.config.getoption("collectonly"):
+    config = session.config
+    is_worker = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if is_worker and config.getoption("tier") and not config.getoption("collectonly"):
         start_fork_server()
 
 

@@ -12,6 +12,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import random
 import runpy
 import signal
 import socket
@@ -156,10 +157,12 @@ class RemoteError(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody uses, below those that Linux gives to connections: none takes it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(2**14, 2**15)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 class _Group:

@@ -146,10 +146,9 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
-        # those of tests that are left out too: the page has them
+        # before any is left out: the page has the claims of all
         self.claims = {item.nodeid: claim for item in items if (claim := claim_of(item)) is not None}
         yield
-        items.sort(key=lambda item: item.path.name == "test_support.py")  # it comes last, when there are results
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.nodeid in self.claims and not report.skipped and (report.when == "call" or report.failed):
