@@ -154,8 +154,8 @@ def save_prepared(engine: ZeroEngine, own: Callable[..., object], *args, **kwarg
         own(*args, **kwargs)
     elif is_main_process is None:
         raise LifecycleError(
-            f"save_pretrained: the parameters are sharded over {engine.comm.num_ranks} ranks; call it on all "
-            "ranks with is_main_process=accelerator.is_main_process, or inside `with hf_zero.gathered(model):`"
+            f"save_pretrained: the parameters are sharded over {engine.comm.shard_group.num_ranks} ranks; call it on "
+            "all ranks with is_main_process=accelerator.is_main_process, or inside `with hf_zero.gathered(model):`"
         )
     elif given.keys() <= _KNOWN:
         refuse_pickles(given.get("safe_serialization", True))

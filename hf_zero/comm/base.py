@@ -122,6 +122,11 @@ class Comm:
 
     All ranks call the same methods in the same order. Sums are taken in rank order, so that a run repeats bit for bit.
 
+    [Note: who shards, and who decides] What all data-parallel ranks decide, or see once, goes through their own
+    collectives: votes, norms, broadcasts, checkpoints. Flat buffers are divided over the ranks of the `shard_group`:
+    its ranks say who owns what, and it gathers. The two are the same ranks unless several shard groups hold the model
+    (MiCS, arXiv 2205.00119; FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2).
+
     Args:
         device (`torch.device`): where the tensors live.
         timeout_seconds (`float`): how long one exchange may take.
@@ -131,11 +136,28 @@ class Comm:
     num_ranks: int = 1
     shared_memory: SharedMemory | None = None  # None where ranks send messages
     user: Waits | None = None  # who uses these connections from another thread, until that is waited for
+    replicate_group: "Comm | None" = None  # the ranks that hold the same shard; None where no two do
+    _shard_group: "Comm | None" = None  # None where it is all ranks
 
     def __init__(self, device: torch.device, timeout_seconds: float):
         self.device = device
         self.timeout_seconds = timeout_seconds
         self.counters = Counters()
+
+    @property
+    def shard_group(self) -> "Comm":
+        """The ranks over which this rank's flat buffers are divided."""
+        return self if self._shard_group is None else self._shard_group
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same shard."""
+        return 1 if self.replicate_group is None else self.replicate_group.num_ranks
+
+    @property
+    def replica(self) -> int:
+        """Which of the ranks that hold the same shard this one is."""
+        return 0 if self.replicate_group is None else self.replicate_group.rank
 
     @property
     def is_on_cpu(self) -> bool:
@@ -202,6 +224,14 @@ class Comm:
             else:
                 out.copy_(full)
         return DONE
+
+    def average(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        """Averages `full` over all data-parallel ranks, and gives every rank its range of the shard group.
+
+        Args:
+            full, out, dtype, accumulate, what: as for `reduce_scatter` over the shard group.
+        """
+        return self.shard_group.reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
 
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
         """Sends tensors to some ranks and receives tensors from some. All ranks call it, also a rank that moves

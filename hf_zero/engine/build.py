@@ -97,7 +97,7 @@ def build(
     specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
     placeholders = Placeholders(comm.device)
     bus = bus or Bus(comm.device, comm.counters)
-    arenas = Arenas.of(comm)
+    arenas = Arenas.of(comm.shard_group)
     lay_out = partial(_lay_out, config=config, comm=comm, placeholders=placeholders, transfer=HostTransfer(bus))
     stays = _keep_in_fp32(model)
     units = []
@@ -169,7 +169,7 @@ def _grouped(spec: UnitSpec, compute_dtype, keep_in_fp32) -> list[list[tuple[str
 
 def _plans(specs: list[UnitSpec], config: ZeroConfig, comm: Comm) -> list[StagePlan]:
     """Returns every unit's stage plan: the last units are offloaded, until they are the fraction asked for."""
-    plan = config.plan(comm.num_ranks)
+    plan = config.plan(comm.shard_group.num_ranks)
     left = config.offload_fraction * sum(p.numel() for spec in specs for p in spec.params.values())
     plans = []
     for spec in reversed(specs):
@@ -182,7 +182,7 @@ def _lay_out(
     group, plan: StagePlan, config: ZeroConfig, comm: Comm, placeholders: Placeholders, transfer: HostTransfer
 ) -> Flat:
     infos = [ParamInfo(name, local_of(p).shape, p.dtype, p.requires_grad) for name, p, _ in group]
-    layout = Layout.of([tuple(info.shape) for info in infos], comm.num_ranks)
+    layout = Layout.of([tuple(info.shape) for info in infos], comm.shard_group.num_ranks, comm.num_replicas)
     params, dtype, trainable = [p for _, p, _ in group], group[0][2], infos[0].trainable
     # parameters that are asked to compute in half precision, and are trained, have a master of more
     is_cast = config.compute_dtype is not None and trainable
@@ -295,7 +295,7 @@ def _place_gradients(units: list[Unit], comm: Comm, arena: Arena) -> None:
         for unit in members:
             unit.gradient_slots = slots
     for gradient in (g for unit in units for g in unit.gradients if g.is_persistent):
-        full = comm.empty(gradient.flat.layout.full_numel, gradient.flat.dtype)
+        full = comm.shard_group.empty(gradient.flat.layout.full_numel, gradient.flat.dtype)
         gradient.lend(full, gradient.views_of(full))
 
 

@@ -55,7 +55,7 @@ class Sink:
     def destination(self) -> tuple[Tensor, bool]:
         """Returns the memory for the gradient, and whether it already holds one to which this is added."""
         self.engine.expect(self.unit, self.gradient, self.index)
-        self.engine.comm.progress()
+        self.engine.comm.shard_group.progress()
         return self.gradient.destination(self.index)
 
     def serves(self, weight: nn.Parameter, input_: Tensor) -> bool:

@@ -257,8 +257,9 @@ class ZeroEngine(ModelUnits):
 
     def _wait_for_readers(self) -> None:
         """Waits for all ranks, where they read one another's masters."""
-        if self.comm.shared_memory is not None:
-            self.comm.shared_memory.barrier()
+        memory = self.comm.shard_group.shared_memory
+        if memory is not None:
+            memory.barrier()
 
     def mark_updated(self, only_trained: bool = False) -> None:
         """Lets the compute copies follow masters that have new values. All ranks call it.
@@ -312,9 +313,9 @@ class ZeroEngine(ModelUnits):
         """The parameters' values as the optimizer has them.
 
         Args:
-            resident (`bool`): `False` gives the ranges that this rank owns, which over all ranks tile every parameter
-                exactly once; `True` those that it holds, which at stage 0 is everything, and what is written to them
-                lasts.
+            resident (`bool`): `False` gives the ranges for which this rank is responsible, which over all ranks tile
+                every parameter exactly once; `True` those that it holds, which at stage 0 is everything, and what is
+                written to them lasts.
             values (`bool`): `False` where the tensors' shapes and dtypes are enough: what rests on disk stays there.
             only (`Collection[str]`, *optional*): names of the parameters that are wanted; of the others, nothing is
                 read where they lie in other buffers.
@@ -327,7 +328,7 @@ class ZeroEngine(ModelUnits):
         for flat in flats:
             masters = flat.rest.masters.pieces(writes=resident) if values else [(flat.master, flat.held)]
             for master, covers in masters:
-                for shard in flat.named_shards(master, covers, flat.held if resident else flat.owned):
+                for shard in flat.named_shards(master, covers, flat.held if resident else flat.part):
                     if only is None or shard.name in only:
                         yield shard
 

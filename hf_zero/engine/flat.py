@@ -99,7 +99,9 @@ class Flat:
         self.rest = rest
         self.trainable = infos[0].trainable
         self.is_divided = is_divided(params[0])  # over tensor-parallel ranks, as all of one buffer are or none is
-        self.owned = layout.owned(comm.rank)
+        self.owned = layout.owned(comm.shard_group.rank)
+        # of what is owned, the range that no other rank measures and saves
+        self.part = layout.part(comm.shard_group.rank, comm.replica)
         self.placeholders = [placeholders.of(info.shape, dtype) for info in infos]
         self.cast: torch.dtype | None = None  # in which the parameters are shown; None: as they are
         self.is_read = [source_of(p) is not None for p in params]  # which parameters come out of files

@@ -137,16 +137,21 @@ class Gradient:
         flat = self.flat
         replicated = flat.plan.grad is Residency.REPLICATED
         out = result[slice(*flat.owned)] if replicated else result
-        pending = flat.comm.reduce_scatter(full, out, dtype=self.sum_dtype, accumulate=adds, what=what)
+        pending = flat.comm.average(full, out, dtype=self.sum_dtype, accumulate=adds, what=what)
         if not replicated:
             return pending
         pending.wait()
-        return flat.comm.all_gather(result, out, what=what)
+        return flat.comm.shard_group.all_gather(result, out, what=what)
 
     def owned_range(self) -> Tensor:
         """The averaged gradient of the range that this rank owns."""
         low, high = self.flat.owned
         return self.reduced[low:high] if self.flat.plan.grad is Residency.REPLICATED else self.reduced
+
+    def own_part(self) -> Tensor:
+        """The averaged gradient of the range for which this rank alone is responsible."""
+        first, (low, high) = self.flat.owned[0], self.flat.part
+        return self.owned_range()[low - first : high - first]
 
     def whole(self, what: str) -> Tensor | None:
         """The averaged gradient of the whole buffer, on every rank; None before the first reduction."""
@@ -154,7 +159,7 @@ class Gradient:
             return self.reduced.to(self.flat.comm.device) if self.is_reduced else None
         whole = torch.empty(self.flat.layout.full_numel, dtype=self.dtype, device=self.flat.comm.device)
         own = whole[slice(*self.flat.owned)].copy_(self.reduced)
-        self.flat.comm.all_gather(whole, own, what=what).wait()
+        self.flat.comm.shard_group.all_gather(whole, own, what=what).wait()
         return whole
 
     def hand_over(self) -> None:

@@ -129,8 +129,9 @@ def _guard_state_dict(engine: ZeroEngine) -> None:
         away = next((unit.name for unit in units if not unit.is_unsharded), None)
         if away is not None:
             raise LifecycleError(
-                f"state_dict: the parameters of unit {away!r} are sharded over {engine.comm.num_ranks} ranks; "
-                "save with hf_zero.save_pretrained(model, folder), or read inside `with hf_zero.gathered(model):`"
+                f"state_dict: the parameters of unit {away!r} are sharded over {engine.comm.shard_group.num_ranks} "
+                "ranks; save with hf_zero.save_pretrained(model, folder), or read inside `with "
+                "hf_zero.gathered(model):`"
             )
 
     def check(module, *_args, **_kwargs) -> None:

@@ -79,7 +79,7 @@ class ModelUnits(Uncopyable):
         self.placeholders = placeholders
         self.config = config
         self.comm = comm
-        self.plan = config.plan(comm.num_ranks)
+        self.plan = config.plan(comm.shard_group.num_ranks)
         self.root = root
         self.schedule = schedule
         self.modules = modules

@@ -81,7 +81,7 @@ class DeviceShard:
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None) -> Pending:
         """Copies the values to their range of `full`, cast if need be, and gathers the other ranges."""
         own = full[slice(*self.covers)].copy_(self.values)
-        return self._comm.all_gather(full, own, what=what)
+        return self._comm.shard_group.all_gather(full, own, what=what)
 
 
 class HostShard(DeviceShard):
@@ -103,7 +103,7 @@ class HostShard(DeviceShard):
         own, bus = full[slice(*self.covers)], self.transfer.bus
         with bus.on_side_stream("up"):  # what computes meanwhile waits for neither copy nor collective
             transfer = bus.up(own, self.values) if arriving is None else arriving
-            gathering = self._comm.all_gather(full, own, what=what)
+            gathering = self._comm.shard_group.all_gather(full, own, what=what)
 
         def finish():
             transfer.wait()
@@ -259,7 +259,7 @@ class Rest:
         for master, (start, stop) in self.masters.pieces(writes=False):
             whole[start:stop].copy_(master)
         if not self._holds_all:
-            self._comm.all_gather(whole, whole[slice(*self.masters.covers)], what=what).wait()
+            self._comm.shard_group.all_gather(whole, whole[slice(*self.masters.covers)], what=what).wait()
         return whole
 
 
@@ -267,12 +267,12 @@ class _Whole(Rest):
     is_sharded = False
 
     def allocate(self) -> None:
-        self.whole = self._comm.empty(self._numel, self._dtype)
+        self.whole = self._comm.shard_group.empty(self._numel, self._dtype)
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
         if self._holds_all:
             return Pending()
-        return self._comm.all_gather(full, full[slice(*self.masters.covers)], what=what)
+        return self._comm.shard_group.all_gather(full, full[slice(*self.masters.covers)], what=what)
 
 
 class ReplicatedRest(_Whole):
@@ -314,7 +314,7 @@ class SharedRest(Rest):
     _common: Tensor
 
     def allocate(self) -> None:
-        self._common = self._comm.shared_memory.common(self._numel, self.masters.dtype)
+        self._common = self._comm.shard_group.shared_memory.common(self._numel, self.masters.dtype)
         self.masters.values = self._common[slice(*self.masters.covers)]
         if self.masters.dtype is self._dtype:
             self.whole = self._common
@@ -323,16 +323,16 @@ class SharedRest(Rest):
         """Does nothing, since `allocate` has allocated the memory."""
 
     def take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
-        for each in ranges if self._comm.rank == 0 else ():
+        for each in ranges if self._comm.shard_group.rank == 0 else ():
             copy_overlap(self._common, (0, self._numel), values[each[0] - start : each[1] - start], each)
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
         if full is not self._common:
-            self._comm.shared_memory.read(full, self._common, what=what)
+            self._comm.shard_group.shared_memory.read(full, self._common, what=what)
         return Pending()
 
     def barrier(self) -> None:
-        self._comm.shared_memory.barrier()
+        self._comm.shard_group.shared_memory.barrier()
 
     def whole_master(self, what: str) -> Tensor:
         return self._common
@@ -381,7 +381,7 @@ def rest_of(
         master_dtype (`torch.dtype`): of the masters.
         trainable (`bool`): what is not has neither state nor gradients, so it rests where parameters rest.
     """
-    covers = (0, layout.full_numel) if plan.master is Residency.REPLICATED else layout.owned(comm.rank)
+    covers = (0, layout.full_numel) if plan.master is Residency.REPLICATED else layout.owned(comm.shard_group.rank)
     master_at = plan.master_at if trainable else plan.compute_at
     # the device takes and gives values of its own dtype alone
     masters = SHARDS[master_at](covers, master_dtype, comm, transfer, locked=master_dtype is dtype)
@@ -391,7 +391,7 @@ def rest_of(
     if plan.compute is not Residency.SHARDED:
         kind = ReplicatedRest if is_same else ReplicatedCopyRest
     elif master_at is MemoryTier.DEVICE:
-        kind = SharedRest if comm.shared_memory is not None else ShardedRest
+        kind = SharedRest if comm.shard_group.shared_memory is not None else ShardedRest
     elif is_same and not (trainable and plan.lags):
         kind = ShardedRest
     else:

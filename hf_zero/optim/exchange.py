@@ -77,10 +77,9 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
                 if group >= 0 and not granularities[group].is_elementwise and param.numel():
                     found.append((unit, gradient, index, group))
     whole = [(g.flat.layout, index) for _, g, index, group in found if granularities[group] == PARAMETER]
-    owner = iter(owners(whole))
+    owner, rank = iter(owners(whole)), engine.comm.shard_group.rank
     return [
-        ParamPartition(*each, *_divided(each[1].flat, each[2], granularities[each[3]], owner, engine.comm.rank))
-        for each in found
+        ParamPartition(*each, *_divided(each[1].flat, each[2], granularities[each[3]], owner, rank)) for each in found
     ]
 
 
@@ -127,7 +126,7 @@ class Exchange:
     both sides of each.
 
     Args:
-        comm (`Comm`): the ranks.
+        comm (`Comm`): the shard group.
         partitions (`list[ParamPartition]`): the parameters.
         slices (`list[FlatSlice]`): what this rank updates of them.
     """

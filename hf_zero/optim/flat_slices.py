@@ -85,9 +85,13 @@ class FlatSlice:
 
     @property
     def saved(self) -> tuple[int, int]:
-        """The range whose state this rank saves. Where all ranks update the whole buffer, each saves the range that it
-        owns."""
-        return self.flat.owned if self.flat.plan.master is Residency.REPLICATED else (self.start, self.stop)
+        """The range whose state this rank saves. Of what several ranks update alike, each saves the part for which it
+        is responsible; the first and the last of them also what lies before and behind their shard."""
+        flat, comm = self.flat, self.flat.comm
+        if flat.plan.master is Residency.REPLICATED:
+            return flat.part
+        low = self.start if comm.replica == 0 else max(self.start, flat.part[0])
+        return low, self.stop if comm.replica == comm.num_replicas - 1 else min(self.stop, flat.part[1])
 
     def named(self, tensor: Tensor, only: tuple[int, int]) -> Iterator[NamedShard]:
         """Yields the parameters' ranges inside `tensor`, which is shaped like `param`, limited to the range `only`."""

@@ -26,9 +26,9 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
     """Returns the norm of the averaged gradients over all parameters and ranks, by one exchange of few numbers, and
     sets `engine.grad_norm`. It is finite only if all gradients are.
 
-    Every rank measures the ranges that it owns, at every stage the same ones: the result does not depend on the stage.
-    Gradients of what tensor-parallel ranks divide are measured by each of them, those of what is whole on all of them
-    by the first alone, so that all of them see one norm.
+    Every rank measures the ranges for which it is responsible, at every stage the same ones: the result does not
+    depend on the stage. Gradients of what tensor-parallel ranks divide are measured by each of them, those of what is
+    whole on all of them by the first alone, so that all of them see one norm.
 
     Args:
         engine (`ZeroEngine`): the sharded model. All ranks call it.
@@ -85,7 +85,7 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:
     """Returns the part of this rank's ranges in the norm, before the root: one number, fp64."""
-    by_gradient = {each: [_row_norms(part, norm_type) for part in _rows(each.owned_range())] for each in gradients}
+    by_gradient = {each: [_row_norms(part, norm_type) for part in _rows(each.own_part())] for each in gradients}
     for gradient in gradients if comm.runs_ahead else ():
         gradient.row_norms = by_gradient[gradient]
     parts = [part for own in by_gradient.values() for part in own]

@@ -84,7 +84,7 @@ class ShardedOptimizer(StateRecords):
         refuse_added(engine.model)
         self._group_names = named_groups(engine, optimizer)
         partitions = make_partitions(engine, optimizer, granularities)
-        others = [partition.flat_slice(engine.comm.rank) for partition in partitions]
+        others = [partition.flat_slice(engine.comm.shard_group.rank) for partition in partitions]
         self.slices = make_slices(
             engine, optimizer, [each.is_elementwise for each in granularities], [each for each in others if each]
         )
@@ -95,7 +95,7 @@ class ShardedOptimizer(StateRecords):
             carry_overrides(inner, slices)
             if not granularity.is_elementwise:
                 own_partitions = [partition for partition in partitions if self._inner_of[partition.group] is inner]
-                self._exchanges[inner] = Exchange(engine.comm, own_partitions, slices)
+                self._exchanges[inner] = Exchange(engine.comm.shard_group, own_partitions, slices)
         self._swap = self._make_swap()
         self._make_early_state()
         self.num_steps = 0

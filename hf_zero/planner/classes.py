@@ -52,7 +52,7 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
         optimizer (`torch.optim.Optimizer`, *optional*): a `ShardedOptimizer`; its state may not exist yet. That of
             optimizers that are not elementwise counts once it is there.
     """
-    plan, num_ranks = engine.plan, engine.comm.num_ranks
+    plan, num_ranks = engine.plan, engine.comm.shard_group.num_ranks
     numel: Counter[tuple[str, torch.dtype, Residency, MemoryTier]] = Counter()
     for flat in engine.flats:
         name = "parameters" if flat.trainable else "frozen parameters"

@@ -158,7 +158,7 @@ class SimulatedStep:
             head_nbytes=watch.head,
             sent_nbytes=sum(moved.values()),
             copied_nbytes=copied,
-            shares_memory=self.engine.comm.shared_memory is not None,
+            shares_memory=self.engine.comm.shard_group.shared_memory is not None,
         )
 
 

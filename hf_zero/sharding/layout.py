@@ -44,30 +44,39 @@ class ParamSlice:
 class Layout:
     """The layout of a flat buffer of parameters that share dtype and trainability.
 
-    Padding stands between parameters and at the end, never inside one. All ranks own ranges of equal length.
+    Padding stands between parameters and at the end, never inside one. All ranks own ranges of equal length. Where
+    several ranks hold the same shard, each is responsible for an equal part of it: those parts are the shards of all
+    ranks together.
 
     Args:
         spans (`tuple[ParamSpan, ...]`): one per parameter, in order.
         num_ranks (`int`): over how many ranks the buffer is divided.
+        num_replicas (`int`): how many ranks hold the same shard.
     """
 
     spans: tuple[ParamSpan, ...]
     num_ranks: int
+    num_replicas: int = 1
 
     @classmethod
-    def of(cls, shapes: list[tuple[int, ...]], num_ranks: int) -> "Layout":
+    def of(cls, shapes: list[tuple[int, ...]], num_ranks: int, num_replicas: int = 1) -> "Layout":
         """Lays parameters of these shapes one behind the other."""
         spans, offset = [], 0
         for shape in shapes:
             spans.append(ParamSpan(offset, prod(shape), tuple(shape)))
             offset = align(spans[-1].stop)
-        return cls(tuple(spans), num_ranks)
+        return cls(tuple(spans), num_ranks, num_replicas)
+
+    @property
+    def part_numel(self) -> int:
+        """Elements for which each of the ranks that hold the same shard is responsible."""
+        used = self.spans[-1].stop if self.spans else 0
+        return align(-(-used // (self.num_ranks * self.num_replicas))) if used else 0
 
     @property
     def shard_numel(self) -> int:
         """Elements that each rank owns."""
-        used = self.spans[-1].stop if self.spans else 0
-        return align(-(-used // self.num_ranks)) if used else 0
+        return self.part_numel * self.num_replicas
 
     @property
     def full_numel(self) -> int:
@@ -77,6 +86,11 @@ class Layout:
     def owned(self, rank: int) -> tuple[int, int]:
         """The range [start, stop) that `rank` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def part(self, rank: int, replica: int) -> tuple[int, int]:
+        """The range [start, stop) of the shard of `rank` for which one of its replicas is responsible."""
+        start = rank * self.shard_numel + replica * self.part_numel
+        return start, start + self.part_numel
 
     def owners_of(self, start: int, stop: int) -> range:
         """The ranks that own something of the range [start, stop)."""

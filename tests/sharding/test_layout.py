@@ -48,6 +48,18 @@ def test_ranks_own_equal_aligned_ranges_that_tile_the_buffer(shapes, num_ranks):
 
 
 @pytest.mark.parametrize("shapes, num_ranks", CASES)
+def test_parts_of_the_replicas_are_the_shards_of_all_ranks_together(shapes, num_ranks):
+    for num_replicas in (1, 2, 3):
+        layout, wanted = Layout.of(shapes, num_ranks, num_replicas), Layout.of(shapes, num_ranks * num_replicas)
+        assert layout.full_numel == wanted.full_numel
+        parts = [layout.part(rank, replica) for rank in range(num_ranks) for replica in range(num_replicas)]
+        assert parts == [wanted.owned(rank) for rank in range(num_ranks * num_replicas)]
+        for rank in range(num_ranks):
+            own = parts[rank * num_replicas : (rank + 1) * num_replicas]
+            assert layout.owned(rank) == (own[0][0], own[-1][1])
+
+
+@pytest.mark.parametrize("shapes, num_ranks", CASES)
 def test_pieces_of_all_ranks_tile_every_parameter_once(shapes, num_ranks):
     layout = Layout.of(shapes, num_ranks)
     seen = [[0] * prod(shape) for shape in shapes]
