@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -31,10 +30,11 @@ from hf_zero.recipes.generation import (
     TextGenerator,
     generation_options,
     load_generator,
+    on_ranks,
     prompt_of,
+    ranks_of,
 )
 from hf_zero.recipes.language_models import takes_images
-from hf_zero.recipes.settings import launched_world_size
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -55,9 +55,6 @@ class Arguments(GenerationArguments):
     output_column: str = field(default="completion", metadata={"help": "The column of the answers."})
     overwrite: bool = field(default=False, metadata={"help": "Replaces output, if there is such a file."})
     batch_size: int = field(default=8, metadata={"help": "How many prompts a process answers together."})
-    num_processes: int | None = field(
-        default=None, metadata={"help": "How many processes to start on this machine; leave it out under torchrun."}
-    )
     zero_stage: int = field(
         default=3, metadata={"help": "3: the processes share the parameters; 0 to 2: each holds all of them."}
     )
@@ -76,13 +73,7 @@ def run(folder: str, arguments: Arguments) -> None:
         DataError: a prompt cannot be read, or is too long.
     """
     _check(arguments)
-    num_processes = arguments.num_processes or 1
-    if launched_world_size(arguments.num_processes) is None and num_processes > 1:
-        from hf_zero.recipes.launch import launch
-
-        launch(num_processes, answer_file, folder, arguments)
-    else:
-        answer_file(folder, arguments)
+    on_ranks(answer_file, folder, arguments)
 
 
 def _check(arguments: Arguments) -> None:
@@ -108,8 +99,7 @@ def _check(arguments: Arguments) -> None:
 def answer_file(folder: str, arguments: Arguments) -> None:
     """Answers the prompts. All ranks call it; the first writes."""
     with transport_errors("generate"):
-        # without cpu, every rank of a machine without accelerator would take itself for the only one
-        state = PartialState(cpu=arguments.use_cpu or not torch.accelerator.is_available())
+        state = ranks_of(arguments)
         with state.main_process_first():
             rows = load_rows(SourceArguments(train_file=arguments.prompts), "train")
         is_sharded = arguments.zero_stage == 3 and state.num_processes > 1

@@ -1,12 +1,13 @@
 """Generates text with the model of a folder, for `chat` and `generate`, or with that of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.generation import (
@@ -40,6 +41,7 @@ from hf_zero.recipes.loading import (
     resolve_model,
 )
 from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
+from hf_zero.recipes.settings import launched_world_size
 
 
 # What checks a value, by the key. The first four say how tokens are drawn.
@@ -91,6 +93,9 @@ class GenerationArguments(QuantizationArguments):
         default=None, metadata={"help": "Above 1, tokens that were there before get less likely."}
     )
     seed: int = field(default=42, metadata={"help": "Of what is drawn."})
+    num_processes: int | None = field(
+        default=None, metadata={"help": "How many processes to start on this machine; leave it out under torchrun."}
+    )
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,35 @@ def _in_blocks(messages: Sequence[Message]) -> list[Message]:
     """The same messages, with each text as a block."""
     texts = [({"type": "text", "text": turn["content"]} if turn["content"] else None) for turn in messages]
     return [{**turn, "content": [text] if text else []} for turn, text in zip(messages, texts)]
+
+
+def on_ranks(
+    function: Callable[[str, Any], None], folder: str, arguments: GenerationArguments, *, is_interactive: bool = False
+) -> None:
+    """Calls `function(folder, arguments)` in as many processes as the arguments say, or as a launcher has started.
+
+    Args:
+        function (`Callable`): importable by name.
+        folder (`str`): a model or an adapter, or a hub id.
+        arguments ([`GenerationArguments`]): as parsed.
+        is_interactive (`bool`): see `launch`.
+
+    Raises:
+        ConfigError: `num_processes` is not what the launcher has started.
+        HfZeroError: the first error of the run.
+    """
+    if launched_world_size(arguments.num_processes) is None and (arguments.num_processes or 1) > 1:
+        from hf_zero.recipes.launch import launch
+
+        launch(arguments.num_processes, function, folder, arguments, is_interactive=is_interactive)
+    else:
+        function(folder, arguments)
+
+
+def ranks_of(arguments: GenerationArguments) -> PartialState:
+    """The processes of the run, as accelerate sees them. All ranks call it."""
+    # without cpu, every rank of a machine without accelerator would take itself for the only one
+    return PartialState(cpu=arguments.use_cpu or not torch.accelerator.is_available())
 
 
 def generation_options(arguments: GenerationArguments) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class _Report:
         return kind if isinstance(kind, type) and issubclass(kind, HfZeroError) else None
 
 
-def launch(num_processes: int, function: Callable[..., object], *args: Any) -> None:
+def launch(num_processes: int, function: Callable[..., object], *args: Any, is_interactive: bool = False) -> None:
     """Runs `function(*args)` in `num_processes` processes that form one process group on loopback.
 
     They end when this process ends, however it does (on Linux).
@@ -66,6 +66,7 @@ def launch(num_processes: int, function: Callable[..., object], *args: Any) -> N
         num_processes (`int`): How many.
         function (`Callable`): Importable by name; it finds its rank in the environment, as under torchrun.
         args: Picklable arguments.
+        is_interactive (`bool`): The first process reads what is typed, and a second Ctrl-C kills none of them.
 
     Raises:
         HfZeroError: The first error of the run, as the failing process raised it; [`WorkerError`] for any other end.
@@ -77,10 +78,10 @@ def launch(num_processes: int, function: Callable[..., object], *args: Any) -> N
     # The agent logs every failure with banner and traceback; we read the error files and say it once.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:  # others cannot read it
-        _write_jobs(Path(folder), num_processes, function, args)
+        _write_jobs(Path(folder), num_processes, function, args, is_interactive)
         agent = _agent(num_processes, folder)
         try:
-            with _handing_on(agent) as received:
+            with _handing_on(agent, is_interactive) as received:
                 result = agent.run()
         except SignalException as stop:
             raise SystemExit(128 + stop.sigval) from None
@@ -118,10 +119,12 @@ def _job(folder: str | Path, rank: int | str) -> str:
     return os.path.join(folder, f"job-{rank}")
 
 
-def _write_jobs(folder: Path, num_processes: int, function: Callable[..., object], args: tuple) -> None:
+def _write_jobs(
+    folder: Path, num_processes: int, function: Callable[..., object], args: tuple, is_interactive: bool
+) -> None:
     """Writes one file for each process, which removes it, since settings may hold a token."""
-    job = pickle.dumps(sys.path) + pickle.dumps((function, args))
     for rank in range(num_processes):
+        job = pickle.dumps(sys.path) + pickle.dumps((function, args, is_interactive and rank == 0))
         Path(_job(folder, rank)).write_bytes(job)
 
 
@@ -135,8 +138,9 @@ def run_rank(file) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     os.unlink(file.name)
-    function, args = pickle.load(file)
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - several processes cannot share what is typed
+    function, args, reads = pickle.load(file)
+    if not reads:
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - several processes cannot share what is typed
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         record(function)(*args)
@@ -147,11 +151,12 @@ def run_rank(file) -> None:
 
 
 @contextmanager
-def _handing_on(agent) -> Iterator[list[int]]:
-    """Passes signals on to the processes, which then save. A second signal kills them.
+def _handing_on(agent, is_interactive: bool) -> Iterator[list[int]]:
+    """Passes signals on to the processes, which then save. A second signal kills them; Ctrl-C does not where they are
+    interactive.
 
     Yields:
-        `list[int]`: What they have been sent so far.
+        `list[int]`: What they have been sent so far to end them.
     """
     from hf_zero.trainer.signals import is_another
 
@@ -159,17 +164,19 @@ def _handing_on(agent) -> Iterator[list[int]]:
     since: dict[int, float] = {}
 
     def hand_on(number: int, frame: Any) -> None:
-        now = time.monotonic()
-        if number in since and not is_another(number, since[number], now):
-            return
-        received.append(signal.SIGKILL if number in since else number)
-        since.setdefault(number, now)
+        now, sent = time.monotonic(), number
+        if not (is_interactive and number == signal.SIGINT):
+            if number in since and not is_another(number, since[number], now):
+                return
+            sent = signal.SIGKILL if number in since else number
+            received.append(sent)
+            since.setdefault(number, now)
         pids = [worker.id for worker in agent.get_worker_group().workers]
         if not pids or None in pids:  # not all have been started
             raise _stopped_by(number)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, received[-1])
+                os.kill(pid, sent)
 
     agents_own = (signal.SIGHUP, signal.SIGQUIT)  # after these it gives the processes 30 seconds
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in agents_own)

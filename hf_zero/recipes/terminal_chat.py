@@ -1,27 +1,48 @@
 """The tool `chat`: talks to the model of a folder in the terminal. Answers appear while they are generated.
 
+Several processes share the parameters. All of them hold the same conversation and generate the same answers; the first
+one reads and prints.
+
 transformers has `transformers chat`, which talks to a server, sends every text through a chat template, and knows no
 adapter in a folder.
 """
 
 import contextlib
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
+import torch
+import torch.distributed as dist
 import transformers
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from hf_zero.comm.base import Comm
+from hf_zero.comm.distributed import DistributedComm
+from hf_zero.comm.ranks import CPU, transport_errors
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.formats import Message
 from hf_zero.recipes.data.rows import BadRow
-from hf_zero.recipes.generation import GenerationArguments, TextGenerator, load_generator, prompt_of
+from hf_zero.recipes.generation import (
+    GenerationArguments,
+    TextGenerator,
+    load_generator,
+    on_ranks,
+    prompt_of,
+    ranks_of,
+)
 
 
 POSITIONAL = ("folder", "a model or an adapter: a folder, or a hub id")
 
 ANEW = "/clear"
 HINT = f"Ctrl-C stops an answer, {ANEW} begins a new conversation, Ctrl-D ends."
+PATIENCE = timedelta(days=7)  # for what is typed
 
 
 @dataclass
@@ -45,16 +66,86 @@ class PrintedAnswer(TextStreamer):
         super().on_finalized_text(text, stream_end)
 
 
+class Keyboard:
+    """What is typed at the first rank, which all ranks take as one.
+
+    Ranks that share a model stop at the same token, or they would wait for each other. So on Ctrl-C the first rank
+    notes it, and tells the others after each token.
+
+    Args:
+        comm ([`Comm`]): the ranks, which wait long for each other.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+        self._is_typing = self._is_interrupted = False
+
+    @contextlib.contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """Inside, ranks that share a model leave Ctrl-C to the first one. Alone, a rank is interrupted at once."""
+        if self._comm.num_ranks == 1:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN if self._comm.rank else self._note)
+        try:
+            self._comm.barrier()  # the first rank may end an answer now
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self._is_typing:
+            raise KeyboardInterrupt
+        self._is_interrupted = True
+
+    def read(self) -> str | None:
+        """Returns the next text that is typed, the same on all ranks; `None` after Ctrl-D."""
+        return self._comm.broadcast_object(self._typed() if self._comm.rank == 0 else None)
+
+    @property
+    def is_in_terminal(self) -> bool:
+        """Whether somebody types on this rank."""
+        return self._comm.rank == 0 and sys.stdin.isatty()
+
+    def _typed(self) -> str | None:
+        prompt = "> " if self.is_in_terminal else ""
+        while True:
+            self._is_interrupted = False
+            try:
+                self._is_typing = True
+                return input(prompt).strip()
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                self._is_typing = False
+                print(f"\n{HINT}")
+            finally:
+                self._is_typing = False
+
+    def stop_together(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """A criterion for transformers' `generate`, which stops all ranks at the same token.
+
+        Raises:
+            KeyboardInterrupt: on all ranks, after Ctrl-C.
+        """
+        told = torch.tensor([self._is_interrupted])
+        self._comm.broadcast_(told)
+        if told.item():
+            raise KeyboardInterrupt
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 class Conversation:
     """What was said so far. Without a chat template nothing is kept: each text is continued by itself.
 
     Args:
         generator ([`TextGenerator`]): answers.
         arguments ([`Arguments`]): as parsed.
+        keyboard ([`Keyboard`]): may stop an answer.
     """
 
-    def __init__(self, generator: TextGenerator, arguments: Arguments):
-        self._generator, self._arguments = generator, arguments
+    def __init__(self, generator: TextGenerator, arguments: Arguments, keyboard: Keyboard):
+        self._generator, self._arguments, self._keyboard = generator, arguments, keyboard
         self._messages: list[Message] = []
 
     def clear(self) -> None:
@@ -72,8 +163,9 @@ class Conversation:
             prompt = [*self._messages, prompt[-1]] if self._messages else prompt
         tokens = self._generator.tokens(prompt)
         room, printed = self._generator.room(tokens), PrintedAnswer(self._generator.tokenizer)
+        stops = [self._keyboard.stop_together]
         try:
-            self._generator.generate([tokens], printed, max_new_tokens=room)
+            self._generator.generate([tokens], printed, max_new_tokens=room, stopping_criteria=stops)
         except KeyboardInterrupt:
             printed.end()
             raise
@@ -96,34 +188,60 @@ def run(folder: str, arguments: Arguments) -> None:
     """
     if arguments.prompt is not None and not arguments.prompt.strip():
         raise ConfigError("prompt: is empty; give a text")
-    generator = load_generator(folder, arguments, PartialState(cpu=arguments.use_cpu).device)
-    transformers.set_seed(arguments.seed)
-    conversation = Conversation(generator, arguments)
-    if arguments.prompt is None:
-        _talk(conversation)
-        return
+    on_ranks(converse, folder, arguments, is_interactive=True)
+
+
+def converse(folder: str, arguments: Arguments) -> None:
+    """Answers what is asked. All ranks call it: the first one reads and prints."""
+    with transport_errors("chat"):
+        state = ranks_of(arguments)
+        generator = load_generator(folder, arguments, state.device, is_sharded=state.num_processes > 1)
+        transformers.set_seed(arguments.seed)
+        keyboard = Keyboard(_patient_comm(state))
+        with keyboard.interrupts(), contextlib.nullcontext() if state.is_main_process else _silence():
+            conversation = Conversation(generator, arguments, keyboard)
+            if arguments.prompt is None:
+                _talk(conversation, keyboard)
+            else:
+                _answer_once(conversation, arguments.prompt)
+        state.destroy_process_group()
+
+
+def _patient_comm(state: PartialState) -> Comm:
+    """Connects all ranks for what is typed, for which they wait long."""
+    if state.num_processes == 1:
+        return Comm(CPU, PATIENCE.total_seconds())
+    return DistributedComm(dist.new_group(backend="gloo", timeout=PATIENCE), CPU, PATIENCE.total_seconds())
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def _answer_once(conversation: Conversation, prompt: str) -> None:
     try:
-        conversation.answer(arguments.prompt)
+        conversation.answer(prompt)
     except BadRow as error:
         raise DataError(f"prompt: {error}") from error
 
 
-def _talk(conversation: Conversation) -> None:
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
+def _talk(conversation: Conversation, keyboard: Keyboard) -> None:
+    if keyboard.is_in_terminal:
         with contextlib.suppress(ImportError):  # with it, lines can be edited, and called up again
             import readline  # noqa: F401
         print(HINT)
     while True:
         try:
-            text = input("> " if is_terminal else "").strip()
+            text = keyboard.read()
+            if text is None:
+                return
             if text == ANEW:
                 conversation.clear()
             elif text:
                 _answer(conversation, text)
-        except EOFError:
-            return
-        except KeyboardInterrupt:  # at the prompt, or once more while an answer stops
+        except KeyboardInterrupt:  # once more, while an answer stops
             print(f"\n{HINT}")
 
 

@@ -47,10 +47,13 @@ def run_on_ranks(
         stop_in (`int`, *optional*): the last rank is sent SIGTERM while it computes this step.
         environment (`Mapping[str, str]`): variables that are set meanwhile.
     """
-    return run_ranks(_run, num_ranks, argv, str(folder), stop_in, dict(environment), timeout=timeout)
+    return run_ranks(run_on_this_rank, num_ranks, argv, str(folder), stop_in, dict(environment), timeout=timeout)
 
 
-def _run(argv: list[str], folder: str, stop_in: int | None, environment: dict[str, str]) -> Ended:
+def run_on_this_rank(
+    argv: list[str], folder: str, stop_in: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
+) -> Ended:
+    """What `run_on_ranks` calls on each rank."""
     import datasets
 
     from hf_zero.recipes.cli import main

@@ -2,15 +2,25 @@
 
 import io
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from unittest import mock
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.data.chat import DEFAULT_TEMPLATE
+from tests.distributed import run_ranks
 from tests.recipes.preferences import THINGS, write_rows
-from tests.recipes.ranks import run_on_ranks
+from tests.recipes.ranks import run_on_ranks, run_on_this_rank
 
 
 NUM_NEW = 6
@@ -243,6 +253,93 @@ def test_two_processes_give_the_answers_of_one(tiny_llama, tiny_chat, adapter, t
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     tokenizer = folder if model is None else tiny_llama
     assert rows == [{"prompt": text, "completion": expected(tokenizer, text, model)} for text in TEXTS]
+
+
+def _chat_interrupted(argv: list[str], typed: str, folder: str):
+    """Runs `chat`. The first rank is sent SIGINT once: after three tokens of the first answer."""
+    put, tokens, is_first = TextStreamer.put, [], os.environ["RANK"] == "0"
+
+    def interrupted(self, value) -> None:
+        put(self, value)
+        tokens.append(value)
+        if len(tokens) == 4 and is_first:  # the prompt, and three tokens
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stdin = io.StringIO(typed if is_first else "what nobody reads\n")
+    with mock.patch.object(TextStreamer, "put", interrupted), mock.patch("sys.stdin", stdin):
+        return run_on_this_rank(argv, folder)
+
+
+def test_two_processes_chat_as_one_does_and_stop_together(tiny_chat, tmp_path):
+    """What is typed at one rank is answered by both, which stop after the same token."""
+    argv = ["chat", str(tiny_chat), "--use_cpu=true", f"--max_new_tokens={NUM_NEW}", "--num_processes=2"]
+    first, second = run_ranks(_chat_interrupted, 2, argv, f"the door\nthe car\n{'door ' * 300}\n", str(tmp_path))
+    whole = expected(tiny_chat, [turn("user", "the door")])
+    cut, answer, _ = first.out.split("\n")
+    assert cut != whole and whole.startswith(cut)
+    chats = [turn("user", "the door"), turn("assistant", cut), turn("user", "the car")]
+    assert (first.code, answer) == (0, expected(tiny_chat, chats))
+    assert first.err.startswith("(stopped)\n") and "positions for prompt and answer" in first.err
+    assert (second.code, second.out, second.err) == (0, "", "")
+
+
+@pytest.mark.full("slow")
+def test_two_processes_chat_in_a_terminal_and_stop_at_ctrl_c(chat, tiny_chat):
+    length = "--max_new_tokens=150"
+    answer = chat(tiny_chat, length, typed="the door\n")[1]
+    with Terminal("chat", str(tiny_chat), "--use_cpu=true", length, "--num_processes=2") as terminal:
+        assert "Ctrl-C stops an answer" in terminal.read_until("> ")
+        ranks = psutil.Process(terminal.process.pid).children(recursive=True)
+        for cut in (False, True, False):
+            terminal.type("the door\n")
+            terminal.read_until("the door\n")
+            if not cut:
+                assert terminal.read_until("\n> ") + "\n" == answer
+            else:
+                terminal.type("\x03")
+                assert terminal.read_until("(stopped)\n> ").removeprefix("^C") != answer
+                for _ in range(2):  # at the prompt
+                    terminal.type("\x03")
+                    terminal.read_until("Ctrl-D ends.\n> ")
+            terminal.type("/clear\n")
+            terminal.read_until("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(60) == 0 and len(ranks) >= 2
+        assert psutil.wait_procs(ranks, timeout=10)[1] == []
+
+
+class Terminal:
+    """A command line of `hf_zero.recipes` in a terminal of its own."""
+
+    def __init__(self, *argv: str):
+        self._ours, theirs = pty.openpty()
+        self._text = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hf_zero.recipes", *argv],
+            env={**os.environ, "TERM": "dumb"},
+            preexec_fn=lambda: os.login_tty(theirs),
+        )
+        os.close(theirs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def read_until(self, end: str, seconds: float = 240.0) -> str:
+        """Returns what was printed since the last call, up to `end`."""
+        deadline = time.monotonic() + seconds
+        while end not in self._text:
+            assert select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))[0], (self._text, end)
+            self._text += os.read(self._ours, 4096).decode().replace("\r", "")
+        found, _, self._text = self._text.partition(end)
+        return found
 
 
 GOOD = {"prompt": "the door is"}
