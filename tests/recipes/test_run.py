@@ -104,6 +104,7 @@ def test_one_process_needs_no_launcher(flags, tmp_path):
     check_run(run_command([*RUN, *flags, "--zero_stage", "3"], tmp_path), tmp_path)
 
 
+@pytest.mark.full("slow")
 def test_an_error_in_the_processes_comes_out_as_one_line(flags, tmp_path):
     rows = write_csv(tmp_path / "rows.csv", [("text", "label"), ("a cold soup", "food"), ("a dull film", "")])
     (result,) = run_program([*RUN, *flags, "--num_processes", "2", "--train_file", str(rows)], tmp_path)
@@ -124,9 +125,10 @@ def test_an_error_in_the_processes_comes_out_as_one_line(flags, tmp_path):
     ],
 )
 def test_what_cannot_work_ends_a_real_process_with_one_line(flags, tmp_path, bad, message):
-    result = run_command([*RUN, *flags, "--num_processes", "2", bad], tmp_path)
+    (result,) = run_program([*RUN, *flags, "--num_processes", "2", bad], tmp_path)
+    said = without_imports(result.stderr)
     assert result.returncode == 2
-    assert message in result.stderr and result.stderr.count("\n") == 1
+    assert message in said and said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
