@@ -111,6 +111,7 @@ _KINDS = {
     **dict.fromkeys(("prefetch_units", "delayed_update"), (Integral, "a whole number")),
     "offload_fraction": (Real, "a number"),
     "timeout_seconds": (Real | None, "a number, or None"),
+    "shard_size": (Integral | str | None, "a whole number, auto, or None"),
     "offload_dir": (str | os.PathLike | None, "the path of a folder, or None"),
     **dict.fromkeys(
         ("shared_memory", "separate_reductions", "partition_activations", "offload_activations", "strict"),
@@ -144,6 +145,9 @@ class ZeroConfig:
         shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
         separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and gathers do
             not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
+        shard_size (`int` or `str`, *optional*): over how many neighbouring ranks the model is sharded. The groups of
+            so many hold the same (MiCS, arXiv 2205.00119): gathers stay within them, at the cost of memory. "auto":
+            the ranks of one host; `None`: all ranks. On NCCL it needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         offload (`str`): what rests in the host's memory: "none"; "optimizer": masters, optimizer state and reduced
             gradients (ZeRO-Offload, arXiv 2101.06840); "params": at stage 3 the parameters too (ZeRO-Infinity,
             arXiv 2104.07857).
@@ -171,6 +175,7 @@ class ZeroConfig:
     timeout_seconds: float | None = None
     shared_memory: bool = True
     separate_reductions: bool = False
+    shard_size: int | str | None = None
     offload: str = "none"
     offload_fraction: float = 1.0
     offload_dir: str | None = None
@@ -196,6 +201,7 @@ class ZeroConfig:
             raise ConfigError(f"prefetch_units: {self.prefetch_units} is negative; give 0 or more")
         if self.keep_gathered != "auto" and (not isinstance(self.keep_gathered, int) or self.keep_gathered < 0):
             raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is no number of blocks; give 0 or more, or auto")
+        self._check_shard_size()
         self._check_offload()
 
     def _check_kinds(self) -> None:
@@ -203,6 +209,17 @@ class ZeroConfig:
             value = getattr(self, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise ConfigError(f"{name}: {value!r} is of type {type(value).__name__}; give {expected}")
+
+    def _check_shard_size(self) -> None:
+        if self.shard_size is None:
+            return
+        if self.shard_size != "auto" and (isinstance(self.shard_size, str) or self.shard_size < 1):
+            raise ConfigError(f"shard_size: {self.shard_size!r} is no number of ranks; give 1 or more, or auto")
+        if self.stage == 0:
+            raise ConfigError(
+                "shard_size: says over how many ranks to shard, and stage 0 shards nothing; use stage 1, 2 or 3, or "
+                "leave it out"
+            )
 
     def _check_offload(self) -> None:
         choose("offload", self.offload, OFFLOADS)
@@ -253,6 +270,7 @@ class ZeroSettings(TypedDict, total=False):
     timeout_seconds: float | None
     shared_memory: bool
     separate_reductions: bool
+    shard_size: int | str | None
     offload: str
     offload_fraction: float
     offload_dir: str | None

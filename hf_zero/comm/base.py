@@ -23,10 +23,13 @@ ALIGN_NUMEL = 16
 
 @dataclass
 class Counters:
-    """Counts the bytes that this rank has sent since the start, by collective and by unit."""
+    """Counts the bytes that this rank has sent since the start, by collective and by unit. What it counts, another one
+    may count as well, under a verb of its own."""
 
     sent_nbytes: dict[str, int] = field(default_factory=dict)
     unit_nbytes: dict[str, int] = field(default_factory=dict)
+    counted_by: "Counters | None" = None
+    counted_as: str | None = None  # None: under the same verb
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, verb: str, nbytes: int, what: str | None = None) -> None:
@@ -41,6 +44,8 @@ class Counters:
             self.sent_nbytes[verb] = self.sent_nbytes.get(verb, 0) + nbytes
             if what is not None:
                 self.unit_nbytes[what] = self.unit_nbytes.get(what, 0) + nbytes
+        if self.counted_by is not None:
+            self.counted_by.add(self.counted_as or verb, nbytes, what)
 
     @property
     def total_sent_nbytes(self) -> int:
@@ -117,6 +122,17 @@ class SharedMemory(Protocol):
         afterwards."""
 
 
+class Averages(Protocol):
+    """What averages over the ranks of several shard groups."""
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The memory that it has for that; `None` while there is none."""
+
+    def __call__(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        """Does what `Comm.average` says."""
+
+
 class Comm:
     """The collectives among the data-parallel ranks. This base class is for one rank, which exchanges nothing.
 
@@ -138,11 +154,23 @@ class Comm:
     user: Waits | None = None  # who uses these connections from another thread, until that is waited for
     replicate_group: "Comm | None" = None  # the ranks that hold the same shard; None where no two do
     _shard_group: "Comm | None" = None  # None where it is all ranks
+    _average: "Averages | None" = None  # likewise
 
     def __init__(self, device: torch.device, timeout_seconds: float):
         self.device = device
         self.timeout_seconds = timeout_seconds
         self.counters = Counters()
+
+    def divide(self, shard_group: "Comm", replicate_group: "Comm", average: "Averages") -> None:
+        """Divides the ranks into several shard groups, see [Note: who shards, and who decides].
+
+        Args:
+            shard_group, replicate_group (`Comm`): of this rank.
+            average (`Averages`): averages over all ranks.
+        """
+        self._shard_group, self.replicate_group, self._average = shard_group, replicate_group, average
+        shard_group.counters.counted_by = replicate_group.counters.counted_by = self.counters
+        replicate_group.counters.counted_as = "all_reduce"
 
     @property
     def shard_group(self) -> "Comm":
@@ -183,8 +211,20 @@ class Comm:
 
     @property
     def buffer_nbytes(self) -> int:
-        """The bytes of all buckets once they are allocated."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        """The bytes of all memory through which values go once it is allocated, that of the groups included."""
+        own = 0 if self._average is None or self._average.memory is None else self._average.memory.nbytes
+        return own + sum(bucket.nbytes for bucket in self._all_buckets())
+
+    @property
+    def exchanging(self) -> list[Tensor]:
+        """The memory through which values go now, that of the groups included."""
+        found = [bucket.memory for bucket in self._all_buckets()]
+        found.append(None if self._average is None else self._average.memory)
+        return [memory for memory in found if memory is not None]
+
+    def _all_buckets(self) -> list[Bucket]:
+        comms = [self] if self.replicate_group is None else [self, self.shard_group, self.replicate_group]
+        return [bucket for comm in comms for bucket in comm.buckets]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates memory, 1-D, that other ranks can read directly, for tensors that are gathered or reduced. It
@@ -231,7 +271,8 @@ class Comm:
         Args:
             full, out, dtype, accumulate, what: as for `reduce_scatter` over the shard group.
         """
-        return self.shard_group.reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
+        average = self.reduce_scatter if self._average is None else self._average
+        return average(full, out, dtype=dtype, accumulate=accumulate, what=what)
 
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
         """Sends tensors to some ranks and receives tensors from some. All ranks call it, also a rank that moves

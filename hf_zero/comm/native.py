@@ -36,10 +36,11 @@ LAUNCH_ORDER_VERSION = (2, 26)
 _COMMUNICATORS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def refuse_unordered(version: tuple[int, ...]) -> None:
+def refuse_unordered(setting: str, version: tuple[int, ...]) -> None:
     """Refuses a second communicator where NCCL would launch its kernels and those of the first in no common order.
 
     Args:
+        setting (`str`): what asks for it, for the message.
         version (`tuple[int, ...]`): of NCCL.
 
     Raises:
@@ -47,7 +48,7 @@ def refuse_unordered(version: tuple[int, ...]) -> None:
     """
     if version < LAUNCH_ORDER_VERSION or os.environ.get(LAUNCH_ORDER) != "1":
         raise ConfigError(
-            f"separate_reductions: with NCCL {'.'.join(map(str, version))} and {LAUNCH_ORDER}="
+            f"{setting}: with NCCL {'.'.join(map(str, version))} and {LAUNCH_ORDER}="
             f"{os.environ.get(LAUNCH_ORDER, '(not set)')} two communicators may wait for each other for ever; set "
             f"{LAUNCH_ORDER}=1 for all ranks before they start, with NCCL 2.26 or newer, or leave the setting out"
         )

@@ -78,9 +78,9 @@ def name_of(group: dist.ProcessGroup, rank: int) -> str:
     return f"rank {dist.get_global_rank(group, rank)}"
 
 
-def num_hosts(group: dist.ProcessGroup) -> int:
-    """Returns on how many hosts the ranks of a group run. They must have exchanged their addresses."""
-    return len({address.host for address in _ADDRESSES[group]})
+def hosts(group: dist.ProcessGroup) -> list[str]:
+    """Returns the host of each rank of a group. They must have exchanged their addresses."""
+    return [address.host for address in _ADDRESSES[group]]
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
+from hf_zero.comm.groups import Average, groups_of, refuse_uneven, shard_size_of
 from hf_zero.comm.native import NativeComm, refuse_unordered
 from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
@@ -31,6 +33,7 @@ def connect(
     bucket_nbytes: int | str,
     shared_memory: bool = True,
     separate_reductions: bool = False,
+    shard_size: int | str | None = None,
 ) -> Comm:
     """Connects the data-parallel ranks. A single process that no launcher started is a world of one rank.
 
@@ -44,10 +47,12 @@ def connect(
         shared_memory (`bool`): lets gloo's ranks, where they are all on one host, share memory instead.
         separate_reductions (`bool`): gives reductions a communicator of their own, where the backend's own collectives
             are used.
+        shard_size (`int` or `str`, *optional*): how many neighbouring ranks form a shard group; all of them when
+            `None`, those of one host for "auto".
 
     Raises:
-        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, or NCCL would launch two
-            communicators in no common order.
+        `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, the ranks form no equal shard
+            groups, or NCCL would launch two communicators in no common order.
     """
     backend = torch.get_device_module(device)
     if device.index is not None and hasattr(backend, "set_device"):
@@ -57,6 +62,7 @@ def connect(
         limit = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit)
     if not dist.is_initialized():
+        refuse_uneven(shard_size, 1)
         return Comm(device, timeout_seconds or default_pg_timeout.total_seconds())
     if group is None and "WORLD_SIZE" in os.environ and launched != dist.get_world_size():
         raise ConfigError(
@@ -68,14 +74,24 @@ def connect(
     group = group or dist.group.WORLD
     if timeout_seconds is None:
         timeout_seconds = ranks.timeout_of(group, device)
-    if dist.get_world_size(group) == 1:
-        return Comm(device, timeout_seconds)
-    ranks.take_timeout(group, timeout_seconds)
-    ranks.exchange_addresses(group)
-    kind, extra = _kind_of(group, device, shared_memory, separate_reductions)
-    if bucket_nbytes == "auto":
-        bucket_nbytes = _bucket_nbytes(kind, group)
-    return kind(group, device, timeout_seconds, bucket_nbytes, *extra)
+    refuse_uneven(shard_size, dist.get_world_size(group))
+    make = partial(
+        _comm_of,
+        device=device,
+        timeout_seconds=timeout_seconds,
+        bucket_nbytes=bucket_nbytes,
+        shared_memory=shared_memory,
+        separate_reductions=separate_reductions,
+    )
+    comm = make(group)
+    size = comm.num_ranks if comm.num_ranks == 1 else shard_size_of(group, shard_size)
+    if size < comm.num_ranks:
+        if _backend(group, device) == "nccl":
+            refuse_unordered("shard_size", torch.cuda.nccl.version())
+        parts = groups_of(group, size, timeout_seconds)
+        shard_group, replicate_group = make(parts["shard"]), make(parts["replicate"])
+        comm.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
+    return comm
 
 
 def local_device(device: torch.device | str) -> torch.device:
@@ -123,6 +139,25 @@ def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> d
     return dist.new_group(alike, timeout=limit, use_local_synchronization=True)
 
 
+def _comm_of(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout_seconds: float,
+    bucket_nbytes: int | str,
+    shared_memory: bool,
+    separate_reductions: bool,
+) -> Comm:
+    """Makes the collectives of a process group. Its ranks call it together."""
+    if dist.get_world_size(group) == 1:
+        return Comm(device, timeout_seconds)
+    ranks.take_timeout(group, timeout_seconds)
+    ranks.exchange_addresses(group)
+    kind, extra = _kind_of(group, device, shared_memory, separate_reductions)
+    if bucket_nbytes == "auto":
+        bucket_nbytes = _bucket_nbytes(kind, group)
+    return kind(group, device, timeout_seconds, bucket_nbytes, *extra)
+
+
 def _kind_of(
     group: dist.ProcessGroup, device: torch.device, shared_memory: bool, separate_reductions: bool
 ) -> tuple[Callable[..., Comm], list]:
@@ -130,7 +165,7 @@ def _kind_of(
     backend = _backend(group, device)
     if backend != "gloo":
         if backend == "nccl" and separate_reductions:
-            refuse_unordered(torch.cuda.nccl.version())
+            refuse_unordered("separate_reductions", torch.cuda.nccl.version())
         return NativeComm, [separate_reductions]
     if device.type != "cpu":
         return StagedComm, []
@@ -142,7 +177,7 @@ def _kind_of(
 
 def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:
     if kind is NativeComm:
-        return native_bucket_nbytes(dist.get_world_size(group), ranks.num_hosts(group))
+        return native_bucket_nbytes(dist.get_world_size(group), len(set(ranks.hosts(group))))
     return SHARED_NBYTES if kind is SharedComm else MESSAGES_NBYTES
 
 

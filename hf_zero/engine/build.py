@@ -61,10 +61,16 @@ def shard_parameters(
     if dividing is not None:
         group = group or ranks_alike(dividing, config.timeout_seconds)
         refuse_dividing(group, dividing)
-    return build(model, config, _connect(device, config, group), dividing and _connect(device, config, dividing))
+    comm = _connect(device, config, group, config.shard_size)
+    return build(model, config, comm, dividing and _connect(device, config, dividing))
 
 
-def _connect(device: torch.device, config: ZeroConfig, group: dist.ProcessGroup | None) -> Comm:
+def _connect(
+    device: torch.device,
+    config: ZeroConfig,
+    group: dist.ProcessGroup | None,
+    shard_size: int | str | None = None,
+) -> Comm:
     return connect(
         device,
         group=group,
@@ -72,6 +78,7 @@ def _connect(device: torch.device, config: ZeroConfig, group: dist.ProcessGroup 
         bucket_nbytes=config.bucket_nbytes,
         shared_memory=config.shared_memory,
         separate_reductions=config.separate_reductions,
+        shard_size=shard_size,
     )
 
 

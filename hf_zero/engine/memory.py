@@ -51,7 +51,7 @@ def measure(engine: ModelUnits) -> MemoryReport:
     masters = [shard.values for shard in copied if shard.tier is MemoryTier.DEVICE]
     slots = [unit.slot.buffer for unit in engine.units if unit.slot is not None]
     slots += [slot.buffer for unit in engine.units if unit.gradient_slots for slot in unit.gradient_slots.slots]
-    exchanging = [bucket.memory for bucket in engine.comm.buckets if bucket.memory is not None]
+    exchanging = engine.comm.exchanging
     ddp_params = {info.name: info for flat in engine.flats for info in flat.infos}.values()
     return MemoryReport(
         parameter_nbytes=_nbytes(parameters),

@@ -193,8 +193,7 @@ class Rest:
 
         Args:
             values (`Tensor`): 1-D, of the masters' dtype, overwritten by rank 0's.
-            start (`int`): where they begin in the buffer.
-            ranges (`list[Range]`): which of them to take, counted in the buffer.
+            start, ranges (`int`, `list[Range]`): where they begin in the buffer, and which to take, counted there.
         """
         self._comm.broadcast_(values)
         for memory, covers in self.at_rest((start, start + values.numel())):
@@ -205,8 +204,7 @@ class Rest:
         """Gathers the whole values into `full` from the ranges of all ranks.
 
         Args:
-            full (`Tensor`): memory for them.
-            what (`str`): the unit's name, for messages.
+            full, what (`Tensor`, `str`): memory for them, and the unit's name, for messages.
             arriving (`Pending`, *optional*): of this rank's range, which is on its way there from the disk.
         """
         return self.source.all_gather(full, what, arriving)
@@ -323,8 +321,11 @@ class SharedRest(Rest):
         """Does nothing, since `allocate` has allocated the memory."""
 
     def take(self, values: Tensor, start: int, ranges: list[Range]) -> None:
-        for each in ranges if self._comm.shard_group.rank == 0 else ():
-            copy_overlap(self._common, (0, self._numel), values[each[0] - start : each[1] - start], each)
+        if self._comm.shard_group.rank == 0:
+            if self._comm.replicate_group is not None:
+                self._comm.replicate_group.broadcast_(values)
+            for each in ranges:
+                copy_overlap(self._common, (0, self._numel), values[each[0] - start : each[1] - start], each)
 
     def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
         if full is not self._common:
@@ -377,8 +378,7 @@ def rest_of(
         plan (`StagePlan`): of its unit.
         comm (`Comm`): the data-parallel ranks.
         transfer (`HostTransfer`): to and from the host's memory.
-        dtype (`torch.dtype`): of the compute copy.
-        master_dtype (`torch.dtype`): of the masters.
+        dtype, master_dtype (`torch.dtype`): of the compute copy and of the masters.
         trainable (`bool`): what is not has neither state nor gradients, so it rests where parameters rest.
     """
     covers = (0, layout.full_numel) if plan.master is Residency.REPLICATED else layout.owned(comm.shard_group.rank)

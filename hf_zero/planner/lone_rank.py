@@ -2,6 +2,7 @@
 they take memory and count bytes as real ones do."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from hf_zero.comm.base import (
     Counters,
     native_bucket_nbytes,
 )
+from hf_zero.comm.groups import Average, refuse_uneven
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.peers import Kind
@@ -145,8 +147,30 @@ class _Shared(_Pairwise, SharedComm):
         return DONE
 
 
+def planned_shard_size(shard_size: int | str | None, num_ranks: int) -> int:
+    """Returns how many of the ranks form a shard group, 8 of them being on each host.
+
+    Args:
+        shard_size (`int` or `str`, *optional*): as in `ZeroConfig`.
+        num_ranks (`int`): all ranks.
+
+    Raises:
+        `ConfigError`: for a number that does not divide them.
+    """
+    if shard_size == "auto":
+        return RANKS_PER_HOST if num_ranks % RANKS_PER_HOST == 0 else num_ranks
+    refuse_uneven(shard_size, num_ranks)
+    return num_ranks if shard_size is None else int(shard_size)
+
+
 def lone_rank(
-    meter: Meter, num_ranks: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str = "auto"
+    meter: Meter,
+    num_ranks: int,
+    *,
+    on_cpu: bool,
+    shared_memory: bool,
+    bucket_nbytes: int | str = "auto",
+    shard_size: int | str | None = None,
 ) -> Comm:
     """Makes the collectives of one of several ranks, without the others.
 
@@ -155,8 +179,17 @@ def lone_rank(
         num_ranks (`int`): how many there are, 8 of them on each host.
         on_cpu (`bool`): whether they train on CPUs, or have an accelerator each.
         shared_memory (`bool`): whether those on CPUs are on one host, and share its memory.
-        bucket_nbytes (`int` or `str`): as in `ZeroConfig`.
+        bucket_nbytes, shard_size: as in `ZeroConfig`.
     """
+    make = partial(_lone_rank, meter, on_cpu=on_cpu, shared_memory=shared_memory, bucket_nbytes=bucket_nbytes)
+    comm, size = make(num_ranks), planned_shard_size(shard_size, num_ranks)
+    if size < num_ranks:
+        shard_group, replicate_group = make(size), make(num_ranks // size)
+        comm.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
+    return comm
+
+
+def _lone_rank(meter: Meter, num_ranks: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str) -> Comm:
     if num_ranks == 1:
         return (_OneOnCpu if on_cpu else _One)(1)
     if not on_cpu:

@@ -105,6 +105,7 @@ class SimulatedStep:
                 on_cpu=on_cpu,
                 shared_memory=config.shared_memory,
                 bucket_nbytes=config.bucket_nbytes,
+                shard_size=config.shard_size,
             )
             self.engine: ZeroEngine = build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
             if config.offload_activations:

@@ -20,6 +20,7 @@ from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
 from hf_zero.planner import Prediction, advise, predict_with
 from hf_zero.planner.advice import GIB
+from hf_zero.planner.lone_rank import planned_shard_size
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, one_line, quiet, resolve_config
@@ -109,10 +110,12 @@ def run(model: str, arguments: Arguments) -> None:
 
 def _heading(model: str, arguments: Arguments, prediction: Prediction) -> str:
     trained = prediction.num_trained / 1e6
+    size = planned_shard_size(prediction.config.shard_size, prediction.num_ranks)
+    groups = f" in shard groups of {size}" if size < prediction.num_ranks else ""
     return (
         f"{model}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
         f"{arguments.per_device_train_batch_size} x {arguments.max_length} tokens; "
-        f"stage {prediction.config.stage} over {prediction.num_ranks} rank(s), each:"
+        f"stage {prediction.config.stage} over {prediction.num_ranks} rank(s){groups}, each:"
     )
 
 
@@ -354,7 +357,8 @@ def _reference(trainer: ZeroTrainer, num_ranks: int) -> list[str]:
     engine = engine_of(reference)
     shapes = [info.shape for info in engine.param_infos()] if engine else [p.shape for p in reference.parameters()]
     itemsize = (config.compute_dtype or next(trainer.model.parameters()).dtype).itemsize
-    nbytes = sum(shape.numel() for shape in shapes) * itemsize / (num_ranks if config.stage == 3 else 1)
+    nbytes = sum(shape.numel() for shape in shapes) * itemsize
+    nbytes /= planned_shard_size(config.shard_size, num_ranks) if config.stage == 3 else 1
     return [f"  {'the reference model, beside these':<32}  {nbytes / MIB:>12.2f} MiB"]
 
 

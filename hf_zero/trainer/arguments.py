@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
+from hf_zero.comm.groups import refuse_uneven
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
 from hf_zero.config import NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
@@ -56,6 +57,8 @@ class ZeroArgumentsMixin(_Arguments):
         zero_shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
         zero_separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and
             gathers do not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
+        zero_shard_size (`str`, *optional*): over how many neighbouring ranks the model is sharded; the groups of so
+            many hold the same, and gathers stay within them. auto: the ranks of one host. By default all ranks.
         zero_offload (`str`): what rests in the host's memory instead of the device's: none; optimizer: masters,
             optimizer state and gradients, updated by the CPU; params: at stage 3 the parameters too.
         zero_offload_fraction (`float`): of how much of the model `--zero_offload` holds, in whole blocks.
@@ -87,6 +90,7 @@ class ZeroArgumentsMixin(_Arguments):
     zero_keep_gathered: str = "0"
     zero_shared_memory: bool = True
     zero_separate_reductions: bool = False
+    zero_shard_size: str | None = None
     zero_offload: str = "none"
     zero_offload_fraction: float = 1.0
     zero_offload_dir: str | None = None
@@ -151,6 +155,7 @@ class ZeroArgumentsMixin(_Arguments):
             raise ConfigError(f"zero_keep_gathered: {kept!r} is no number of blocks; give 0 or more, or auto")
         choose("zero_offload", self.zero_offload, OFFLOADS)
         choose("zero_nonfinite", self.zero_nonfinite, NONFINITE)
+        shard_size = _shard_size(self.zero_shard_size, self.zero_stage)
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
         return ZeroConfig(
             stage=self.zero_stage,
@@ -161,6 +166,7 @@ class ZeroArgumentsMixin(_Arguments):
             keep_gathered="auto" if kept == "auto" else int(kept),
             shared_memory=self.zero_shared_memory,
             separate_reductions=self.zero_separate_reductions,
+            shard_size=shard_size,
             offload=self.zero_offload,
             offload_fraction=self.zero_offload_fraction,
             offload_dir=self.zero_offload_dir,
@@ -186,6 +192,24 @@ class ZeroArgumentsMixin(_Arguments):
                 "auto_find_batch_size: where one rank runs out of memory, the others wait for it within the step; "
                 "find the batch size in one process, or with hf-zero plan, and set it"
             )
+
+
+def _shard_size(value: int | str | None, stage: int) -> int | str | None:
+    """Returns the number that `--zero_shard_size` gives, "auto" or `None`."""
+    if value is None or str(value) == "auto":
+        size: int | str | None = value
+    elif not str(value).isdecimal() or int(value) < 1:
+        raise ConfigError(f"zero_shard_size: {value} is no number of ranks; give 1 or more, or auto")
+    else:
+        size = int(value)
+        if launched_ranks() > 1:
+            refuse_uneven(size, launched_ranks(), "zero_shard_size")
+    if size is not None and stage == 0:
+        raise ConfigError(
+            "zero_shard_size: says over how many ranks to shard, and --zero_stage 0 shards nothing; use stage 1, 2 or "
+            "3, or leave it out"
+        )
+    return size
 
 
 check_overrides(ZeroArgumentsMixin, TrainingArguments, ("place_model_on_device",))

@@ -53,6 +53,8 @@ class TellMemory(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         engine, optimizer = self._trainer._engine, self._trainer._prepared_optimizer
         ranks = f"{engine.comm.num_ranks} rank{'s' if engine.comm.num_ranks > 1 else ''}"
+        if engine.comm.num_replicas > 1:
+            ranks += f" in shard groups of {engine.comm.shard_group.num_ranks}"
         lines = render_classes(tensor_classes(engine, optimizer))  # on every rank: what fails here fails on all
         late = "".join(f"\n  and the state of {name}, from the first step on" for name in optimizer.late_state)
         if state.is_world_process_zero:

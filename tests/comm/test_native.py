@@ -122,11 +122,11 @@ def test_models_over_the_same_ranks_share_a_communicator():
 def test_a_second_communicator_needs_an_order_of_launches(monkeypatch):
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     with pytest.raises(ConfigError, match=r"NCCL 2.27.3 and NCCL_LAUNCH_ORDER_IMPLICIT=\(not set\) .*set NCCL"):
-        refuse_unordered((2, 27, 3))
+        refuse_unordered("separate_reductions", (2, 27, 3))
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    with pytest.raises(ConfigError, match="NCCL 2.25.1 and NCCL_LAUNCH_ORDER_IMPLICIT=1 .*2.26 or newer"):
-        refuse_unordered((2, 25, 1))
-    refuse_unordered((2, 26))
+    with pytest.raises(ConfigError, match="^shard_size: .* 2.25.1 and NCCL_LAUNCH_ORDER_IMPLICIT=1 .*2.26 or newer"):
+        refuse_unordered("shard_size", (2, 25, 1))
+    refuse_unordered("shard_size", (2, 26))
 
 
 def test_a_device_without_an_index_is_that_of_the_local_rank(monkeypatch):

@@ -68,12 +68,12 @@ def _train(name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str
     }
 
 
-def _predicted(name: str, checkpointing: bool, settings: dict[str, Any]):
+def _predicted(name: str, checkpointing: bool, settings: dict[str, Any], num_ranks: int = 2):
     with torch.device("meta"):
         model = subjects.build(name)
     return predict(
         model,
-        num_ranks=2,
+        num_ranks=num_ranks,
         batch=subjects.batch(name),
         make_optimizer=AdamW,
         gradient_checkpointing=checkpointing,
@@ -84,9 +84,9 @@ def _predicted(name: str, checkpointing: bool, settings: dict[str, Any]):
     )
 
 
-def _check(name: str, checkpointing: bool = False, **settings) -> None:
-    predicted = _predicted(name, checkpointing, settings)
-    for found in run_ranks(_train, 2, name, checkpointing, settings):
+def _check(name: str, checkpointing: bool = False, num_ranks: int = 2, **settings) -> None:
+    predicted = _predicted(name, checkpointing, settings, num_ranks)
+    for found in run_ranks(_train, num_ranks, name, checkpointing, settings):
         assert predicted.resting_nbytes == pytest.approx(found["rest"], rel=REST)
         assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=PEAK)
         assert predicted.sent_nbytes == found["sent"]
@@ -106,6 +106,12 @@ def test_rest_peak_and_traffic_are_those_of_a_real_step(name, stage, dtype, chec
 @pytest.mark.parametrize("name, stage", [("llama", 3), ("bert", 2)])
 def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):
     _check(name, True, stage=stage, compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("stage, dtype", [(3, torch.bfloat16), (2, None)])
+def test_rest_peak_and_traffic_of_shard_groups(stage, dtype):
+    _check("llama", num_ranks=4, stage=stage, compute_dtype=dtype, shard_size=2)
 
 
 @pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
@@ -151,6 +157,9 @@ def test_bytes_at_rest_fall_with_stage_and_ranks():
     assert by_stage == sorted(by_stage, reverse=True) and len(set(by_stage)) == 4
     by_ranks = [predict(model, num_ranks=num_ranks, stage=3).resting_nbytes for num_ranks in (2, 8, 64)]
     assert by_ranks == sorted(by_ranks, reverse=True)
+    grouped = [predict(model, num_ranks=64, stage=3, shard_size=size).resting_nbytes for size in (8, "auto")]
+    eight = predict(model, num_ranks=8, stage=3).resting_nbytes
+    assert grouped[0] == grouped[1] == pytest.approx(eight, rel=0.05)
 
 
 def test_a_model_that_does_not_run_without_data_is_predicted_at_rest():

@@ -415,7 +415,7 @@ def test_what_accelerate_has_and_is_not_here_is_named():
     assert result.missing["colour"] == "no key of accelerate 1.15"
     assert result.always["fsdp_config"] == "distributed_type is MEGATRON_LM, so it is not used"
     hybrid = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}
-    assert "no hybrid sharding" in migrated(hybrid).missing["fsdp_config.fsdp_sharding_strategy"]
+    assert "--zero_shard_size auto" in migrated(hybrid).missing["fsdp_config.fsdp_sharding_strategy"]
 
 
 def test_a_file_that_is_no_yaml_is_refused_in_one_line(tmp_path, capsys):

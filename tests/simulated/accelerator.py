@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_zero.activation import store
 from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.comm import Comm, bus, native
+from hf_zero.comm.groups import Average, groups_of
 from hf_zero.engine import build, host_transfer
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.passes import BackwardPass
@@ -315,10 +316,10 @@ class Accelerator:
         patch.setattr(ZeroEngine, "after_block", from_now_on(ZeroEngine.after_block, is_over=True))
         patch.setattr(BackwardPass, "visit", from_now_on(BackwardPass.visit))
 
-    def _connect(self, device: torch.device, **_):
+    def _connect(self, device: torch.device, shard_size: int | None = None, **_):
         if dist.get_world_size() == 1:
             return Comm(DEVICE, TIMEOUT_SECONDS)
-        return self._kind(dist.group.WORLD, DEVICE, TIMEOUT_SECONDS, BUCKET_NBYTES)
+        return connected(self._kind, DEVICE, shard_size)
 
     def _gather(self, original: Callable) -> Callable:
         def collect(comm, full: Tensor, shard: Tensor):
@@ -625,6 +626,20 @@ class Watch(TorchDispatchMode):
 
 
 _GROUPS: dict[tuple, dist.ProcessGroup] = {}
+
+
+def connected(kind: type[Comm], device: torch.device, shard_size: int | None) -> Comm:
+    """All ranks, through collectives of some kind, in shard groups of a size if there is one."""
+
+    def make(group: dist.ProcessGroup) -> Comm:
+        is_alone = dist.get_world_size(group) == 1
+        return Comm(device, TIMEOUT_SECONDS) if is_alone else kind(group, device, TIMEOUT_SECONDS, BUCKET_NBYTES)
+
+    comm = make(dist.group.WORLD)
+    if shard_size is not None:
+        parts = [make(group) for group in groups_of(dist.group.WORLD, shard_size, TIMEOUT_SECONDS).values()]
+        comm.divide(*parts, Average(*parts))
+    return comm
 
 
 def keep_groups(patch: pytest.MonkeyPatch) -> None:

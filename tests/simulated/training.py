@@ -21,7 +21,7 @@ from hf_zero.checkpoint.staging import Snapshots
 from hf_zero.comm import native, pairwise
 from hf_zero.engine import build
 from tests import models
-from tests.simulated.accelerator import BUCKET_NBYTES, DEVICE, HOST, TIMEOUT_SECONDS, Accelerator, keep_groups
+from tests.simulated.accelerator import DEVICE, HOST, Accelerator, connected, keep_groups
 from tests.simulated.hosts import LateMessages, SharedWatch, races_between
 from tests.training import Record, Sharded, adamw, assert_equal, loss_of
 
@@ -73,6 +73,7 @@ SCENARIOS = {
     "stage 3": Scenario(dict(stage=3)),
     "stage 3, nothing ahead": Scenario(dict(stage=3, prefetch_units=0)),
     "stage 3, three ahead, bf16": Scenario(dict(stage=3, prefetch_units=3, compute_dtype=BF16)),
+    "shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16)),
     "stage 3, blocks kept": Scenario(dict(stage=3, keep_gathered=2)),
     "stage 3, blocks skipped": Scenario(dict(stage=3), skips=True, model="switch"),
     "stage 3, checkpointing": Scenario(dict(stage=3), checkpointing="plain"),
@@ -236,8 +237,8 @@ def trains(name: str, seed: int = 0) -> Report:
 def _over(kind: type, scenario: Scenario) -> Record:
     """The same training on the CPU, through collectives of some kind."""
 
-    def connect(*_, **__):
-        return kind(dist.group.WORLD, HOST, TIMEOUT_SECONDS, BUCKET_NBYTES)
+    def connect(*_, shard_size=None, **__):
+        return connected(kind, HOST, shard_size)
 
     with pytest.MonkeyPatch.context() as patch:
         keep_groups(patch)

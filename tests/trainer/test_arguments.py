@@ -36,6 +36,12 @@ REFUSED = {
         {"zero_keep_gathered": "some"},
         "zero_keep_gathered: 'some' .*give 0 or more, or auto",
     ),
+    "groups of no rank": ({"zero_shard_size": 0}, "zero_shard_size: 0 is no number of ranks; give 1 or more, or auto"),
+    "groups of some": ({"zero_shard_size": "host"}, "zero_shard_size: host is no number .*or auto"),
+    "groups that shard nothing": (
+        {"zero_shard_size": "2", "zero_stage": 0},
+        "zero_shard_size: .*stage 0 shards nothing",
+    ),
     "a negative prefetch": ({"zero_prefetch_units": -1}, "zero_prefetch_units: -1 .*give 0 or more"),
     "GaLore": ({"optim": "galore_adamw"}, "optim: galore_adamw is not known .*adafactor.*adamw_torch.*MuonWithAdamW"),
     "LOMO": ({"optim": "lomo"}, "optim: lomo is not known .*adafactor.*adamw_torch.*MuonWithAdamW"),
@@ -129,7 +135,7 @@ def test_flags_are_parsed_from_a_command_line(tmp_path):
 def test_the_help_of_every_setting_is_what_the_docstring_says():
     settings = [each for each in dataclasses.fields(ZeroTrainingArguments) if each.name.startswith("zero_")]
     helps = {each.name: each.metadata["help"] for each in settings}
-    assert len(helps) == 18 and all(text[0].isupper() and "`" not in text for text in helps.values())
+    assert len(helps) == 19 and all(text[0].isupper() and "`" not in text for text in helps.values())
     assert helps["zero_offload_fraction"] == "Of how much of the model --zero_offload holds, in whole blocks."
     assert helps["zero_save_fallback"].endswith("no room; without it the run waits for room.")
     assert helps["zero_resume_strict"] in " ".join(HfArgumentParser(ZeroTrainingArguments).format_help().split())

@@ -1,0 +1,159 @@
+"""Several shard groups: flat buffers are divided within each group and replicated across the groups.
+
+[Note: two levels] Ranks are numbered group by group: with four ranks and groups of two, (0, 1) and (2, 3) are the
+shard groups, (0, 2) and (1, 3) the replicate groups. Gathers stay within a shard group. Gradients are reduce-scattered
+there, and the shards, an Nth of the model for groups of N, are all-reduced across the groups (MiCS, arXiv 2205.00119;
+FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2).
+"""
+
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_zero.comm import ranks
+from hf_zero.comm.base import Comm, Pending
+from hf_zero.errors import ConfigError
+
+
+# Of each process group: this rank's shard group and replicate group, by the size of the former.
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dict[str, dist.ProcessGroup]]] = WeakKeyDictionary()
+
+
+def shard_size_of(group: dist.ProcessGroup, shard_size: int | str | None) -> int:
+    """Returns how many ranks each shard group has. The ranks must have exchanged their addresses.
+
+    Args:
+        group (`dist.ProcessGroup`): all data-parallel ranks.
+        shard_size (`int` or `str`, *optional*): what the user gave: a number that divides them; "auto" for the ranks
+            of one host; `None` for all.
+    """
+    if shard_size == "auto":
+        return ranks_of_a_host(ranks.hosts(group))
+    return dist.get_world_size(group) if shard_size is None else int(shard_size)
+
+
+def ranks_of_a_host(hosts: list[str]) -> int:
+    """Returns how many ranks each host has; all ranks, where a host has one alone, or the hosts have not equally many,
+    one behind the other.
+
+    Args:
+        hosts (`list[str]`): the host of each rank.
+    """
+    size = hosts.count(hosts[0])
+    parts = [hosts[start : start + size] for start in range(0, len(hosts), size)]
+    is_even = all(len(part) == size and len(set(part)) == 1 for part in parts) and len(parts) == len(set(hosts))
+    return size if is_even and size > 1 else len(hosts)
+
+
+def refuse_uneven(shard_size: int | str | None, num_ranks: int, name: str = "shard_size") -> None:
+    """Refuses a number of ranks that form no equal shard groups.
+
+    Args:
+        shard_size (`int` or `str`, *optional*): ranks of a shard group; `None` or "auto" always fits.
+        num_ranks (`int`): all data-parallel ranks.
+        name (`str`): of the setting, for the message.
+
+    Raises:
+        `ConfigError`: naming the sizes that fit.
+    """
+    if shard_size in (None, "auto") or num_ranks % int(shard_size) == 0:
+        return
+    fitting = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
+    raise ConfigError(
+        f"{name}: {num_ranks} rank{'s' if num_ranks > 1 else ''} cannot form groups of {shard_size}; give a divisor "
+        f"of {num_ranks} ({fitting}), auto for the ranks of one host, or leave it out to shard over all"
+    )
+
+
+def groups_of(group: dist.ProcessGroup, shard_size: int, timeout_seconds: float) -> dict[str, dist.ProcessGroup]:
+    """Returns this rank's shard group and replicate group, as "shard" and "replicate". The first call for a size is
+    collective.
+
+    Args:
+        group (`dist.ProcessGroup`): all data-parallel ranks.
+        shard_size (`int`): ranks of a shard group.
+        timeout_seconds (`float`): how long one exchange may take.
+    """
+    members, rank, known = dist.get_process_group_ranks(group), dist.get_rank(group), _GROUPS.setdefault(group, {})
+    first = rank // shard_size * shard_size
+    if shard_size not in known:
+        parts = {"shard": members[first : first + shard_size], "replicate": members[rank % shard_size :: shard_size]}
+        with ranks.transport_errors("connecting the ranks", group):
+            known[shard_size] = {
+                name: dist.new_group(
+                    part,
+                    timeout=timedelta(seconds=timeout_seconds),
+                    backend=dist.get_backend_config(group),
+                    use_local_synchronization=len(part) < dist.get_world_size(),
+                )
+                for name, part in parts.items()
+            }
+    return known[shard_size]
+
+
+class Average:
+    """Averages over the ranks of several shard groups: a reduce-scatter within each, then an all-reduce of every shard
+    among the ranks that hold it.
+
+    Each group sums in rank order, then the sums of the groups are added in the order of the groups: a run repeats bit
+    for bit. With groups of one rank, or one group of all, the order is that of one reduce-scatter over all ranks.
+
+    Args:
+        shard_group, replicate_group (`Comm`): of this rank.
+    """
+
+    def __init__(self, shard_group: Comm, replicate_group: Comm):
+        self._shard_group = shard_group
+        self._replicate_group = replicate_group
+        self._last = Pending()
+        self._backend: Any = torch.get_device_module(shard_group.device) if shard_group.runs_ahead else torch.cpu
+        self._stream = self._backend.Stream() if shard_group.runs_ahead else None
+        self._shard: Tensor | None = None  # bytes, for shards that cannot be summed where they rest
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The memory for shards that cannot be summed where they rest; `None` while there is none."""
+        return self._shard
+
+    def __call__(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        """Does what `Comm.average` says."""
+        if self._stream is None:
+            self._last.wait()  # one at a time: they share memory
+            self._last = self._begin(full, out, dtype, accumulate, what)
+            return self._last
+        # queued at once, on a stream of its own: neither the host nor what computes meanwhile waits for it
+        self._stream.wait_stream(self._backend.current_stream())
+        with self._backend.stream(self._stream):
+            self._begin(full, out, dtype, accumulate, what).wait()
+            done = self._backend.Event()
+            done.record(self._stream)
+        return Pending(done.wait)
+
+    def _begin(self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        # sums of a group go on in the dtype of the sum, and where the other groups can read them
+        is_in_place = not accumulate and out.dtype is dtype and self._replicate_group.shared_memory is None
+        total = out if is_in_place else self._memory_for(out.numel(), dtype)
+        within = self._shard_group.reduce_scatter(full, total, dtype=dtype, accumulate=False, what=what)
+
+        def finish() -> None:
+            within.wait()
+            part = total.chunk(self._replicate_group.num_ranks)[self._replicate_group.rank]
+            across = self._replicate_group
+            across.reduce_scatter(total, part, dtype=dtype, accumulate=False, what=what).wait()
+            across.all_gather(total, part, what=what).wait()
+            if accumulate:
+                out.add_(total)
+            elif not is_in_place:
+                out.copy_(total)
+
+        return Pending(finish)
+
+    def _memory_for(self, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = numel * dtype.itemsize
+        if self._shard is None or self._shard.numel() < nbytes:
+            self._shard = self._replicate_group.empty(nbytes, torch.uint8)
+        return self._shard[:nbytes].view(dtype)
