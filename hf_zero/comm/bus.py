@@ -5,6 +5,7 @@ are then made at once.
 """
 
 import mmap
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -138,10 +139,11 @@ class Bus:
 
     def synchronize(self) -> None:
         """Lets the host wait until all copies are made."""
-        for stream in self._streams.values():
-            event = self._backend.Event()
-            event.record(stream)
-            event.synchronize()
+        _synchronize(self._backend, self._streams)
+
+    def synchronize_before_end(self, owner: object) -> None:
+        """Lets the host wait until all copies are made before an object goes, with memory that they use."""
+        weakref.finalize(owner, _synchronize, self._backend, self._streams).atexit = False
 
     @contextmanager
     def on_side_stream(self, way: str) -> Iterator[None]:
@@ -202,6 +204,13 @@ class Bus:
         self._failure = None
         if failure is not None:
             raise failure
+
+
+def _synchronize(backend, streams: dict) -> None:
+    for stream in streams.values():
+        event = backend.Event()
+        event.record(stream)
+        event.synchronize()
 
 
 def _release(memory: dict[int, int], address: int, is_locked: bool) -> None:

@@ -170,8 +170,6 @@ class ZeroEngine(ModelUnits):
     def recover(self) -> None:
         """Recovers from a backward that failed: its gradients are dropped, and the engine is as before the step."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
-        for unit in self.units:
-            unit.wait_for_all_gather()
         self.wait_for_reductions()
         try:
             self.bus.wait_for_jobs()

@@ -286,7 +286,6 @@ class Flat:
             put(p, values.to(device=self.comm.device, copy=True))
         for companions in self._companions:
             companions.follow()
-        self.rest.barrier()
         self.rest.release()
         self.full, self.views = None, []
 

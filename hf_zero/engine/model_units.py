@@ -92,6 +92,7 @@ class ModelUnits(Uncopyable):
         self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
         self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)
+        bus.synchronize_before_end(self)
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers

@@ -127,11 +127,11 @@ class ShardedModel(Uncopyable):
 def _restore(engine: ZeroEngine) -> None:
     """Removes everything that the engine put onto the model, and gives the parameters memory of their own. Each buffer
     is freed before the next is made whole."""
+    engine.bus.wait_for_jobs()
+    engine.bus.synchronize()  # no copy reads or writes what is given up, of which the hooks hold a part
     while engine.handles:
         engine.handles.pop().remove()
     forget(engine.units)
-    engine.bus.wait_for_jobs()
-    engine.bus.synchronize()  # nothing reads what is given up
     for arena in engine.arenas:  # slots and gradients live on until their last user is done
         arena.close()
     engine.arenas = None

@@ -230,11 +230,14 @@ class HostSteps:
             self._engine.bus.synchronize()  # the masters may be written to from now on
 
     def abandon(self) -> None:
-        """Ends a step whose gradients are dropped. Units that were updated in backward stay updated."""
+        """Ends a step whose gradients are dropped. Units that are updated in backward stay updated, also those that
+        still wait for their turn: which ones do depends on the time."""
         if self.is_spent:
             early, self._update = self._update, None
-            early.is_over = True
-            self._engine.wait_for_host()
+            try:
+                self._engine.wait_for_host()
+            finally:
+                early.is_over = True
             early.finish()
             self._engine.mark_updated(only_trained=True)
 
