@@ -175,6 +175,11 @@ class Accelerator:
             self.history.look_for_freed()
             self.history.clocks[host_thread()].join(clock)
 
+    def look_for_freed(self) -> None:
+        """Looks whether what was freed since was used by others, as the current stream's next work would find it."""
+        self.issue(self.current_stream().name)
+        self.history.look_for_freed()
+
     def device_nbytes(self) -> int:
         """The bytes of the device's memory that is in use."""
         return self.history.nbytes_of(lambda home: not home.startswith(HOST_THREAD))

@@ -22,6 +22,10 @@ MAX_ROWS = 256  # of a strided tensor so many runs of bytes are told apart; of m
 _PACKAGE = str(Path(__file__).parents[2] / "hf_zero")
 
 
+class Race(AssertionError):
+    """Two accesses that nothing orders, where a training cannot go on."""
+
+
 class Clock(dict[str, int]):
     """How much of each actor's work is known to be done: a number of operations by the actor's name."""
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.comm import peers, shared
-from tests.simulated.clocks import Access, History, address_of, byte_ranges, is_plain, place_of_caller
+from tests.simulated.clocks import Access, History, Race, address_of, byte_ranges, is_plain, place_of_caller
 
 
 Memory = tuple[int, int]  # the rank that has made it, and its number there
@@ -43,6 +44,7 @@ class SharedWatch(TorchDispatchMode):
         super().__init__()
         self.notes = Notes()
         self.memory: dict[int, Memory] = {}  # by address
+        self.nbytes: dict[int, int] = {}  # likewise
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -51,15 +53,29 @@ class SharedWatch(TorchDispatchMode):
             for tensor in tensors:
                 memory = self.memory.get(address_of(tensor))
                 for start, stop in byte_ranges(tensor) if memory is not None else ():
-                    name = function.__name__.partition(".")[0]
-                    access = Access(f"rank {dist.get_rank()}", 0, is_written, start, stop, name, place_of_caller(), "")
-                    self.notes.events.append((memory, access))
+                    self._note(memory, is_written, start, stop, function.__name__.partition(".")[0])
         return result
+
+    def _note(self, memory: Memory, is_written: bool, start: int, stop: int, name: str) -> None:
+        access = Access(f"rank {dist.get_rank()}", 0, is_written, start, stop, name, place_of_caller(), "")
+        self.notes.events.append((memory, access))
+
+    def _note_read(self, view: memoryview) -> None:
+        """Notes that a part of a file is read into memory."""
+        start = address_of(torch.frombuffer(view, dtype=torch.uint8))
+        for begin, memory in self.memory.items():
+            if begin <= start < begin + self.nbytes[begin]:
+                self._note(memory, True, start - begin, start - begin + len(view), "a read of a file")
+
+    def _add(self, tensor: Tensor, rank: int, number: int) -> None:
+        storage = tensor.untyped_storage()
+        self.memory[storage.data_ptr()], self.nbytes[storage.data_ptr()] = (rank, number), storage.nbytes()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Notes what is done inside the context."""
         send, receive, own = peers.Peer.send, peers.Peer.receive, shared.HostMemory.own
+        fill = SafetensorsFile._fill
 
         def noting_send(peer, *args, **kwargs) -> bool:
             is_sent = send(peer, *args, **kwargs)
@@ -71,25 +87,27 @@ class SharedWatch(TorchDispatchMode):
             is_received = receive(peer, seconds)
             if is_received:
                 self.notes.events.append((False, peer.rank))
-                self.memory |= {_begin_of(each): (peer.rank, number) for number, each in peer.memory.items()}
+                for number, each in peer.memory.items():
+                    self._add(each, peer.rank, number)
             return is_received
 
         def noting_own(memory, *args, **kwargs) -> Tensor:
             made = own(memory, *args, **kwargs)
-            rank = dist.get_rank()
-            self.memory |= {address: (rank, number) for address, (number, _) in memory._own.items()}
+            for number, each in memory._own.values():
+                self._add(each, dist.get_rank(), number)
             return made
+
+        def noting_fill(file, view: memoryview, *args) -> int:
+            self._note_read(view)
+            return fill(file, view, *args)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(peers.Peer, "send", noting_send)
             patch.setattr(peers.Peer, "receive", noting_receive)
             patch.setattr(shared.HostMemory, "own", noting_own)
+            patch.setattr(SafetensorsFile, "_fill", noting_fill)
             with self:
                 yield
-
-
-def _begin_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def races_between(notes: list[Notes]) -> list[str]:
@@ -216,5 +234,6 @@ class _Leaving(_Message):
         result = super().wait(*timeout)
         with self._messages.quietly():
             same = torch.equal(self.tensor.view(torch.uint8), self.copy.view(torch.uint8))
-        assert same, f"what was sent at {self.place} changed before it had left"
+        if not same:
+            raise Race(f"what was sent at {self.place} changed before it had left")
         return result

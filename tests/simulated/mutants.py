@@ -6,6 +6,7 @@ so a new wait is a new mutant. All but the waiting itself still happens in it.
 """
 
 import ast
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,8 @@ PACKAGE = Path(__file__).parents[2] / "hf_zero"
 ROOMS = ("comm", "engine", "optim", "activation", "storage", "checkpoint")
 NO_ROOM = {"comm/loopback.py"}  # ranks that are threads, by which a machine is checked: nothing trains on them
 ORDERING = {
-    *("wait", "wait_stream", "wait_event", "record", "record_stream", "synchronize", "memory_barrier", "fence"),
+    *("wait", "wait_stream", "wait_event", "record", "record_stream", "synchronize", "synchronize_before_end"),
+    *("memory_barrier", "fence"),
     *("wait_for_all", "wait_for_jobs", "wait_for_all_gather", "wait_for_reductions", "wait_for_host"),
     *("_wait_for_conflicts", "_wait_for_oldest", "_wait_for_readers", "_finish", "barrier"),
     *("result", "join"),  # of jobs and threads
@@ -41,8 +43,9 @@ class Mutant:
         column (`int`): likewise.
         function (`str`): the function or method, by its name in the module.
         source (`str`): what is deleted.
+        callee (`str`): what is called there, without arguments.
         is_statement (`bool`): or part of an expression.
-        count (`int`): how many of the same come before it in that function.
+        count (`int`): how many with the same callee come before it in that function.
     """
 
     file: str
@@ -50,28 +53,40 @@ class Mutant:
     column: int
     function: str
     source: str
+    callee: str
     is_statement: bool
     count: int = 0
 
     def __str__(self) -> str:
-        return f"{self.file} {self.function}: {self.source}" + (f" ({self.count + 1})" if self.count else "")
+        """Its name, which stays when lines, arguments or files of other functions change."""
+        return f"{self.function}: {self.callee}" + (f" ({self.count + 1})" if self.count else "")
 
 
 @cache
 def mutants() -> tuple[Mutant, ...]:
     """All of the package."""
-    found: dict[tuple, list[Mutant]] = {}
+    found: dict[tuple[str, str], list[Mutant]] = {}
     for room in ROOMS:
         path = PACKAGE / room
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             name = str(file.relative_to(PACKAGE))
             if name in NO_ROOM:
                 continue
-            for function, node in _targets(ast.parse(file.read_text())):
-                same = found.setdefault((name, function, ast.unparse(node)), [])
-                kind = isinstance(node, ast.Expr)
-                same.append(Mutant(name, *_place(node), function, ast.unparse(node), kind, len(same)))
+            for function, node in sorted(_targets(ast.parse(file.read_text())), key=lambda target: _place(target[1])):
+                callee, is_statement = _callee(node), isinstance(node, ast.Expr)
+                same = found.setdefault((function, callee), [])
+                mutant = Mutant(name, *_place(node), function, ast.unparse(node), callee, is_statement, len(same))
+                same.append(mutant)
     return tuple(mutant for same in found.values() for mutant in same)
+
+
+def _callee(node: ast.AST) -> str:
+    """What is called, without arguments, also of calls inside of it."""
+    call = copy.deepcopy(node.value if isinstance(node, ast.Expr) else node)
+    for each in ast.walk(call):
+        if isinstance(each, ast.Call):
+            each.args, each.keywords = [], []
+    return ast.unparse(call.func)
 
 
 def _targets(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:

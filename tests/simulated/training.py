@@ -1,10 +1,12 @@
 """Trainings of the engine on the simulated accelerator, one for each way through its waits."""
 
+import gc
 import hashlib
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from hf_zero.checkpoint.save import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
 from hf_zero.comm import native, pairwise
 from hf_zero.engine import build
+from hf_zero.optim.host import HostSteps
 from tests import models
 from tests.simulated.accelerator import DEVICE, HOST, Accelerator, connected, keep_groups
+from tests.simulated.clocks import Race
 from tests.simulated.hosts import LateMessages, SharedWatch, races_between
 from tests.training import Record, Sharded, adamw, assert_equal, loss_of
 
@@ -44,9 +48,14 @@ class Scenario:
             updates, after the last step, whose update is then under way.
         skips (`bool`): whether ranks skip blocks, each its own.
         make_optimizer (`Callable`): gives the optimizer of a model.
-        fails (`bool`): whether a backward breaks off, and training goes on after it.
+        looks (`bool`): whether the masters are read between an update in backward and its step, and a last such update
+            has no step.
+        fails (`bool`): whether a backward breaks off, and training goes on after it, until a forward breaks off, or a
+            step on the host.
         scales (`bool`): whether the loss is scaled.
         divides (`bool`): whether checkpointed inputs, then equal on all ranks, are divided among them.
+        drops (`bool`): whether the model is dropped behind a last step, and not unsharded.
+        seed (`int`): added to those of the choices that an accelerator has.
         world (`str`): an "accelerator", one whose ranks send "staged messages", or CPUs, which have "shared memory" or
             send "messages".
     """
@@ -59,9 +68,12 @@ class Scenario:
     loads: bool = False
     skips: bool = False
     make_optimizer: Callable = adamw
+    looks: bool = False
     fails: bool = False
     scales: bool = False
     divides: bool = False
+    drops: bool = False
+    seed: int = 0
     world: str = "accelerator"
 
 
@@ -69,12 +81,13 @@ SCENARIOS = {
     "stage 0": Scenario(dict(stage=0)),
     "stage 1, bf16": Scenario(dict(stage=1, compute_dtype=BF16)),
     "stage 2": Scenario(dict(stage=2)),
+    "stage 2, dropped": Scenario(dict(stage=2), drops=True, make_optimizer=partial(adamw, fused=True)),
     "stage 2, optimizer on the host": Scenario(dict(stage=2, offload="optimizer")),
     "stage 3": Scenario(dict(stage=3)),
     "stage 3, nothing ahead": Scenario(dict(stage=3, prefetch_units=0)),
     "stage 3, three ahead, bf16": Scenario(dict(stage=3, prefetch_units=3, compute_dtype=BF16)),
     "shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16)),
-    "stage 3, blocks kept": Scenario(dict(stage=3, keep_gathered=2)),
+    "stage 3, blocks kept, two ahead": Scenario(dict(stage=3, prefetch_units=2, keep_gathered=2)),
     "stage 3, blocks skipped": Scenario(dict(stage=3), skips=True, model="switch"),
     "stage 3, checkpointing": Scenario(dict(stage=3), checkpointing="plain"),
     "stage 3, reentrant checkpointing": Scenario(dict(stage=3), checkpointing="reentrant"),
@@ -83,6 +96,9 @@ SCENARIOS = {
     "stage 3, whole matrices": Scenario(dict(stage=3), make_optimizer=hf_zero.MuonWithAdamW()),
     "optimizer on the host, bf16": Scenario(dict(stage=3, offload="optimizer", compute_dtype=BF16)),
     "optimizer on the host, in backward": Scenario(dict(stage=3, offload="optimizer"), in_backward=True),
+    "optimizer on the host, in backward, read before the step": Scenario(
+        dict(stage=3, offload="optimizer"), in_backward=True, looks=True
+    ),
     "optimizer on the host, in backward, which breaks off": Scenario(
         dict(stage=3, offload="optimizer"), in_backward=True, fails=True
     ),
@@ -103,7 +119,7 @@ SCENARIOS = {
     "optimizer on disk, bf16": Scenario(dict(stage=2, offload="optimizer", offload_dir="disk", compute_dtype=BF16)),
     "activations on the host": Scenario(dict(stage=3, offload_activations=True), checkpointing="plain"),
     "activations on the host, a backward that breaks off": Scenario(
-        dict(stage=3, offload_activations=True), checkpointing="plain", fails=True
+        dict(stage=3, offload_activations=True), checkpointing="plain", fails=True, seed=3
     ),
     "activations divided and on the host": Scenario(
         dict(stage=2, offload_activations=True), checkpointing="plain", divides=True
@@ -131,6 +147,7 @@ SCENARIOS = {
     ),
     "messages, stage 2, bf16": Scenario(dict(stage=2, compute_dtype=BF16), world="messages"),
     "messages, stage 3": Scenario(dict(stage=3), world="messages"),
+    "messages, a backward that breaks off": Scenario(dict(stage=3), world="messages", fails=True),
     "messages, stage 3, whole matrices": Scenario(
         dict(stage=3), world="messages", make_optimizer=hf_zero.MuonWithAdamW()
     ),
@@ -153,13 +170,15 @@ class Facts:
     collectives: tuple[tuple[str, str, int], ...]
     nbytes: tuple[int, ...]
 
-    def differ_from(self, others: "Facts") -> str:
-        """Says what is not as in another run; nothing where all is."""
+    def difference_to(self, others: "Facts") -> tuple[str, str] | None:
+        """Says what is not as in another run, in a word and in full; `None` where all is."""
         if self.values != others.values:
-            return "other losses, norms or weights"
+            return "values", "other losses, norms or weights"
         if self.collectives != others.collectives:
-            return "other collectives"
-        return f"bytes in use {self.nbytes}, expected {others.nbytes}" if self.nbytes != others.nbytes else ""
+            return "order", "other collectives, or in another order"
+        if self.nbytes != others.nbytes:
+            return "memory", f"bytes in use {self.nbytes}, expected {others.nbytes}"
+        return None
 
 
 @dataclass
@@ -185,6 +204,9 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
     Args:
         scenario (`Scenario`): what.
         seed (`int`): of the choices that an accelerator has.
+
+    Raises:
+        `Race`: where the training raises after one was found.
     """
     if scenario.world == "shared memory":
         watch = SharedWatch()
@@ -199,9 +221,17 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
             record = _over(pairwise.PairwiseComm, scenario)
         return Result(record, messages.complaints(), {}, Facts(_digest(record), (), ()))
     kind = pairwise.StagedComm if scenario.world == "staged messages" else native.NativeComm
-    accelerator, nbytes = Accelerator(seed, kind), []
-    with accelerator.installed():
-        record = train(scenario, DEVICE, lambda: nbytes.append(accelerator.device_nbytes()))
+    accelerator, nbytes = Accelerator(scenario.seed + seed, kind), []
+    try:
+        with accelerator.installed():
+            record = train(scenario, DEVICE, lambda: nbytes.append(accelerator.device_nbytes()))
+            if scenario.drops:
+                gc.collect()
+                accelerator.look_for_freed()
+    except Exception as error:
+        if accelerator.history.races:
+            raise Race(accelerator.races()[0]) from error
+        raise
     facts = Facts(_digest(record), tuple(accelerator.collectives), tuple(nbytes))
     return Result(record, accelerator.races(), dict(accelerator.host_waits), facts)
 
@@ -278,6 +308,9 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
                     look()
                     scaler.scale(loss).backward()
                 losses.append(loss.detach())
+            if scenario.looks:
+                masters = [shard.tensor for shard in hf_zero.ShardedModel(subject.model).named_shards()]
+                losses.append(torch.cat(masters).sum())
             if step and not scenario.in_backward:
                 handle = hf_zero.ShardedModel(subject.model)
                 grads = [handle.full_grad(name) for name, _ in list(subject.model.named_parameters())[:2]]
@@ -291,20 +324,36 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             if step == 0:
                 _between(subject, scenario, device, stack)
             if scenario.loads and step == (NUM_STEPS - 1 if subject.engine.config.delayed_update else 0):
+                _evaluate(subject, scenario, device)  # which reads what is overwritten next
                 hf_zero.load_weights(subject.model, earlier.folder)
                 hf_zero.load_state(subject.model, subject.optimizer, earlier.folder)
-        if scenario.fails:
+        if scenario.looks:
+            with subject.optimizer.in_backward():
+                loss_of(subject(**_batch(scenario, 9, 0, device))).backward()
+            subject.optimizer.zero_grad()
+        if scenario.fails and subject.engine.plan.is_offloaded and not scenario.in_backward:
+            _interrupt_step(subject, scenario, device)
+        elif scenario.fails:
             _fail(subject, scenario, device, in_backward=False)
-        restored = hf_zero.ShardedModel(subject.model).unshard()
-        weights = {name: param.detach().float() for name, param in restored.named_parameters()}
+        if scenario.drops:
+            weights = subject.weights()
+            loss_of(subject(**_batch(scenario, 9, 0, device))).backward()
+            subject.optimizer.step()
+        else:
+            restored = hf_zero.ShardedModel(subject.model).unshard()
+            weights = {name: param.detach().float() for name, param in restored.named_parameters()}
         return Record(torch.stack(losses), torch.stack(norms), weights)
 
 
-def _between(subject: Sharded, scenario: Scenario, device: torch.device, stack: ExitStack) -> None:
+def _evaluate(subject: Sharded, scenario: Scenario, device: torch.device) -> None:
     subject.model.eval()
     with torch.no_grad():
         subject(**_batch(scenario, 7, 0, device))
     subject.model.train()
+
+
+def _between(subject: Sharded, scenario: Scenario, device: torch.device, stack: ExitStack) -> None:
+    _evaluate(subject, scenario, device)
     subject.weights()
     with hf_zero.gathered(subject.model, writeback=True):
         with torch.no_grad():
@@ -314,6 +363,9 @@ def _between(subject: Sharded, scenario: Scenario, device: torch.device, stack: 
     if scenario.saves:
         snapshots = Snapshots()
         _save(subject, stack, snapshots)  # the next waits for it
+        saved = _save(subject, stack, snapshots)
+        saved.wait()
+        assert dist.get_rank() > 0 or Path(saved.folder).is_dir(), "it was waited for, and is not complete"
         saving = _save(subject, stack, snapshots)
         stack.callback(saving.wait)
 
@@ -329,6 +381,8 @@ def _fail(subject: Sharded, scenario: Scenario, device: torch.device, in_backwar
     """Breaks a forward or a backward off in its middle, on all ranks."""
 
     def stop(*_):
+        if in_backward and subject.engine.plan.is_offloaded and not scenario.in_backward:
+            subject.engine.bus.later(_refuse)  # as a disk may
         raise KeyboardInterrupt
 
     def hook(module, inputs, output):
@@ -336,7 +390,10 @@ def _fail(subject: Sharded, scenario: Scenario, device: torch.device, in_backwar
             stop()
         (output[0] if isinstance(output, tuple) else output).register_hook(stop)
 
-    handle = subject.model.model.layers[1].register_forward_hook(hook)
+    broken = subject.model.model.layers[0 if scenario.checkpointing else 1]  # before it one comes from the host
+    if scenario.settings.get("offload_activations"):
+        checkpointing_of(subject.engine).store._pace.limit = None  # all go to the host, as in a first forward
+    handle = broken.register_forward_hook(hook)
     loss = None
     with suppress(KeyboardInterrupt):
         loss = loss_of(subject(**_batch(scenario, 8, 0, device)))
@@ -346,6 +403,22 @@ def _fail(subject: Sharded, scenario: Scenario, device: torch.device, in_backwar
     is_early = subject.optimizer.in_backward() if scenario.in_backward else nullcontext()
     with suppress(KeyboardInterrupt), is_early:
         loss.backward()
+
+
+def _interrupt_step(subject: Sharded, scenario: Scenario, device: torch.device) -> None:
+    """Breaks a step off while the host updates."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    loss_of(subject(**_batch(scenario, 9, 0, device))).backward()
+    with suppress(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostSteps, "end", stop)
+        subject.optimizer.step()
+
+
+def _refuse() -> None:
+    raise OSError("what had been sent to the host did not arrive")
 
 
 def _batch(scenario: Scenario, step: int, micro: int, device: torch.device) -> dict[str, Any]:
