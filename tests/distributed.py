@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -33,6 +33,7 @@ from subprocess import CompletedProcess
 from unittest import mock
 
 from hf_zero.parent import end_with_parent
+from tests.hosts.network import Host
 
 
 _KEPT: dict[int, "_Group"] = {}
@@ -78,6 +79,7 @@ def run_new_ranks(
     backend: str = "gloo",
     start: str = "forkserver",
     num_threads: int = 1,
+    hosts: Sequence[Host] = (),
 ) -> list:
     """As `run_ranks`, in processes that have done nothing before, and that end.
 
@@ -85,8 +87,10 @@ def run_new_ranks(
         backend (`str`): of the process group.
         start (`str`): how processes start; "spawn" where CUDA is used, which a forked process may not be able to open.
         num_threads (`int`): of each rank.
+        hosts (`Sequence[Host]`): where they are, as many on each; by default where this process is.
     """
-    group, patience = _Group(num_ranks, backend, timeout, start=start, num_threads=num_threads), 0.0
+    settings = {"start": start, "num_threads": num_threads, "hosts": hosts}
+    group, patience = _Group(num_ranks, backend, timeout, **settings), 0.0
     try:
         results = group.call(fn, args, timeout)
         patience = _LEAVING
@@ -247,27 +251,37 @@ def _context(start: str) -> BaseContext:
     return context
 
 
-def _start(fn: Callable, args: list[tuple], start: str = "forkserver", num_threads: int = 1) -> list[BaseProcess]:
+def _start(
+    fn: Callable,
+    args: list[tuple],
+    start: str = "forkserver",
+    num_threads: int = 1,
+    hosts: Sequence[Host] = (),
+) -> list[BaseProcess]:
     """Starts a rank for each tuple of arguments."""
+    num_local = len(args) // max(1, len(hosts))
     env = {
         **os.environ,
         "WORLD_SIZE": str(len(args)),
-        "LOCAL_WORLD_SIZE": str(len(args)),
-        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_WORLD_SIZE": str(num_local),
+        "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(num_threads),
     }
     processes = []
     for rank, own in enumerate(args):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(_context(start).Process(target=_be_rank, args=(env | ranks, fn, own)))
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank % num_local)}
+        host = hosts[rank // num_local] if hosts else None
+        processes.append(_context(start).Process(target=_be_rank, args=(env | ranks, host, fn, own)))
         processes[-1].start()
     return processes
 
 
-def _be_rank(env: dict[str, str], fn: Callable, args: tuple) -> None:
+def _be_rank(env: dict[str, str], host: Host | None, fn: Callable, args: tuple) -> None:
     os.setsid()  # what it starts is killed with it
     end_with_parent(os.getppid())
+    if host is not None:
+        host.enter()
     os.environ.clear()
     os.environ.update(env)
     import torch

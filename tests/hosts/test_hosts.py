@@ -1,0 +1,104 @@
+"""Ranks of several hosts, each in namespaces of its own: they train as those of one host do, save, and notice when a
+host has gone."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.errors import CommError
+from tests import models
+from tests.checkpoint import models as tiny
+from tests.checkpoint.fakes import world_of_one
+from tests.checkpoint.test_training import NUM_STEPS, go_on, start
+from tests.checkpoint.test_training import train as train_whole_batches
+from tests.distributed import run_new_ranks, run_ranks
+from tests.hosts.network import Network, missing
+from tests.training import Record, Sharded, adamw, assert_equal, train
+
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+
+
+def _trained(stages: list[int], dtype: torch.dtype | None = None) -> dict[int, Record]:
+    return {
+        stage: train(Sharded(models.build("llama"), adamw, stage, compute_dtype=dtype), "llama", num_steps=3)
+        for stage in stages
+    }
+
+
+def _compare(stages: list[int], num_local: int, **settings) -> None:
+    """Two hosts give the bits of one, where each has a rank: two summands have one order."""
+    num_ranks = 2 * num_local
+    with Network(2) as network:
+        apart = run_new_ranks(_trained, num_ranks, stages, hosts=network.hosts, **settings)
+    together = run_ranks(_trained, num_ranks, stages)
+    for stage in stages:
+        for rank in range(num_ranks):
+            assert_equal(apart[rank][stage], together[rank][stage], f"stage {stage}, rank {rank}: two hosts and one")
+
+
+@pytest.mark.parametrize("num_local, stages", [(2, [3]), pytest.param(1, [1, 2, 3]), pytest.param(2, [1, 2])])
+@pytest.mark.full("more cases", after=1)
+def test_two_hosts_train_as_one(num_local, stages):
+    _compare(stages, num_local)
+
+
+def _dies_in_training(victim: int, said: Path) -> None:
+    """The ranks of one host are killed at once; those of the other are told, and by whom they were left."""
+    subject = Sharded(models.build("llama"), adamw, 3)
+    train(subject, "llama", num_steps=1)
+    if dist.get_rank() // 2 == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        train(subject, "llama", num_steps=100)
+    Path(said, f"{dist.get_rank()}").write_text(f"{time.monotonic() - begin:.1f} {caught.value}")
+    os._exit(0)
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_those_left_by_a_host_say_so_within_seconds(victim, tmp_path):
+    with Network(2) as network, pytest.raises(AssertionError, match="process ended"):
+        run_new_ranks(_dies_in_training, 4, victim, tmp_path, hosts=network.hosts)
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(told) == [["2", "3"], ["0", "1"]][victim], told
+    for text in told.values():
+        seconds, _, line = text.partition(" ")
+        assert float(seconds) < 15 and f"(host{victim}, pid " in line and "ended" in line, text
+
+
+def _goes_on(folder: Path, stage: int, turn: int) -> None:
+    go_on(world_of_one(), folder, tiny.tied_llama, stage, turn)
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_checkpoint_of_two_hosts_is_whole_on_each_and_goes_on_on_one(shared, tmp_path):
+    """With a folder that both see, and with one on each of them."""
+    engine, optimizer = start(tiny.tied_llama, 0)
+    unbroken = train_whole_batches(engine, optimizer, 0, 3 * NUM_STEPS)
+    with Network(2) as network:
+        if not shared:
+            network.give_each(tmp_path)
+        folders = [tmp_path if shared else host.path(tmp_path) for host in network.hosts]
+        run_new_ranks(_goes_on, 4, tmp_path, 3, 0, hosts=network.hosts)
+        run_new_ranks(_goes_on, 4, tmp_path, 2, 1, hosts=network.hosts)
+        saved = [_files(folder / "checkpoint-1") for folder in folders]
+        assert saved[0] == saved[1] and "model.safetensors" in saved[0]
+        run_ranks(_goes_on, 2, folders[1], 1, 2)
+        for turn, num_ranks in enumerate((4, 4, 2)):
+            for rank in range(num_ranks):
+                folder = folders[1] if turn == 2 else folders[rank // 2]
+                losses = json.loads((folder / f"losses-{turn}-{rank}.json").read_text())
+                assert losses == pytest.approx(unbroken[turn * NUM_STEPS : (turn + 1) * NUM_STEPS], rel=1e-4)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
