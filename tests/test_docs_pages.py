@@ -180,6 +180,7 @@ def check_command(words: list[str]) -> None:
     Raises:
         AssertionError: for a program that the pages should not have.
     """
+    from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser
 
     program, *arguments = words
@@ -200,6 +201,11 @@ def check_command(words: list[str]) -> None:
             _check_recipe(parsed.training_script_args)
         else:
             assert parsed.training_script == "train.py"
+    elif words[:2] == ["accelerate", "launch"]:
+        parsed = launch_command_parser().parse_args(words[2:])
+        assert parsed.module and parsed.training_script == "hf_zero.recipes"
+        assert parsed.num_processes % parsed.num_machines == 0 and parsed.machine_rank < parsed.num_machines
+        _check_recipe(parsed.training_script_args)
     elif program == "make":
         assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     elif words[:2] == ["pip", "install"]:
