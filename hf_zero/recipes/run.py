@@ -10,6 +10,7 @@ from hf_zero.comm.ranks import transport_errors
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
 from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside
 from hf_zero.recipes.freezing import freeze_parameters
+from hf_zero.recipes.lm_evaluation import evaluate_lm_tasks, load_lm_tasks
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.samples import Samples
 from hf_zero.recipes.settings import AUTO, Settings
@@ -39,6 +40,7 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:
         say(resume_message(checkpoint, training))
+    lm_tasks = load_lm_tasks(settings.arguments, training)
     data = task.load_data(settings.arguments, training)
     transformers.set_seed(training.seed)
     model = task.load_model(settings.arguments, training, data)
@@ -61,6 +63,8 @@ def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
     trainer.save_model(_internal_call=True)  # what is pushed is pushed once, with report and card
     task.after(trainer, data, watch, settings.arguments, say)
     samples.after()
+    if lm_tasks is not None:
+        evaluate_lm_tasks(trainer, data, settings.arguments, lm_tasks, say)
     write_artifacts(trainer, settings, data, watch, samples.tables(), say)
     if training.push_to_hub:
         trainer.push_to_hub(commit_message=f"{settings.task}: end of training", revision=training.hub_revision)

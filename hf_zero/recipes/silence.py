@@ -3,9 +3,12 @@
 One entry for each message. All other warnings, and all errors, are printed as ever.
 """
 
+import contextlib
 import logging
+import os
 import re
 import warnings
+from collections.abc import Iterator
 
 
 # Logger -> what its message begins with.
@@ -43,6 +46,13 @@ class Without(logging.Filter):
 
 
 _FILTERS = {name: Without(pattern) for name, pattern in LOGGED.items()}
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Lets nothing be printed, neither output nor errors: for ranks that do the same as the first one."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
 
 
 def silence() -> None:

@@ -8,7 +8,6 @@ adapter in a folder.
 """
 
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from hf_zero.recipes.generation import (
     prompt_of,
     ranks_of,
 )
+from hf_zero.recipes.silence import silenced
 
 
 POSITIONAL = ("folder", "a model or an adapter: a folder, or a hub id")
@@ -198,7 +198,7 @@ def converse(folder: str, arguments: Arguments) -> None:
         generator = load_generator(folder, arguments, state.device, is_sharded=state.num_processes > 1)
         transformers.set_seed(arguments.seed)
         keyboard = Keyboard(_patient_comm(state))
-        with keyboard.interrupts(), contextlib.nullcontext() if state.is_main_process else _silence():
+        with keyboard.interrupts(), contextlib.nullcontext() if state.is_main_process else silenced():
             conversation = Conversation(generator, arguments, keyboard)
             if arguments.prompt is None:
                 _talk(conversation, keyboard)
@@ -212,12 +212,6 @@ def _patient_comm(state: PartialState) -> Comm:
     if state.num_processes == 1:
         return Comm(CPU, PATIENCE.total_seconds())
     return DistributedComm(dist.new_group(backend="gloo", timeout=PATIENCE), CPU, PATIENCE.total_seconds())
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield
 
 
 def _answer_once(conversation: Conversation, prompt: str) -> None:

@@ -32,6 +32,7 @@ from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.data.sources import Stream, check_stream, quiet_datasets
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing
 from hf_zero.recipes.language_models import LoadArguments, check_dtype, load_language_model, load_tokenizer
+from hf_zero.recipes.lm_evaluation import LmEvalArguments, check_lm_eval
 from hf_zero.recipes.loading import check_model, check_positions, num_positions
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
 from hf_zero.recipes.measured import Watch
@@ -50,7 +51,9 @@ _INDECISIVE = frozenset(
 
 
 @dataclass
-class TrlArguments(SampleArguments, AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments):
+class TrlArguments(
+    SampleArguments, LmEvalArguments, AdapterArguments, FreezingArguments, LoadArguments, MixtureArguments
+):
     """What a task takes beside the configuration of its trainer, which may have a `chat_template_path` of its own."""
 
 
@@ -146,6 +149,7 @@ class TrlTask:
         check_freezing(arguments, use_peft=arguments.use_peft)
         check_quantization(arguments, use_peft=arguments.use_peft)
         check_dtype(arguments)
+        check_lm_eval(arguments, writes_text=self.peft_task == "CAUSAL_LM")
         if (template := _template_path(arguments, training)) is not None:
             read_template(template)
         self._check_training(training)

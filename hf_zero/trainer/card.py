@@ -275,9 +275,8 @@ def _precision_of(manifest: Manifest) -> str:
 
 
 def _metrics(history: list[dict]) -> dict[str, float]:
-    """Returns the numbers of the last evaluation, and the mean training loss."""
-    evaluation: dict = next((entry for entry in reversed(history) if "eval_loss" in entry), {})
-    metrics = {name: value for name, value in evaluation.items() if name.startswith("eval_")}
+    """Returns the last number of each metric of an evaluation, and the mean training loss."""
+    metrics = {name: value for entry in history for name, value in entry.items() if name.startswith("eval_")}
     metrics = {name: value for name, value in metrics.items() if not NO_METRICS.match(name)}
     loss = _last(history, "train_loss")
     return {**metrics, **({} if loss is None else {"train_loss": loss})}
