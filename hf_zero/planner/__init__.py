@@ -1,18 +1,29 @@
-"""What a run will hold in memory."""
+"""What a run will hold in memory, and how long a step will take."""
 
 from hf_zero.planner.advice import Advice, advise
 from hf_zero.planner.classes import TensorClass, by_field, render_classes, tensor_classes
-from hf_zero.planner.prediction import Prediction, predict, predict_with
+from hf_zero.planner.prediction import Prediction, predict, predict_rows, predict_with
+from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
+from hf_zero.planner.timeline import StepTime
+from hf_zero.planner.topology import Cluster, Device, device_named
 
 
 __all__ = [
     "Advice",
+    "Cluster",
+    "Device",
     "Prediction",
+    "Ranking",
+    "StepTime",
     "TensorClass",
+    "Throughput",
     "advise",
     "by_field",
+    "device_named",
     "predict",
+    "predict_rows",
     "predict_with",
+    "rank_ways",
     "render_classes",
     "tensor_classes",
 ]

@@ -16,6 +16,7 @@ from hf_zero.comm.base import (
     Counters,
     native_bucket_nbytes,
 )
+from hf_zero.comm.bus import Transfer
 from hf_zero.comm.groups import Average, refuse_uneven
 from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
@@ -23,6 +24,7 @@ from hf_zero.comm.peers import Kind
 from hf_zero.comm.shared import HostMemory, SharedComm
 from hf_zero.config import MemoryTier
 from hf_zero.planner.meter import Meter
+from hf_zero.planner.timeline import HOST, Timeline
 
 
 META = torch.device("meta")
@@ -34,13 +36,24 @@ class _Alone(Comm):
 
     is_on_cpu = False
 
-    def __init__(self, num_ranks: int):
+    def __init__(self, num_ranks: int, timeline: Timeline):
         Comm.__init__(self, META, timeout_seconds=1.0)  # and not those that connect
         self.num_ranks = num_ranks
+        self._timeline = timeline
 
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for bucket in super().buckets if bucket.memory is not None]  # those that are needed
+
+    def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+        with self._timeline.inside(None):
+            done = super().all_gather(full, shard, what=what)
+        return self._timeline.begin("gather", full.numel() * full.element_size(), self.num_ranks, done)
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        with self._timeline.inside(None):
+            done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
+        return self._timeline.begin("reduce", full.numel() * dtype.itemsize, self.num_ranks, done)
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
         nbytes = vector.numel() * vector.element_size()
@@ -72,8 +85,8 @@ class _OneOnCpu(_Alone):
 class _Native(_Alone, NativeComm):
     """Ranks with an accelerator each."""
 
-    def __init__(self, num_ranks: int, bucket_nbytes: int):
-        super().__init__(num_ranks)
+    def __init__(self, num_ranks: int, timeline: Timeline, bucket_nbytes: int):
+        super().__init__(num_ranks, timeline)
         self._backend = torch.cpu  # its streams and events do nothing
         self._stream = torch.cpu.Stream()
         self._buckets = [Bucket(bucket_nbytes, META) for _ in range(2)]
@@ -90,8 +103,8 @@ class _Pairwise(_Alone, PairwiseComm):
 
     is_on_cpu = True
 
-    def __init__(self, num_ranks: int, bucket_nbytes: int):
-        super().__init__(num_ranks)
+    def __init__(self, num_ranks: int, timeline: Timeline, bucket_nbytes: int):
+        super().__init__(num_ranks, timeline)
         self._staging = Bucket(bucket_nbytes, META)
         self._scratch = Bucket(SUM_NBYTES, META)
         self._reducing = Pending()
@@ -135,7 +148,7 @@ class _Shared(_Pairwise, SharedComm):
     """Ranks on the CPUs of one host."""
 
     def __init__(self, num_ranks: int, bucket_nbytes: int, meter: Meter):
-        super().__init__(num_ranks, bucket_nbytes)
+        super().__init__(num_ranks, meter.timeline, bucket_nbytes)
         self.shared_memory = _Memory(meter, num_ranks, self.counters)
 
     def progress(self) -> None:
@@ -191,13 +204,13 @@ def lone_rank(
 
 def _lone_rank(meter: Meter, num_ranks: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str) -> Comm:
     if num_ranks == 1:
-        return (_OneOnCpu if on_cpu else _One)(1)
+        return (_OneOnCpu if on_cpu else _One)(1, meter.timeline)
     if not on_cpu:
         chosen = native_bucket_nbytes(num_ranks, -(-num_ranks // RANKS_PER_HOST))
-        return _Native(num_ranks, chosen if bucket_nbytes == "auto" else int(bucket_nbytes))
+        return _Native(num_ranks, meter.timeline, chosen if bucket_nbytes == "auto" else int(bucket_nbytes))
     if shared_memory:
         return _Shared(num_ranks, SHARED_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes), meter)
-    return _Pairwise(num_ranks, MESSAGES_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes))
+    return _Pairwise(num_ranks, meter.timeline, MESSAGES_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes))
 
 
 class LoneBus(Bus):
@@ -214,10 +227,36 @@ class LoneBus(Bus):
         self._meter = meter
 
     def empty(self, numel: int, dtype: torch.dtype, *, locked: bool = True) -> Tensor:
-        with self._meter.at(MemoryTier.HOST):
+        # it is made once, and no part of a steady step
+        with self._meter.at(MemoryTier.HOST), self._meter.timeline.inside(None):
             return torch.zeros(numel, dtype=dtype, device=META)
 
+    def _copy(self, way: str, target: Tensor, source: Tensor) -> Transfer:
+        timeline = self._meter.timeline
+        with timeline.inside(None):
+            done = super()._copy(way, target, source)
+        return _Copy(timeline.begin(way, source.numel() * source.element_size(), 2, done), source)
+
     def later(self, work: Callable[[], object], lane: str = "arrivals", *, always: bool = False) -> Pending:
-        with self._meter.at(MemoryTier.HOST), torch.no_grad():
+        with self._meter.at(MemoryTier.HOST), self._meter.timeline.inside(HOST), torch.no_grad():
             work()
         return DONE
+
+
+class _Copy(Transfer):
+    """A copy that is made when it is waited for.
+
+    Args:
+        copied (`Pending`): of the timeline.
+        source (`Tensor`): as for `Transfer`.
+    """
+
+    def __init__(self, copied: Pending, source: Tensor):
+        Pending.__init__(self, copied.wait)
+        self.source = source
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_done(self) -> bool:
+        return True

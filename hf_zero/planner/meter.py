@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors on the meta device would take with data.
+"""Counts the bytes that tensors on the meta device would take with data, and the work of the operations on them.
 
 Attention takes the memory there of the kernel that a device would choose: torch itself would take the plain formula,
 with all its scores.
@@ -18,6 +18,9 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.config import MemoryTier
+from hf_zero.engine.away import in_backward
+from hf_zero.planner.timeline import Timeline
+from hf_zero.planner.work import work_of
 
 
 _aten = torch.ops.aten
@@ -69,12 +72,18 @@ _ASSUMED = {
 }
 
 
+def _computes_again() -> bool:
+    """Whether a checkpointed block computes its forward once more: what it saves is asked for in a backward."""
+    return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class Meter(TorchDispatchMode):
     """Counts, while it is entered, every storage on the meta device from the operation that makes it until it is
-    freed."""
+    freed. Its timeline gets what the operations compute."""
 
     def __init__(self):
         super().__init__()
+        self.timeline = Timeline()
         self.held: Counter[MemoryTier] = Counter()  # bytes at this moment
         self.peak: Counter[MemoryTier] = Counter()  # most since the last `reset_peak`
         self._tier = MemoryTier.DEVICE
@@ -97,12 +106,14 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        assumed = _ASSUMED.get(func)
+        given, assumed = func, _ASSUMED.get(func)
         if func is _aten._to_copy.default and kwargs.get("device") == _HOST:
             assumed = _ones
         if assumed is not None and args[0].is_meta:
             func = assumed
         result = func(*args, **kwargs)
+        if self.timeline.recording:
+            self.timeline.compute(*work_of(given, args, kwargs, result), again=_computes_again())
         if isinstance(result, Tensor):
             self._note(result)
         elif isinstance(result, (tuple, list)):

@@ -6,8 +6,8 @@ second block's backward, each further block adds the same. A peak is not, being 
 moments are extended, each by itself, and the largest of them is taken.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from hf_zero.engine.partition import UnitSpec, partition
 from hf_zero.errors import HfZeroError
 from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
 from hf_zero.planner.simulated_step import MakeOptimizer, SimulatedStep, StepMemory
+from hf_zero.planner.timeline import Event, StepTime, step_time
+from hf_zero.planner.topology import Cluster
 
 
 # Models of no more blocks are run as they are.
@@ -28,6 +30,8 @@ MAX_WHOLE = 12
 PERIOD = 2
 # What `Trainer` uses unless told otherwise.
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
+# What a micro-batch of other sizes takes follows from these two. One row would lie in memory in more orders than one.
+SAMPLE_ROWS = (2, 3)
 WITHOUT_BATCH = "activations and traffic: no batch was given"
 
 
@@ -46,6 +50,8 @@ class Prediction:
             model with adapters it holds no base.
         step (`StepMemory`, *optional*): what a step takes; `None` where that is not known.
         note (`str`): what is not known, and why.
+        time (`StepTime`, *optional*): how long a step takes; `None` where no cluster was given.
+        events (`list[Event]`): of the step, of a model with few blocks; empty where `time` says what they take.
     """
 
     config: ZeroConfig
@@ -57,6 +63,8 @@ class Prediction:
     checkpoint_nbytes: int
     step: StepMemory | None = None
     note: str = ""
+    time: StepTime | None = None
+    events: list[Event] = field(default_factory=list, repr=False)
 
     @property
     def resting_nbytes(self) -> int:
@@ -124,6 +132,7 @@ def predict(
     make_optimizer: MakeOptimizer | None = None,
     gradient_checkpointing: bool = False,
     on_cpu: bool = False,
+    cluster: Cluster | None = None,
     **settings,
 ) -> Prediction:
     """Predicts what each rank of a run takes, without memory and without other ranks.
@@ -140,6 +149,7 @@ def predict(
         make_optimizer (`Callable`, *optional*): makes the optimizer of some parameters; by default fused AdamW.
         gradient_checkpointing (`bool`): blocks keep their inputs alone.
         on_cpu (`bool`): the ranks train on CPUs, not on an accelerator each.
+        cluster (`Cluster`, *optional*): where the ranks are, to predict the time of a step too.
 
     Raises:
         `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
@@ -153,6 +163,7 @@ def predict(
         make_optimizer=make_optimizer,
         gradient_checkpointing=gradient_checkpointing,
         on_cpu=on_cpu,
+        cluster=cluster,
     )
 
 
@@ -165,15 +176,52 @@ def predict_with(
     make_optimizer: MakeOptimizer | None = None,
     gradient_checkpointing: bool = False,
     on_cpu: bool = False,
+    cluster: Cluster | None = None,
 ) -> Prediction:
     """Predicts as `predict` does, for a `ZeroConfig`, such as `training_arguments.zero_config()`."""
     settings: dict[str, Any] = {
         "num_ranks": num_ranks,
-        "batch": batch,
         "make_optimizer": make_optimizer or FUSED_ADAMW,
         "gradient_checkpointing": gradient_checkpointing,
         "on_cpu": on_cpu,
     }
+    return _of_all_blocks(*_of_few_blocks(model, config, batch=batch, **settings), cluster)
+
+
+def predict_rows(
+    model: nn.Module,
+    config: ZeroConfig,
+    batch_of: Callable[[int], dict[str, Tensor]],
+    rows: list[int],
+    *,
+    num_ranks: int,
+    cluster: Cluster | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+    gradient_checkpointing: bool = False,
+    on_cpu: bool = False,
+) -> list[Prediction]:
+    """Predicts micro-batches of several sizes from two, since all that is predicted is affine in the number of rows.
+
+    Args:
+        model (`nn.Module`): as for `predict`, like all that is not said here.
+        config (`ZeroConfig`): the settings.
+        batch_of (`Callable`): makes a batch of so many rows.
+        rows (`list[int]`): the sizes.
+    """
+    settings: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "make_optimizer": make_optimizer or FUSED_ADAMW,
+        "gradient_checkpointing": gradient_checkpointing,
+        "on_cpu": on_cpu,
+    }
+    fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in SAMPLE_ROWS)
+    each_size = ([extended(a, b, size - SAMPLE_ROWS[0]) for a, b in zip(fewer[0], more[0])] for size in rows)
+    return [_of_all_blocks(few, fewer[1], cluster) for few in each_size]
+
+
+def _of_few_blocks(model: nn.Module, config: ZeroConfig, **settings) -> tuple[list[Prediction], int]:
+    """Returns the predictions for some blocks and for a period more, and how often the difference is to be added; one
+    prediction for a model that is run as it is."""
     path = alike_blocks(model) if config.offload_fraction == 1 else None
     num_blocks = len(model.get_submodule(path)) if path is not None else 0
     kept = 1 if config.keep_gathered == "auto" else int(config.keep_gathered)
@@ -181,9 +229,17 @@ def predict_with(
     few = config.prefetch_units + kept + 4
     few += (num_blocks - few) % PERIOD
     if num_blocks <= max(MAX_WHOLE, few + PERIOD):
-        return _predict(model, config, **settings)
-    fewer, more = (_predict(model, config, blocks=(path, count), **settings) for count in (few, few + PERIOD))
-    return extended(fewer, more, (num_blocks - few) // PERIOD)
+        return [_predict(model, config, **settings)], 0
+    found = [_predict(model, config, blocks=(path, count), **settings) for count in (few, few + PERIOD)]
+    return found, (num_blocks - few) // PERIOD
+
+
+def _of_all_blocks(few: list[Prediction], times: int, cluster: Cluster | None) -> Prediction:
+    timed = [
+        replace(each, events=[], time=step_time(each.events, cluster) if cluster is not None and each.events else None)
+        for each in few
+    ]
+    return extended(timed[0], timed[-1], times)
 
 
 def _predict(
@@ -215,6 +271,7 @@ def _predict(
         checkpoint_nbytes=_checkpoint_nbytes(simulation.engine, classes),
         step=step,
         note=note,
+        events=[] if step is None else simulation.meter.timeline.events,
     )
 
 

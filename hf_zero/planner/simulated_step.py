@@ -24,6 +24,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.planner.lone_rank import META, LoneBus, lone_rank
 from hf_zero.planner.meter import Meter, device_attention
+from hf_zero.planner.timeline import Timeline
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -111,7 +112,7 @@ class SimulatedStep:
             if config.offload_activations:
                 place_activations(self.engine)
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]
-            self.optimizer = ShardedOptimizer(self.engine, MetaOptimizer(trained, make_optimizer))
+            self.optimizer = ShardedOptimizer(self.engine, MetaOptimizer(trained, make_optimizer, self.meter.timeline))
             # a step without a backward: everything that comes with the first one, and stays, is there then
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -131,7 +132,8 @@ class SimulatedStep:
         watch = _PeakRecorder(self.meter)
         for module in self.engine.modules.values():
             watch.follow(module)
-        with self.meter, device_attention(self._on_cpu):
+        timeline = self.meter.timeline
+        with self.meter, device_attention(self._on_cpu), timeline.record():
             inputs = {
                 key: torch.empty_like(value, device=META) if isinstance(value, Tensor) else value
                 for key, value in batch.items()
@@ -139,6 +141,7 @@ class SimulatedStep:
             loss = _loss_of(self.engine.model(**inputs))
             loss.backward()
             del loss, inputs
+            timeline.end_pass()
             self.optimizer.clip_grad_norm_(max_norm)
             watch.lap("backward")
             resting, on_host = (
@@ -266,25 +269,29 @@ class MetaOptimizer(torch.optim.Optimizer):
     Args:
         params (iterable of `nn.Parameter`): on the meta device.
         make (`Callable`): makes the optimizer to be told, of some parameters.
+        timeline (`Timeline`): gets the bytes that an update reads and writes.
     """
 
     elementwise = True
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Iterable[nn.Parameter], make: MakeOptimizer):
+    def __init__(self, params: Iterable[nn.Parameter], make: MakeOptimizer, timeline: Timeline):
         self._make = make
+        self._timeline = timeline
         self._dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}  # of the state, by the parameter's
         super().__init__(params, {"fused": True})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Makes the state of parameters that have none yet."""
+        """Makes the state of parameters that have none yet, and counts what an update reads and writes."""
         for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
             if param not in self.state:
                 self.state[param] = {
                     key: torch.empty(param.shape, dtype=dtype, device=param.device)
                     for key, dtype in self._dtypes_of(param.dtype).items()
                 }
+            width = param.dtype.itemsize + sum(dtype.itemsize for dtype in self._dtypes_of(param.dtype).values())
+            self._timeline.compute(0, param.numel() * (2 * width + param.grad.dtype.itemsize))
 
     def _dtypes_of(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         if dtype not in self._dtypes:

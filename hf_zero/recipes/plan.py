@@ -1,7 +1,7 @@
 """The tool `plan` and the key `--dry_run`: one process predicts the memory of each rank, and trains nothing."""
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +21,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.planner import Prediction, advise, predict_with
 from hf_zero.planner.advice import GIB
 from hf_zero.planner.lone_rank import planned_shard_size
+from hf_zero.recipes.cluster import ClusterArguments, time_of
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, one_line, quiet, resolve_config
@@ -43,7 +44,7 @@ NO_DEVICE = {"use_cpu": True, "bf16": False, "fp16": False, "zero_autocast": Fal
 
 
 @dataclass
-class Arguments(AdapterArguments, FreezingArguments, ZeroArgumentsMixin):
+class Arguments(ClusterArguments, AdapterArguments, FreezingArguments, ZeroArgumentsMixin):
     """Keys of `plan`: settings of a run, under the names that tasks have for them."""
 
     num_processes: int = field(default=1, metadata={"help": "How many ranks."})
@@ -67,12 +68,14 @@ class Arguments(AdapterArguments, FreezingArguments, ZeroArgumentsMixin):
         if self.memory is not None and self.memory <= 0:
             raise ConfigError(f"--memory {self.memory}: expected the GiB of one device")
         choose("dtype", self.dtype, DTYPES)
+        self.num_processes = self.check_cluster(self.num_processes)
         check_adapter(self)
         check_freezing(self, use_peft=self.use_peft)
 
 
 def run(model: str, arguments: Arguments) -> None:
-    """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known.
+    """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known; with
+    `--gpu` the time of a step too.
 
     Args:
         model (`str`): where its config is.
@@ -86,15 +89,23 @@ def run(model: str, arguments: Arguments) -> None:
     batch = example_batch(subject, arguments.per_device_train_batch_size, arguments.max_length)
     freeze_parameters(subject, arguments)
     subject = adapt(subject, arguments, task_type=None)
-    predict = partial(
-        predict_with,
-        subject,
-        num_ranks=arguments.num_processes,
-        batch=_cast(batch, config.compute_dtype),
-        make_optimizer=optimizer_of(arguments.optim),
-        on_cpu=arguments.use_cpu,
-    )
+    settings: dict[str, Any] = {
+        "num_ranks": arguments.num_processes,
+        "make_optimizer": optimizer_of(arguments.optim),
+        "on_cpu": arguments.use_cpu,
+        "cluster": arguments.cluster(config.compute_dtype or DTYPES[arguments.dtype]),
+    }
+    batch = _cast(batch, config.compute_dtype)
+    predict: Callable[..., Prediction] = partial(predict_with, subject, batch=batch, **settings)
     prediction = predict(config, gradient_checkpointing=arguments.gradient_checkpointing)
+    if settings["cluster"] is not None:
+
+        def batch_of(num_rows: int) -> dict[str, Tensor]:
+            return _cast(example_batch(subject, num_rows, arguments.max_length), config.compute_dtype)
+
+        heading = "" if arguments.json else f"{_heading(model, arguments, prediction)}\n{prediction.render()}\n"
+        print(heading + time_of(arguments, subject, prediction, batch_of, **settings))
+        return
     print(_heading(model, arguments, prediction))
     print(prediction.render())
     memory = _memory_nbytes(arguments)

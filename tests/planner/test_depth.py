@@ -1,13 +1,18 @@
 """Deep models are predicted from a few of their blocks, to the byte."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hf_zero.planner import predict, prediction
+from hf_zero.planner.topology import Cluster, device_named
 from tests.planner import subjects
 
 
 NUM_BLOCKS = 13
+# So slow between its devices that these tiny models wait for their exchanges.
+CLUSTER = Cluster(replace(device_named("h100"), latency_us=1), 1, 8)
 
 
 def _deep(name: str):
@@ -35,7 +40,7 @@ def test_what_is_extended_is_what_the_whole_model_takes(settings, monkeypatch):
     model = _deep("llama")
 
     def predicted():
-        return predict(model, num_ranks=8, batch=subjects.batch("llama"), **settings)
+        return predict(model, num_ranks=8, batch=subjects.batch("llama"), cluster=CLUSTER, **settings)
 
     extended = predicted()
     monkeypatch.setattr(prediction, "MAX_WHOLE", 1000)
@@ -43,6 +48,9 @@ def test_what_is_extended_is_what_the_whole_model_takes(settings, monkeypatch):
     assert extended.num_parameters == whole.num_parameters
     assert extended.classes == whole.classes
     assert extended.step == whole.step
+    assert extended.time.flops == whole.time.flops and extended.time.model_flops == whole.time.model_flops
+    assert extended.time.busy_ns == pytest.approx(whole.time.busy_ns, rel=0.001)
+    assert extended.time.step_seconds() == pytest.approx(whole.time.step_seconds(), rel=0.01)
 
 
 def test_only_blocks_that_are_alike_are_left_out():

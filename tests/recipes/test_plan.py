@@ -83,9 +83,36 @@ def test_memory_brings_a_table_and_advice(config_file, capsys):
     assert "nothing fits" in _plan(capsys, config_file, *SETTINGS, "--memory", "0.001")
 
 
+def test_a_device_brings_the_time_of_a_step(config_file, capsys):
+    hosts = [config_file, *SETTINGS[2:], "--hosts", "2", "--gpus_per_host", "4", "--gpu", "h100"]
+    text = _plan(capsys, *hosts)
+    assert "8 rank(s)" in text and "2 x 4 NVIDIA H100" in text and "matrix products at 49%" in text
+    for name in ("kernels", "all-gathers", "reduce-scatters", "a step"):
+        assert float(re.search(rf"^  {name} +([\d.]+) ms", text, re.MULTILINE)[1]) > 0
+    assert "tokens per second and device" in text and "MFU" in text and "not modeled: " in text
+    assert "it fits into 80.0 GiB" in text
+
+
+@pytest.mark.full("slow")
+def test_all_ways_are_printed_for_programs(config_file, capsys):
+    hosts = [config_file, *SETTINGS[2:], "--hosts", "2", "--gpus_per_host", "4", "--gpu", "h100"]
+    found = json.loads(_plan(capsys, *hosts, "--json", "--table", "--utilization", "0.9"))
+    assert found["num_ranks"] == 8 and found["prediction"]["stage"] == 3
+    assert {**found["recommended"], "fits": True} in found["ways"]
+    assert len({(way["stage"], way["offload"], way["gradient_checkpointing"]) for way in found["ways"]}) == 14
+    assert found["verdict"].startswith("recommended: --zero_stage ")
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
+        (["--gpu", "v100"], "--gpu v100: expected h100, h200, a100, b200, or a YAML file"),
+        (["--table"], "--table: says something about time; add --gpu with the device"),
+        (["--gpu", "h100", "--gpus_per_host", "4", "--zero_shard_size", "2"], "of shards over groups of ranks is not"),
+        (["--gpu", "h100", "--hosts", "0"], "--hosts 0: expected 1 or more"),
+        (["--gpu", "h100", "--hosts", "2", "--num_processes", "3"], "--num_processes 3: 2 hosts have equally many"),
+        (["--gpus_per_host", "8", "--num_processes", "4"], "1 hosts of 8 are 8 ranks; leave one of them out"),
+        (["--gpu", "h100", "--utilization", "1.5"], "--utilization 1.5: expected a share, above 0 and at most 1"),
         (["--memory", "0"], "--memory 0.0: expected the GiB of one device"),
         (["--use_peft", "--lora_target_modules", "nowhere"], "lora_target_modules ['nowhere']: "),
         (["--lora_r", "8"], "lora_r: describes an adapter, and none is trained"),

@@ -1,0 +1,207 @@
+"""What a predicted step comes to in tokens per second and MFU, and which of many ways to train is the fastest."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.planner.advice import GIB, USABLE_SHARE, WAYS, flags_of
+from hf_zero.planner.prediction import Prediction
+from hf_zero.planner.timeline import NANO, StepTime
+from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
+
+
+# How kinds of work are called in the text.
+NAMES = {
+    "gather": "all-gathers",
+    "reduce": "reduce-scatters",
+    "up": "copies to the device",
+    "down": "copies to the host",
+    "host": "work on the host",
+}
+NOT_MODELED = (
+    "not modeled: launches of kernels and the Python between them, compiled or fused kernels, data loading, kernels "
+    "that are slower while an exchange runs, contention between jobs and hosts, files on disk, delayed updates"
+)
+MAX_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """A prediction with what its micro-batch holds.
+
+    Args:
+        prediction (`Prediction`): with the time of a step.
+        cluster (`Cluster`): where it runs.
+        num_rows (`int`): rows of a micro-batch.
+        num_items (`int`): tokens of a micro-batch, or rows of a model that takes no tokens.
+        unit (`str`): what is counted: "tokens" or "rows".
+    """
+
+    prediction: Prediction
+    cluster: Cluster
+    num_rows: int
+    num_items: int
+    unit: str = "tokens"
+
+    @property
+    def time(self) -> StepTime:
+        assert self.prediction.time is not None
+        return self.prediction.time
+
+    @property
+    def items_per_second(self) -> float:
+        """Tokens, or rows, that each device is trained on in a second."""
+        return self.num_items / self.time.step_seconds()
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): without what is computed once more."""
+        return self.time.model_flops / self.time.step_seconds() / self.cluster.peak_flops
+
+    @property
+    def peak_nbytes(self) -> int:
+        prediction = self.prediction
+        return prediction.resting_nbytes if prediction.peak_nbytes is None else prediction.peak_nbytes
+
+    def fits(self, memory_nbytes: int) -> bool:
+        """Whether the tensors of a step take no more than may be taken of a device's memory."""
+        return self.peak_nbytes <= USABLE_SHARE * memory_nbytes
+
+    def render(self) -> str:
+        """Returns a line for each kind of work, and the sums."""
+        time, cluster = self.time, self.cluster
+        share, peak = cluster.device.utilization, cluster.peak_flops / 1e12
+        lines = [
+            f"time of a step on {cluster.num_hosts} x {cluster.gpus_per_host} {cluster.device.name}; matrix products "
+            f"at {share:.0%} of {peak:,.1f} TFLOP/s, memory at {MEMORY_SHARE:.0%}, links at {LINK_SHARE:.0%}:",
+            f"  {'kernels':<32}  {time.compute_ns / 1e6:>12.2f} ms",
+        ]
+        for kind, name in NAMES.items():
+            busy, exposed = time.busy_ns[kind], time.exposed_ns[kind]
+            if busy:
+                link = f" {self._link()}" if kind in ("gather", "reduce") else ""
+                lines.append(f"  {name:<32}  {busy / 1e6:>12.2f} ms{link}, {exposed / 1e6:.2f} of them exposed")
+        lines += [
+            f"  {'a step':<32}  {time.step_seconds() * 1e3:>12.2f} ms, {time.update_ns / 1e6:.2f} of them the update",
+            f"  {f'{self.unit} per second and device':<32}  {self.items_per_second:>12,.0f}",
+            f"  {'MFU':<32}  {self.mfu:>12.1%}",
+            f"  {NOT_MODELED}",
+        ]
+        return "\n".join(lines)
+
+    def _link(self) -> str:
+        within = self.cluster.num_ranks <= self.cluster.gpus_per_host
+        return "within the host" if within else "between hosts"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns numbers and names alone, for JSON."""
+        prediction, time = self.prediction, self.time
+        return {
+            "stage": prediction.config.stage,
+            "offload": prediction.config.offload,
+            "gradient_checkpointing": prediction.gradient_checkpointing,
+            "per_device_train_batch_size": self.num_rows,
+            "peak_nbytes": self.peak_nbytes,
+            "resting_nbytes": prediction.resting_nbytes,
+            "host_nbytes": prediction.host_nbytes,
+            "step_seconds": time.step_seconds(),
+            "update_seconds": time.update_ns / NANO,
+            "compute_seconds": time.compute_ns / NANO,
+            "busy_seconds": {kind: value / NANO for kind, value in time.busy_ns.items()},
+            "exposed_seconds": {kind: value / NANO for kind, value in time.exposed_ns.items()},
+            f"{self.unit}_per_second_and_device": self.items_per_second,
+            "mfu": self.mfu,
+        }
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Ways to train a model, the fastest first.
+
+    Args:
+        ways (`list[Throughput]`): sorted by their throughput.
+        memory_nbytes (`int`): what one device has.
+    """
+
+    ways: list[Throughput]
+    memory_nbytes: int
+
+    @property
+    def fitting(self) -> list[Throughput]:
+        """Those that fit, the fastest first."""
+        return [way for way in self.ways if way.fits(self.memory_nbytes)]
+
+    @property
+    def best(self) -> Throughput | None:
+        """The fastest that fits; `None` when none does."""
+        return next(iter(self.fitting), None)
+
+    def render(self) -> str:
+        """Returns a table of the fastest ways that fit, and which one to take."""
+        fitting = self.fitting
+        lines = [
+            f"{len(fitting)} of {len(self.ways)} ways fit: tensors may take {USABLE_SHARE:.0%} of "
+            f"{self.memory_nbytes / GIB:.1f} GiB; per device, the fastest first:",
+            f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'rows':>5}  {'peak GiB':>9}  {'ms':>10}  "
+            f"{'exposed':>10}  {'per second':>11}  {'MFU':>6}",
+            *map(self._row, fitting[:MAX_SHOWN]),
+        ]
+        left_out = len(fitting) - MAX_SHOWN
+        return "\n".join([*lines, *([f"  and {left_out} slower ones"] if left_out > 0 else []), self.verdict()])
+
+    def _row(self, way: Throughput) -> str:
+        config, time = way.prediction.config, way.time
+        return (
+            f"  {config.stage:<5}  {config.offload:9}  {'yes' if way.prediction.gradient_checkpointing else 'no':13}  "
+            f"{way.num_rows:>5}  {way.peak_nbytes / GIB:>9.1f}  {time.step_seconds() * 1e3:>10.1f}  "
+            f"{sum(time.exposed_ns.values()) / 1e6:>10.1f}  {way.items_per_second:>11,.0f}  {way.mfu:>6.1%}"
+        )
+
+    def verdict(self) -> str:
+        """Returns one line: which way to take, and why."""
+        best = self.best
+        if best is None:
+            least = min(way.peak_nbytes for way in self.ways) / GIB
+            return (
+                f"nothing fits: the least needs {least:.2f} GiB; use more ranks, shorter sequences, or LoRA with a "
+                "frozen base"
+            )
+        too_large = next((way for way in self.ways if way.items_per_second > best.items_per_second), None)
+        reason = f"{best.items_per_second:,.0f} {best.unit} per second and device, the most of what fits"
+        if too_large is not None:
+            reason += f"; what is faster needs {too_large.peak_nbytes / GIB:.1f} GiB or more"
+        return f"recommended: {flags_of(best.prediction)} --per_device_train_batch_size {best.num_rows} ({reason})"
+
+
+def rank_ways(
+    predict_sizes: Callable[[ZeroConfig, bool], Iterable[Throughput]],
+    config: ZeroConfig,
+    memory_nbytes: int,
+    *,
+    gradient_checkpointing: bool = False,
+    watch: Callable[[list], Iterable] = iter,
+) -> Ranking:
+    """Predicts all ways to shard and offload, with and without checkpointing, each for several micro-batches.
+
+    Args:
+        predict_sizes (`Callable`): predicts the micro-batches of one way, given its settings and whether blocks are
+            checkpointed.
+        config (`ZeroConfig`): of whose stage and offload others are tried; the rest is kept.
+        memory_nbytes (`int`): what one device has.
+        gradient_checkpointing (`bool`): blocks are checkpointed in any case.
+        watch (`Callable`): wraps the list of ways, to show progress.
+    """
+    found: list[Throughput] = []
+    for way, switch in watch(list(_ways(config, gradient_checkpointing))):
+        found += predict_sizes(way, switch)
+    # of two that are equally fast, the one that takes less
+    found.sort(key=lambda each: (-round(each.items_per_second, 1), each.peak_nbytes))
+    return Ranking(found, memory_nbytes)
+
+
+def _ways(config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[tuple[ZeroConfig, bool]]:
+    plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0)
+    for switch in (True,) if gradient_checkpointing or config.offload_activations else (False, True):
+        for stage, offload in WAYS:
+            yield replace(plain, stage=stage, offload=offload), switch

@@ -1,0 +1,261 @@
+"""The events of a step in the order in which the engine issues them, and what they take on given links.
+
+[Note: lanes] A lane does one thing after another: "compute" has the device's kernels, "exchange" the collectives, "up"
+and "down" the copies between device and host, "host" the jobs on what has arrived there. Work of a lane begins when
+the lane is free and what the issuing lane had to do before is done, as kernels on streams do. A lane that waits for
+work of another stands still until that has ended. The process that issues takes no time.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hf_zero.comm import Pending
+
+
+COMPUTE, EXCHANGE, UP, DOWN, HOST = "compute", "exchange", "up", "down", "host"
+# In which lane work of a kind is done, where that has another name.
+LANES = {"gather": EXCHANGE, "reduce": EXCHANGE}
+NANO = 10**9
+
+
+@dataclass
+class Work:
+    """What a lane does between two other events.
+
+    Args:
+        lane (`str`): which one.
+        flops (`int`): of matrix products.
+        nbytes (`int`): that all other operations read and write.
+        again_flops (`int`): of `flops`, those of checkpointed blocks that compute their forward once more.
+    """
+
+    lane: str
+    flops: int = 0
+    nbytes: int = 0
+    again_flops: int = 0
+
+
+@dataclass(frozen=True)
+class Begin:
+    """An exchange or a copy begins.
+
+    Args:
+        number (`int`): by which it is waited for.
+        kind (`str`): "gather", "reduce", "up", "down".
+        nbytes (`int`): of the whole of a collective; of what is copied.
+        num_ranks (`int`): that take part.
+        lane (`str`): that issues it.
+    """
+
+    number: int
+    kind: str
+    nbytes: int
+    num_ranks: int
+    lane: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A lane waits for what has begun under this number."""
+
+    number: int
+    lane: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A part of the step has ended: the backward of a micro-batch."""
+
+
+Event = Work | Begin | Wait | Ended
+
+
+class Timeline:
+    """Records events inside of `record`."""
+
+    def __init__(self):
+        self.events: list[Event] = []
+        self.recording = False
+        self._lane = COMPUTE
+        self._number = 0
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Records what happens inside."""
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+
+    @contextmanager
+    def inside(self, lane: str | None) -> Iterator[None]:
+        """Counts what is computed inside to a lane; to none for what is a part of an exchange."""
+        before, self._lane = self._lane, lane
+        try:
+            yield
+        finally:
+            self._lane = before
+
+    def compute(self, flops: int, nbytes: int, *, again: bool = False) -> None:
+        """Records an operation.
+
+        Args:
+            flops (`int`): of a matrix product; 0 of other operations.
+            nbytes (`int`): that an operation without flops reads and writes.
+            again (`bool`): a checkpointed block computes its forward once more.
+        """
+        if not self.recording or self._lane is None:
+            return
+        last = self.events[-1] if self.events else None
+        if not isinstance(last, Work) or last.lane != self._lane:
+            last = Work(self._lane)
+            self.events.append(last)
+        last.flops += flops
+        last.nbytes += nbytes
+        last.again_flops += flops if again else 0
+
+    def begin(self, kind: str, nbytes: int, num_ranks: int, done: Pending) -> Pending:
+        """Records that an exchange or a copy begins.
+
+        Args:
+            kind (`str`): see [`Begin`].
+            nbytes (`int`): likewise.
+            num_ranks (`int`): likewise.
+            done (`Pending`): is waited for when the result is.
+        """
+        if not self.recording:
+            return done
+        self._number += 1
+        number = self._number
+        self.events.append(Begin(number, kind, nbytes, num_ranks, self._lane or COMPUTE))
+
+        def finish():
+            self.wait(number)
+            done.wait()
+
+        return Pending(finish)
+
+    def wait(self, number: int) -> None:
+        if self.recording:
+            self.events.append(Wait(number, self._lane or COMPUTE))
+
+    def end_pass(self) -> None:
+        """Records that backward has ended."""
+        self.events.append(Ended())
+
+
+class Rates(Protocol):
+    """What a cluster takes for work, in seconds."""
+
+    def compute_seconds(self, flops: int, nbytes: int) -> float: ...
+
+    def host_seconds(self, nbytes: int) -> float: ...
+
+    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int) -> float: ...
+
+    def copy_seconds(self, nbytes: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What a step takes, in whole nanoseconds, so that it can be extended to further blocks.
+
+    Args:
+        pass_ns (`int`): until backward has ended.
+        update_ns (`int`): from then on: the norm, the optimizer, and what is still on its way.
+        compute_ns (`int`): the device's kernels.
+        busy_ns (`dict[str, int]`): of each kind of exchange and copy, and of the host.
+        exposed_ns (`dict[str, int]`): for how long the device waits for each of them.
+        flops (`int`): of all matrix products of a forward and backward.
+        model_flops (`int`): without those that checkpointed blocks compute once more.
+    """
+
+    pass_ns: int
+    update_ns: int
+    compute_ns: int
+    busy_ns: dict[str, int] = field(default_factory=dict)
+    exposed_ns: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    model_flops: int = 0
+
+    def step_seconds(self, num_passes: int = 1) -> float:
+        """Seconds of a step with so many micro-batches."""
+        return (self.pass_ns * num_passes + self.update_ns) / NANO
+
+
+def step_time(events: list[Event], rates: Rates) -> StepTime:
+    """Plays the events of a step on a cluster.
+
+    Args:
+        events (`list[Event]`): of one micro-batch and the update.
+        rates (`Rates`): what each takes.
+    """
+    play = _Play(rates)
+    for event in events:
+        play.take(event)
+    return play.end([event for event in events if isinstance(event, Work)])
+
+
+class _Play:
+    def __init__(self, rates: Rates):
+        self._rates = rates
+        self._now: Counter[str] = Counter()  # when each lane is free, in nanoseconds
+        self._ends: dict[int, tuple[int, str]] = {}  # of what has begun, with its kind
+        self._busy: Counter[str] = Counter()
+        self._exposed: Counter[str] = Counter({kind: 0 for kind in ("gather", "reduce", UP, DOWN, HOST)})
+        self._passed = 0
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Work):
+            if event.lane == HOST:
+                seconds = self._rates.host_seconds(event.nbytes)
+            else:
+                seconds = self._rates.compute_seconds(event.flops, event.nbytes)
+            self._occupy(event.lane, round(seconds * NANO))
+        elif isinstance(event, Begin):
+            self._begin(event)
+        elif isinstance(event, Wait):
+            self._wait(*self._ends[event.number], event.lane)
+        else:
+            self._passed = self._now[COMPUTE]
+
+    def _begin(self, event: Begin) -> None:
+        lane = LANES.get(event.kind, event.kind)
+        if event.kind in LANES:
+            seconds = self._rates.exchange_seconds(event.kind, event.nbytes, event.num_ranks)
+        else:
+            seconds = self._rates.copy_seconds(event.nbytes)
+        self._now[lane] = max(self._now[lane], self._now[event.lane])
+        self._occupy(lane, round(seconds * NANO), event.kind)
+        self._ends[event.number] = (self._now[lane], event.kind)
+
+    def _occupy(self, lane: str, nanoseconds: int, kind: str | None = None) -> None:
+        self._now[lane] += nanoseconds
+        self._busy[kind or lane] += nanoseconds
+
+    def _wait(self, end: int, kind: str, lane: str) -> None:
+        late = end - self._now[lane]
+        if late > 0:
+            self._now[lane] = end
+            if lane == COMPUTE:
+                self._exposed[kind] += late
+
+    def end(self, work: list[Work]) -> StepTime:
+        """The step is over when all lanes are done: the next forward waits for them."""
+        for end, kind in sorted(self._ends.values()):
+            self._wait(end, kind, COMPUTE)
+        self._wait(self._now[HOST], HOST, COMPUTE)
+        compute = self._busy.pop(COMPUTE, 0)
+        return StepTime(
+            pass_ns=self._passed,
+            update_ns=self._now[COMPUTE] - self._passed,
+            compute_ns=compute,
+            busy_ns={kind: self._busy[kind] for kind in self._exposed},
+            exposed_ns=dict(self._exposed),
+            flops=sum(each.flops for each in work),
+            model_flops=sum(each.flops - each.again_flops for each in work),
+        )

@@ -1,0 +1,171 @@
+"""Devices and the links between them: how long each kind of work takes there.
+
+[Note: what is assumed] Matrix products run at one share of the device's peak (`utilization`), all other operations and
+the copies of memory at another of what the memory can do (`MEMORY_SHARE`), exchanges and copies at `LINK_SHARE` of
+their link. Attention is counted whole, as if nothing were hidden: kernels skip half of a causal mask, at about half
+the rate of a matrix product. A collective goes in a ring over all ranks; what leaves a host is spread over the network
+cards of all its ranks. What computes does not become slower while an exchange runs beside it.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+import torch
+import yaml
+
+from hf_zero.errors import ConfigError
+
+
+DEVICES = Path(__file__).with_name("devices.yaml")
+# Of what a memory, and what a link, can do by its data sheet.
+MEMORY_SHARE = 0.8
+LINK_SHARE = 0.8
+GIGA, TERA = 10**9, 10**12
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the processor of one rank, with its links. Rates are of one direction.
+
+    Args:
+        name (`str`): what it is.
+        bf16_tflops (`float`): peak of dense bf16 and fp16 matrix products.
+        fp32_tflops (`float`): of those in fp32.
+        utilization (`float`): which share of the peak matrix products reach.
+        memory_gib (`float`): how much memory it has.
+        memory_gbytes_per_s (`float`): how fast that is.
+        peer_gbytes_per_s (`float`): to the other devices of its host.
+        host_gbytes_per_s (`float`): to the host's memory.
+        host_memory_gbytes_per_s (`float`): how fast the host's memory is, for each device.
+        network_gbits_per_s (`float`): of the network card of one device.
+        latency_us (`float`): of one exchange, whatever its size.
+        sources (`list[str]`): where the numbers are from.
+    """
+
+    name: str
+    bf16_tflops: float
+    fp32_tflops: float
+    utilization: float
+    memory_gib: float
+    memory_gbytes_per_s: float
+    peer_gbytes_per_s: float
+    host_gbytes_per_s: float
+    host_memory_gbytes_per_s: float
+    network_gbits_per_s: float
+    latency_us: float
+    sources: tuple[str, ...] = ()
+
+    @property
+    def memory_nbytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s of matrix products of a dtype."""
+        return (self.fp32_tflops if dtype is torch.float32 else self.bf16_tflops) * TERA
+
+
+def known_devices() -> dict[str, Device]:
+    """The devices that the package knows, by name."""
+    return {name: _checked(str(DEVICES), name, values) for name, values in _shipped().items()}
+
+
+def device_named(name: str) -> Device:
+    """Returns a device that the package knows, or the one of a YAML file.
+
+    Args:
+        name (`str`): such as "h100", or the path of a file with the fields of [`Device`].
+
+    Raises:
+        ConfigError: there is no such device, or its file is not valid.
+    """
+    known = known_devices()
+    if name in known:
+        return known[name]
+    if not name.endswith((".yaml", ".yml")):
+        raise ConfigError(f"--gpu {name}: expected {', '.join(known)}, or a YAML file with the fields of one of them")
+    try:
+        values = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--gpu {name}: {' '.join(str(error).split())}") from error
+    return _checked(f"--gpu {name}", Path(name).stem, values)
+
+
+@cache
+def _shipped() -> dict[str, dict]:
+    return yaml.safe_load(DEVICES.read_text(encoding="utf-8"))
+
+
+def _checked(where: str, name: str, values: object) -> Device:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: found {type(values).__name__}, expected the fields of a device")
+    given = {"name": name, **values}
+    numbers = [each.name for each in fields(Device) if each.name not in ("name", "sources")]
+    unknown = [key for key in given if key not in {each.name for each in fields(Device)}]
+    missing = [key for key in numbers if key not in given]
+    if unknown or missing:
+        found = f"unknown {', '.join(map(str, unknown))}" if unknown else f"no {', '.join(missing)}"
+        raise ConfigError(f"{where}: {name}: {found}; expected {', '.join(numbers)}")
+    for key in numbers:
+        value = given[key]
+        least_is_open = key != "latency_us"
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (least_is_open and not value):
+            raise ConfigError(f"{where}: {name}: {key} is {value!r}; expected a number above 0")
+    if given["utilization"] > 1:
+        raise ConfigError(f"{where}: {name}: utilization is {given['utilization']}; expected a share of 1")
+    return Device(**{**given, "sources": tuple(given.get("sources") or ())})
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with equal devices.
+
+    Args:
+        device (`Device`): each of them.
+        num_hosts (`int`): how many hosts.
+        gpus_per_host (`int`): how many devices of each take part.
+        dtype (`torch.dtype`): in which matrix products are computed.
+    """
+
+    device: Device
+    num_hosts: int
+    gpus_per_host: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_hosts * self.gpus_per_host
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s that one device can do at most."""
+        return self.device.peak_flops(self.dtype)
+
+    def compute_seconds(self, flops: int, nbytes: int) -> float:
+        """Seconds of matrix products of so many FLOPs, and of other operations that move so many bytes."""
+        memory = self.device.memory_gbytes_per_s * GIGA * MEMORY_SHARE
+        return flops / (self.peak_flops * self.device.utilization) + nbytes / memory
+
+    def host_seconds(self, nbytes: int) -> float:
+        """Seconds of jobs on the host that read and write so many bytes."""
+        return nbytes / (self.device.host_memory_gbytes_per_s * GIGA * MEMORY_SHARE)
+
+    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int) -> float:
+        """Seconds of an all-gather or reduce-scatter over neighbouring ranks.
+
+        Args:
+            kind (`str`): "gather" or "reduce", which cost the same.
+            nbytes (`int`): of the whole.
+            num_ranks (`int`): that take part.
+        """
+        if num_ranks == 1:
+            return 0.0
+        sent = nbytes * (num_ranks - 1) / num_ranks
+        rate = self.device.peer_gbytes_per_s * GIGA
+        if num_ranks > self.gpus_per_host:
+            rate = min(rate, self.gpus_per_host * self.device.network_gbits_per_s * GIGA / 8)
+        return sent / (rate * LINK_SHARE) + self.device.latency_us * 1e-6
+
+    def copy_seconds(self, nbytes: int) -> float:
+        """Seconds of a copy between a device and its host."""
+        return nbytes / (self.device.host_gbytes_per_s * GIGA * LINK_SHARE)

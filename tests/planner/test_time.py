@@ -1,0 +1,175 @@
+"""The time of a step: what overlaps is not counted twice, and what is computed is what the model's shapes say."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.planner import predict, predict_rows
+from hf_zero.planner.advice import WAYS
+from hf_zero.planner.throughput import Throughput, rank_ways
+from hf_zero.planner.timeline import COMPUTE, Begin, Ended, Wait, Work, step_time
+from hf_zero.planner.topology import Cluster, device_named, known_devices
+from tests.planner import subjects
+
+
+H100 = Cluster(device_named("h100"), 2, 8)
+
+
+class _Seconds:
+    """A FLOP takes a second, and so does a byte."""
+
+    def compute_seconds(self, flops: int, nbytes: int) -> float:
+        return flops + nbytes
+
+    def host_seconds(self, nbytes: int) -> float:
+        return nbytes
+
+    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int) -> float:
+        return nbytes
+
+    def copy_seconds(self, nbytes: int) -> float:
+        return nbytes
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("gather, exposed, total", [(3, 0, 11), (8, 3, 14)])
+def test_what_a_prefetch_hides_is_not_exposed(gather, exposed, total):
+    # while 5 seconds are computed the next unit is gathered; its own 5 begin when it is there, 1 is the update
+    events = [Begin(1, "gather", gather, 8, COMPUTE), Work(COMPUTE, 5), Wait(1, COMPUTE), Work(COMPUTE, 5), Ended()]
+    found = step_time([*events, Work(COMPUTE, 0, 1)], _Seconds())
+    assert found.exposed_ns["gather"] == exposed * 10**9 and found.busy_ns["gather"] == gather * 10**9
+    assert found.step_seconds() == total and found.step_seconds(num_passes=3) == 3 * (total - 1) + 1
+
+
+@pytest.mark.quick
+def test_exchanges_go_one_after_another_and_a_step_ends_with_the_last():
+    events = [Begin(1, "reduce", 4, 8, COMPUTE), Begin(2, "gather", 2, 8, COMPUTE), Work(COMPUTE, 1), Ended()]
+    found = step_time(events, _Seconds())
+    assert found.step_seconds() == 6 and found.pass_ns == 10**9
+    assert (found.exposed_ns["reduce"], found.exposed_ns["gather"]) == (3 * 10**9, 2 * 10**9)
+
+
+@pytest.mark.quick
+def test_what_is_computed_follows_from_the_shapes():
+    rows, length = subjects.ROWS, subjects.LENGTH
+    model = subjects.llama()
+    settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16, "cluster": H100}
+    plain = predict(model, **settings).time
+    # each weight but the embedding's, which is looked up, meets each token; scores and values of all pairs of tokens
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
+    attention = subjects.LAYERS * 4 * length * subjects.HIDDEN
+    assert plain.flops == plain.model_flops == 3 * rows * length * (2 * weights + attention)
+    again = predict(model, gradient_checkpointing=True, **settings).time
+    blocks = 3 * rows * length * (2 * (weights - subjects.VOCAB * subjects.HIDDEN) + attention)
+    assert again.model_flops == plain.flops
+    assert (
+        0.7 * blocks / 3 < again.flops - plain.flops <= blocks / 3
+    )  # a block ends early: its last product is left out
+
+
+@pytest.mark.full("slow")
+def test_links_and_stages_change_what_is_exposed():
+    settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
+    times = {
+        (stage, hosts): predict(subjects.llama(), stage=stage, cluster=replace(H100, **hosts), **settings).time
+        for stage in (0, 3)
+        for hosts in ({"num_hosts": 1, "gpus_per_host": 16}, {"num_hosts": 16, "gpus_per_host": 1})
+        for hosts in [_Hashable(hosts)]
+    }
+    near, far = _Hashable(num_hosts=1, gpus_per_host=16), _Hashable(num_hosts=16, gpus_per_host=1)
+    assert times[3, near].compute_ns == times[3, far].compute_ns
+    assert times[3, near].busy_ns["gather"] < times[3, far].busy_ns["gather"]
+    assert times[3, near].step_seconds() < times[3, far].step_seconds()
+    # at stage 0 and over one link: the whole is reduced, then gathered; at stage 3 gathered twice
+    assert times[0, far].busy_ns["gather"] < times[3, far].busy_ns["gather"]
+
+
+class _Hashable(dict):
+    def __hash__(self):
+        return hash(tuple(self.items()))
+
+
+def test_offload_goes_over_the_bus_and_works_on_the_host():
+    settings = {"num_ranks": 8, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
+    cluster = replace(H100, num_hosts=1)
+    on_device = predict(subjects.llama(), stage=2, cluster=cluster, **settings)
+    offloaded = predict(subjects.llama(), stage=2, offload="optimizer", cluster=cluster, **settings)
+    assert not any(on_device.time.busy_ns[kind] for kind in ("up", "down", "host"))
+    assert all(offloaded.time.busy_ns[kind] > 0 for kind in ("up", "down", "host"))
+    assert offloaded.time.step_seconds() > on_device.time.step_seconds()
+    # the bytes that are counted are those of the copies; each is rounded to a nanosecond
+    copied = offloaded.time.busy_ns["up"] + offloaded.time.busy_ns["down"]
+    assert copied == pytest.approx(cluster.copy_seconds(offloaded.step.copied_nbytes) * 1e9, abs=100)
+
+
+def _batch_of(rows: int) -> dict[str, torch.Tensor]:
+    return {key: value[:1].expand(rows, -1) for key, value in subjects.batch("llama").items()}
+
+
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_sizes_of_micro_batches_follow_from_two(checkpointing):
+    settings = {"num_ranks": 16, "cluster": H100, "gradient_checkpointing": checkpointing}
+    config = ZeroConfig(stage=3, compute_dtype=torch.bfloat16)
+    for rows, found in zip((1, 8), predict_rows(subjects.llama(), config, _batch_of, [1, 8], **settings)):
+        told = predict(subjects.llama(), batch=_batch_of(rows), compute_dtype=torch.bfloat16, **settings)
+        assert found.time.flops == told.time.flops
+        assert found.time.step_seconds() == pytest.approx(told.time.step_seconds(), rel=0.01)
+        assert found.peak_nbytes == pytest.approx(told.peak_nbytes, rel=0.02)
+        assert found.classes == told.classes
+
+
+@pytest.mark.full("slow")
+def test_all_ways_are_ranked_and_the_fastest_that_fits_is_recommended():
+    config, watched = ZeroConfig(stage=3, compute_dtype=torch.bfloat16), []
+
+    def predict_sizes(way, switch):
+        found = predict_rows(
+            subjects.llama(), way, _batch_of, [1, 4], num_ranks=16, cluster=H100, gradient_checkpointing=switch
+        )
+        return [Throughput(each, H100, rows, rows * subjects.LENGTH) for rows, each in zip((1, 4), found)]
+
+    def rank(memory_nbytes):
+        return rank_ways(predict_sizes, config, memory_nbytes, watch=lambda ways: watched.extend(ways) or ways)
+
+    ranking = rank(10**9)
+    assert len(ranking.ways) == 2 * len(watched) == 4 * len(WAYS)
+    rates = [way.items_per_second for way in ranking.ways]
+    assert rates == pytest.approx(sorted(rates, reverse=True), rel=1e-3)
+    assert ranking.best is ranking.ways[0] and ranking.best.num_rows == 4
+    assert "--per_device_train_batch_size 4 (" in ranking.verdict() and "the most of what fits" in ranking.verdict()
+    least = min(way.peak_nbytes for way in ranking.ways)
+    small = replace(ranking, memory_nbytes=int(least / 0.9) + 1)
+    assert small.best.peak_nbytes == least and "what is faster needs" in small.verdict()
+    assert "nothing fits" in replace(ranking, memory_nbytes=1).render()
+
+
+@pytest.mark.quick
+def test_devices_have_sources_and_files_of_others_are_checked(tmp_path):
+    for device in known_devices().values():
+        assert len(device.sources) >= 2 and all(source.startswith("https://") for source in device.sources)
+    own = tmp_path / "own.yaml"
+    fields = {name: value for name, value in vars(device_named("a100")).items() if name not in ("name", "sources")}
+    write = partial(_write, own, fields)
+    write()
+    assert device_named(str(own)) == replace(device_named("a100"), name="own", sources=())
+    for change, message in (
+        ({"bf16_tflops": -1}, "own: bf16_tflops is -1; expected a number above 0"),
+        ({"utilization": 2}, "own: utilization is 2; expected a share of 1"),
+        ({"speed": 3}, "own: unknown speed; expected bf16_tflops, fp32_tflops"),
+    ):
+        write(**change)
+        with pytest.raises(ConfigError, match=message):
+            device_named(str(own))
+    with pytest.raises(ConfigError, match="--gpu v100: expected h100, h200, a100, b200, or a YAML file"):
+        device_named("v100")
+    with pytest.raises(ConfigError, match="No such file"):
+        device_named(str(tmp_path / "none.yaml"))
+
+
+def _write(path, fields: dict, **changes) -> None:
+    path.write_text("\n".join(f"{name}: {value}" for name, value in {**fields, **changes}.items()))
