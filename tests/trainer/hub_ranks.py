@@ -1,4 +1,4 @@
-"""One rank of a run that pushes while it trains. `python -m tests.trainer.hub_ranks FOLDER TOKEN STRATEGY...`"""
+"""One rank of runs that push while they train. `python -m tests.trainer.hub_ranks FOLDER:TOKEN:STRATEGY...`"""
 
 import logging
 import sys
@@ -38,16 +38,15 @@ def push_while_training(folder: str, token: str, strategy: str) -> str:
     return trainer.hub_model_id
 
 
-def main(folder: str, token: str, *strategies: str) -> int:
+def main(*runs: str) -> None:
+    """Says one line of each run."""
     logging.basicConfig(level=logging.WARNING)
-    for strategy in strategies:
+    for run in runs:
         try:
-            print(f"pushed {push_while_training(folder, token, strategy)}", flush=True)
+            print(f"pushed {push_while_training(*run.split(':'))}", flush=True)
         except hf_zero.errors.HfZeroError as error:
             print(f"{type(error).__name__}: {error}", flush=True)
-            return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -259,6 +260,13 @@ def test_a_checkpoint_that_failed_in_the_background_does_not_keep_the_model_from
     run_ranks(_fails_in_background, 2, str(tmp_path))
 
 
+def _signal_to_another_than(handler):
+    """Sends SIGTERM to this process once its handler is another, which is while it saves."""
+    while signal.getsignal(signal.SIGTERM) is handler:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _gives_up(folder):
     trainer = trained(f"{folder}/out")
     handler = signal.getsignal(signal.SIGTERM)
@@ -266,7 +274,7 @@ def _gives_up(folder):
         patch.setattr(disk_space, "LOOK_SECONDS", 0.05)
         patch.setattr(staging.shutil, "disk_usage", usage(0))
         if dist.get_rank() == 1:
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Thread(target=_signal_to_another_than, args=(handler,)).start()
         with pytest.raises(Stopped) as stopped:
             trainer.save_model()
     assert stopped.value.code == 128 + signal.SIGTERM
