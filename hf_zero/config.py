@@ -142,7 +142,7 @@ class ZeroConfig:
             last ones first; "auto" takes as many as fit half of the memory that is free beside gradients and state.
         timeout_seconds (`float`, *optional*): how long a collective may take before it is an error; by default as long
             as the process group gives its own.
-        shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
+        shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
         separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and gathers do
             not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         shard_size (`int` or `str`, *optional*): over how many neighbouring ranks the model is sharded. The groups of

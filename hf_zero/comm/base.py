@@ -136,7 +136,7 @@ class Averages(Protocol):
 class Comm:
     """The collectives among the data-parallel ranks. This base class is for one rank, which exchanges nothing.
 
-    All ranks call the same methods in the same order. Sums are taken in rank order, so that a run repeats bit for bit.
+    All ranks call the same methods in the same order. Sums are taken in one order, so that a run repeats bit for bit.
 
     [Note: who shards, and who decides] What all data-parallel ranks decide, or see once, goes through their own
     collectives: votes, norms, broadcasts, checkpoints. Flat buffers are divided over the ranks of the `shard_group`:
@@ -151,6 +151,7 @@ class Comm:
     rank: int = 0
     num_ranks: int = 1
     shared_memory: SharedMemory | None = None  # None where ranks send messages
+    reads_gathered: bool = False  # whether ranks read one another's memory for whole values, once they are gathered
     user: Waits | None = None  # who uses these connections from another thread, until that is waited for
     replicate_group: "Comm | None" = None  # the ranks that hold the same shard; None where no two do
     _shard_group: "Comm | None" = None  # None where it is all ranks
@@ -186,6 +187,11 @@ class Comm:
     def replica(self) -> int:
         """Which of the ranks that hold the same shard this one is."""
         return 0 if self.replicate_group is None else self.replicate_group.rank
+
+    @property
+    def reads_collected(self) -> bool:
+        """Whether ranks read one another's memory for gradients."""
+        return self.reads_gathered or self.shared_memory is not None
 
     @property
     def is_on_cpu(self) -> bool:
@@ -249,7 +255,7 @@ class Comm:
     def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         """Averages `full` over the ranks, and gives every rank its own range of the result.
 
-        The sum is taken in `dtype` and in rank order, then divided by the number of ranks.
+        The sum is taken in `dtype` and in one order, then divided by the number of ranks.
 
         Args:
             full (`Tensor`): 1-D, `num_ranks * out.numel()` elements, this rank's summand; unspecified afterwards.

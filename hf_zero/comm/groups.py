@@ -99,7 +99,7 @@ class Average:
     """Averages over the ranks of several shard groups: a reduce-scatter within each, then an all-reduce of every shard
     among the ranks that hold it.
 
-    Each group sums in rank order, then the sums of the groups are added in the order of the groups: a run repeats bit
+    Each group sums in one order, then the sums of the groups are added in the order of the groups: a run repeats bit
     for bit. With groups of one rank, or one group of all, the order is that of one reduce-scatter over all ranks.
 
     Args:

@@ -99,33 +99,47 @@ class PairwiseComm(DistributedComm):
         return Pending(lambda: self._wait(works, under_way))
 
 
-def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool) -> None:
-    """Averages the summands, added in the given order, and writes the result to `out` or adds it.
+def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool, count: int | None = None) -> None:
+    """Averages the summands, and writes the result to `out` or adds it.
+
+    They are added as a tree: first each two neighbours, then each two of these sums. So the order is the same whether
+    one rank adds all of them, or several add 2, 4 or 8 neighbours each and another one adds their sums.
 
     Args:
         summands (`list[Tensor]`): 1-D, two or more; `out` may be one of them.
         out (`Tensor`): 1-D, as long as they are.
         scratch (`Tensor`): 1-D, in the dtype in which to add. As much is summed at a time.
         accumulate (`bool`): whether to add to `out` instead of overwriting it.
+        count (`int`, *optional*): by what the sum is divided; by default by the number of summands.
     """
-    dtype = scratch.dtype
+    dtype, count = scratch.dtype, count or len(summands)
     # of two numbers in one dtype the sum can be made where it goes: no third is needed after `out` is written
     in_place = len(summands) == 2 and not accumulate and dtype is out.dtype is summands[0].dtype
-    for low in range(0, out.numel(), scratch.numel()):
-        part = slice(low, min(low + scratch.numel(), out.numel()))
-        first, *others = (summand[part] for summand in summands)
-        target = out[part]
+    step = scratch.numel() // (len(summands).bit_length() - 1)  # a row for each level of the tree
+    for low in range(0, out.numel(), step):
+        part = slice(low, min(low + step, out.numel()))
+        target, parts = out[part], [summand[part] for summand in summands]
         if in_place:
-            torch.add(first, others[0], out=target).div_(2)
-            continue
-        total = scratch[: target.numel()].copy_(first)
-        for summand in others:
-            total.add_(summand)
-        total.div_(len(summands))
+            total = torch.add(*parts, out=target)
+        else:
+            total = _added(parts, [row[: target.numel()] for row in scratch.split(step)])
+        if count > 1:
+            total.div_(count)
         if accumulate:
             target.add_(total)
-        else:
+        elif total is not target:
             target.copy_(total)
+
+
+def _added(summands: list[Tensor], rows: list[Tensor]) -> Tensor:
+    """Adds up in the first of these rows, with the help of the others."""
+    half = 1 << (len(summands) - 1).bit_length() - 1
+    total, others = rows[0], summands[half:]
+    if half == 1:
+        total.copy_(summands[0])
+    else:
+        _added(summands[:half], rows)
+    return total.add_(others[0] if len(others) == 1 else _added(others, rows[1:]))
 
 
 def tag_of(verb: str, what: str) -> int:

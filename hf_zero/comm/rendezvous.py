@@ -1,4 +1,4 @@
-"""Connects each two ranks of one host by a Unix socket that no other user can use.
+"""Finds out which ranks share a host, and connects each two of these by a Unix socket that no other user can use.
 
 Each rank listens in a folder that only its user can enter. All know one another's folders before they are made, and
 remove them when all have connected: also those of ranks that were killed meanwhile.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -49,24 +50,35 @@ class _Endpoint:
             return cls(None, None, "", b"", str(error))
 
 
-def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | None, str | None]:
-    """Connects this rank with every other one by a Unix socket. Returns `None` where the ranks are not all on one
-    host.
+class Neighbours(NamedTuple):
+    """The ranks of each host, and the connections of this rank.
+
+    Args:
+        hosts (`list[list[int]]`): the ranks of each host, as many on each.
+        connections (`dict[int, socket.socket]`): to each other rank of this host.
+    """
+
+    hosts: list[list[int]]
+    connections: dict[int, socket.socket]
+
+
+def rendezvous(group: dist.ProcessGroup) -> tuple[Neighbours | None, str | None]:
+    """Connects this rank with every other one of its host by a Unix socket. Returns `None` where the ranks of a host
+    cannot share memory, or each is alone on its host.
 
     Args:
         group (`dist.ProcessGroup`): the ranks; all of them call.
 
     Returns:
-        `tuple`: connections by rank, or `None`; then also why, where the ranks do share a host or cannot tell.
+        `tuple`: what came of it, or `None`; then also why, where ranks do share a host or cannot tell.
     """
     endpoints, rank = _all_gather(_Endpoint.own(), group), dist.get_rank(group)
     for owner, endpoint in enumerate(endpoints):
         if endpoint.fault is not None:
             return None, f"{name_of(group, owner)}: {endpoint.fault}"
-    if any(endpoint.host is None or endpoint.boot != endpoints[0].boot for endpoint in endpoints):
-        return None, None
-    if any(endpoint.host != endpoints[0].host for endpoint in endpoints):
-        return None, "they are in network namespaces of their own"
+    hosts, why = _hosts(endpoints)
+    if hosts is None:
+        return None, why
     listener, connections = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), {}
     try:
         failure = _agreed(group, lambda: _listen(listener, endpoints[rank].folder))
@@ -76,9 +88,25 @@ def rendezvous(group: dist.ProcessGroup) -> tuple[dict[int, socket.socket] | Non
         for endpoint in endpoints:
             shutil.rmtree(endpoint.folder, ignore_errors=True)
     if failure is None:
-        return connections, None
+        return Neighbours(hosts, connections), None
     close(connections.values())
     return None, failure
+
+
+def _hosts(endpoints: list[_Endpoint]) -> tuple[list[list[int]] | None, str | None]:
+    """Returns the ranks of each host, or `None` and why where they do not come into question."""
+    by_host: dict[str, list[int]] = {}
+    for rank, endpoint in enumerate(endpoints):
+        if endpoint.host is None:
+            return None, None
+        by_host.setdefault(endpoint.host, []).append(rank)
+    hosts = list(by_host.values())
+    if all(len(ranks) == 1 for ranks in hosts):
+        apart = all(endpoint.boot == endpoints[0].boot for endpoint in endpoints)
+        return None, "they are in network namespaces of their own" if apart else None
+    if len({len(ranks) for ranks in hosts}) > 1:
+        return None, f"hosts have unlike numbers of ranks: {', '.join(str(len(ranks)) for ranks in hosts)}"
+    return hosts, None
 
 
 def _agreed(group: dist.ProcessGroup, act: Callable[[], None]) -> str | None:
@@ -102,7 +130,8 @@ def _listen(listener: socket.socket, folder: str) -> None:
 
 def _connected(listener: socket.socket, endpoints: list[_Endpoint], rank: int) -> dict[int, socket.socket]:
     connections, end = {}, time.monotonic() + RENDEZVOUS_SECONDS
-    for lower in range(rank):
+    here = [each for each, endpoint in enumerate(endpoints) if endpoint.host == endpoints[rank].host]
+    for lower in here[: here.index(rank)]:
         connections[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connections[lower].settimeout(RENDEZVOUS_SECONDS)
         with _in(endpoints[lower].folder) as path:
@@ -110,7 +139,7 @@ def _connected(listener: socket.socket, endpoints: list[_Endpoint], rank: int) -
         if _user_of(connections[lower]) != os.geteuid():
             raise PermissionError(f"another user listens in {endpoints[lower].folder}")
         connections[lower].send(_GREETING.pack(rank, endpoints[lower].password))
-    while len(connections) < len(endpoints) - 1:
+    while len(connections) < len(here) - 1:
         listener.settimeout(max(0.001, end - time.monotonic()))
         connection, _ = listener.accept()
         guest = _greeted(connection, endpoints[rank].password)

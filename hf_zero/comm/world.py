@@ -19,6 +19,7 @@ from hf_zero.comm.native import NativeComm, refuse_unordered
 from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm
+from hf_zero.comm.two_levels import TwoLevelComm
 from hf_zero.errors import ConfigError
 
 
@@ -44,7 +45,7 @@ def connect(
             its own. A limit that the group was made with stays for exchanges through the backend alone.
         bucket_nbytes (`int` or `str`): size in bytes of each buffer through which values are exchanged; "auto" takes
             one that is known to be large enough for the kind of link.
-        shared_memory (`bool`): lets gloo's ranks, where they are all on one host, share memory instead.
+        shared_memory (`bool`): lets gloo's ranks that are on one host share memory instead.
         separate_reductions (`bool`): gives reductions a communicator of their own, where the backend's own collectives
             are used.
         shard_size (`int` or `str`, *optional*): how many neighbouring ranks form a shard group; all of them when
@@ -169,10 +170,12 @@ def _kind_of(
         return NativeComm, [separate_reductions]
     if device.type != "cpu":
         return StagedComm, []
-    connections, why = rendezvous(group) if shared_memory else (None, None)
+    met, why = rendezvous(group) if shared_memory else (None, None)
     if why is not None and dist.get_rank(group) == 0:
         logger.warning("hf_zero: ranks of one host send messages instead of sharing memory: %s", why)
-    return (SharedComm, [connections]) if connections else (PairwiseComm, [])
+    if met is None:
+        return PairwiseComm, []
+    return (SharedComm, [met.connections]) if len(met.hosts) == 1 else (TwoLevelComm, [met.connections, met.hosts])
 
 
 def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:

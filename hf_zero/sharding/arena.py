@@ -159,14 +159,14 @@ class Arenas(NamedTuple):
 
     @classmethod
     def of(cls, comm: Comm) -> "Arenas":
-        """Makes arenas on the ranks' device; gradients are collected where other ranks can read them."""
-        if comm.shared_memory is not None:  # what others have mapped stays
-            make = partial(comm.empty, dtype=torch.uint8)
-            collected = Arena("collected", comm.device, keeps=True, make=make)
-        else:
-            collected = Arena("collected", comm.device, keeps=not comm.is_on_cpu)
-        gathered, reduced = (Arena(name, comm.device, keeps=not comm.is_on_cpu) for name in ("gathered", "reduced"))
-        return cls(gathered, collected, reduced)
+        """Makes arenas on the ranks' device; where other ranks read them, in memory that they can read."""
+
+        def arena(name: str, is_read: bool) -> Arena:
+            make = partial(comm.empty, dtype=torch.uint8) if is_read else None
+            return Arena(name, comm.device, keeps=is_read or not comm.is_on_cpu, make=make)  # what they mapped stays
+
+        gathered, collected = arena("gathered", comm.reads_gathered), arena("collected", comm.reads_collected)
+        return cls(gathered, collected, arena("reduced", is_read=False))
 
 
 class Holder(Protocol):

@@ -54,7 +54,7 @@ class ZeroArgumentsMixin(_Arguments):
         zero_keep_gathered (`str`): how many further blocks stay gathered from forward to backward at stage 3, at the
             cost of one block's memory each; auto: as many as fit half of the memory that is free beside gradients and
             state.
-        zero_shared_memory (`bool`): lets CPU ranks that are all on one host share memory instead of sending messages.
+        zero_shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
         zero_separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and
             gathers do not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         zero_shard_size (`str`, *optional*): over how many neighbouring ranks the model is sharded; the groups of so

@@ -25,11 +25,12 @@ def _summand(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.
 
 
 def _average(numel: int, in_dtype: torch.dtype, sum_dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """The sum in rank order, divided by the number of ranks, in `sum_dtype`."""
-    total = _summand(0, numel, in_dtype, seed).to(sum_dtype)
-    for rank in range(1, dist.get_world_size()):
-        total = total + _summand(rank, numel, in_dtype, seed)
-    return total.to(sum_dtype) / dist.get_world_size()
+    """The sum over the ranks as a tree, divided by their number, in `sum_dtype`."""
+    sums = [_summand(rank, numel, in_dtype, seed) for rank in range(dist.get_world_size())]
+    while len(sums) > 1:
+        pairs = [sums[start : start + 2] for start in range(0, len(sums), 2)]
+        sums = [pair[0].to(sum_dtype) + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    return sums[0].to(sum_dtype) / dist.get_world_size()
 
 
 def _mine(full: torch.Tensor) -> torch.Tensor:
@@ -95,7 +96,7 @@ def _reduces(numels: list[int], bucket_nbytes: int, in_dtype, sum_dtype, out_dty
     ],
 )
 @pytest.mark.full("more cases", after=12)
-def test_reduce_averages_in_rank_order(num_ranks, bucket_nbytes, in_dtype, sum_dtype, out_dtype):
+def test_reduce_averages_in_one_order(num_ranks, bucket_nbytes, in_dtype, sum_dtype, out_dtype):
     rng = random.Random(num_ranks)
     numels = [1, 16, 1024, *(rng.randrange(1, 10_000) for _ in range(3))]
     if bucket_nbytes > SUM_NBYTES:

@@ -89,7 +89,7 @@ def _reduces(numels: list[int], in_dtype, sum_dtype, out_dtype) -> None:
 @pytest.mark.quick(cases=2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 @pytest.mark.parametrize("in_dtype, sum_dtype, out_dtype", DTYPES)
-def test_reduce_averages_in_rank_order(num_ranks, in_dtype, sum_dtype, out_dtype):
+def test_reduce_averages_in_one_order(num_ranks, in_dtype, sum_dtype, out_dtype):
     rng = random.Random(num_ranks)
     numels = [1, 16, 1024, *(rng.randrange(1, 10_000) for _ in range(3)), 70_000]  # the last exceeds SUM_NBYTES
     run_ranks(_reduces, num_ranks, numels, in_dtype, sum_dtype, out_dtype)
