@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.launch import BACKENDS, remove_shared_memory, run_group, shared_memory_files
@@ -20,6 +21,7 @@ from benchmarks.names import ALL_MODES, missing_package, parse_mode
 from benchmarks.report import bytes_table, ratios_table, summarize, time_table
 from benchmarks.workload import SIZES, Workload
 from tests.distributed import RemoteError
+from tests.hosts.network import Host
 
 
 DEFAULT_MODES = "hf_zero-0,hf_zero-1,hf_zero-2,hf_zero-3,ddp,fsdp2"
@@ -119,14 +121,17 @@ def present_modes(names: list[str]) -> list[str]:
     return present
 
 
-def measure(modes: list[str], workload: Workload, options: argparse.Namespace) -> dict[str, dict]:
-    """Counts each mode's bytes once, then times all modes round by round, each time in fresh processes."""
+def measure(
+    modes: list[str], workload: Workload, options: argparse.Namespace, hosts: Sequence[Host] = ()
+) -> dict[str, dict]:
+    """Counts each mode's bytes once, then times all modes round by round, each time in fresh processes; these are on
+    this machine, or on `hosts`."""
     raw = {name: {"bytes": None, "rounds": [], "error": None} for name in modes}
     for name in modes:
-        _attempt(raw, name, "count_bytes", workload, options)
+        _attempt(raw, name, "count_bytes", workload, options, hosts)
     for number in range(options.rounds):
         for name in rotated(modes, number):
-            _attempt(raw, name, "time_steps", workload, options)
+            _attempt(raw, name, "time_steps", workload, options, hosts)
     return raw
 
 
@@ -137,7 +142,9 @@ def rotated(modes: list[str], number: int) -> list[str]:
     return order[::-1] if number % 2 else order
 
 
-def _attempt(raw: dict, name: str, task: str, workload: Workload, options: argparse.Namespace) -> None:
+def _attempt(
+    raw: dict, name: str, task: str, workload: Workload, options: argparse.Namespace, hosts: Sequence[Host]
+) -> None:
     """Runs one task of one mode; a mode that fails is left out from then on, the others go on."""
     entry = raw[name]
     if entry["error"]:
@@ -153,6 +160,7 @@ def _attempt(raw: dict, name: str, task: str, workload: Workload, options: argpa
             timeout=options.timeout,
             backend=BACKENDS[options.device],
             start="spawn" if options.device == "cuda" else "forkserver",
+            hosts=hosts,
         )
     except RemoteError as error:
         entry["error"] = str(error)

@@ -17,11 +17,17 @@ def written_nbytes() -> int:
 
 def loopback_nbytes() -> int:
     """Bytes sent over the loopback device by all processes of this machine, packet headers included: a cross-check."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name.strip() == "lo":
-            return int(rest.split()[8])
-    return 0
+    return _sent_nbytes().get("lo", 0)
+
+
+def interfaces_nbytes() -> int:
+    """Bytes that have left this host over its network interfaces, packet headers included."""
+    return sum(nbytes for name, nbytes in _sent_nbytes().items() if name != "lo")
+
+
+def _sent_nbytes() -> dict[str, int]:
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return {name.strip(): int(rest.split()[8]) for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def resident_peak_nbytes() -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.distributed import run_new_ranks
+from tests.hosts.network import Host
 
 
 # FSDP2's host tensors and the norms of them are reduced by gloo, those of a GPU by nccl
@@ -14,7 +16,14 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def run_group(
-    task: str, spec: dict, *, num_processes: int, timeout: float, backend: str = "gloo", start: str = "forkserver"
+    task: str,
+    spec: dict,
+    *,
+    num_processes: int,
+    timeout: float,
+    backend: str = "gloo",
+    start: str = "forkserver",
+    hosts: Sequence[Host] = (),
 ) -> list:
     """Runs a task in processes that have done nothing before, as threaded as `OMP_NUM_THREADS` says.
 
@@ -24,7 +33,7 @@ def run_group(
         num_processes: ranks.
         timeout: seconds after which the group is ended.
         backend: of the default process group.
-        start: as for `run_new_ranks`.
+        start, hosts: as for `run_new_ranks`.
 
     Returns:
         What each rank returned, in rank order.
@@ -34,6 +43,7 @@ def run_group(
     """
     num_threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     settings = {"timeout": timeout, "backend": backend, "start": start, "num_threads": num_threads}
+    settings["hosts"] = hosts
     return run_new_ranks(_run_task, num_processes, task, spec, **settings)
 
 

@@ -7,6 +7,7 @@ A mode is built from a whole fp32 model with the weights all ranks share. `updat
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -108,13 +109,18 @@ class FSDP2(Plain):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        settings = {"mesh": init_device_mesh(self.device, (dist.get_world_size(),)), **self.settings()}
+        shape = self.mesh_shape()
+        names = ("replicate", "shard")[-len(shape) :]
+        settings = {"mesh": init_device_mesh(self.device, shape, mesh_dim_names=names), **self.settings()}
         if self.workload.dtype == "bf16":
             settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.model.layers:
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **settings)
         # The root is needed again at once in backward: FSDP2's default keeps it, and so do we.
         return fully_shard(model, **settings)
+
+    def mesh_shape(self) -> tuple[int, ...]:
+        return (dist.get_world_size(),)
 
     def settings(self) -> dict:
         return {}
@@ -133,6 +139,14 @@ class FSDP2NoReshard(FSDP2):
     """FSDP2 that keeps the gathered weights from forward to backward: closer to stage 2."""
 
     reshard_after_forward = False
+
+
+class FSDP2Hybrid(FSDP2):
+    """FSDP2 that shards over the ranks of a host, and replicates over the hosts."""
+
+    def mesh_shape(self) -> tuple[int, ...]:
+        num_local = int(os.environ["LOCAL_WORLD_SIZE"])
+        return dist.get_world_size() // num_local, num_local
 
 
 class FSDP2Offload(FSDP2):
@@ -271,6 +285,7 @@ _SIMPLE = {
     "zero_redundancy": ZeroRedundancy,
     "fsdp2": FSDP2,
     "fsdp2-noreshard": FSDP2NoReshard,
+    "fsdp2-hybrid": FSDP2Hybrid,
     "fsdp2-offload": FSDP2Offload,
 }
 

@@ -6,7 +6,16 @@ import importlib.util
 from dataclasses import dataclass, field
 
 
-SIMPLE_MODES = ("plain", "plain-bf16", "ddp", "zero_redundancy", "fsdp2", "fsdp2-noreshard", "fsdp2-offload")
+SIMPLE_MODES = (
+    "plain",
+    "plain-bf16",
+    "ddp",
+    "zero_redundancy",
+    "fsdp2",
+    "fsdp2-noreshard",
+    "fsdp2-hybrid",
+    "fsdp2-offload",
+)
 STAGED_MODES = {"deepspeed": (1, 2, 3), "deepspeed-offload": (2, 3), "hf_zero": (0, 1, 2, 3)}
 ALL_MODES = SIMPLE_MODES + tuple(f"{family}-{stage}" for family, stages in STAGED_MODES.items() for stage in stages)
 

@@ -151,6 +151,7 @@ def _wire(stepper: Stepper, steps: int) -> dict:
     """Bytes sent per step by this rank's process, and what the engine's own counters say about the same steps."""
     _wait_for_sends()
     written, loopback = counters.written_nbytes(), counters.loopback_nbytes()
+    left = counters.interfaces_nbytes()
     own = stepper.mode.counters()
     for _ in range(steps):
         stepper.step()
@@ -158,6 +159,7 @@ def _wire(stepper: Stepper, steps: int) -> dict:
     after = stepper.mode.counters()
     return {
         "written_nbytes": (counters.written_nbytes() - written) / steps,
+        "left_host_nbytes": (counters.interfaces_nbytes() - left) / steps,
         "loopback_nbytes_all_ranks": (counters.loopback_nbytes() - loopback) / steps,
         "engine_counters": {name: (value - own.get(name, 0)) / steps for name, value in after.items()},
     }

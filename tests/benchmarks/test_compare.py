@@ -14,8 +14,9 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import compare
+from benchmarks import compare, hosts
 from benchmarks.gpu import _peak_tflops, parse_arguments
+from tests.hosts.network import missing
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,3 +127,17 @@ def test_mfu_is_of_the_very_device(name, tflops):
 def test_gpu_program_refuses_a_part_that_it_does_not_know():
     done = run_module("benchmarks.gpu", "--dry", "--parts", "shapes,larger", timeout=60)
     assert done.returncode == 2 and "--parts: 'larger' is not one of speed, ranks, shapes" in done.stderr
+
+
+@pytest.mark.full("slow")
+@pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+def test_hosts_are_compared_and_what_leaves_them_is_counted(tmp_path):
+    path = tmp_path / "out.json"
+    modes = "ddp,fsdp2-hybrid,hf_zero-3,hf_zero-3@shared_memory=False"
+    done = run_here(hosts.main, "--smoke", "--rates", "1gbit", "--modes", modes, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(path.read_text())["results"].values()
+    sent = {mode: raw["bytes"][0]["left_host_nbytes"] for mode, raw in result["raw"].items()}
+    assert sent["hf_zero-3"] < 0.75 * sent["hf_zero-3@shared_memory=False"]
+    assert all(summary["loss_difference"] < 1e-4 for summary in result["summary"].values())
+    assert "MiB sent by a host" in done.stdout and "1gbit, fp32, smoke" in done.stdout
