@@ -1,5 +1,6 @@
 """The sizes of models that everyone knows, as their configs on the hub have them: what plans are made of in tests."""
 
+from copy import deepcopy
 from functools import cache
 
 import torch
@@ -8,12 +9,25 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    PretrainedConfig,
 )
 
 
-_LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256}
-_QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+_LLAMA = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+_QWEN3 = {
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
 CONFIGS = {
     "HuggingFaceTB/SmolLM2-135M": {
         "model_type": "llama",
@@ -76,6 +90,29 @@ CONFIGS = {
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
     },
+    "llava-hf/llava-1.5-7b-hf": {
+        "model_type": "llava",
+        "image_token_id": 32000,
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "vocab_size": 32064,
+            "max_position_embeddings": 4096,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "image_size": 336,
+            "patch_size": 14,
+            "projection_dim": 768,
+        },
+    },
 }
 # Millions of parameters, as the models' own pages or papers have them: a slip in a size above would show.
 MILLIONS = {
@@ -88,15 +125,25 @@ MILLIONS = {
     "Qwen/Qwen3-30B-A3B": 30532,
     "answerdotai/ModernBERT-base": 150,
     "google/vit-base-patch16-224-in21k": 86,
+    "llava-hf/llava-1.5-7b-hf": 7063,
 }
-CLASSES = {"modernbert": AutoModelForSequenceClassification, "vit": AutoModelForImageClassification}
+CLASSES = {
+    "modernbert": AutoModelForSequenceClassification,
+    "vit": AutoModelForImageClassification,
+    "llava": AutoModelForImageTextToText,
+}
+
+
+def config_of(name: str) -> PretrainedConfig:
+    """The config of the model, of which many values are transformers' own."""
+    settings = deepcopy(CONFIGS[name])
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
 @cache
 def empty_model(name: str) -> nn.Module:
     """The model on the meta device, in fp32 and in training mode."""
-    settings = dict(CONFIGS[name])
-    kind = settings.pop("model_type")
+    kind = CONFIGS[name]["model_type"]
     with torch.device("meta"):
-        config = AutoConfig.for_model(kind, **settings)
+        config = config_of(name)
         return CLASSES.get(kind, AutoModelForCausalLM).from_config(config, dtype=torch.float32).train()

@@ -119,6 +119,11 @@ class Flat:
         return self.rest.masters.values
 
     @property
+    def scales(self) -> list[Tensor]:
+        """What opaque parameters carry beside their data. It stays whole on every rank."""
+        return [tensor for companions in self._companions for tensor in companions.scales]
+
+    @property
     def held(self) -> Range:
         """The range of the buffer that the master covers on this rank."""
         return self.rest.masters.covers

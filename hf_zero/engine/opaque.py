@@ -3,6 +3,10 @@
 What such a class keeps beside the bytes (scales, codes) is small and stays on every rank.
 """
 
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,19 +34,44 @@ def is_reordered(param: nn.Parameter) -> bool:
     return getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False)
 
 
+def num_weights(param: nn.Parameter) -> int:
+    """How many weights a parameter stands for. In 4 bits two of them share a byte."""
+    shape = getattr(getattr(param, "quant_state", None), "shape", None)
+    return param.numel() if shape is None else prod(shape)
+
+
+def is_alias(tensor: Tensor, param: nn.Parameter) -> bool:
+    """Whether a tensor has the memory of a parameter's data."""
+    return tensor.untyped_storage()._cdata == param.untyped_storage()._cdata
+
+
+def tensors_beside(value: Any) -> Iterator[Tensor]:
+    """Gives the tensors among the attributes of a parameter, and among those of objects of its library."""
+    library = type(value).__module__.partition(".")[0]
+    for each in vars(value).values():
+        if isinstance(each, Tensor):
+            yield each
+        elif type(each).__module__.partition(".")[0] == library and not isinstance(each, nn.Module):
+            yield from tensors_beside(each)
+
+
 class Companions:
     """Tensors that an opaque parameter carries as attributes. Its layer may remove them at its first use, so they are
     restored with the data.
 
     Args:
         param (`nn.Parameter`): with the data that it was made with.
+
+    Attributes:
+        scales (`list[Tensor]`): what it carries beside its data, at any depth.
     """
 
     def __init__(self, param: nn.Parameter):
         self._param = param
         tensors = {name: value for name, value in vars(param).items() if isinstance(value, Tensor)}
-        self._aliases = [name for name, value in tensors.items() if value.data_ptr() == param.data_ptr()]
+        self._aliases = [name for name, value in tensors.items() if is_alias(value, param)]
         self._others = {name: value for name, value in tensors.items() if name not in self._aliases}
+        self.scales = [tensor for tensor in tensors_beside(param) if not is_alias(tensor, param)]
 
     def follow(self) -> None:
         """Restores the tensors after the parameter got other data."""

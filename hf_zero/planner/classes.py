@@ -16,6 +16,7 @@ from hf_zero.sharding.arena import parts_nbytes
 _FIELDS = {
     "parameters": "parameter_nbytes",
     "frozen parameters": "parameter_nbytes",
+    "scales of quantized parameters": "parameter_nbytes",
     "masters": "optimizer_nbytes",
     "optimizer state": "optimizer_nbytes",
     "gradients": "gradient_nbytes",
@@ -61,6 +62,9 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
         numel[name, dtype, plan.compute, flat.plan.compute_at] += _held(flat, plan.compute)
         if has_copy:
             numel["masters", masters.dtype, plan.master, masters.tier] += _held(flat, plan.master)
+        for scales in flat.scales:
+            key = ("scales of quantized parameters", scales.dtype, Residency.REPLICATED, MemoryTier.DEVICE)
+            numel[key] += scales.numel()
     for gradient in engine.gradients():
         _count_gradient(gradient, numel)
     for dtype, count, tier in optimizer.expected_state() if optimizer is not None else ():

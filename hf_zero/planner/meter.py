@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.config import MemoryTier
 from hf_zero.engine.away import in_backward
+from hf_zero.planner.quantized import PRODUCTS
 from hf_zero.planner.timeline import Timeline
 from hf_zero.planner.work import work_of
 
@@ -106,6 +107,9 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if (product := PRODUCTS.get(func.name())) is not None and args[0].is_meta:
+            with self:
+                return product(*args, **kwargs)
         given, assumed = func, _ASSUMED.get(func)
         if func is _aten._to_copy.default and kwargs.get("device") == _HOST:
             assumed = _ones

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import UnitSpec, partition
 from hf_zero.errors import HfZeroError
 from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
@@ -260,13 +261,13 @@ def _predict(
     )
     classes = tensor_classes(simulation.engine, simulation.optimizer)
     step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
-    infos = simulation.engine.param_infos()
+    held = [(num_weights(p), flat.trainable) for flat in simulation.engine.flats for p in flat.params]
     return Prediction(
         config,
         num_ranks,
         gradient_checkpointing,
-        num_parameters=sum(info.shape.numel() for info in infos),
-        num_trained=sum(info.shape.numel() for info in infos if info.trainable),
+        num_parameters=sum(count for count, _ in held),
+        num_trained=sum(count for count, is_trained in held if is_trained),
         classes=_in_files(classes) if config.offload_dir else classes,
         checkpoint_nbytes=_checkpoint_nbytes(simulation.engine, classes),
         step=step,

@@ -7,7 +7,6 @@ are not computed by grouped products then count wrong. Layers compute in the dty
 casts beside that, such as the outputs of layer norms on GPUs, is left out.
 """
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,6 +23,8 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.planner.lone_rank import META, LoneBus, lone_rank
 from hf_zero.planner.meter import Meter, device_attention
+from hf_zero.planner.quantized import device_products
+from hf_zero.planner.replica import replica_of
 from hf_zero.planner.timeline import Timeline
 
 
@@ -94,7 +95,7 @@ class SimulatedStep:
         self.meter = Meter()
         self._on_cpu = on_cpu
         with self.meter:
-            replica = _replica_of(model)
+            replica = replica_of(model).train()  # as a model that was loaded is not
             if blocks is not None:
                 path, num_blocks = blocks
                 del replica.get_submodule(path)[num_blocks:]
@@ -113,7 +114,10 @@ class SimulatedStep:
                 place_activations(self.engine)
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]
             self.optimizer = ShardedOptimizer(self.engine, MetaOptimizer(trained, make_optimizer, self.meter.timeline))
-            # a step without a backward: everything that comes with the first one, and stays, is there then
+            # a step without a backward: everything that comes with the first one, and stays, is there then,
+            # as does a root of which nothing is trained
+            self.engine.unshard_root()
+            self.engine.root.reshard()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -132,8 +136,8 @@ class SimulatedStep:
         watch = _PeakRecorder(self.meter)
         for module in self.engine.modules.values():
             watch.follow(module)
-        timeline = self.meter.timeline
-        with self.meter, device_attention(self._on_cpu), timeline.record():
+        timeline, on_cpu = self.meter.timeline, self._on_cpu
+        with self.meter, device_attention(on_cpu), device_products(on_cpu), timeline.record():
             inputs = {
                 key: torch.empty_like(value, device=META) if isinstance(value, Tensor) else value
                 for key, value in batch.items()
@@ -164,20 +168,6 @@ class SimulatedStep:
             copied_nbytes=copied,
             shares_memory=self.engine.comm.shard_group.shared_memory is not None,
         )
-
-
-def _replica_of(model: nn.Module) -> nn.Module:
-    """Copies a model on the meta device: nothing of the original changes, and no memory is taken.
-
-    Args:
-        model (`nn.Module`): not sharded; its weights may still be in files, or be nowhere.
-    """
-    memo: dict[int, Tensor] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device=META)
-    return copy.deepcopy(model, memo)
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:

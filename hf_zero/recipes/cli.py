@@ -5,6 +5,7 @@ import sys
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
+from hf_zero.recipes.early import refuse_early, say_importing
 from hf_zero.recipes.listing import listed, summaries
 from hf_zero.recipes.parser import Parser, parser_for, program, unknown_task_message
 from hf_zero.recipes.silence import silence
@@ -63,6 +64,8 @@ def _main(argv: list[str]) -> None:
         print(USAGE.format(program=program(), tasks=listed(summaries(TASKS)), tools=listed(summaries(TOOLS))))
         return
     if argv[0] in TOOLS:
+        if argv[0] not in ("list", "migrate"):
+            say_importing(argv[0])
         run_tool(argv[0], argv[1:])
     else:
         _run_task_of(argv[0], argv[1:])
@@ -71,6 +74,8 @@ def _main(argv: list[str]) -> None:
 def _run_task_of(task: str, argv: list[str]) -> None:
     if task not in TASKS:
         raise ConfigError(unknown_task_message(task, (*TASKS, *TOOLS)))
+    refuse_early(argv)
+    say_importing(task)
     from hf_zero.recipes.earlier_run import check_resume
     from hf_zero.recipes.run import run_task
     from hf_zero.recipes.settings import resolve_settings
@@ -123,6 +128,9 @@ def run_tool(tool: str, argv: list[str]) -> None:
         HfZeroError: What is wrong with the command line, or with what the tool was given.
     """
     module = TOOLS[tool].load()
+    if hasattr(module, "run_config") and any(flag.partition("=")[0] == "--config" for flag in argv):
+        module.run_config(argv)
+        return
     values = make_tool_parser(tool).values(argv)
     positional = [values.pop(module.POSITIONAL[0])] if module.POSITIONAL else []
     module.run(*positional, module.Arguments(**values))

@@ -149,9 +149,15 @@ def _dataclass_parser() -> Callable[..., Parser]:
     return DataclassParser
 
 
-def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
+def read_yaml(path: str) -> dict[Any, Any]:
+    """Reads a YAML file, or the ready-made one of this name.
+
+    Raises:
+        ConfigError: there is none, or it holds no keys.
+    """
     there_is = ready_made()
-    file = there_is[path] if path in there_is and not Path(path).exists() else Path(path)
+    name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
+    file = there_is[name] if name in there_is and not Path(path).is_file() else Path(path)
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except FileNotFoundError as error:
@@ -164,6 +170,11 @@ def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
         raise ConfigError(f"--config {path}: not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: a {type(content).__name__} at the top, expected lines of `key: value`")
+    return content
+
+
+def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
+    content = read_yaml(path)
     flags: list[str] = []
     for key, value in content.items():
         if key not in known:

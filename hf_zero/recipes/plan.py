@@ -1,19 +1,17 @@
 """The tool `plan` and the key `--dry_run`: one process predicts the memory of each rank, and trains nothing."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 
-from hf_zero.checkpoint import class_of
 from hf_zero.config import choose
 from hf_zero.engine import engine_of
 from hf_zero.engine.partition import partition
@@ -23,14 +21,22 @@ from hf_zero.planner.advice import GIB
 from hf_zero.planner.lone_rank import planned_shard_size
 from hf_zero.recipes.cluster import ClusterArguments, time_of
 from hf_zero.recipes.data import Data
+from hf_zero.recipes.empty_models import (
+    adapted,
+    cast_batch,
+    empty_model,
+    example_batch,
+    optimizer_of,
+    quantized,
+    reference_line,
+)
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
-from hf_zero.recipes.loading import DTYPES, one_line, quiet, resolve_config
-from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
+from hf_zero.recipes.loading import DTYPES, load_config, resolve_config
+from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, check_adapter, check_quantization
+from hf_zero.recipes.planned_run import PlannedRun, RowArguments, as_on_device, has_fused_head, planned, read_run
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainer
-from hf_zero.trainer.card import MIB
-from hf_zero.trainer.checks import SUPPORTED_OPTIMS
 
 
 POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not needed")
@@ -44,7 +50,27 @@ NO_DEVICE = {"use_cpu": True, "bf16": False, "fp16": False, "zero_autocast": Fal
 
 
 @dataclass
-class Arguments(ClusterArguments, AdapterArguments, FreezingArguments, ZeroArgumentsMixin):
+class DeviceArguments:
+    """Keys that no task has."""
+
+    memory: float | None = field(
+        default=None, metadata={"help": "GiB that one device has, to find what fits; by default this machine's GPU's."}
+    )
+
+    def __post_init__(self):
+        if self.memory is not None and self.memory <= 0:
+            raise ConfigError(f"--memory {self.memory}: expected the GiB of one device")
+
+
+@dataclass
+class RunArguments(RowArguments, DeviceArguments):
+    """Keys beside those of the task that a YAML file is for."""
+
+
+@dataclass
+class Arguments(
+    ClusterArguments, AdapterArguments, QuantizationArguments, FreezingArguments, RunArguments, ZeroArgumentsMixin
+):
     """Keys of `plan`: settings of a run, under the names that tasks have for them."""
 
     num_processes: int = field(default=1, metadata={"help": "How many ranks."})
@@ -56,8 +82,12 @@ class Arguments(ClusterArguments, AdapterArguments, FreezingArguments, ZeroArgum
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Sequences of a rank's micro-batch."})
     gradient_checkpointing: bool = field(default=False, metadata={"help": "Blocks keep their inputs alone."})
     use_cpu: bool = field(default=False, metadata={"help": "Ranks train on CPUs, not on a GPU each."})
-    memory: float | None = field(
-        default=None, metadata={"help": "GiB that one device has, to find what fits; by default this machine's GPU's."}
+    config: str | None = field(
+        default=None,
+        metadata={
+            "help": "In place of a model: the YAML file of a run, or a ready-made one; then all keys of its task may "
+            "be given."
+        },
     )
     ddp_timeout: int = field(default=1800, metadata={"help": "Of no account here."})
 
@@ -65,11 +95,13 @@ class Arguments(ClusterArguments, AdapterArguments, FreezingArguments, ZeroArgum
         for key in ("max_length", "per_device_train_batch_size", "num_processes"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"--{key} {getattr(self, key)}: expected 1 or more")
-        if self.memory is not None and self.memory <= 0:
-            raise ConfigError(f"--memory {self.memory}: expected the GiB of one device")
+        super().__post_init__()
+        if self.num_tokens is not None:
+            raise ConfigError("--num_tokens: is for a run of --config; give --max_length")
         choose("dtype", self.dtype, DTYPES)
         self.num_processes = self.check_cluster(self.num_processes)
         check_adapter(self)
+        check_quantization(self, use_peft=self.use_peft)
         check_freezing(self, use_peft=self.use_peft)
 
 
@@ -85,137 +117,93 @@ def run(model: str, arguments: Arguments) -> None:
         ConfigError: there is no such model, or a setting is not valid.
     """
     config = arguments.zero_config()
-    subject = empty_model(model, dtype=DTYPES[arguments.dtype])
-    batch = example_batch(subject, arguments.per_device_train_batch_size, arguments.max_length)
+    num_rows, num_tokens = arguments.per_device_train_batch_size, arguments.max_length
+    subject = quantized(empty_model(model, dtype=DTYPES[arguments.dtype]), arguments, config.compute_dtype)
+    batch = example_batch(subject, num_rows, num_tokens)
     freeze_parameters(subject, arguments)
-    subject = adapt(subject, arguments, task_type=None)
+    with_adapter = adapted(subject, arguments, task_type=None)
+    make_optimizer = optimizer_of(arguments.optim)
+    planned_run = PlannedRun(
+        model,
+        with_adapter,
+        config,
+        arguments.num_processes,
+        cast_batch(batch, config.compute_dtype),
+        make_optimizer,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        on_cpu=arguments.use_cpu,
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+    )
+    cluster = arguments.cluster(config.compute_dtype or DTYPES[arguments.dtype])
+    if cluster is None:
+        _tell(planned_run, arguments)
+        return
+
+    def batch_of(num_rows: int) -> dict[str, Tensor]:
+        return cast_batch(example_batch(subject, num_rows, num_tokens), config.compute_dtype)
+
     settings: dict[str, Any] = {
         "num_ranks": arguments.num_processes,
-        "make_optimizer": optimizer_of(arguments.optim),
+        "make_optimizer": make_optimizer,
         "on_cpu": arguments.use_cpu,
-        "cluster": arguments.cluster(config.compute_dtype or DTYPES[arguments.dtype]),
+        "cluster": cluster,
     }
-    batch = _cast(batch, config.compute_dtype)
-    predict: Callable[..., Prediction] = partial(predict_with, subject, batch=batch, **settings)
-    prediction = predict(config, gradient_checkpointing=arguments.gradient_checkpointing)
-    if settings["cluster"] is not None:
+    switch = arguments.gradient_checkpointing
+    prediction = predict_with(
+        with_adapter, config, batch=batch_of(num_rows), gradient_checkpointing=switch, **settings
+    )
+    heading = "" if arguments.json else f"{_heading(planned_run, prediction)}\n{prediction.render()}\n"
+    print(heading + time_of(arguments, with_adapter, prediction, batch_of, **settings))
 
-        def batch_of(num_rows: int) -> dict[str, Tensor]:
-            return _cast(example_batch(subject, num_rows, arguments.max_length), config.compute_dtype)
 
-        heading = "" if arguments.json else f"{_heading(model, arguments, prediction)}\n{prediction.render()}\n"
-        print(heading + time_of(arguments, subject, prediction, batch_of, **settings))
-        return
-    print(_heading(model, arguments, prediction))
+def run_config(argv: list[str]) -> None:
+    """Prints the same for a command line with `--config`, whose other keys may be all those of the run.
+
+    Args:
+        argv (`list[str]`): What follows `plan`.
+
+    Raises:
+        ConfigError: a key or a value is not valid, or such a run is not planned.
+    """
+    settings, rows = read_run(argv, RunArguments)
+    name = settings.arguments.model_name_or_path
+    config = load_config(resolve_config(name), settings.arguments.model_revision) if name else None
+    _tell(planned(settings, config, rows.num_tokens), rows)
+
+
+def _tell(planned_run: PlannedRun, arguments: DeviceArguments) -> None:
+    """Prints what a run takes, and which settings fit."""
+    prediction = planned_run.predict()
+    print(_heading(planned_run, prediction))
     print(prediction.render())
-    memory = _memory_nbytes(arguments)
+    if planned_run.has_reference:
+        print(reference_line(planned_run.model.parameters(), planned_run.config, planned_run.num_ranks))
+    for note in planned_run.notes:
+        print(f"  {note}")
+    memory = _memory_nbytes(arguments, on_cpu=planned_run.on_cpu)
     if memory:
-        advice = advise(
-            lambda config, checkpointing: predict(config, gradient_checkpointing=checkpointing),
-            config,
-            memory,
-            gradient_checkpointing=arguments.gradient_checkpointing,
-        )
-        print(advice.render())
+        switch = planned_run.gradient_checkpointing
+        print(advise(planned_run.predict, planned_run.config, memory, gradient_checkpointing=switch).render())
 
 
-def _heading(model: str, arguments: Arguments, prediction: Prediction) -> str:
+def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
     trained = prediction.num_trained / 1e6
     size = planned_shard_size(prediction.config.shard_size, prediction.num_ranks)
     groups = f" in shard groups of {size}" if size < prediction.num_ranks else ""
     return (
-        f"{model}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
-        f"{arguments.per_device_train_batch_size} x {arguments.max_length} tokens; "
+        f"{planned_run.name}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
+        f"{planned_run.num_rows} x {planned_run.num_tokens} tokens; "
         f"stage {prediction.config.stage} over {prediction.num_ranks} rank(s){groups}, each:"
     )
 
 
-def _memory_nbytes(arguments: Arguments) -> int:
+def _memory_nbytes(arguments: DeviceArguments, *, on_cpu: bool) -> int:
     if arguments.memory is not None:
         return int(arguments.memory * GIB)
-    if arguments.use_cpu or not torch.cuda.is_available():
+    if on_cpu or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(0).total_memory
-
-
-def _cast(batch: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
-
-
-def empty_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Builds a model on the meta device.
-
-    Args:
-        name (`str`): a hub id, `package:...`, a folder, or the path of a `config.json`.
-        dtype (`torch.dtype`): of its parameters.
-
-    Raises:
-        ConfigError: there is none, or it names no class that transformers has.
-    """
-    source = resolve_config(name, "model")
-    with one_line(name, "building the model of its config"), quiet(), torch.device("meta"):
-        config = AutoConfig.from_pretrained(source)
-        config.use_cache = False  # as `Trainer` has it
-        return _class_of(name, config)._from_config(config, dtype=dtype).train()
-
-
-def _class_of(name: str, config: PretrainedConfig) -> type[PreTrainedModel]:
-    found = class_of(config)
-    if found is None:
-        raise ConfigError(
-            f"model {name!r}: its config names no class of transformers in `architectures`; add one, such as "
-            '"architectures": ["LlamaForCausalLM"]'
-        )
-    return found
-
-
-def optimizer_of(optim: str) -> partial:
-    """Returns the class and arguments of the optimizer that `--optim` names.
-
-    Raises:
-        ConfigError: it does not run on shards, or its package is not installed.
-    """
-    choose("optim", optim, dict.fromkeys(sorted(SUPPORTED_OPTIMS)))
-    try:
-        training = TrainingArguments(output_dir=str(Path.cwd()), optim=optim, use_cpu=True)
-        kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(training)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"optim: {' '.join(str(error).split())}") from error
-    return partial(kind, **kwargs)
-
-
-def example_batch(model: PreTrainedModel, batch_size: int, length: int) -> dict[str, Tensor]:
-    """Makes a batch on the meta device with labels, for sequences of full length without padding.
-
-    Args:
-        model (`PreTrainedModel`): its class says which labels it takes.
-        batch_size (`int`): rows.
-        length (`int`): tokens of a row; for an encoder and decoder, of each.
-
-    Raises:
-        ConfigError: for a model that takes neither tokens nor images.
-    """
-    kind = type(model).__name__
-    if model.main_input_name == "pixel_values":
-        inputs = {"pixel_values": _empty(batch_size, *_image_shape(model), dtype=model.dtype)}
-    elif model.main_input_name == "input_ids":
-        inputs = {name: _empty(batch_size, length) for name in ("input_ids", "attention_mask")}
-    else:
-        raise ConfigError(f"model: {kind} takes {model.main_input_name}, and only tokens and images are planned")
-    if "For" not in kind and not kind.endswith("HeadModel"):
-        return inputs  # without a head there is no loss
-    by_row = any(word in kind for word in ("SequenceClassification", "ImageClassification"))
-    return {**inputs, "labels": _empty(batch_size) if by_row else _empty(batch_size, length)}
-
-
-def _image_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    size = getattr(model.config, "image_size", 224)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return getattr(model.config, "num_channels", 3), height, width
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def dry_run(settings: Settings) -> None:
@@ -241,7 +229,9 @@ def dry_run(settings: Settings) -> None:
         if settings.training.get("precompute_ref_log_probs"):
             trainer.ref_model = None  # the run has none beside the model
         max_length = {**settings.training, **vars(settings.arguments)}.get("max_length")
-        _print_section("memory of each rank", predicted(trainer, settings.num_processes or 1, max_length))
+        has_head = has_fused_head(settings.task, trainer.args)
+        told = predicted(trainer, settings.num_processes or 1, max_length, has_head=has_head)
+        _print_section("memory of each rank", told)
     print("\ndry run: nothing was trained or written")
 
 
@@ -309,13 +299,14 @@ def units_table(model: nn.Module) -> list[str]:
     return [*lines, f"in all {total:,} parameters in {len(specs)} units, {trained:,} of them trained"]
 
 
-def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> list[str]:
+def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, has_head: bool = False) -> list[str]:
     """Returns the lines about the predicted memory of each rank, with that of a reference model if there is one.
 
     Args:
         trainer ([`ZeroTrainer`]): That has not trained.
         num_ranks (`int`): How many ranks there would be.
         max_length (`int`, *optional*): What rows of tokens are cut to: the longest that a step may see.
+        has_head (`bool`): The loss is computed by TRL's head.
     """
     args = trainer.args
     batch = next(iter(trainer.get_train_dataloader()))
@@ -324,15 +315,17 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None) -> l
         batch = _generated(trainer, base, batch)
     else:
         batch = _widest(base, batch, max_length, args.train_batch_size)
-    prediction = predict_with(
-        trainer.model,
-        args.zero_config(),
-        num_ranks=num_ranks,
-        batch=dict(batch),
-        make_optimizer=_make_optimizer(trainer),
-        gradient_checkpointing=args.gradient_checkpointing,
-        on_cpu=args.device.type == "cpu",
-    )
+    on_cpu = args.device.type == "cpu"
+    with as_on_device(on_cpu, has_head=has_head):
+        prediction = predict_with(
+            trainer.model,
+            args.zero_config(),
+            num_ranks=num_ranks,
+            batch={**batch, "fused_lm_head": True} if has_head else dict(batch),
+            make_optimizer=_make_optimizer(trainer),
+            gradient_checkpointing=args.gradient_checkpointing,
+            on_cpu=on_cpu,
+        )
     width = f" x {batch['input_ids'].shape[1]} tokens" if "input_ids" in batch else ""
     of_batch = f"a micro-batch: {len(next(iter(batch.values())))} rows{width}"
     return [of_batch, *prediction.render().splitlines(), *_reference(trainer, num_ranks)]
@@ -362,15 +355,13 @@ def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str
 
 def _reference(trainer: ZeroTrainer, num_ranks: int) -> list[str]:
     """Returns the line about the frozen reference model. Its forward is over before memory is at its peak."""
-    reference, config = getattr(trainer, "ref_model", None), trainer.args.zero_config()
+    reference = getattr(trainer, "ref_model", None)
     if reference is None:
         return []
     engine = engine_of(reference)
-    shapes = [info.shape for info in engine.param_infos()] if engine else [p.shape for p in reference.parameters()]
-    itemsize = (config.compute_dtype or next(trainer.model.parameters()).dtype).itemsize
-    nbytes = sum(shape.numel() for shape in shapes) * itemsize
-    nbytes /= planned_shard_size(config.shard_size, num_ranks) if config.stage == 3 else 1
-    return [f"  {'the reference model, beside these':<32}  {nbytes / MIB:>12.2f} MiB"]
+    parts = engine.param_infos() if engine else reference.parameters()
+    dtype = next(trainer.model.parameters()).dtype
+    return [reference_line(parts, trainer.args.zero_config(), num_ranks, dtype)]
 
 
 def _make_optimizer(trainer: ZeroTrainer) -> partial:

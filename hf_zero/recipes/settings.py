@@ -143,12 +143,13 @@ def _parser(task: str, module: Any) -> Parser:
     return parser
 
 
-def parse_settings(task: str, argv: list[str]) -> Settings:
+def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Settings:
     """Reads the settings from the command line and the YAML file that it names.
 
     Args:
         task (`str`): A key of `TASKS`.
         argv (`list[str]`): What follows the task on the command line.
+        is_here (`bool`): This machine trains. If not, one with accelerators does, unless `use_cpu` is set.
 
     Returns:
         [`Settings`]: Nothing is loaded or started yet.
@@ -156,10 +157,10 @@ def parse_settings(task: str, argv: list[str]) -> Settings:
     Raises:
         ConfigError: If a key is unknown (the nearest known one is named) or a value does not parse.
     """
-    return _parsed(task, TASKS[task].load(), argv)
+    return _parsed(task, TASKS[task].load(), argv, is_here=is_here)
 
 
-def _parsed(task: str, module: Any, argv: list[str]) -> Settings:
+def _parsed(task: str, module: Any, argv: list[str], *, is_here: bool = True) -> Settings:
     own_arguments, training = module.Arguments, module.Training
     values = _parser(task, module).values(argv)
     if len(values["report_to"]) == 1:
@@ -170,7 +171,7 @@ def _parsed(task: str, module: Any, argv: list[str]) -> Settings:
     return Settings(
         task=task,
         arguments=own_arguments(**_pick(values, own_arguments)),
-        training=_precise(_pick(values, training)),
+        training=_precise(_pick(values, training), is_here),
         num_processes=values["num_processes"],
         resume=_resume(values),
         dry_run=values["dry_run"],
@@ -189,10 +190,10 @@ def _resume(values: dict[str, Any]) -> str:
     return NEVER if resume == AUTO and values["overwrite_output_dir"] else resume
 
 
-def _precise(training: dict[str, Any]) -> dict[str, Any]:
+def _precise(training: dict[str, Any], is_here: bool) -> dict[str, Any]:
     """The same; where TRL leaves it open whether is computed in bf16, as it does by default, the device decides."""
     if training["bf16"] is None:
-        on_cpu = training["use_cpu"] or not torch.accelerator.is_available()
+        on_cpu = training["use_cpu"] or (is_here and not torch.accelerator.is_available())
         training["bf16"] = not training["fp16"] and not on_cpu
     return training
 

@@ -16,6 +16,8 @@ LOGGED = {
     # Each library looks for kernels that most machines cannot load. What needs one says so when it is called.
     "torchao": "Failed to load .*_C",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # Of each layer at each step.
+    "bitsandbytes.autograd._functions": "MatMul8bitLt: inputs will be cast",
     # torchao registers its own enumerations as torch no longer wants it.
     "torch.utils._pytree": "<enum .*> is an Enum subclass",
     # Rows are tokenized whole, and then cut; how many and by how much is said.

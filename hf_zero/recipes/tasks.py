@@ -16,7 +16,7 @@ A task trains. It is a module, or a [`TrlTask`], with
 
 A tool does one thing in this process. It is a module with `Arguments`, `POSITIONAL`, and `run`. POSITIONAL is None for
 `run(arguments)`; with `("folder", "the model folder")`, name and help, the command line takes one value without a key,
-for `run(folder, arguments)`.
+for `run(folder, arguments)`. If it has `run_config(argv)`, that runs command lines with `--config`.
 """
 
 import importlib

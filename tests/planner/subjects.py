@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -82,3 +82,42 @@ def batch(name: str) -> dict[str, Tensor]:
     ids = torch.randint(5, VOCAB, (ROWS, LENGTH))
     labels = torch.randint(0, 3, (ROWS,)) if name == "bert" else ids.clone()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+QUANTIZATIONS = {
+    "4-bits": {"load_in_4bit": True},
+    "4-bits-nested": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": torch.bfloat16,
+    },
+    "8-bits": {"load_in_8bit": True},
+}
+
+
+def read_quantized(folder: str, kind: str, dtype: torch.dtype) -> nn.Module:
+    """The model of a folder, quantized as it is read, with an adapter."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(**QUANTIZATIONS[kind])
+    return _adapted(AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=dtype))
+
+
+def quantized_without_data(kind: str, dtype: torch.dtype) -> nn.Module:
+    """The same without reading anything."""
+    from transformers import BitsAndBytesConfig
+
+    from hf_zero.recipes.empty_models import quantize
+
+    with torch.device("meta"):
+        model = llama().to(dtype)
+        quantize(model, BitsAndBytesConfig(**QUANTIZATIONS[kind]))
+        return _adapted(model)
+
+
+def _adapted(model: PreTrainedModel) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    model.config.use_cache = False
+    return get_peft_model(model.train(), LoraConfig(r=8, target_modules="all-linear"))

@@ -6,6 +6,7 @@ The aim is 1 % and 10 %; the tests ask for 0.5 % and 2 %.
 """
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 import hf_zero
 from hf_zero.engine import engine_of, has_sources
-from hf_zero.planner import predict
+from hf_zero.planner import Prediction, predict
 from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.tensor_meter import TensorMeter
@@ -30,18 +31,18 @@ def _collect() -> None:
         pass
 
 
-def _train(name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str, int]:
+def _train(make: Callable[[], Any], name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str, int]:
     """A third step, measured: bytes at rest, at the peak, sent, and of the host and of state there."""
     _collect()
     with TensorMeter() as meter:
         meter.mark("begin")
-        model = subjects.build(name)
+        model = make()
         if checkpointing:
             model.activation_checkpointing_enable() if hasattr(
                 model, "activation_checkpointing_enable"
             ) else model.gradient_checkpointing_enable()
         engine = engine_of(hf_zero.shard(model, bucket_nbytes=BUCKET_NBYTES, shared_memory=False, **settings))
-        optimizer = hf_zero.ShardedOptimizer(engine, AdamW(model.parameters()))
+        optimizer = hf_zero.ShardedOptimizer(engine, AdamW(p for p in model.parameters() if p.requires_grad))
         for step in range(3):
             _collect()
             meter.mark(f"step-{step}")
@@ -68,9 +69,10 @@ def _train(name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str
     }
 
 
-def _predicted(name: str, checkpointing: bool, settings: dict[str, Any], num_ranks: int = 2):
-    with torch.device("meta"):
-        model = subjects.build(name)
+def _predicted(name: str, checkpointing: bool, settings: dict[str, Any], num_ranks: int = 2, model: Any = None):
+    if model is None:
+        with torch.device("meta"):
+            model = subjects.build(name)
     return predict(
         model,
         num_ranks=num_ranks,
@@ -86,7 +88,11 @@ def _predicted(name: str, checkpointing: bool, settings: dict[str, Any], num_ran
 
 def _check(name: str, checkpointing: bool = False, num_ranks: int = 2, **settings) -> None:
     predicted = _predicted(name, checkpointing, settings, num_ranks)
-    for found in run_ranks(_train, num_ranks, name, checkpointing, settings):
+    _compare(predicted, partial(subjects.build, name), name, checkpointing, settings)
+
+
+def _compare(predicted: Prediction, make: Callable[[], Any], name: str, checkpointing: bool, settings: dict) -> None:
+    for found in run_ranks(_train, predicted.num_ranks, make, name, checkpointing, settings):
         assert predicted.resting_nbytes == pytest.approx(found["rest"], rel=REST)
         assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=PEAK)
         assert predicted.sent_nbytes == found["sent"]
@@ -114,13 +120,40 @@ def test_rest_peak_and_traffic_of_shard_groups(stage, dtype):
     _check("llama", num_ranks=4, stage=stage, compute_dtype=dtype, shard_size=2)
 
 
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize(
+    "kind, stage, checkpointing, dtype, compute",
+    [
+        ("4-bits-nested", 3, True, torch.bfloat16, torch.bfloat16),
+        ("4-bits-nested", 2, False, torch.bfloat16, torch.bfloat16),
+        ("4-bits", 3, False, torch.float32, torch.bfloat16),
+        ("4-bits", 1, True, torch.float32, None),
+        ("8-bits", 3, True, torch.float32, None),  # in bf16, CPUs multiply in fp32 inside of one operation
+        ("8-bits", 2, False, torch.float32, None),
+    ],
+)
+def test_an_adapter_on_a_quantized_base_takes_what_a_real_step_takes(
+    kind, stage, checkpointing, dtype, compute, tmp_path
+):
+    """Its frozen bytes are divided at stage 3, its scales never, and a product puts one weight together."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes", reason="what quantizes the base")
+    subjects.build("llama").save_pretrained(tmp_path)
+    settings = {"stage": stage, "compute_dtype": compute}
+    predicted = _predicted("llama", checkpointing, settings, model=subjects.quantized_without_data(kind, dtype))
+    assert predicted.num_parameters - predicted.num_trained == subjects.build("llama").num_parameters()
+    assert any(each.name == "scales of quantized parameters" for each in predicted.classes)
+    read = partial(subjects.read_quantized, str(tmp_path), kind, dtype)
+    _compare(predicted, read, "llama", checkpointing, settings)
+
+
 @pytest.mark.parametrize("stage, offload", [(2, "optimizer"), (3, "params")])
 def test_offloaded_bytes_are_those_of_a_real_step(stage, offload):
     """On CPUs both memories are one: the allocator hands out what the device would hold and the state, and what else
     rests on the host is mapped."""
     settings = {"stage": stage, "offload": offload, "compute_dtype": torch.bfloat16}
     predicted = _predicted("llama", False, settings)
-    for found in run_ranks(_train, 2, "llama", False, settings):
+    for found in run_ranks(_train, 2, partial(subjects.build, "llama"), "llama", False, settings):
         state = found["host"] - found["mapped"]
         assert predicted.host_nbytes == pytest.approx(found["host"] - found["staging"], rel=REST)
         assert predicted.resting_nbytes + state == pytest.approx(found["rest"], rel=REST)

@@ -106,3 +106,25 @@ def test_a_tool_says_what_it_works_on(tool, monkeypatch):
     ((*given, arguments),) = calls
     assert given == positional
     assert isinstance(arguments, module.Arguments)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--train_file", "none.jsonl"], 1, "none.jsonl: no such file; check train_file"),
+        (["--config=here.yaml"], 1, "gone.jsonl: no such file; check test_file"),
+        (["--config", "nowhere.yaml"], 2, "--config nowhere.yaml: no such file, nor a ready-made recipe"),
+    ],
+)
+def test_a_file_that_is_not_there_is_told_before_torch_is_imported(flags, code, message, tmp_path):
+    (tmp_path / "here.yaml").write_text("task: sft\ntest_file: gone.jsonl\n", encoding="utf-8")
+    script = (
+        "import sys\n"
+        "from hf_zero.recipes.cli import main\n"
+        f"assert main(['sft', *{flags}]) == {code}\n"
+        "assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", script]
+    result = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr.strip()) == (0, f"hf_zero.recipes: {message}")

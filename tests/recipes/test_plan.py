@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import yaml
 from transformers.utils import is_bitsandbytes_available
 
 from hf_zero.recipes.cli import main
+from tests.trainer.harness import reset_accelerate
 
 
 CONFIG = {
@@ -152,3 +154,102 @@ def test_ranks_that_share_memory_send_nothing(config_file, capsys):
     shared = _plan(capsys, config_file, *SETTINGS, "--use_cpu")
     assert "sent per step" not in shared and _mib(shared, "read from shared memory per step") > 0
     assert _mib(_plan(capsys, config_file, *SETTINGS, "--use_cpu", "--zero_shared_memory=False"), "sent per step") > 0
+
+
+def test_a_base_in_4_bits_takes_a_quarter_of_its_layers_and_its_scales(config_file, capsys):
+    pytest.importorskip("bitsandbytes", reason="what quantizes the base")
+    adapted = [config_file, *SETTINGS, "--use_peft", "--zero_stage=1", "--dtype=bfloat16"]
+    plain = _plan(capsys, *adapted)
+    text = _plan(capsys, *adapted, "--load_in_4bit")
+    num_layers = 3 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 344)  # weights of the three layers
+    held = sum(float(found) for found in re.findall(r"^  frozen parameters.*?([\d.]+) MiB", text, re.MULTILINE))
+    assert held == pytest.approx(_mib(plain, "frozen parameters") - num_layers * 1.5 / 2**20, abs=0.02)
+    assert _mib(text, "scales of quantized parameters") == pytest.approx(num_layers / 64 * 4 / 2**20, abs=0.02)
+    assert text.splitlines()[0] == plain.splitlines()[0], "as many parameters, whatever they take"
+    assert _mib(text, "at the peak") < _mib(plain, "at the peak")
+    nested = _plan(capsys, *adapted, "--load_in_4bit", "--use_bnb_nested_quant")
+    assert _mib(nested, "scales of quantized parameters") < _mib(text, "scales of quantized parameters") / 2
+
+
+# A run as a YAML file has it
+
+RUN = {
+    **{"task": "sft", "max_length": 48, "per_device_train_batch_size": 2, "zero_stage": 3, "output_dir": "out"},
+    **{"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "use_cpu": True, "bf16": True, "report_to": "none"},
+}
+
+
+def _run_file(tmp_path, **settings):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**RUN, **settings}), encoding="utf-8")
+    return path
+
+
+def _planned_lines(text: str) -> list[str]:
+    return re.findall(r"^ +([a-z].*? MiB)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"load_in_4bit": True, "dtype": "bfloat16"},
+        pytest.param({"use_peft": False, "lora_r": 16, "lora_dropout": 0.05}, marks=pytest.mark.full("more cases")),
+        pytest.param({"packing": True, "gradient_checkpointing": False}, marks=pytest.mark.full("more cases")),
+    ],
+    ids=["4-bits", "whole", "packed"],
+)
+def test_a_run_file_is_planned_as_its_dry_run_with_the_rows_is(tiny_llama, tmp_path, capsys, settings):
+    for name in ("trl", "peft", "bitsandbytes"):
+        pytest.importorskip(name, reason="what the run needs")
+    rows = [{"text": "one two three four five " * 20}] * 8
+    path = _run_file(tmp_path, model_name_or_path=str(tiny_llama), train_file=str(tmp_path / "rows.jsonl"), **settings)
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    planned = _planned_lines(_plan(capsys, "--config", path, "--num_processes=2"))
+    assert len(planned) > 8 and any("at the peak" in line for line in planned)
+    reset_accelerate()
+    assert main(["sft", "--config", str(path), "--num_processes=2", "--dry_run"]) == 0
+    assert _planned_lines(capsys.readouterr().out) == planned
+
+
+def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
+    pytest.importorskip("trl")
+    path = _run_file(tmp_path, model_name_or_path=str(config_file), use_cpu=False)
+    text = _plan(capsys, "--config", path, "--zero_stage=2", "--num_processes", "4", "--max_length=16", "--memory=24")
+    assert "2 x 16 tokens; stage 2 over 4 rank(s)" in text and "recommended: --zero_stage 0" in text
+    of_file = _plan(capsys, "--config", path)
+    assert "2 x 48 tokens; stage 3 over 1 rank(s)" in of_file
+    dpo = _run_file(tmp_path, model_name_or_path=str(config_file), use_cpu=False, task="dpo", use_peft=False)
+    dpo = _plan(capsys, "--config", dpo, "--lora_r=16", "--lora_dropout=0.05")
+    assert "4 x 48 tokens" in dpo and _mib(dpo, "the reference model") > 0  # both answers of each row
+
+
+@pytest.mark.parametrize(
+    ("settings", "argv", "message"),
+    [
+        ({"task": None}, [], "names no task; add --task sft, or another one"),
+        ({"task": "sfd"}, [], "task 'sfd': did you mean sft?"),
+        ({"task": "distill"}, [], "plan: distill is not planned, for what its teacher takes is not known"),
+        ({"task": "grpo"}, [], "how long prompts are is in the rows of grpo; give --num_tokens"),
+        ({"max_lenght": 3}, [], "unknown key 'max_lenght'; did you mean max_length?"),
+        ({}, ["--num_tokens=0"], "--num_tokens 0: expected 1 or more"),
+        ({"dtype": "int8"}, [], "dtype 'int8': expected one of float32, bfloat16"),
+        ({}, ["--memory=0"], "--memory 0.0: expected the GiB of one device"),
+        ({}, ["--lora_r=0"], "lora_r 0: expected 1 or more"),
+        ({"model_name_or_path": None}, [], "model_name_or_path: not set"),
+    ],
+)
+def test_a_run_that_cannot_be_planned_is_one_line(config_file, tmp_path, capsys, settings, argv, message):
+    pytest.importorskip("trl")
+    settings = {"model_name_or_path": str(config_file), **settings}
+    if settings.get("task") in ("grpo", "distill"):
+        settings |= {"max_length": None}
+    path = _run_file(tmp_path, **settings)
+    if settings["model_name_or_path"] is None or settings.get("max_length", 1) is None:
+        path.write_text("".join(line for line in path.read_text().splitlines(True) if "null" not in line))
+    assert main(["plan", "--config", str(path), *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_file_that_is_not_there_is_one_line(capsys):
+    assert main(["plan", "--config", "nowhere.yaml"]) == 2
+    assert "--config nowhere.yaml: no such file, nor a ready-made recipe" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import copy
 import re
 import shlex
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,12 +12,12 @@ import torch
 import yaml
 
 from hf_zero.planner import predict_with
-from hf_zero.recipes import plan
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.data.chat import set_chat_template
+from hf_zero.recipes.planned_run import planned
 from hf_zero.recipes.settings import Settings, parse_settings
-from tests.public_models import CONFIGS, empty_model
-from tests.recipes.data import conftest
+from tests.public_models import CONFIGS, config_of, empty_model
+from tests.recipes.data import conftest, test_images
 from tests.recipes.data.conftest import SENTENCES, chats, write_lines
 from tests.test_docs_pages import check_command
 from tests.tiers import in_core
@@ -36,7 +36,7 @@ PEAK = re.compile(
 )
 GIB = 2**30
 
-tokenizer = conftest.tokenizer
+tokenizer, tiny_llava = conftest.tokenizer, test_images.tiny_llava
 
 
 NAMES = [path.stem for path in FILES]
@@ -81,38 +81,17 @@ def test_the_commands_in_its_comment_are_for_this_file(name, monkeypatch):
 def needs(name: str, num_ranks: int, num_tokens: int | None = None) -> tuple[float, float]:
     """GiB on the device and on the host, of each rank; on the device at the peak of a step with rows of so many
     tokens."""
-    settings = parsed(name)
-    known = {field.name for field in fields(plan.Arguments)}
-    chosen = {key: value for key, value in settings.training.items() if key in known}
-    arguments = plan.Arguments(**chosen | {"num_processes": num_ranks})
-    model = empty_model(settings.arguments.model_name_or_path)
-    if getattr(settings.arguments, "use_peft", False):
-        model = _adapted(model, settings)
-    make_optimizer = plan.optimizer_of(getattr(arguments.optim, "value", arguments.optim))
-    models = [(model, arguments.zero_config())]
-    if settings.task == "dpo":
-        models.append((_frozen(model), replace(arguments.zero_config(), offload="none")))
+    settings = replace(parsed(name), num_processes=num_ranks)
+    model = settings.arguments.model_name_or_path
+    run = planned(settings, config_of(model), num_tokens or 1)
     if num_tokens is not None:
-        batch = plan.example_batch(model, arguments.per_device_train_batch_size, num_tokens)
-        prediction = predict_with(
-            model,
-            arguments.zero_config(),
-            num_ranks=num_ranks,
-            batch=batch,
-            make_optimizer=make_optimizer,
-            gradient_checkpointing=arguments.gradient_checkpointing,
-        )
+        prediction = run.predict()
         return prediction.peak_nbytes / GIB, prediction.host_nbytes / GIB
-    told = [predict_with(each, config, num_ranks=num_ranks, make_optimizer=make_optimizer) for each, config in models]
+    told = [replace(run, batch=None).predict()]
+    if run.has_reference:
+        beside = _frozen(empty_model(model)), replace(run.config, offload="none")
+        told.append(predict_with(*beside, num_ranks=num_ranks, make_optimizer=run.make_optimizer))
     return sum(each.resting_nbytes for each in told) / GIB, sum(each.host_nbytes for each in told) / GIB
-
-
-def _adapted(model: torch.nn.Module, settings: Settings) -> torch.nn.Module:
-    from hf_zero.recipes.lora import adapt
-
-    with torch.device("meta"):
-        twin = type(model)(model.config).to(getattr(torch, settings.arguments.dtype))
-        return adapt(twin, settings.arguments).train()
 
 
 def _frozen(model: torch.nn.Module) -> torch.nn.Module:
@@ -171,7 +150,7 @@ TINY = {
 
 
 @pytest.fixture
-def tiny(tokenizer, tmp_path):
+def tiny(tokenizer, tmp_path, request):
     """Makes a folder with a small model of the same type as a large one."""
 
     def make(name: str) -> str:
@@ -185,6 +164,8 @@ def tiny(tokenizer, tmp_path):
 
         own = CONFIGS[name]
         kind = own["model_type"]
+        if kind == "llava":
+            return str(request.getfixturevalue("tiny_llava"))
         sizes = {key: TINY[key] for key in own if key in TINY} | {
             key: value for key, value in own.items() if key in ("tie_word_embeddings",)
         }
@@ -255,7 +236,7 @@ def images_in(folder: Path) -> str:
 @pytest.mark.parametrize("name", in_core(["llama-3.1-8b-lora"], LARGE))
 def test_a_dry_run_with_a_tiny_model_in_place_of_the_large_one(name, tiny, tmp_path, capsys):
     settings, content = parsed(name), read(name)
-    for key in ("dataset_name", "dataset_config", "dataset_test_split"):
+    for key in ("dataset_name", "dataset_config", "dataset_test_split", "max_test_rows"):
         content.pop(key, None)
     content |= {"model_name_or_path": tiny(settings.arguments.model_name_or_path), "use_cpu": True}
     if "max_length" in content:
@@ -263,7 +244,9 @@ def test_a_dry_run_with_a_tiny_model_in_place_of_the_large_one(name, tiny, tmp_p
     if "image_column" in content:
         content["dataset_name"] = images_in(tmp_path / "images")
     else:
-        content["train_file"] = str(write_lines(tmp_path / "rows.jsonl", rows_for(settings)))
+        is_llava = "llava" in settings.arguments.model_name_or_path
+        rows = test_images.rows_of(tmp_path) if is_llava else rows_for(settings)
+        content["train_file"] = str(write_lines(tmp_path / "rows.jsonl", rows))
     if "reward_funcs" in content:
         code = "def right(completions, solution, **_):\n    return [1.0] * len(solution)\n"
         (tmp_path / "rewards.py").write_text(code)

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 SAID = {
     "torchao": "Failed to load /somewhere/torchao/_C_mxfp8.so: Could not load this library",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community: no kernels",
+    "bitsandbytes.autograd._functions": "MatMul8bitLt: inputs will be cast from torch.bfloat16 to float16",
     "torch.utils._pytree": "<enum 'Kind'> is an Enum subclass and is now natively supported",
     "transformers.tokenization_utils_base": "Token indices sequence length is longer than the specified maximum (20)",
 }

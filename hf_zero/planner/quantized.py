@@ -1,0 +1,81 @@
+"""What products with weights in 4 and 8 bits (bitsandbytes) take, told for tensors without data.
+
+[Note: products] A product with quantized weights is one operation to torch, and inside of it a kernel puts the weight
+together in the dtype of the product, which is the largest thing that it takes. So such an operation is told to the
+meter part by part. Kernels of GPUs for few rows do without that; in backward no kernel does.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@contextmanager
+def device_products(on_cpu: bool) -> Iterator[None]:
+    """Makes bitsandbytes choose for tensors without data the way that it chooses for those on a device.
+
+    Args:
+        on_cpu (`bool`): the device is a CPU, where weights in 8 bits are put together in floating point.
+    """
+    if not on_cpu or "bitsandbytes.autograd" not in sys.modules:
+        yield
+        return
+    from bitsandbytes.autograd import _functions
+
+    with patch.object(_functions, "MatMul8bitLt", _functions.MatMul8bitFp):
+        yield
+
+
+def _gemm_4bit(
+    left: Tensor,
+    packed: Tensor,
+    shape: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    if absmax_8bit is not None:
+        _ = torch.empty_like(absmax_8bit, dtype=torch.float32) + absmax_offset  # the scales of the blocks
+    weight = torch.empty(shape, dtype=left.dtype, device=left.device)
+    return F.linear(left, weight, bias)
+
+
+def _int8_vectorwise_quant(left: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Assumes that no value is an outlier."""
+    rows = torch.empty_like(left, dtype=torch.int8)
+    scales = torch.empty(left.numel() // left.shape[-1], dtype=torch.float32, device=left.device)
+    if not threshold:
+        return rows, scales, None
+    left.abs() >= threshold  # noqa: B015 - what looking for outliers takes
+    return rows, scales, torch.empty(0, dtype=torch.long, device=left.device)
+
+
+def _int8_mixed_scaled_mm(
+    left: Tensor,
+    left_rows: Tensor,
+    weight: Tensor,
+    left_scales: Tensor,
+    scales: Tensor,
+    outlier_cols: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    sums = torch.empty(*left_rows.shape[:-1], weight.shape[0], dtype=torch.int32, device=left.device)
+    product = torch.empty_like(sums, dtype=torch.float16)
+    return product.to(left.dtype), left.new_empty(0)
+
+
+# By their names in torch, since bitsandbytes need not be there.
+PRODUCTS: dict[str, Callable] = {
+    "bitsandbytes::gemm_4bit": _gemm_4bit,
+    "bitsandbytes::int8_vectorwise_quant": _int8_vectorwise_quant,
+    "bitsandbytes::int8_mixed_scaled_mm": _int8_mixed_scaled_mm,
+}

@@ -1,0 +1,320 @@
+"""A run of a task as `plan --config` sees it: model, batch and settings, without weights, rows or devices."""
+
+import os
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.planner import Prediction, predict_with
+from hf_zero.recipes.classification.models import head_of
+from hf_zero.recipes.empty_models import adapted, cast_batch, example_batch, optimizer_of, quantized
+from hf_zero.recipes.freezing import check_freezing, freeze_parameters
+from hf_zero.recipes.language_models import check_dtype
+from hf_zero.recipes.loading import DTYPES, one_line, quiet
+from hf_zero.recipes.lora import check_adapter, check_quantization
+from hf_zero.recipes.parser import parser_for, read_yaml, unknown_task_message
+from hf_zero.recipes.settings import Settings, parse_settings
+from hf_zero.recipes.tasks import TASKS
+from hf_zero.trainer import ZeroArgumentsMixin
+
+
+# How many rows of a batch the tasks make of one row of data.
+ROWS = {"classify": 1, "sft": 1, "pretrain": 1, "dpo": 2, "reward": 2, "kto": 1, "grpo": 1, "rloo": 1}
+# Tasks whose losses are computed by TRL's head, which never holds all logits.
+FUSED_HEAD = ("sft", "pretrain", "dpo", "kto", "grpo", "rloo")
+GENERATING = ("grpo", "rloo")
+
+
+@dataclass
+class RowArguments:
+    """Keys of `plan` for what no key of a task says."""
+
+    num_tokens: int | None = field(
+        default=None,
+        metadata={"help": "With --config: tokens of a row, in place of max_length, or where prompts decide it."},
+    )
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What there is to predict.
+
+    Args:
+        name (`str`): of the model.
+        model (`nn.Module`): on the meta device, adapted, quantized and frozen as the run has it.
+        config (`ZeroConfig`): the settings.
+        num_ranks (`int`): how many ranks.
+        batch (`dict`, *optional*): what one rank's forward is given; `None`: only what rests is predicted.
+        make_optimizer (`Callable`): makes the optimizer of some parameters.
+        gradient_checkpointing (`bool`): whether blocks keep their inputs alone.
+        on_cpu (`bool`): whether ranks train on CPUs.
+        num_rows (`int`): of the batch.
+        num_tokens (`int`): of a row.
+        notes (`list[str]`): what is not counted.
+        has_reference (`bool`): whether a frozen twin of the model stands beside it.
+    """
+
+    name: str
+    model: nn.Module
+    config: ZeroConfig
+    num_ranks: int
+    batch: dict[str, Any] | None
+    make_optimizer: partial
+    gradient_checkpointing: bool
+    on_cpu: bool
+    num_rows: int
+    num_tokens: int
+    notes: list[str] = field(default_factory=list)
+    has_reference: bool = False
+
+    def predict(self, config: ZeroConfig | None = None, gradient_checkpointing: bool | None = None) -> Prediction:
+        """Predicts it, or the same with other settings."""
+        switch = self.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+        with as_on_device(self.on_cpu, has_head="fused_lm_head" in (self.batch or ())):
+            return predict_with(
+                self.model,
+                config or self.config,
+                num_ranks=self.num_ranks,
+                batch=self.batch,
+                make_optimizer=self.make_optimizer,
+                gradient_checkpointing=switch,
+                on_cpu=self.on_cpu,
+            )
+
+
+def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
+    """Reads a command line with `--config`: keys of `plan`, and of the task of that file, which win over it.
+
+    Args:
+        argv (`list[str]`): what follows `plan`.
+        own (`type`): a dataclass of keys that are plan's alone.
+
+    Returns:
+        `tuple[Settings, Any]`: the run, and an instance of `own`.
+
+    Raises:
+        ConfigError: there is no such file or task, or a key is unknown.
+    """
+    probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    probe.add_argument("--config", nargs="?")
+    probe.add_argument("--task", nargs="?")
+    found = probe.parse_known_args(argv)[0]
+    if not found.config:
+        raise ConfigError("--config: expected a YAML file, or the name of a ready-made one")
+    task = found.task or read_yaml(found.config).get("task")
+    if task is None:
+        raise ConfigError(f"--config {found.config}: names no task; add --task sft, or another one")
+    if task not in TASKS:
+        raise ConfigError(unknown_task_message(str(task), TASKS))
+    values, rest = parser_for("plan", "", [own]).parse_known_args(argv)
+    return parse_settings(task, rest, is_here=False), own(**vars(values))
+
+
+def planned(settings: Settings, config: PretrainedConfig | None, num_tokens: int | None = None) -> PlannedRun:
+    """What a run is, told by its settings and the config of its model.
+
+    Args:
+        settings ([`Settings`]): of the run.
+        config (`PretrainedConfig`, *optional*): of its model, where one is named.
+        num_tokens (`int`, *optional*): of a row, in place of what the settings say.
+
+    Raises:
+        ConfigError: a setting is not valid, or such a run is not planned.
+    """
+    arguments, training, task = settings.arguments, SimpleNamespace(**settings.training), settings.task
+    _check(settings)
+    assert config is not None
+    zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
+    model = _model(settings, config, zero.compute_dtype)
+    length = _length(settings, config, num_tokens)
+    num_rows = training.per_device_train_batch_size * ROWS[task]
+    notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
+    if _is_one_row(training):
+        num_rows, length = 1, length * num_rows
+        if "flash" not in (arguments.attn_implementation or ""):
+            notes.append("not counted: the mask that keeps packed rows apart; flash attention needs none")
+    batch = {**example_batch(model, num_rows, length), **_images(config, num_rows, notes)}
+    if task == "reward":
+        del batch["labels"]
+    freeze_parameters(model, arguments)
+    made = adapted(model, arguments, None, head_of(model) if task in ("classify", "reward") else ())
+    if made is not model and training.gradient_checkpointing:
+        made.enable_input_require_grads()
+    if has_fused_head(task, training):
+        _add_head(model)
+        batch["fused_lm_head"] = True
+    return PlannedRun(
+        name=arguments.model_name_or_path,
+        model=made,
+        config=zero,
+        num_ranks=settings.num_processes or 1,
+        batch=cast_batch(batch, zero.compute_dtype),
+        make_optimizer=optimizer_of(getattr(training.optim, "value", training.optim)),
+        gradient_checkpointing=training.gradient_checkpointing,
+        on_cpu=training.use_cpu,
+        num_rows=num_rows,
+        num_tokens=length,
+        notes=notes,
+        has_reference=_has_reference(settings),
+    )
+
+
+def _has_reference(settings: Settings) -> bool:
+    training = settings.training
+    if settings.arguments.use_peft or training.get("precompute_ref_log_probs"):
+        return False
+    return settings.task in ("dpo", "kto") or (settings.task in GENERATING and training["beta"] != 0)
+
+
+def has_fused_head(task: str, training: Any) -> bool:
+    """Whether the loss of a run is computed by TRL's head, which holds a part of the logits at a time.
+
+    Args:
+        task (`str`): A key of `TASKS`.
+        training (`TrainingArguments`): Of the run.
+    """
+    return task in FUSED_HEAD and not training.label_smoothing_factor
+
+
+def _check(settings: Settings) -> None:
+    """Refuses what contradicts itself, and what is not planned."""
+    arguments = settings.arguments
+    if settings.task not in ROWS:
+        raise ConfigError(
+            f"plan: {settings.task} is not planned, for what its teacher takes is not known; its student is, by "
+            f"`plan {arguments.model_name_or_path}`"
+        )
+    if not arguments.model_name_or_path:
+        raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
+    check_adapter(arguments)
+    check_freezing(arguments, use_peft=arguments.use_peft)
+    if hasattr(arguments, "load_in_4bit"):  # of language models
+        check_dtype(arguments)
+        check_quantization(arguments, use_peft=arguments.use_peft)
+    for name in ("per_device_train_batch_size", "num_processes"):
+        value = settings.num_processes if name == "num_processes" else settings.training[name]
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: expected 1 or more")
+
+
+def _model(settings: Settings, config: PretrainedConfig, compute_dtype: torch.dtype | None) -> PreTrainedModel:
+    arguments = settings.arguments
+    config.use_cache = False  # as `Trainer` has it
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if (name := getattr(arguments, "dtype", "float32")) != "float32":
+        options["dtype"] = (config.dtype or torch.float32) if name == "auto" else DTYPES[name]
+    if getattr(arguments, "attn_implementation", None) == "eager":  # all others take what sdpa takes
+        options["attn_implementation"] = "eager"
+    if settings.task == "reward":
+        config.num_labels = 1
+    kind, text = _auto_class(settings.task, config), config.get_text_config()
+    if kind is AutoModelForSequenceClassification and getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = 0  # the run has its tokenizer's
+    name = arguments.model_name_or_path
+    with one_line(name, "building the model of its config"), quiet(), torch.device("meta"):
+        model = kind.from_config(config, **options).train()
+    return quantized(model, arguments, compute_dtype) if hasattr(arguments, "load_in_4bit") else model
+
+
+def _auto_class(task: str, config: PretrainedConfig) -> Any:
+    if task == "classify" and type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return AutoModelForImageClassification
+    if task in ("classify", "reward"):
+        return AutoModelForSequenceClassification
+    # whether rows have images is not known, and the model of a run with images holds more
+    takes_images = task == "sft" and hasattr(config, "vision_config")
+    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+
+
+def _images(config: PretrainedConfig, num_rows: int, notes: list[str]) -> dict[str, torch.Tensor]:
+    """An image of each row, where the model takes images of one size."""
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return {}
+    size = getattr(vision, "image_size", None)
+    if not isinstance(size, int):
+        notes.append("not counted: images, for how many patches they have is in the rows; --dry_run counts them")
+        return {}
+    shape = (num_rows, getattr(vision, "num_channels", 3), size, size)
+    return {"pixel_values": torch.empty(shape, dtype=torch.float32, device="meta")}
+
+
+def _length(settings: Settings, config: PretrainedConfig, num_tokens: int | None) -> int:
+    if num_tokens is not None:
+        if num_tokens < 1:
+            raise ConfigError(f"--num_tokens {num_tokens}: expected 1 or more")
+        return num_tokens
+    training = settings.training
+    if settings.task in GENERATING:
+        raise ConfigError(
+            f"plan: how long prompts are is in the rows of {settings.task}; give --num_tokens, of a prompt with its "
+            f"answer, such as {512 + training['max_completion_length']}"
+        )
+    length = {**training, **vars(settings.arguments)}.get("max_length")
+    if length is None:
+        raise ConfigError("max_length: rows of any length are not planned; give --num_tokens")
+    return min(length, getattr(config.get_text_config(), "max_position_embeddings", None) or length)
+
+
+def _is_one_row(training: Any) -> bool:
+    """Whether all rows of a batch are one behind the other."""
+    packs = getattr(training, "packing", False) and training.packing_strategy != "wrapped"
+    return bool(packs or getattr(training, "padding_free", False))
+
+
+def _add_head(model: PreTrainedModel) -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+
+
+_autocast_enabled = torch.is_autocast_enabled
+
+
+def _is_autocast_enabled(*kind: str) -> bool:
+    return kind != ("meta",) and _autocast_enabled(*kind)
+
+
+# What TRL's head does on devices without its kernels takes more than they do.
+_PARTS_OF_HEAD = ("_forward_tile", "_backward_tile", "_addmm_fp32")
+
+
+@contextmanager
+def as_on_device(on_cpu: bool, *, has_head: bool) -> Iterator[None]:
+    """Makes what looks at a device, or at values, do without data what it does on the device of the run.
+
+    Args:
+        on_cpu (`bool`): that is a CPU.
+        has_head (`bool`): the loss is computed by TRL's head.
+    """
+    # there would be another number of tokens of images than of features; and torch casts on devices alone
+    without_checks = patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
+    with without_checks, patch.object(torch, "is_autocast_enabled", _is_autocast_enabled):
+        if on_cpu or not has_head:
+            yield
+            return
+        from trl.kernels import chunked_logprob
+        from trl.trainer import utils
+
+        nothing: Mapping[str, Any] = dict.fromkeys(_PARTS_OF_HEAD, lambda *_, **__: None)
+        with patch.multiple(chunked_logprob, **nothing), patch.object(utils, "_use_triton", lambda _: True):
+            yield
