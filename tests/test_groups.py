@@ -117,6 +117,22 @@ def _train_otherwise() -> None:
     assert_close(*runs, "with an optimizer of whole parameters", weight=1e-3, atol=1e-4)
 
 
+def _train_on_unlike_hosts() -> None:
+    full = train(_subject(3), NAME, num_steps=NUM_STEPS)
+    host = "one" if dist.get_rank() < 2 else f"host{dist.get_rank()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_boot_id", lambda: host)
+        patch.setattr(ranks, "_ADDRESSES", WeakKeyDictionary())
+        subject = _subject(3, shard_size=2)
+    assert subject.engine.comm.shard_group.shared_memory is None
+    assert_close(train(subject, NAME, num_steps=NUM_STEPS), full, "one group on a host, one on two", atol=ATOL)
+
+
+@pytest.mark.full("slow")
+def test_groups_of_which_some_could_share_memory_all_send_messages():
+    run_ranks(_train_on_unlike_hosts, 4)
+
+
 @pytest.mark.full("slow")
 def test_settings_go_with_groups():
     run_ranks(_train_otherwise, 4)

@@ -91,6 +91,9 @@ def connect(
             refuse_unordered("shard_size", torch.cuda.nccl.version())
         parts = groups_of(group, size, timeout_seconds)
         shard_group, replicate_group = make(parts["shard"]), make(parts["replicate"])
+        # what is sharded over memory rests in another way, so either all groups share it or none does
+        if len(set(comm.all_gather_object(shard_group.shared_memory is not None, what="connecting the ranks"))) > 1:
+            shard_group = make(parts["shard"], shared_memory=False)
         comm.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
     return comm
 

@@ -76,8 +76,9 @@ class ShardedModel(Uncopyable):
         return self._engine.full_grad(name)
 
     def named_shards(self) -> Iterator[NamedShard]:
-        """Yields the ranges of the masters that this rank owns, each with `name`, `shape`, `start` and `tensor`. The
-        ranges of all ranks cover every parameter exactly once."""
+        """Yields the ranges of the masters for which this rank is responsible, each with `name`, `shape`, `start` and
+        `tensor`. The ranges of all ranks cover every parameter exactly once. With several shard groups, other ranks
+        hold them too: there they are to be read, and `gathered` is the way to write."""
         return self._engine.named_shards()
 
     def computing_in(self, dtype: torch.dtype) -> AbstractContextManager[None]:

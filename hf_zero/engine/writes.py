@@ -182,5 +182,5 @@ def _refuse_unlike(engine: ModelUnits, flats: list[Flat], bits: Tensor) -> None:
     raise LifecycleError(
         f"{name}: its values on rank {rank} are not those on rank 0, so the ranks do not train one model; write the "
         f"same on all ranks, or {_INSIDE}, which takes rank 0's; where nothing is written, unlike processors round "
-        "the replicated update of stage 0 in ways of their own: use stage 1 or 2"
+        "replicated updates (stage 0, several shard groups) in ways of their own: use stage 1 or 2 over all ranks"
     )

@@ -73,7 +73,14 @@ def flags_of(prediction: Prediction) -> str:
     flags = [f"--zero_stage {prediction.config.stage}"]
     if prediction.config.offload != "none":
         flags.append(f"--zero_offload {prediction.config.offload}")
+    if prediction.config.shard_size is not None:
+        flags.append(f"--zero_shard_size {prediction.config.shard_size}")
     return " ".join([*flags, *(["--gradient_checkpointing"] if prediction.gradient_checkpointing else [])])
+
+
+def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
+    """Returns the settings for another stage. Stage 0 has no shard groups."""
+    return replace(config, stage=stage, shard_size=config.shard_size if stage else None)
 
 
 def advise(
@@ -94,7 +101,8 @@ def advise(
     plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0)
     kept: dict[str, Any] = {"offload_dir": config.offload_dir}
     configs = [
-        replace(plain, stage=stage, offload=offload, **(kept if offload != "none" else {})) for stage, offload in WAYS
+        replace(at_stage(plain, stage), offload=offload, **(kept if offload != "none" else {}))
+        for stage, offload in WAYS
     ]
     switches = (True,) if gradient_checkpointing or config.offload_activations else (False, True)
     return Advice([predict(each, switch) for switch in switches for each in configs], memory_nbytes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner.advice import GIB, USABLE_SHARE, WAYS, flags_of
+from hf_zero.planner.advice import GIB, USABLE_SHARE, WAYS, at_stage, flags_of
 from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.timeline import NANO, StepTime
 from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
@@ -204,4 +204,4 @@ def _ways(config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[tuple[Ze
     plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0)
     for switch in (True,) if gradient_checkpointing or config.offload_activations else (False, True):
         for stage, offload in WAYS:
-            yield replace(plain, stage=stage, offload=offload), switch
+            yield replace(at_stage(plain, stage), offload=offload), switch

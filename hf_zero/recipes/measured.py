@@ -173,7 +173,11 @@ class Watch(TrainerCallback):
         """Returns the measurements of all ranks. All ranks call it after training."""
         comm = require_engine(self._trainer.model).comm
         moments, sent = zip(*comm.all_gather_object((self._moments, self._sent)), strict=True)
-        step = Step(self._number, list(moments), list(sent), comm.shared_memory is not None) if self._moments else None
+        step = (
+            Step(self._number, list(moments), list(sent), comm.shard_group.shared_memory is not None)
+            if self._moments
+            else None
+        )
         return Measured(self.memory(), step, self._planned)
 
     def _measure(self) -> None:

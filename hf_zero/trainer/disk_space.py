@@ -84,8 +84,8 @@ def state_nbytes(trainer: ZeroTrainerBase) -> int:
         engine.comm, "looking at the optimizer's state", lambda: (own, masters_nbytes(engine))
     )
     states, masters = zip(*held)
-    # at stage 0 every rank holds all of the state
-    return (sum(states) if int(engine.stage) else max(states)) + sum(masters)
+    # at stage 0 every rank holds all of the state, and otherwise all ranks of a replicate group hold the same
+    return (sum(states) // engine.comm.num_replicas if int(engine.stage) else max(states)) + sum(masters)
 
 
 def save_with_room(

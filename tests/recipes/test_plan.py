@@ -95,6 +95,11 @@ def test_a_device_brings_the_time_of_a_step(config_file, capsys):
     assert "it fits into 80.0 GiB" in text
 
 
+def test_advice_keeps_shard_groups_but_at_stage_0(config_file, capsys):
+    text = _plan(capsys, config_file, *SETTINGS, "--zero_shard_size", "4", "--memory", "80")
+    assert "--zero_shard_size 4" in text or "--zero_stage 0" in text
+
+
 @pytest.mark.full("slow")
 def test_all_ways_are_printed_for_programs(config_file, capsys):
     hosts = [config_file, *SETTINGS[2:], "--hosts", "2", "--gpus_per_host", "4", "--gpu", "h100"]
