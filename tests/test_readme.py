@@ -34,7 +34,10 @@ MODULES = {
     "torchrun": ["-m", "torch.distributed.run"],
     "hf-zero": ["-m", "hf_zero.recipes"],
 }  # a program as arguments of this Python
-MAKE = {"make quickstart": CLASSIFY, "make test": "python -m pytest --tier quick"}  # what a target comes to
+MAKE = {  # what a target comes to
+    "make quickstart": CLASSIFY,
+    "make test": "python -m pytest --tier quick --numprocesses 2 --dist loadscope",
+}
 ACTIVATE = "source .venv/bin/activate"
 INSTALL = "pip install '.[quickstart,peft,trl]'"
 HUB_ID = "Qwen/Qwen3-0.6B"
