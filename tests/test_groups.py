@@ -87,7 +87,7 @@ def _train_all(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", KINDS)
-@pytest.mark.full("more cases", after=1)
+@pytest.mark.full("slow")
 def test_groups_of_any_size_train_like_one_group_of_all_ranks(way):
     run_ranks(_train_all, 4, way)
 
