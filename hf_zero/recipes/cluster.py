@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.planner.advice import GIB
+from hf_zero.planner.advice import GIB, USABLE_SHARE
 from hf_zero.planner.prediction import Prediction, predict_rows
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
 from hf_zero.planner.topology import Cluster, device_named
@@ -137,7 +137,8 @@ def time_of(
         return f"{throughput.render()}\n{ranking.render()}"
     fits = "fits" if throughput.fits(memory) else "does not fit"
     hint = "--table compares all stages, offloads and micro-batches"
-    return f"{throughput.render()}\nit {fits} into {memory / GIB:.1f} GiB; {hint}"
+    usable = f"{USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB, which tensors may take"
+    return f"{throughput.render()}\nit {fits} into {usable}; {hint}"
 
 
 def _with_progress(ways: list) -> Iterable:
