@@ -22,6 +22,7 @@ with Network(2) as network:
 """
 
 
+@pytest.mark.quick
 def test_hosts_have_names_and_reach_one_another_alone():
     with Network(2) as network:
         assert network.run(0, ["hostname"]) == "host0\n"

