@@ -50,9 +50,10 @@ parity while streams are late, memory, fp16, fused optimizers, `torch.compile`, 
 measures tokens/s, MFU and peak memory at 0.5 to 8 B parameters, and the largest model, and leaves the raw numbers in
 `benchmarks/results`.
 
-With transformers 5.17.0, the oldest that is allowed, the quick tests of `trainer`, `accelerator`, `trl`, `checkpoint`
-and `architectures` passed (`make test-oldest`, which has those of the other rooms too, was stopped there; 22 November
-2026, torch 2.13.0).
+With transformers 5.17.0, the oldest that is allowed, 1,168 of the 1,171 quick tests of all rooms passed (`make
+test-oldest`; 23 November 2026, torch 2.13.0, huggingface_hub 1.33.0, PEFT 0.21.2, TRL 1.16.0). Tensor parallelism over
+some of the ranks needs a newer transformers and is skipped. Two tests found a table of `reliability.md` behind the
+code, which no version changes; it was mended after that run.
 """
 
 
