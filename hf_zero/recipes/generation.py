@@ -190,7 +190,11 @@ def _in_blocks(messages: Sequence[Message]) -> list[Message]:
 
 
 def on_ranks(
-    function: Callable[[str, Any], None], folder: str, arguments: GenerationArguments, *, is_interactive: bool = False
+    function: Callable[[str, Any], None],
+    folder: str,
+    arguments: GenerationArguments,
+    *,
+    interactive: Callable[[str, Any], None] | None = None,
 ) -> None:
     """Calls `function(folder, arguments)` in as many processes as the arguments say, or as a launcher has started.
 
@@ -198,7 +202,8 @@ def on_ranks(
         function (`Callable`): importable by name.
         folder (`str`): a model or an adapter, or a hub id.
         arguments ([`GenerationArguments`]): as parsed.
-        is_interactive (`bool`): see `launch`.
+        interactive (`Callable`, *optional*): instead of `function`, in processes that are started here. The first of
+            them reads what is typed; see `launch`.
 
     Raises:
         ConfigError: `num_processes` is not what the launcher has started.
@@ -207,7 +212,8 @@ def on_ranks(
     if launched_world_size(arguments.num_processes) is None and (arguments.num_processes or 1) > 1:
         from hf_zero.recipes.launch import launch
 
-        launch(arguments.num_processes, function, folder, arguments, is_interactive=is_interactive)
+        is_interactive = interactive is not None
+        launch(arguments.num_processes, interactive or function, folder, arguments, is_interactive=is_interactive)
     else:
         function(folder, arguments)
 

@@ -1,7 +1,8 @@
 """The tool `chat`: talks to the model of a folder in the terminal. Answers appear while they are generated.
 
 Several processes share the parameters. All of them hold the same conversation and generate the same answers; the first
-one reads and prints.
+one reads and prints. After each token they compare what they have generated, since ranks that differ would end their
+answers at different tokens, and then wait for each other.
 
 transformers has `transformers chat`, which talks to a server, sends every text through a chat template, and knows no
 adapter in a folder.
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from hf_zero.comm.base import Comm
 from hf_zero.comm.distributed import DistributedComm
 from hf_zero.comm.ranks import CPU, transport_errors
-from hf_zero.errors import ConfigError, DataError
+from hf_zero.errors import CommError, ConfigError, DataError
 from hf_zero.recipes.data.formats import Message
 from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.generation import (
@@ -35,6 +36,7 @@ from hf_zero.recipes.generation import (
     prompt_of,
     ranks_of,
 )
+from hf_zero.recipes.settings import launched_world_size
 from hf_zero.recipes.silence import silenced
 
 
@@ -74,16 +76,19 @@ class Keyboard:
 
     Args:
         comm ([`Comm`]): the ranks, which wait long for each other.
+        goes_on (`bool`): Ctrl-C stops an answer, and not the program. A launcher such as torchrun waits for the end of
+            its processes after Ctrl-C, for 30 seconds; under it Ctrl-C ends the program.
     """
 
-    def __init__(self, comm: Comm):
-        self._comm = comm
+    def __init__(self, comm: Comm, *, goes_on: bool):
+        self._comm, self.goes_on = comm, goes_on
         self._is_typing = self._is_interrupted = False
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
-        """Inside, ranks that share a model leave Ctrl-C to the first one. Alone, a rank is interrupted at once."""
-        if self._comm.num_ranks == 1:
+        """Inside, ranks that share a model leave Ctrl-C to the first one. A rank is interrupted at once when it is
+        alone, or when Ctrl-C ends the program."""
+        if self._comm.num_ranks == 1 or not self.goes_on:
             yield
             return
         before = signal.signal(signal.SIGINT, signal.SIG_IGN if self._comm.rank else self._note)
@@ -117,6 +122,8 @@ class Keyboard:
             except EOFError:
                 return None
             except KeyboardInterrupt:
+                if not self.goes_on:
+                    raise
                 self._is_typing = False
                 print(f"\n{HINT}")
             finally:
@@ -127,10 +134,16 @@ class Keyboard:
 
         Raises:
             KeyboardInterrupt: on all ranks, after Ctrl-C.
+            CommError: on all ranks, when they have generated different tokens.
         """
-        told = torch.tensor([self._is_interrupted])
-        self._comm.broadcast_(told)
-        if told.item():
+        told = self._comm.all_gather_vector(torch.tensor([self._is_interrupted, int(input_ids[0, -1])]))
+        is_interrupted, tokens = bool(told[0, 0]), told[:, 1].tolist()
+        if len(set(tokens)) > 1:
+            raise CommError(
+                f"chat: the ranks generated different tokens ({tokens}), expected the same; their devices or "
+                "libraries differ: use ranks that are alike, or one process"
+            )
+        if is_interrupted:
             raise KeyboardInterrupt
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -188,16 +201,28 @@ def run(folder: str, arguments: Arguments) -> None:
     """
     if arguments.prompt is not None and not arguments.prompt.strip():
         raise ConfigError("prompt: is empty; give a text")
-    on_ranks(converse, folder, arguments, is_interactive=True)
+    on_ranks(converse, folder, arguments, interactive=converse_on_own_ranks)
 
 
-def converse(folder: str, arguments: Arguments) -> None:
-    """Answers what is asked. All ranks call it: the first one reads and prints."""
+def converse_on_own_ranks(folder: str, arguments: Arguments) -> None:
+    """As `converse`, on ranks that hf_zero has started: Ctrl-C stops an answer there too."""
+    converse(folder, arguments, goes_on=True)
+
+
+def converse(folder: str, arguments: Arguments, *, goes_on: bool | None = None) -> None:
+    """Answers what is asked. All ranks call it: the first one reads and prints.
+
+    Args:
+        folder (`str`): see `run`.
+        arguments ([`Arguments`]): as parsed.
+        goes_on (`bool`, *optional*): see [`Keyboard`]; by default only where no launcher has started this process.
+    """
+    goes_on = launched_world_size(None) is None if goes_on is None else goes_on
     with transport_errors("chat"):
         state = ranks_of(arguments)
         generator = load_generator(folder, arguments, state.device, is_sharded=state.num_processes > 1)
         transformers.set_seed(arguments.seed)
-        keyboard = Keyboard(_patient_comm(state))
+        keyboard = Keyboard(_patient_comm(state), goes_on=goes_on)
         with keyboard.interrupts(), contextlib.nullcontext() if state.is_main_process else silenced():
             conversation = Conversation(generator, arguments, keyboard)
             if arguments.prompt is None:
@@ -234,15 +259,19 @@ def _talk(conversation: Conversation, keyboard: Keyboard) -> None:
             if text == ANEW:
                 conversation.clear()
             elif text:
-                _answer(conversation, text)
+                _answer(conversation, text, keyboard)
         except KeyboardInterrupt:  # once more, while an answer stops
+            if not keyboard.goes_on:
+                raise
             print(f"\n{HINT}")
 
 
-def _answer(conversation: Conversation, text: str) -> None:
+def _answer(conversation: Conversation, text: str, keyboard: Keyboard) -> None:
     try:
         conversation.answer(text)
     except BadRow as error:
         print(f"{error}; {ANEW} begins a new conversation", file=sys.stderr)
     except KeyboardInterrupt:
+        if not keyboard.goes_on:
+            raise
         print("(stopped)", file=sys.stderr)

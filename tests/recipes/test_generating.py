@@ -14,8 +14,10 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from hf_zero.recipes import terminal_chat
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.data.chat import DEFAULT_TEMPLATE
 from tests.distributed import run_ranks
@@ -255,25 +257,41 @@ def test_two_processes_give_the_answers_of_one(tiny_llama, tiny_chat, adapter, t
     assert rows == [{"prompt": text, "completion": expected(tokenizer, text, model)} for text in TEXTS]
 
 
-def _chat_interrupted(argv: list[str], typed: str, folder: str):
-    """Runs `chat`. The first rank is sent SIGINT once: after three tokens of the first answer."""
+def _chat_interrupted(argv: list[str], typed: str, folder: str, is_ours: bool):
+    """Runs `chat`. After three tokens of the first answer SIGINT is sent, by torchrun to all ranks, else to the first.
+
+    Args:
+        argv: the task and its keys.
+        typed: at the first rank.
+        folder: see `run_on_this_rank`.
+        is_ours: as if hf_zero had started the ranks, and not torchrun.
+    """
     put, tokens, is_first = TextStreamer.put, [], os.environ["RANK"] == "0"
 
     def interrupted(self, value) -> None:
         put(self, value)
         tokens.append(value)
-        if len(tokens) == 4 and is_first:  # the prompt, and three tokens
+        if len(tokens) == 4 and (is_first or not is_ours):  # the prompt, and three tokens
             os.kill(os.getpid(), signal.SIGINT)
 
     stdin = io.StringIO(typed if is_first else "what nobody reads\n")
-    with mock.patch.object(TextStreamer, "put", interrupted), mock.patch("sys.stdin", stdin):
+
+    def on_own_ranks(function, folder, arguments, *, interactive) -> None:
+        interactive(folder, arguments)
+
+    with (
+        mock.patch.object(TextStreamer, "put", interrupted),
+        mock.patch.object(terminal_chat, "on_ranks", on_own_ranks if is_ours else terminal_chat.on_ranks),
+        mock.patch("sys.stdin", stdin),
+    ):
         return run_on_this_rank(argv, folder)
 
 
 def test_two_processes_chat_as_one_does_and_stop_together(tiny_chat, tmp_path):
     """What is typed at one rank is answered by both, which stop after the same token."""
     argv = ["chat", str(tiny_chat), "--use_cpu=true", f"--max_new_tokens={NUM_NEW}", "--num_processes=2"]
-    first, second = run_ranks(_chat_interrupted, 2, argv, f"the door\nthe car\n{'door ' * 300}\n", str(tmp_path))
+    typed = f"the door\nthe car\n{'door ' * 300}\n"
+    first, second = run_ranks(_chat_interrupted, 2, argv, typed, str(tmp_path), True)
     whole = expected(tiny_chat, [turn("user", "the door")])
     cut, answer, _ = first.out.split("\n")
     assert cut != whole and whole.startswith(cut)
@@ -281,6 +299,27 @@ def test_two_processes_chat_as_one_does_and_stop_together(tiny_chat, tmp_path):
     assert (first.code, answer) == (0, expected(tiny_chat, chats))
     assert first.err.startswith("(stopped)\n") and "positions for prompt and answer" in first.err
     assert (second.code, second.out, second.err) == (0, "", "")
+
+
+def test_ctrl_c_ends_the_chat_that_torchrun_has_started(tiny_chat, tmp_path):
+    """It would kill the processes 30 seconds later."""
+    argv = ["chat", str(tiny_chat), "--use_cpu=true", f"--max_new_tokens={NUM_NEW}"]
+    for ended in run_ranks(_chat_interrupted, 2, argv, "the door\nthe car\n", str(tmp_path), False):
+        assert ended.code == 130 and ended.err.endswith(": interrupted\n"), ended.err
+
+
+def _chat_apart(argv: list[str], folder: str):
+    """Runs `chat`. Each rank draws with another seed."""
+    set_seed = transformers.set_seed
+    with mock.patch.object(transformers, "set_seed", lambda seed: set_seed(seed + int(os.environ["RANK"]))):
+        return run_on_this_rank(argv, folder)
+
+
+def test_ranks_that_draw_different_tokens_end_all(tiny_chat, tmp_path):
+    argv = ["chat", str(tiny_chat), "--prompt=the", "--temperature=9.0", "--use_cpu=true", "--max_new_tokens=20"]
+    for ended in run_ranks(_chat_apart, 2, argv, str(tmp_path)):
+        assert ended.code == 1 and "chat: the ranks generated different tokens ([" in ended.err, ended.err
+        assert ended.err.count("\n") == 1
 
 
 @pytest.mark.full("slow")
