@@ -49,8 +49,8 @@ class ZeroEngine(ModelUnits):
 
     # Forward
 
-    def begin_forward(self) -> None:
-        """Prepares the forward of the model or of a module that holds blocks or root parameters."""
+    def begin_forward(self, module: nn.Module) -> None:
+        """Prepares the forward of `module`: the model, or one that holds blocks or root parameters."""
         if in_backward():
             self.unshard_root()
             return
@@ -60,7 +60,7 @@ class ZeroEngine(ModelUnits):
             writes.refuse_lost(self)
             if self._backward is not None:
                 self.recover()
-        self._forward.begin()
+        self._forward.begin(module)
         if is_outermost:
             self._first_forwards.begin_forward(self._forward.has_backward)
 

@@ -117,6 +117,15 @@ class Gradient:
             self.reduced = self._make_reduced(full)
         return self._reduce_into_rest(full, adds, what)
 
+    def leaves_at_once(self, adds: bool) -> bool:
+        """Whether an average is on its way to the place where it rests as soon as `reduce` returns, and not only when
+        that is waited for.
+
+        Args:
+            adds (`bool`): there is one of this step already, to which it is added.
+        """
+        return self.flat.comm.num_ranks == 1
+
     def _make_reduced(self, full: Tensor) -> Tensor:
         """Allocates memory for the average of the gradients in `full`."""
         raise NotImplementedError
@@ -205,6 +214,10 @@ class GradientOnHost(Gradient):
 
     rests_at = MemoryTier.HOST
 
+    def leaves_at_once(self, adds: bool) -> bool:
+        # what is added goes through staging pieces, for which the host may have to wait
+        return super().leaves_at_once(adds) or (self.flat.comm.runs_ahead and not adds)
+
     def _make_reduced(self, full: Tensor) -> Tensor:
         masters = self.flat.rest.masters
         # what comes down may be of the dtype that it rests in
@@ -213,13 +226,17 @@ class GradientOnHost(Gradient):
 
     def _reduce_into_rest(self, full: Tensor, adds: bool, what: str) -> Pending:
         transfer = self.flat.rest.masters.transfer
-        if self.flat.comm.num_ranks == 1:  # at once: the buffer is free again when the copy is made
+        if self.flat.comm.num_ranks == 1:  # the buffer is free again when the copy is made
             return transfer.down(self.reduced, full, accumulate=adds)
         if self.dtype is self.flat.dtype:
             summed = full[slice(*self.flat.held)]
         else:
             summed = torch.empty(self.reduced.shape, dtype=self.dtype, device=full.device)
         averaging = self._average(full, summed, False, what)
+        if self.leaves_at_once(adds):
+            with transfer.bus.on_side_stream("down"):  # which waits for the average, as nothing else does
+                averaging.wait()
+                return transfer.down(self.reduced, summed, accumulate=False)
 
         def finish():
             averaging.wait()

@@ -68,8 +68,8 @@ def _install_on_outer(engine: ZeroEngine, module: nn.Module, stack: Stack | None
     engine.handles.append(module.register_forward_hook(after, always_call=True, with_kwargs=True))
 
 
-def _before_outer(engine: ZeroEngine, _module, _args) -> None:
-    engine.begin_forward()
+def _before_outer(engine: ZeroEngine, module: nn.Module, _args) -> None:
+    engine.begin_forward(module)
 
 
 def _after_outer(engine: ZeroEngine, stack: Stack | None, _module, args, kwargs, output) -> None:

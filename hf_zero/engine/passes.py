@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from hf_zero.config import Residency
 from hf_zero.engine.model_units import ModelUnits
@@ -32,13 +33,19 @@ class ForwardPass:
         self.depth = 0
         self.has_backward = True
         self.running: list[Unit] = []
+        self._outermost: nn.Module | None = None  # whose forward this is, until it has taken its first unit
         self._last: Unit | None = None  # the block that has just been called, still unsharded
 
-    def begin(self) -> None:
-        """Begins the forward of the model or of a module that holds blocks or root parameters."""
+    def begin(self, module: nn.Module) -> None:
+        """Begins the forward of the model or of a module that holds blocks or root parameters. The gather of the unit
+        that its last forward took first begins behind the root's, before anything waits for that."""
+        self._engine.root.all_gather()
         if self.depth == 0:
             self._schedule.begin_pass()
             self.has_backward = torch.is_grad_enabled()
+            self._outermost, first = module, self._schedule.first_of.get(module)
+            if first is not None and first.disk_prefetcher is None:
+                prefetch(self._engine.root, [first], self.running, 1)
         self.depth += 1
         self._engine.unshard_root()
         if self.depth == 1 and self._engine.blocks:
@@ -94,6 +101,8 @@ class ForwardPass:
         block."""
         if self.depth == 0:
             self.has_backward = torch.is_grad_enabled()  # a block that is called by hand
+        if units and self._outermost is not None:
+            self._schedule.first_of[self._outermost], self._outermost = units[0], None
         for unit in units:
             stack.carries_grad = stack.carries_grad or unit.is_trainable
             if self.has_backward and stack.carries_grad:

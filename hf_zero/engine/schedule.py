@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import nn
+
 from hf_zero.engine.unit import Unit
 
 
@@ -76,6 +78,7 @@ class Schedule:
     def __init__(self, stacks: list[Stack]):
         self.stacks = stacks
         self.stack_of = {unit: stack for stack in stacks for unit in stack.units}
+        self.first_of: dict[nn.Module, Unit] = {}  # what the last outermost forward of a module took first
         self._passes: list[list[Unit]] = [[]]  # the tape: one list for each outermost forward
         self._opened: list[list[Unit]] = []  # the passes that the backward under way has come to
         self._left: Counter[Unit] = Counter()

@@ -314,14 +314,15 @@ class Unit(Uncopyable):
             chosen = [gradient for gradient in self.gradients if not gradient.is_reduced]
         else:
             chosen = [gradient for gradient in self.gradients if not gradient.is_reduced_once]
+        leave_at_once = all(gradient.leaves_at_once(adds=gradient.is_reduced) for gradient in chosen)
         pendings = [gradient.reduce(self.name) for gradient in chosen]
-        if self.gradients[0].flat.comm.num_ranks == 1:  # it has been, already
+        if leave_at_once:
             then()
 
         def finish():
             for pending in pendings:
                 pending.wait()
-            if self.gradients[0].flat.comm.num_ranks > 1:
+            if not leave_at_once:
                 then()
 
         slot, self._gradient_slot = self._gradient_slot, None

@@ -95,10 +95,11 @@ class History:
             home (`str`): the actor in whose order it goes to somebody else when it is freed.
         """
         address = address_of(tensor)
-        if address:
-            self._storage_at(address)
-            storage = tensor.untyped_storage()
-            self._storages[address] = _Storage(StorageWeakRef(storage), storage.nbytes(), home)
+        with self.lock:
+            if address:
+                self._storage_at(address)
+                storage = tensor.untyped_storage()
+                self._storages[address] = _Storage(StorageWeakRef(storage), storage.nbytes(), home)
 
     def _storage_at(self, address: int) -> _Storage | None:
         storage = self._storages.get(address)

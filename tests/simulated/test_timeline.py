@@ -1,0 +1,41 @@
+"""In which order a step issues its work, and what the time line of the simulated accelerator makes of it."""
+
+import pytest
+
+from tests.simulated.timeline import Operation, Step, timed
+
+
+def _collectives(step: Step) -> list[tuple[str, str]]:
+    return [(each.what, each.unit) for each in step.operations if each.stream == "collectives"]
+
+
+def _down(step: Step) -> list[Operation]:
+    return [each for each in step.operations if each.stream.endswith("(down)") and each.what == "copy_"]
+
+
+def test_a_stream_does_one_thing_after_another_and_what_waits_begins_later():
+    step = timed("stage 2")
+    for stream in {each.stream for each in step.operations}:
+        own = [each for each in step.operations if each.stream == stream]
+        assert all(before.stop <= after.start for before, after in zip(own, own[1:])), stream
+    assert step.seconds >= max(step.busy(computes=True), step.busy(computes=False))
+    assert 0 < step.exposed < step.busy(computes=False), "some of what is sent travels while backward computes"
+
+
+def test_the_first_block_is_on_its_way_before_the_root_is_waited_for():
+    step = timed("stage 3")
+    assert _collectives(step)[:2] == [("all-gather", "root"), ("all-gather", "model.layers.0")]
+    names = [each.what for each in step.operations]
+    assert names.index("all-gather", names.index("all-gather") + 1) < names.index("embedding")
+
+
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_average_goes_to_the_host_as_soon_as_it_is_queued(stage):
+    step = timed(f"stage {stage}, optimizer on the host")
+    sums = [each for each in step.operations if each.what == "reduce-scatter"]
+    copies = _down(step)
+    assert [each.unit for each in copies] == [each.unit for each in sums]
+    for reduction, copy, later in zip(sums, copies, [*sums[1:], None]):
+        assert copy.start == pytest.approx(reduction.stop, abs=1e-5), copy
+        assert later is None or step.operations.index(copy) < step.operations.index(later), copy
