@@ -1,12 +1,13 @@
 """Parameters that are not trained, named by patterns."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, nearest
 
 
 NUMBERS = re.compile(r"\[(\d+-\d{2,}|\d{2,}-)")  # meant as numbers of layers, but read as one letter
@@ -87,7 +88,15 @@ def _matching(names: dict[str, nn.Parameter], key: str, patterns: list[str]) -> 
     for pattern in patterns:
         matches = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
         if not matches:
-            some = ", ".join(list(names)[:3])
-            raise ConfigError(f"{key} {pattern!r}: matches none of {len(names)} parameters: {some} and so on")
+            some = f"{', '.join(list(names)[:3])} and so on"
+            near = nearest(pattern, _with_modules(names))
+            hint = f"did you mean {near}?" if near else some
+            raise ConfigError(f"{key} {pattern!r}: matches none of {len(names)} parameters; {hint}")
         found |= matches
     return found
+
+
+def _with_modules(names: Iterable[str]) -> set[str]:
+    """The names of parameters, and of the modules around them."""
+    parts = [name.split(".") for name in names]
+    return {".".join(each[:depth]) for each in parts for depth in range(1, len(each) + 1)}

@@ -228,7 +228,8 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     module = TASKS[task].load()
     settings = _parsed(task, module, argv)
     launched = launched_world_size(settings.num_processes)
-    check_training_settings(settings.training)
+    # where only rows are made ready, nothing is left in output_dir
+    check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
     if (samples := getattr(settings.arguments, "samples", 0)) < 0:
         raise ConfigError(f"samples {samples}: expected 0 or more")
     if not TASKS[task].holds_out:

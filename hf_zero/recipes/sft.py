@@ -85,10 +85,11 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
         *args: Any,
         sources: Sequence[DataSource] = (),
         mixture: Mixture | None = None,
+        test_training: Any = None,
         more_metrics: Metrics = lambda predictions: {},
         **kwargs: Any,
     ):
-        self._sources, self._mixture = sources, mixture
+        self._sources, self._mixture, self._test_training = sources, mixture, test_training
         self.notes: list[str] = []
         self.sample: dict[str, Any] | None = None
         super().__init__(*args, compute_metrics=partial(token_means, more=more_metrics), **kwargs)
@@ -121,7 +122,8 @@ class TokenMeanSFTTrainer(ZeroSFTTrainer):
             parts = [self._tokenized(each.data, prepare, each.training) for each in self._sources]
             dataset = self._mixture.mix([_alike(part) for part in parts])
         else:
-            dataset = self._tokenized(dataset, prepare, args)
+            own = self._test_training if split == "test" else None  # test rows may be of another format
+            dataset = self._tokenized(dataset, prepare, own or args)
         cuts = not packing or args.packing_strategy == "bfd"
         if isinstance(dataset, Dataset):
             dataset = self._accounted(dataset, split, args.max_length if cuts else None)
@@ -264,15 +266,22 @@ class SftTask(TrlTask):
             return without_images(form, rows) if isinstance(arguments, SftArguments) else form
         return with_images(form, rows, getattr(tokenizer, "image_token", None), tokenizer.tokenizer.eos_token or "")
 
-    def settle(self, sources: list[DataSource], tokenizer: ProcessingClass, training: Any) -> list[str]:
+    def settle(
+        self, sources: list[DataSource], test: DataSource | None, tokenizer: ProcessingClass, training: Any
+    ) -> list[str]:
         """Settles what the loss counts: what is set, or by default what the format of each data set tells apart."""
         check_text_column(training.dataset_text_field, [(each.rows, each.form) for each in sources])
-        lines = []
-        for each in sources:
-            each.training = copy(training)
-            lines.append(_settled(each.form, each.rows, tokenizer, each.training))
+        counted = [_settled(each, tokenizer, training) for each in (*sources, *filter(None, [test]))]
+        lines = [f"train: {each.rows.source}, {count}" for each, count in zip(sources, counted)]
+        if test and counted[-1] != counted[0]:
+            lines.append(f"test: {test.rows.source}, {counted[-1]}")
         for key in ("assistant_only_loss", "completion_only_loss"):
             setattr(training, key, any(getattr(each.training, key) for each in sources))
+            # of images, TRL's collator counts all rows alike
+            if test and isinstance(tokenizer, ProcessorMixin) and vars(test.training)[key] != vars(training)[key]:
+                raise ConfigError(
+                    f"{key}: with images, test rows have to be of the format of the training rows; set it"
+                )
         return lines
 
     def joined(
@@ -301,12 +310,14 @@ class SftTask(TrlTask):
         return trainer
 
 
-def _settled(form: Any, rows: Rows, tokenizer: ProcessingClass, training: Any) -> str:
+def _settled(source: DataSource, tokenizer: ProcessingClass, given: Any) -> str:
     """Settles what the loss counts of the rows of one data set, and says it.
 
     Raises:
         ConfigError: A setting does not fit them, or the tokenizer.
     """
+    form: Any = source.form
+    training = source.training = copy(given)
     columns = ", ".join(form.columns)
     for key in ("packing", "padding_free"):
         if getattr(training, key) and isinstance(tokenizer, ProcessorMixin):
@@ -325,7 +336,7 @@ def _settled(form: Any, rows: Rows, tokenizer: ProcessingClass, training: Any) -
     counted = ["what the labels say"] * (LABELS in form.gives)
     counted += ["what the assistant says"] * (training.assistant_only_loss or assistant in form.gives)
     counted += ["the completion"] * (form.counts == "completion" and training.completion_only_loss)
-    return f"train: {rows.source}, format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"
+    return f"format {form.name}; the loss counts {' in '.join(counted) or 'all tokens'}"
 
 
 def _check_marks(tokenizer: ProcessingClass) -> None:
@@ -373,7 +384,8 @@ def _loss_line(metrics: Mapping[str, float]) -> str:
 
 def _parts(task: Any, arguments: TokenArguments, training: Any, data: Data) -> dict[str, Any]:
     """The sources of mixed rows, if rows are mixed, and the metrics of the user's."""
-    return {**data.extra.get("mixed", {}), "more_metrics": metrics_of(arguments.compute_metrics)}
+    kept = {"test_training": data.extra.get("test_training"), "more_metrics": metrics_of(arguments.compute_metrics)}
+    return {**data.extra.get("mixed", {}), **kept}
 
 
 SFT = SftTask(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, 
         reason = " ".join(str(error).split())[:300]
         remedy = "a larger --max_length cuts no image" if CUT_IMAGE.search(reason) else "correct them"
         raise DataError(f"rows with images: {reason}; {remedy}") from error
+    _refuse_cut_images(collate, shown, batch)
     counts = (batch["labels"][:, 1:] != IGNORED).any(dim=1).tolist()  # the first is predicted from nothing
     if not all(counts):
         lost = rows[counts.index(False)]["images"]
@@ -38,6 +40,22 @@ def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, 
             f"{getattr(collate, 'max_length', None)}; set a larger --max_length, or drop the row"
         )
     return batch
+
+
+def _refuse_cut_images(collate: Any, rows: list[dict[str, Any]], batch: dict[str, Any]) -> None:
+    """Refuses rows that are cut within an image, of which the model would then see more pixels than places."""
+    token = getattr(getattr(collate, "processor", None), "image_token_id", None)
+    longest = getattr(collate, "max_length", None)
+    if token is None or longest is None or batch["input_ids"].shape[1] < longest:
+        return
+    whole = replace(collate, max_length=None)(rows)
+    counts = [(each["input_ids"] == token).sum(dim=1).tolist() for each in (batch, whole)]
+    for num_left, num_tokens in zip(*counts):
+        if num_left < num_tokens:
+            raise DataError(
+                f"rows with images: max_length {longest} leaves {num_left} of the {num_tokens} image tokens of a row; "
+                "a larger --max_length cuts no image"
+            )
 
 
 def with_rows(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """What the tasks have in common whose trainer is one of TRL's: rows, model, adapter, trainer, and what is said."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeAlias
 
 import trl
@@ -21,6 +23,7 @@ from hf_zero.recipes.data import (
     Rows,
     check_mixture,
     encode_rows,
+    is_reused,
     load_each,
     load_rows,
 )
@@ -190,24 +193,28 @@ class TrlTask:
         with training.main_process_first():
             found = load_each(arguments)
             tokenizer = self.load_processing_class(next(filter(image_column, found), found[0]), arguments)
+            test_rows = load_rows(arguments, "test")
             sources = [
-                DataSource(rows, self.format_of(rows, arguments, training, tokenizer), training) for rows in found
+                DataSource(rows, self.format_of(rows, arguments, training, tokenizer), training)
+                for rows in (*found, *([test_rows] if test_rows else []))
             ]
             chats = [_example_chat(each.form, each.rows) for each in sources]
+            test_source = sources.pop() if test_rows else None
             chat, tools = next((each for each in chats if each[0] is not None), chats[0])
             template = _template_path(arguments, vars(training))
             notes = template_notes(tokenizer, template, chat=chat, tools=tools, source=source)
             if hasattr(training, "chat_template_path"):
                 training.chat_template_path = None  # the tokenizer has it now
-            notes += self.settle(sources, tokenizer, training)
+            notes += self.settle(sources, test_source, tokenizer, training)
             for name, each in zip(mixture.names, sources):
                 label = "train" if len(sources) == 1 else f"train, {name}"
                 each.data = self._encoded(each.rows, each.form, arguments, each.training, tokenizer, notes, label)
             train, extra = self.joined(sources, mixture, notes)
             test = None
-            if (test_rows := load_rows(arguments, "test")) is not None:
-                test_form = self.format_of(test_rows, arguments, training, tokenizer)
-                test = self._encoded(test_rows, test_form, arguments, training, tokenizer, notes, "test")
+            if test_source is not None:
+                form, own = test_source.form, test_source.training
+                test = self._encoded(test_source.rows, form, arguments, own, tokenizer, notes, "test")
+                extra = {**extra, "test_training": own}
         firsts = [next(iter(each.data), None) for each in sources]
         if None in firsts:
             raise DataError(f"{mixture.names[firsts.index(None)]}: no good row, expected one at least; correct them")
@@ -242,8 +249,11 @@ class TrlTask:
             raise DataError(f"{rows.source}: column {column!r}: sft alone trains on images; leave the column out")
         return format_of(self.formats, rows)
 
-    def settle(self, sources: list[DataSource], tokenizer: ProcessingClass, training: Any) -> list[str]:
-        """Settles what the training arguments leave to the rows that are trained on. Gives lines about that.
+    def settle(
+        self, sources: list[DataSource], test: DataSource | None, tokenizer: ProcessingClass, training: Any
+    ) -> list[str]:
+        """Settles what the training arguments leave to the rows that are trained on, and for the test rows to them.
+        Gives lines about that.
 
         Raises:
             ConfigError: A setting does not fit the rows, or the tokenizer.
@@ -281,16 +291,20 @@ class TrlTask:
         split: str,
     ) -> Dataset | IterableDataset:
         """The rows as the trainer takes them; `notes` gets what there is to say of them."""
+        since = time.time()
         says_only = getattr(training, "assistant_only_loss", False)
+        versions = f"{trl.__version__} {version('hf-zero')}"
         data, num_bad = encode_rows(
             rows,
             partial(_read, form, tokenizer, says_only),
             form.features,
             skip_bad_rows=arguments.skip_bad_rows,
-            key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {trl.__version__}",
+            key=f"{type(form).__name__} {form} {tokenizer.chat_template} {says_only} {versions}",
             num_proc=getattr(training, "dataset_num_proc", None),
         )
         notes.append(f"{split}: a stream of rows" if rows.is_stream else f"{split}: {plural(len(data), 'row')}")
+        if isinstance(data, Dataset) and is_reused(data, since):
+            notes.append(f"{split}: read and checked before, found in the cache of datasets")
         if num_bad:
             notes.append(f"{split}: {plural(num_bad, 'bad row')} left out")
         return data

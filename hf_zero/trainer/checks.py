@@ -164,7 +164,9 @@ def _activations(settings: Settings) -> str | None:
     return None
 
 
-def _autocast(settings: Settings) -> str | None:
+def _precision(settings: Settings) -> str | None:
+    if settings["bf16"] and settings["fp16"]:
+        return "bf16 and fp16 are both set; give one of them"
     if settings["zero_autocast"] and not (settings["bf16"] or settings["fp16"]):
         return "zero_autocast: says how --bf16 or --fp16 is done, and neither is set; add --bf16"
     return None
@@ -330,7 +332,7 @@ def _offload_folder(settings: Settings) -> str | None:
 CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _supported_optimizer,
     _activations,
-    _autocast,
+    _precision,
     _kinds,
     _ranges,
     _length,

@@ -42,7 +42,8 @@ def test_what_is_named_is_not_trained(freeze, unfreeze, trained):
 @pytest.mark.parametrize(
     ("freeze", "unfreeze", "message"),
     [
-        (["first", "frist"], None, "^freeze 'frist': matches none of 6 parameters: first.weight, first"),
+        (["first", "frist"], None, "^freeze 'frist': matches none of 6 parameters; did you mean first\\?$"),
+        (["zzz"], None, "^freeze 'zzz': matches none of 6 parameters; first.weight, first.bias, .* and so on$"),
         (["first"], ["second"], "^unfreeze 'second': matches none of 2 parameters"),
         (["*"], None, r"^freeze \['\*'\]: nothing is left to train"),
     ],

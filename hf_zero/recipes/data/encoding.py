@@ -110,6 +110,12 @@ def _is_good(problem: str | None) -> bool:
     return problem is None
 
 
+def is_reused(data: Dataset, since: float) -> bool:
+    """Whether rows were in the cache of `datasets` before a moment, in seconds since 1970."""
+    files = [Path(file["filename"]) for file in data.cache_files]
+    return bool(files) and all(file.is_file() and file.stat().st_mtime < since for file in files)
+
+
 def code_hash() -> str:
     """Of the modules that make rows, so that what an older version made of them is not found in the cache."""
     files = sorted(Path(__file__).parent.glob("*.py"))

@@ -42,7 +42,7 @@ class RowRange:
         source (`str`): what messages call it.
         unit (`str`): "line" or "row".
         start (`int`): how many rows of the source come before these.
-        num_rows (`int`, *optional*): `None` for a stream, which is one part.
+        num_rows (`int`, *optional*): `None` for a stream, whose rows know their places.
     """
 
     source: str

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.rows import PLACE, BadRow, Form, RowRange, Rows, undecoded
+from hf_zero.recipes.early import check_exists
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -183,8 +184,8 @@ def check_path(name: str, key: str) -> None:
     is_path = (
         key not in ("dataset_name", "datasets") or path.suffix.lower() in READERS or name.startswith((".", "/", "~"))
     )
-    if is_path and not path.exists():
-        raise DataError(f"{name}: no such file; check {key}")
+    if is_path:
+        check_exists(name, key)
     if path.is_file() and path.suffix.lower() not in READERS:
         raise DataError(f"{name}: a {path.suffix or 'nameless'} file, expected one of {', '.join(READERS)}")
 
@@ -255,7 +256,7 @@ def stream_files(name: str, files: list[Path], split: str) -> Rows:
     reader, options, form = _reader(files[0])
     given = {"files": [str(file) for file in files], "reader": reader, "options": options}
     data = IterableDataset.from_generator(_placed_rows, gen_kwargs=given)
-    return Rows(data, name, (RowRange(name, _unit(reader), 0, None),), form)
+    return Rows(data, name, tuple(RowRange(str(file), _unit(reader), 0, None) for file in files), form)
 
 
 def _placed_rows(files: list[str], reader: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -244,6 +244,19 @@ def test_images_that_parquet_holds_are_those_of_the_files(load, tiny_llava, tmp_
     assert not load(data, dataset_streaming=True).train.features["images"].feature.decode
 
 
+def test_a_stream_of_files_in_subfolders_finds_images_beside_them(load, tmp_path):
+    for name in ("a", "b"):
+        folder = tmp_path / "rows" / name
+        folder.mkdir(parents=True)
+        [row, _] = rows_of(folder, 2)
+        (folder / "pictures" / "0.png").rename(folder / f"{name}.png")
+        write_lines(folder / "train.jsonl", [{**row, "images": [f"{name}.png"]}])
+    for streams in (False, True):
+        data = load(tmp_path / "rows", dataset_streaming=streams)
+        paths = [image["path"] for row in data.train for image in row["images"]]
+        assert paths == [str(tmp_path / "rows" / name / f"{name}.png") for name in ("a", "b")], streams
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -351,6 +364,8 @@ def test_a_row_of_which_nothing_that_counts_is_left_is_refused(load, tiny_llava,
     assert with_pixels(collate(), rows)["labels"][0, -1] == processor.tokenizer.eos_token_id
     with pytest.raises(DataError, match="no token of the row of .*0.png counts within max_length 5; set a larger"):
         with_pixels(collate(max_length=5), rows)
+    with pytest.raises(DataError, match="max_length 3 leaves 3 of the 4 image tokens of a row; a larger --max_length"):
+        with_pixels(collate(max_length=3, completion_only_loss=False), rows)
 
 
 def test_an_image_too_large_to_decode_is_a_bad_row(load, tmp_path, monkeypatch):

@@ -168,6 +168,15 @@ def test_bad_rows_and_long_rows_are_counted_and_the_first_row_is_shown(tmp_path,
     everything = run_ranks(run, 1, "sft", cache, [*argv, "--completion_only_loss", "false"], "data")[0]
     assert everything["sample"] == "⟦The cat purrs.<|endoftext|>⟧"
     assert len(everything["rows"]) == 3
+    again = "train: read and checked before, found in the cache of datasets"
+    assert again in everything["notes"] and again not in found["notes"]
+    # test rows of another format are counted by their own
+    write_lines(tmp_path / "test.jsonl", chats())
+    tested = run_ranks(run, 1, "sft", cache, [*argv, "--max_length=64", f"--test_file={tmp_path}/test.jsonl"], "data")[
+        0
+    ]
+    told = f"test: {tmp_path}/test.jsonl, format messages; the loss counts what the assistant says"
+    assert tested["notes"][1:3] == [found["notes"][0], told]
 
 
 def test_a_stream_that_is_shorter_than_a_step_is_read_again(tmp_path, cache, language_models):
