@@ -11,8 +11,11 @@ The sum over the ranks of a host comes first, that over the hosts last. Both are
 
 from collections.abc import Callable, Generator
 from functools import partial
+from itertools import count
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.base import Pending
@@ -23,6 +26,8 @@ from hf_zero.comm.shared import HostMemory
 
 # Tells whether something has happened, and waits for it when asked to.
 Condition = Callable[[bool], bool]
+# Of each process group: numbers for the collectives over it, of which every sharded model has its own.
+_NUMBERS: WeakKeyDictionary[dist.ProcessGroup, count] = WeakKeyDictionary()
 # The work of a collective. It yields what has to happen before it goes on.
 Steps = Generator[Condition, None, None]
 
@@ -68,6 +73,7 @@ class TwoLevelComm(PairwiseComm):
         self._columns = {rank: [ranks[place] for ranks in hosts] for place, rank in enumerate(own)}
         self._others = [rank for rank in self._columns[self.rank] if rank != self.rank]
         self._under_way: list[_UnderWay] = []  # in the order in which all ranks have begun them
+        self._number = next(_NUMBERS.setdefault(group, count()))  # alike on all ranks, which make it together
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._memory.own(numel, dtype)
@@ -84,7 +90,8 @@ class TwoLevelComm(PairwiseComm):
         if self._memory.number_of(full) is None:
             return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         self._count("reduce", what, out.numel() * full.element_size(), out.numel() * dtype.itemsize)
-        scratch, tag = self._scratch_of(dtype), tag_of("reduce", what)
+        # sums are sent once neighbours have theirs, so those of several models in one loss would meet
+        scratch, tag = self._scratch_of(dtype), tag_of(f"reduce {self._number}", what)
         finish = partial(average, scratch=scratch, accumulate=accumulate, count=self.num_ranks)
         if dtype is full.dtype:
             return self._begin(tag, self._reduce(full, out, scratch, finish, tag, f"reduce of unit {what!r}"))

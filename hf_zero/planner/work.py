@@ -29,6 +29,7 @@ _FLOPS: dict[Callable, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten._grouped_mm: _grouped_mm,
+    _aten.addmm_: lambda _, left, right, *__: 2 * left.numel() * right.shape[-1],
 }
 
 

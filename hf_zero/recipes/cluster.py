@@ -12,6 +12,7 @@ from tqdm import tqdm
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.planner.advice import GIB, USABLE_SHARE
+from hf_zero.planner.lone_rank import RANKS_PER_HOST
 from hf_zero.planner.prediction import Prediction, predict_rows
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
 from hf_zero.planner.topology import Cluster, device_named
@@ -67,6 +68,11 @@ class ClusterArguments:
             if num_processes % self.hosts and num_processes != 1:
                 raise ConfigError(f"--num_processes {num_processes}: {self.hosts} hosts have equally many each")
             self.gpus_per_host = max(1, num_processes // self.hosts)
+            if self.gpu is not None and self.gpus_per_host > RANKS_PER_HOST:
+                raise ConfigError(
+                    f"--num_processes {num_processes}: are {self.gpus_per_host} on a host; say with --hosts, or "
+                    "--gpus_per_host, how many hosts there are"
+                )
         num_ranks = self.hosts * self.gpus_per_host
         if num_processes not in (1, num_ranks):
             raise ConfigError(
@@ -114,6 +120,8 @@ def time_of(
     """
     if prediction.config.shard_size is not None:
         raise ConfigError("--gpu: the time of shards over groups of ranks is not modeled; leave --zero_shard_size out")
+    if arguments.load_in_8bit:
+        raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
     if prediction.time is None:
         raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
     memory = cluster.device.memory_nbytes if arguments.memory is None else int(arguments.memory * GIB)

@@ -178,7 +178,8 @@ def _tell(planned_run: PlannedRun, arguments: DeviceArguments) -> None:
     print(_heading(planned_run, prediction))
     print(prediction.render())
     if planned_run.has_reference:
-        print(reference_line(planned_run.model.parameters(), planned_run.config, planned_run.num_ranks))
+        parts = list(planned_run.model.parameters())
+        print(reference_line(parts, planned_run.config, planned_run.num_ranks, parts[0].dtype))
     for note in planned_run.notes:
         print(f"  {note}")
     memory = _memory_nbytes(arguments, on_cpu=planned_run.on_cpu)
