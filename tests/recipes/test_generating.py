@@ -275,6 +275,9 @@ def _chat_interrupted(argv: list[str], typed: str, folder: str, is_ours: bool):
             os.kill(os.getpid(), signal.SIGINT)
 
     stdin = io.StringIO(typed if is_first else "what nobody reads\n")
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # what runs in the background ignores SIGINT from the start
 
     def on_own_ranks(function, folder, arguments, *, interactive) -> None:
         interactive(folder, arguments)

@@ -290,7 +290,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(tiny_model, csv_file, tmp_path, 
 
 def test_a_reference_model_is_predicted_too():
     model = torch.nn.Linear(2**10, 2**10, bias=False)
-    config = SimpleNamespace(compute_dtype=torch.bfloat16, stage=3)
+    config = SimpleNamespace(compute_dtype=torch.bfloat16, stage=3, shard_size=None)
     trainer = SimpleNamespace(model=model, ref_model=model, args=SimpleNamespace(zero_config=lambda: config))
     assert _reference(trainer, 2)[0].split()[-2:] == ["1.00", "MiB"]
     config.stage = 2
