@@ -268,6 +268,8 @@ def _start(
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(num_threads),
     }
+    if hosts:
+        env.pop("GLOO_SOCKET_IFNAME", None)  # a recipe that this process has launched sets it to the loopback
     processes = []
     for rank, own in enumerate(args):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank % num_local)}

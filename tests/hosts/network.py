@@ -161,6 +161,7 @@ class Network:
         launcher += [f"--nproc_per_node={num_ranks}", "--rdzv_backend=c10d", "--rdzv_id=run1"]
         launcher += [f"--rdzv_endpoint={self.hosts[0].address}:{PORT}"]
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        env.pop("GLOO_SOCKET_IFNAME", None)
         return [self.start(index, [*launcher, *script], env=env) for index in range(len(self.hosts))]
 
 
