@@ -18,12 +18,6 @@ from hf_zero.errors import CommError, HfZeroError
 SMALL_TAG = 0x3FFFFFFE
 
 
-def takes_part_alone(group: dist.ProcessGroup) -> bool:
-    """Whether ranks of other groups have no part in it when this group's ranks make a new one. torch then names it by
-    how many groups each rank has made, so ranks that have made unlike many would wait for each other for ever."""
-    return dist.get_world_size(group) < dist.get_world_size()
-
-
 class DistributedComm(Comm):
     """The small, rare collectives, which are the same for all `torch.distributed` backends.
 
@@ -84,12 +78,8 @@ class DistributedComm(Comm):
     def side_group(self, purpose: str) -> Comm:
         if purpose not in self._side_groups:
             with self._reaching("connecting the ranks"):
-                group = dist.new_group(
-                    dist.get_process_group_ranks(self.group),
-                    timeout=self._timeout,
-                    backend="gloo",
-                    use_local_synchronization=takes_part_alone(self.group),
-                )
+                members = dist.get_process_group_ranks(self.group)
+                group = ranks.make_group(members, timeout=self._timeout, backend="gloo")
             ranks.same_ranks(group, self.group)
             self._side_groups[purpose] = DistributedComm(group, torch.device("cpu"), self.timeout_seconds)
         return self._side_groups[purpose]

@@ -83,14 +83,9 @@ def groups_of(group: dist.ProcessGroup, shard_size: int, timeout_seconds: float)
     if shard_size not in known:
         parts = {"shard": members[first : first + shard_size], "replicate": members[rank % shard_size :: shard_size]}
         with ranks.transport_errors("connecting the ranks", group):
+            backend, limit = dist.get_backend_config(group), timedelta(seconds=timeout_seconds)
             known[shard_size] = {
-                name: dist.new_group(
-                    part,
-                    timeout=timedelta(seconds=timeout_seconds),
-                    backend=dist.get_backend_config(group),
-                    use_local_synchronization=len(part) < dist.get_world_size(),
-                )
-                for name, part in parts.items()
+                name: ranks.make_group(part, timeout=limit, backend=backend) for name, part in parts.items()
             }
     return known[shard_size]
 

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero.comm import ranks
 from hf_zero.comm.base import Bucket, Pending
-from hf_zero.comm.distributed import DistributedComm, bytes_of, takes_part_alone
+from hf_zero.comm.distributed import DistributedComm, bytes_of
 from hf_zero.errors import ConfigError
 
 
@@ -72,13 +73,8 @@ def communicator(
         if device.type == "cuda" and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = timeout
-        known[purpose, timeout] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timeout,
-            backend=dist.get_backend_config(group),
-            pg_options=options,
-            use_local_synchronization=takes_part_alone(group),
-        )
+        members, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
+        known[purpose, timeout] = ranks.make_group(members, timeout=timeout, backend=backend, pg_options=options)
     return known[purpose, timeout]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -69,6 +70,19 @@ def same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
     """Registers `group` as one of the same ranks as `other`, in the same order."""
     if other in _ADDRESSES:
         _ADDRESSES[group] = _ADDRESSES[other]
+
+
+def make_group(members: list[int], **settings: Any) -> dist.ProcessGroup:
+    """Makes a process group, in which ranks that are no members have no part.
+
+    torch names such a group by its members and how many groups each has made, so members that have made unlike many
+    could wait for each other for ever. A group of all ranks is named as others are, since it leaves none out.
+
+    Args:
+        members (`list[int]`): global ranks.
+        settings: further arguments of `dist.new_group`.
+    """
+    return dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size(), **settings)
 
 
 def name_of(group: dist.ProcessGroup, rank: int) -> str:

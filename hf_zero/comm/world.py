@@ -85,16 +85,8 @@ def connect(
         separate_reductions=separate_reductions,
     )
     comm = make(group)
-    size = comm.num_ranks if comm.num_ranks == 1 else shard_size_of(group, shard_size)
-    if size < comm.num_ranks:
-        if _backend(group, device) == "nccl":
-            refuse_unordered("shard_size", torch.cuda.nccl.version())
-        parts = groups_of(group, size, timeout_seconds)
-        shard_group, replicate_group = make(parts["shard"]), make(parts["replicate"])
-        # what is sharded over memory rests in another way, so either all groups share it or none does
-        if len(set(comm.all_gather_object(shard_group.shared_memory is not None, what="connecting the ranks"))) > 1:
-            shard_group = make(parts["shard"], shared_memory=False)
-        comm.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
+    if comm.num_ranks > 1 and (size := shard_size_of(group, shard_size)) < comm.num_ranks:
+        _divide(comm, group, size, make)
     return comm
 
 
@@ -140,7 +132,19 @@ def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> d
             "hf_zero.shard the data-parallel ranks as `group`"
         )
     limit = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    return dist.new_group(alike, timeout=limit, use_local_synchronization=True)
+    return ranks.make_group(alike, timeout=limit)
+
+
+def _divide(comm: Comm, group: dist.ProcessGroup, shard_size: int, make: Callable[..., Comm]) -> None:
+    """Divides ranks that are connected into shard groups of equal size. All of them call it."""
+    if _backend(group, comm.device) == "nccl":
+        refuse_unordered("shard_size", torch.cuda.nccl.version())
+    parts = groups_of(group, shard_size, comm.timeout_seconds)
+    shard_group, replicate_group = make(parts["shard"]), make(parts["replicate"])
+    # what is sharded over memory rests in another way, so either all groups share it or none does
+    if len(set(comm.all_gather_object(shard_group.shared_memory is not None, what="connecting the ranks"))) > 1:
+        shard_group = make(parts["shard"], shared_memory=False)
+    comm.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
 
 
 def _comm_of(

@@ -1,8 +1,7 @@
 """Advice on the settings that fit a device: all ways to shard, to offload and to checkpoint, the cheapest first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.planner.prediction import Prediction
@@ -34,8 +33,7 @@ class Advice:
 
     def fits(self, prediction: Prediction) -> bool:
         """Whether the tensors of a step take no more than may be taken."""
-        peak = prediction.peak_nbytes
-        return (prediction.resting_nbytes if peak is None else peak) <= USABLE_SHARE * self.memory_nbytes
+        return prediction.needed_nbytes <= USABLE_SHARE * self.memory_nbytes
 
     def render(self) -> str:
         """Returns a table of the ways, and the advice with its reason."""
@@ -55,7 +53,7 @@ class Advice:
     def _verdict(self) -> str:
         best = self.best
         if best is None:
-            least = min(each.peak_nbytes or each.resting_nbytes for each in self.predictions)
+            least = min(each.needed_nbytes for each in self.predictions)
             return (
                 f"nothing fits: the least needs {least / GIB:.2f} GiB; use more ranks, shorter sequences, a smaller "
                 "micro-batch, or LoRA"
@@ -63,7 +61,7 @@ class Advice:
         before = self.predictions[: self.predictions.index(best)]
         reason = "nothing needs to be sharded"
         if before:
-            nearest = min(each.peak_nbytes or each.resting_nbytes for each in before)
+            nearest = min(each.needed_nbytes for each in before)
             reason = f"the least sharding that fits; what is cheaper needs {nearest / GIB:.2f} GiB or more"
         return f"recommended: {flags_of(best)} ({reason})"
 
@@ -78,9 +76,19 @@ def flags_of(prediction: Prediction) -> str:
     return " ".join([*flags, *(["--gradient_checkpointing"] if prediction.gradient_checkpointing else [])])
 
 
-def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
-    """Returns the settings for another stage. Stage 0 has no shard groups."""
-    return replace(config, stage=stage, shard_size=config.shard_size if stage else None)
+def ways(config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[tuple[ZeroConfig, bool]]:
+    """Yields all ways to shard and to offload, the cheapest first, each with whether blocks are checkpointed.
+
+    Args:
+        config (`ZeroConfig`): of whose stage and offload others are tried; the rest is kept.
+        gradient_checkpointing (`bool`): blocks are checkpointed in any case.
+    """
+    plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0)
+    for switch in (True,) if gradient_checkpointing or config.offload_activations else (False, True):
+        for stage, offload in WAYS:
+            shard_size = config.shard_size if stage else None  # stage 0 has no shard groups
+            offload_dir = None if offload == "none" else config.offload_dir
+            yield replace(plain, stage=stage, offload=offload, offload_dir=offload_dir, shard_size=shard_size), switch
 
 
 def advise(
@@ -98,11 +106,4 @@ def advise(
         memory_nbytes (`int`): what one device has.
         gradient_checkpointing (`bool`): blocks are checkpointed in any case.
     """
-    plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0)
-    kept: dict[str, Any] = {"offload_dir": config.offload_dir}
-    configs = [
-        replace(at_stage(plain, stage), offload=offload, **(kept if offload != "none" else {}))
-        for stage, offload in WAYS
-    ]
-    switches = (True,) if gradient_checkpointing or config.offload_activations else (False, True)
-    return Advice([predict(each, switch) for switch in switches for each in configs], memory_nbytes)
+    return Advice([predict(*way) for way in ways(config, gradient_checkpointing)], memory_nbytes)

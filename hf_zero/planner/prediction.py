@@ -73,6 +73,11 @@ class Prediction:
         return self._on(MemoryTier.DEVICE) if self.step is None else self.step.resting_nbytes
 
     @property
+    def needed_nbytes(self) -> int:
+        """The bytes that a device must have: those at the peak, or at rest where no step was run."""
+        return self.resting_nbytes if self.peak_nbytes is None else self.peak_nbytes
+
+    @property
     def peak_nbytes(self) -> int | None:
         """The highest number of bytes that tensors take on the device in a step."""
         return None if self.step is None else self.step.peak_nbytes

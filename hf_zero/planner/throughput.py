@@ -1,11 +1,11 @@
 """What a predicted step comes to in tokens per second and MFU, and which of many ways to train is the fastest."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner.advice import GIB, USABLE_SHARE, WAYS, at_stage, flags_of
+from hf_zero.planner.advice import GIB, USABLE_SHARE, flags_of, ways
 from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.timeline import NANO, StepTime
 from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
@@ -61,8 +61,7 @@ class Throughput:
 
     @property
     def peak_nbytes(self) -> int:
-        prediction = self.prediction
-        return prediction.resting_nbytes if prediction.peak_nbytes is None else prediction.peak_nbytes
+        return self.prediction.needed_nbytes
 
     def fits(self, memory_nbytes: int) -> bool:
         """Whether the tensors of a step take no more than may be taken of a device's memory."""
@@ -193,15 +192,8 @@ def rank_ways(
         watch (`Callable`): wraps the list of ways, to show progress.
     """
     found: list[Throughput] = []
-    for way, switch in watch(list(_ways(config, gradient_checkpointing))):
+    for way, switch in watch(list(ways(replace(config, offload_dir=None), gradient_checkpointing))):
         found += predict_sizes(way, switch)
     # of two that are equally fast, the one that takes less
     found.sort(key=lambda each: (-round(each.items_per_second, 1), each.peak_nbytes))
     return Ranking(found, memory_nbytes)
-
-
-def _ways(config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[tuple[ZeroConfig, bool]]:
-    plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0)
-    for switch in (True,) if gradient_checkpointing or config.offload_activations else (False, True):
-        for stage, offload in WAYS:
-            yield replace(at_stage(plain, stage), offload=offload), switch

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,14 +147,10 @@ def _deadline() -> Iterator[None]:
         raise HfZeroError(_late())
 
     before = signal.signal(signal.SIGALRM, give_up)
-    timer = threading.Timer(DEADLINE_SECONDS, os.kill, (os.getpid(), signal.SIGALRM))
-    timer.daemon = True
-    timer.start()
     try:
-        yield
+        with _when_late(os.kill, os.getpid(), signal.SIGALRM):
+            yield
     finally:
-        timer.cancel()
-        timer.join()
         signal.signal(signal.SIGALRM, before)
 
 
@@ -168,13 +164,21 @@ def _last_resort() -> Iterator[None]:
         )
         os._exit(1)
 
-    timer = threading.Timer(DEADLINE_SECONDS, end)
+    with _when_late(end):
+        yield
+
+
+@contextmanager
+def _when_late(act: Callable[..., Any], *args: Any) -> Iterator[None]:
+    """Calls `act(*args)` from another thread when the time is up before the context ends."""
+    timer = threading.Timer(DEADLINE_SECONDS, act, args)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        timer.join()
 
 
 def _outcomes(journal: Path, failure: str | None) -> list[Outcome]:

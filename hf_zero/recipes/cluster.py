@@ -118,12 +118,7 @@ def time_of(
     Raises:
         ConfigError: nothing is known of the time.
     """
-    if prediction.config.shard_size is not None:
-        raise ConfigError("--gpu: the time of shards over groups of ranks is not modeled; leave --zero_shard_size out")
-    if arguments.load_in_8bit:
-        raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
-    if prediction.time is None:
-        raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
+    _refuse_unknown(arguments, prediction)
     memory = cluster.device.memory_nbytes if arguments.memory is None else int(arguments.memory * GIB)
     size, switch = arguments.per_device_train_batch_size, arguments.gradient_checkpointing
     throughput, ranking = _throughput(prediction, cluster, batch_of(size)), None
@@ -147,6 +142,16 @@ def time_of(
     hint = "--table compares all stages, offloads and micro-batches"
     usable = f"{USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB, which tensors may take"
     return f"{throughput.render()}\nit {fits} into {usable}; {hint}"
+
+
+def _refuse_unknown(arguments: Any, prediction: Prediction) -> None:
+    """Refuses a run of whose time nothing is known."""
+    if prediction.config.shard_size is not None:
+        raise ConfigError("--gpu: the time of shards over groups of ranks is not modeled; leave --zero_shard_size out")
+    if arguments.load_in_8bit:
+        raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
+    if prediction.time is None:
+        raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
 
 
 def _with_progress(ways: list) -> Iterable:

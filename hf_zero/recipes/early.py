@@ -1,11 +1,10 @@
 """What is wrong with a command line before torch and transformers are imported, which takes seconds."""
 
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.parser import program, read_yaml
+from hf_zero.recipes.parser import given_of, program, read_yaml
 
 
 FILES = ("train_file", "test_file")
@@ -21,10 +20,7 @@ def refuse_early(argv: list[str]) -> None:
         ConfigError: `--config` names no file that can be read.
         DataError: a file of rows is missing.
     """
-    probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for key in ("config", *FILES):
-        probe.add_argument(f"--{key}", nargs="?")
-    given = vars(probe.parse_known_args(argv)[0])
+    given = given_of(argv, "config", *FILES)
     content = read_yaml(given["config"]) if given["config"] else {}
     for key in FILES:
         name = given[key] or content.get(key)

@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_zero.engine import require_engine
-from hf_zero.errors import ConfigError, DataError
+from hf_zero.errors import ConfigError, DataError, nearest
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.silence import silenced
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -98,8 +97,8 @@ def load_lm_tasks(arguments: Any, training: ZeroTrainingArguments) -> Any:
         manager = TaskManager(include_defaults=not all(map(_is_file, names)))
         for name in names:
             if not _is_file(name) and name not in manager.task_index:
-                near = get_close_matches(name, manager.task_index, 1)
-                hint = f"; did you mean {near[0]}?" if near else "; `lm_eval ls tasks` lists those there are"
+                near = nearest(name, manager.task_index)
+                hint = f"; did you mean {near}?" if near else "; `lm_eval ls tasks` lists those there are"
                 raise ConfigError(f"lm_eval_tasks: {name!r} is no task of lm_eval{hint}")
             try:
                 manager.load([name])

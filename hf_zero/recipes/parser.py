@@ -149,6 +149,19 @@ def _dataclass_parser() -> Callable[..., Parser]:
     return DataclassParser
 
 
+def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
+    """Reads some keys of a command line before it is known which others there are; `None` for what is not given.
+
+    Args:
+        argv (`list[str]`): what follows the task or tool.
+        keys (`str`): without dashes.
+    """
+    probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for key in keys:
+        probe.add_argument(f"--{key}", nargs="?")
+    return vars(probe.parse_known_args(argv)[0])
+
+
 def read_yaml(path: str) -> dict[Any, Any]:
     """Reads a YAML file, or the ready-made one of this name.
 

@@ -1,7 +1,6 @@
 """A run of a task as `plan --config` sees it: model, batch and settings, without weights, rows or devices."""
 
 import os
-from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from hf_zero.recipes.freezing import check_freezing, freeze_parameters
 from hf_zero.recipes.language_models import check_dtype
 from hf_zero.recipes.loading import DTYPES, one_line, quiet
 from hf_zero.recipes.lora import check_adapter, check_quantization
-from hf_zero.recipes.parser import parser_for, read_yaml, unknown_task_message
+from hf_zero.recipes.parser import given_of, parser_for, read_yaml, unknown_task_message
 from hf_zero.recipes.settings import Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroArgumentsMixin
@@ -114,15 +113,12 @@ def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
     Raises:
         ConfigError: there is no such file or task, or a key is unknown.
     """
-    probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    probe.add_argument("--config", nargs="?")
-    probe.add_argument("--task", nargs="?")
-    found = probe.parse_known_args(argv)[0]
-    if not found.config:
+    given = given_of(argv, "config", "task")
+    if not given["config"]:
         raise ConfigError("--config: expected a YAML file, or the name of a ready-made one")
-    task = found.task or read_yaml(found.config).get("task")
+    task = given["task"] or read_yaml(given["config"]).get("task")
     if task is None:
-        raise ConfigError(f"--config {found.config}: names no task; add --task sft, or another one")
+        raise ConfigError(f"--config {given['config']}: names no task; add --task sft, or another one")
     if task not in TASKS:
         raise ConfigError(unknown_task_message(str(task), TASKS))
     values, rest = parser_for("plan", "", [own]).parse_known_args(argv)

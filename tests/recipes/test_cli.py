@@ -79,6 +79,11 @@ def test_the_module_names_itself_in_its_usage():
     assert result.stdout.startswith("usage: python -m hf_zero.recipes <task>")
 
 
+def _run_script(script: str, folder: Path) -> subprocess.CompletedProcess:
+    run, environment = [sys.executable, "-c", script], os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.parametrize("command", ["['--help']", "['list']", "['migrate', 'ds_config.json']"])
 def test_what_computes_nothing_starts_without_torch(command, tmp_path):
     (tmp_path / "ds_config.json").write_text("{}", encoding="utf-8")
@@ -88,9 +93,7 @@ def test_what_computes_nothing_starts_without_torch(command, tmp_path):
         f"assert main({command}) == 0\n"
         "sys.exit(', '.join({'torch', 'transformers', 'datasets', 'numpy'} & sys.modules.keys()))\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-c", script]
-    result = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    result = _run_script(script, tmp_path)
     assert result.stderr.strip() == ""
 
 
@@ -124,7 +127,5 @@ def test_a_file_that_is_not_there_is_told_before_torch_is_imported(flags, code, 
         f"assert main(['sft', *{flags}]) == {code}\n"
         "assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-c", script]
-    result = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    result = _run_script(script, tmp_path)
     assert (result.returncode, result.stderr.strip()) == (0, f"hf_zero.recipes: {message}")
