@@ -69,7 +69,7 @@ def test_compiled_blocks_train_as_eager_ones(tmp_path, stage, precision, checkpo
         assert 2 <= num_graphs <= MAX_GRAPHS and not breaks, "the three blocks share them"
 
 
-@pytest.mark.full("more cases", after=1)
+@pytest.mark.full("slow")
 @pytest.mark.support("torch.compile, {model}", area="Training features")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model", ["LoRA", "T5", "dropout"])
