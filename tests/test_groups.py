@@ -52,7 +52,7 @@ def _assert_equal_on_all_ranks(subject: Sharded, what: str) -> None:
 
 
 @contextmanager
-def _on_two_hosts(is_so: bool) -> Iterator[None]:
+def on_two_hosts(is_so: bool) -> Iterator[None]:
     """Lets the first two of four ranks, and the last two, take themselves for ranks of a host each."""
     with pytest.MonkeyPatch.context() as patch:
         if is_so:
@@ -68,7 +68,7 @@ def _train_all(way: str) -> None:
     full = train(_subject(3, **settings), NAME, num_steps=NUM_STEPS)
     two = None
     for stage in (1, 2, 3):
-        with _on_two_hosts(way == "two hosts"):
+        with on_two_hosts(way == "two hosts"):
             subject = _subject(stage, shard_size="auto" if way == "two hosts" else 2, **settings)
         comm = subject.engine.comm
         kinds = [type(each).__name__ for each in (comm, comm.shard_group, comm.replicate_group)]

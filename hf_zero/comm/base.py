@@ -240,6 +240,10 @@ class Comm:
     def progress(self) -> None:
         """Advances the collectives under way as far as that needs no waiting. It is called now and then."""
 
+    def finish_gathers(self) -> None:
+        """Finishes the gathers under way that other ranks cannot finish without this one. A rank calls it before it
+        goes on to what it does not know of, where others may still wait for them."""
+
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         """Fills `full` from the shards of all ranks.
 

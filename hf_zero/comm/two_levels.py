@@ -109,6 +109,10 @@ class TwoLevelComm(PairwiseComm):
             else:
                 self._under_way.remove(collective)
 
+    def finish_gathers(self) -> None:
+        if self._under_way:
+            self._finish(self._under_way[-1])
+
     def _begin(self, tag: int, steps: Steps) -> Pending:
         collective = _UnderWay(tag, steps)
         self._under_way.append(collective)

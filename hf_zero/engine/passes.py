@@ -53,11 +53,13 @@ class ForwardPass:
 
     def end(self, stack: Stack | None, failed: bool) -> None:
         """Ends a forward that `begin` has begun. Units of its stack that were not called are gathered too, so that all
-        ranks gather the same."""
+        ranks gather the same; what the user does next may be a collective that begins once all ranks have these."""
         if stack is not None:
             rest = stack.finish()
             self._take([] if failed else rest, stack)
             stack.carries_grad = False
+            if rest and not failed:
+                self._engine.comm.shard_group.finish_gathers()
         self.depth = max(0, self.depth - 1)
 
     def leaves_alone(self, unit: Unit) -> bool:
@@ -174,6 +176,7 @@ class BackwardPass:
             elif unit in self._closed and unit.has_collected:
                 raise LifecycleError(f"unit {unit.name!r}: a gradient came after its gradients were reduced")
         engine.wait_for_reductions()
+        engine.comm.shard_group.finish_gathers()  # of units that this rank has passed over
         for unit in engine.units:
             unit.reshard()
         self._schedule.end_backward()

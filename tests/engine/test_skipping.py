@@ -1,12 +1,17 @@
 """Blocks that one rank leaves out while the others use them: nobody waits, and the average counts them as zero."""
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
+import hf_zero
 from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
-from tests.engine.reference import assert_stages_match
+from tests.engine.reference import SETTINGS, assert_stages_match
+from tests.test_groups import on_two_hosts
+from tests.tiers import more
 
 
 pytestmark = pytest.mark.direct
@@ -303,3 +308,36 @@ def _no_grad_skips():
 
 def test_blocks_skipped_on_one_rank_under_no_grad():
     run_ranks(_no_grad_skips, 2, timeout=LIMIT)
+
+
+def _collectives_of_the_user(are_two_hosts: bool, settings: dict):
+    """A rank leaves out a block and goes on to a collective of its own, in which it helps nobody."""
+
+    def wait_for_everyone() -> None:
+        dist.all_reduce(torch.ones(1))
+
+    model = five_blocks()
+    for module in (
+        model.embed,
+        *model.layers[:2],
+        model.head,
+    ):  # so no reduction follows the last gather of a backward
+        module.requires_grad_(False)
+    with on_two_hosts(are_two_hosts):
+        engine = engine_of(hf_zero.shard(model, stage=3, **SETTINGS | settings))
+    rank = engine.comm.rank
+    for name in ("last", "first"):
+        model.order = ORDERS[name](rank, 0)
+        with torch.no_grad():
+            model(inputs(rank, 0))
+        wait_for_everyone()
+        loss = loss_of(model(inputs(rank, 0).requires_grad_()))
+        wait_for_everyone()
+        loss.backward()
+        wait_for_everyone()
+
+
+@pytest.mark.parametrize("num_ranks, settings", [(4, {}), *more((2, {"shared_memory": False}))])
+def test_a_collective_of_the_user_follows_a_skipped_block(num_ranks, settings):
+    """Ranks of two hosts read one another's memory, so a gather needs all of a host."""
+    run_ranks(_collectives_of_the_user, num_ranks, num_ranks == 4, settings, timeout=LIMIT)
