@@ -216,6 +216,11 @@ class Comm:
         return []
 
     @property
+    def sum_buckets(self) -> list[Bucket]:
+        """Those of the buckets through which values go that are in the dtype of their sum."""
+        return self.buckets
+
+    @property
     def buffer_nbytes(self) -> int:
         """The bytes of all memory through which values go once it is allocated, that of the groups included."""
         own = 0 if self._average is None or self._average.memory is None else self._average.memory.nbytes
@@ -229,8 +234,9 @@ class Comm:
         return [memory for memory in found if memory is not None]
 
     def _all_buckets(self) -> list[Bucket]:
-        comms = [self] if self.replicate_group is None else [self, self.shard_group, self.replicate_group]
-        return [bucket for comm in comms for bucket in comm.buckets]
+        if self.replicate_group is None:
+            return self.buckets
+        return [*self.shard_group.buckets, *self.replicate_group.sum_buckets]  # over all ranks nothing is averaged
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates memory, 1-D, that other ranks can read directly, for tensors that are gathered or reduced. It

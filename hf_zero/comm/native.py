@@ -74,7 +74,9 @@ def communicator(
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = timeout
         members, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
-        known[purpose, timeout] = ranks.make_group(members, timeout=timeout, backend=backend, pg_options=options)
+        made = ranks.make_group(members, timeout=timeout, backend=backend, pg_options=options)
+        ranks.same_ranks(made, group)
+        known[purpose, timeout] = made
     return known[purpose, timeout]
 
 
@@ -116,6 +118,10 @@ class NativeComm(DistributedComm):
     @property
     def buckets(self) -> list[Bucket]:
         return self._buckets
+
+    @property
+    def sum_buckets(self) -> list[Bucket]:
+        return []  # they are summed where they lie
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         return super().all_gather_rows(vector.to(self.device), what=what)  # what rests on the host is counted there

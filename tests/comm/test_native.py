@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm import base, connect, ranks, world
+from hf_zero.comm.groups import Average
 from hf_zero.comm.native import NativeComm, refuse_unordered
 from hf_zero.comm.shared import SharedComm
 from hf_zero.engine import build
@@ -46,6 +47,9 @@ def _reduces(in_dtype, sum_dtype, out_dtype) -> None:
     made = [bucket.memory.numel() for bucket in comm.buckets if bucket.memory is not None]
     assert made == ([SMALL, SMALL] if casts else [])
     assert comm.buffer_nbytes == 2 * SMALL
+    parts = [NativeComm(dist.group.WORLD, CPU, 60.0, SMALL) for _ in range(2)]
+    comm.divide(*parts, Average(*parts))
+    assert comm.buffer_nbytes == 2 * SMALL, "over all ranks, and over replicas, nothing goes through buckets"
 
 
 @pytest.mark.quick(cases=2)
