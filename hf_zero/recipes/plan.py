@@ -21,6 +21,7 @@ from hf_zero.planner.advice import GIB
 from hf_zero.planner.lone_rank import planned_shard_size
 from hf_zero.recipes.cluster import ClusterArguments, time_of
 from hf_zero.recipes.data import Data
+from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.empty_models import (
     adapted,
     cast_batch,
@@ -336,6 +337,9 @@ def _widest(
     model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int
 ) -> Mapping[str, Tensor]:
     """Returns a batch of tokens with rows of the greatest possible length; other batches stay as they are."""
+    if "chosen_input_ids" in batch:  # the trainer puts both answers through the model together
+        answers = [batch[f"{name}_input_ids"] for name in ANSWERS]
+        batch = example_batch(model, sum(map(len, answers)), max(ids.shape[1] for ids in answers))
     if "input_ids" not in batch or "pixel_values" in batch or max_length is None:
         return batch
     num_rows, width = batch["input_ids"].shape

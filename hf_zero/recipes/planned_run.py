@@ -37,7 +37,8 @@ from hf_zero.trainer import ZeroArgumentsMixin
 
 
 # How many rows of a batch the tasks make of one row of data.
-ROWS = {"classify": 1, "sft": 1, "pretrain": 1, "dpo": 2, "reward": 2, "kto": 1, "grpo": 1, "rloo": 1}
+ROWS = dict.fromkeys(("classify", "sft", "pretrain", "kto", "grpo", "rloo"), 1)
+ROWS |= dict.fromkeys(("dpo", "orpo", "simpo", "reward"), 2)
 # Tasks whose losses are computed by TRL's head, which never holds all logits.
 FUSED_HEAD = ("sft", "pretrain", "dpo", "kto", "grpo", "rloo")
 GENERATING = ("grpo", "rloo")

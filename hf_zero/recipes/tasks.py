@@ -45,7 +45,7 @@ class Task:
         """Imports it, and with it torch and transformers.
 
         Raises:
-            ConfigError: It needs TRL, which cannot be imported.
+            ConfigError: It needs TRL, or a part of it, which cannot be imported.
         """
         module, _, name = self.place.partition(":")
         try:
@@ -53,6 +53,8 @@ class Task:
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "trl":
                 raise
+            if (error.name or "").startswith("trl.experimental"):
+                raise ConfigError(str(error)) from error
             reason = error.__cause__ or error
             raise ConfigError(f"TRL cannot be imported ({reason}); pip install 'hf-zero[trl]'") from error
         return getattr(found, name) if name else found
@@ -65,6 +67,13 @@ TASKS: dict[str, Task] = {
     "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft:SFT"),
     "pretrain": Task("train a language model further on plain texts", "hf_zero.recipes.sft:PRETRAIN"),
     "dpo": Task("teach a language model which of two answers to prefer", "hf_zero.recipes.trl_tasks:DPO"),
+    "orpo": Task(
+        "teach a language model to answer, and which of two answers to prefer", "hf_zero.recipes.reference_free:ORPO"
+    ),
+    "simpo": Task(
+        "teach a language model which of two answers to prefer, without a reference",
+        "hf_zero.recipes.reference_free:SIMPO",
+    ),
     "reward": Task("train a model to score answers, the preferred one higher", "hf_zero.recipes.trl_tasks:REWARD"),
     "kto": Task("teach a language model by answers that are marked good or bad", "hf_zero.recipes.trl_tasks:KTO"),
     "grpo": Task("reinforce what a language model answers, compared in groups", "hf_zero.recipes.trl_tasks:GRPO"),

@@ -99,6 +99,7 @@ class TrlTask:
         load (`Callable`): loads the model, by the arguments, those of the training, and the tokenizer.
         parts (`Callable`): what the trainer takes beside model, arguments and data, by all that is known.
         check_more (`Callable`): refuses what cannot work, by the arguments and the fields of the configuration.
+        leave_out (`Callable`): takes rows out of the trainer that it cannot train on.
         lost (`Callable`): lines about rows that `max_length` cuts or leaves out, by the trainer and the data.
         peft_task (`str`): PEFT's name for what the model does.
         pipeline (`str`): the pipeline of transformers that the trained model is tried with.
@@ -114,6 +115,7 @@ class TrlTask:
     load: Callable[[Any, Any, Any], PreTrainedModel] = load_language_model
     parts: Callable[..., dict[str, Any]] = lambda task, arguments, training, data: {}
     check_more: Callable[[Any, Mapping[str, Any]], None] = lambda arguments, training: None
+    leave_out: Callable[[Any], None] = lambda trainer: None
     lost: Callable[[Any, Data], list[str]] = lambda trainer, data: []
     peft_task: str = "CAUSAL_LM"
     pipeline: str = "text-generation"
@@ -175,8 +177,9 @@ class TrlTask:
         if training["model_init_kwargs"]:
             raise ConfigError("model_init_kwargs: has no effect; give dtype, attn_implementation or model_revision")
         if training["label_smoothing_factor"]:
-            own = "; give label_smoothing, that of DPO's loss" if "label_smoothing" in training else "; leave it out"
-            raise ConfigError(f"label_smoothing_factor: has no effect{own}")
+            loss = self.trainer.__name__.removeprefix("Zero").removesuffix("Trainer")
+            own = f"give label_smoothing, that of {loss}'s loss" if "label_smoothing" in training else "leave it out"
+            raise ConfigError(f"label_smoothing_factor: has no effect; {own}")
         if training["trust_remote_code"]:
             name = f"hf_zero.trl.{self.trainer.__name__}"
             raise ConfigError(f"trust_remote_code: not supported; train such a model with {name}")
@@ -340,6 +343,7 @@ class TrlTask:
             raise
         except ValueError as error:  # a setting that TRL or PEFT refuses
             raise ConfigError(" ".join(str(error).split())[:400]) from error
+        self.leave_out(trainer)
         if isinstance(trainer.train_dataset, IterableDataset):
             trainer.train_dataset = Stream(trainer.train_dataset)
         if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):

@@ -178,7 +178,7 @@ def _load_scorer(
 # What is said
 
 
-def _left_out(why: str, trainer: Any, data: Data) -> list[str]:
+def left_out(why: str, trainer: Any, data: Data) -> list[str]:
     """How many rows TRL has left out, for they do not fit into `max_length`."""
     # KTO makes two rows of one with a chosen and a rejected answer
     num_rows = len(data.train) * (2 if isinstance(trainer, ZeroKTOTrainer) and "chosen" in data.train.features else 1)
@@ -194,10 +194,10 @@ def _cut_preferences(trainer: Any, data: Data) -> list[str]:
     lost = sum(np.maximum(prompt + answer - max_length, 0) for answer in answers)
     num_cut = int((lost > 0).sum())
     cut = [cut_note(num_cut, max_length, int(lost.sum()))] if num_cut else []
-    return [*_left_out(LONG_PROMPT, trainer, data), *cut]
+    return [*left_out(LONG_PROMPT, trainer, data), *cut]
 
 
-def _preference_line(metrics: Mapping[str, float]) -> str:
+def preference_line(metrics: Mapping[str, float]) -> str:
     accuracy, margin = metrics["eval_rewards/accuracies"], metrics["eval_rewards/margins"]
     return f"{accuracy:.3f} of the chosen answers are preferred, by a margin of {margin:.3f}"
 
@@ -215,14 +215,14 @@ def _loss_line(metrics: Mapping[str, float]) -> str:
     return f"loss {metrics['eval_loss']:.4f}"
 
 
-DPO = TrlTask(ZeroDPOTrainer, (Preferences,), _preference_line, parts=_with_reference, lost=_cut_preferences)
+DPO = TrlTask(ZeroDPOTrainer, (Preferences,), preference_line, parts=_with_reference, lost=_cut_preferences)
 REWARD = TrlTask(
     ZeroRewardTrainer,
     (Preferences,),
     _reward_line,
     Arguments=TrlArguments,
     load=_load_scorer,
-    lost=partial(_left_out, "of which an answer has more than {} tokens"),
+    lost=partial(left_out, "of which an answer has more than {} tokens"),
     peft_task="SEQ_CLS",
     pipeline="text-classification",
 )
@@ -231,7 +231,7 @@ KTO = TrlTask(
     (Judged, Preferences),
     _loss_line,
     parts=_with_reference,
-    lost=partial(_left_out, LONG_PROMPT),
+    lost=partial(left_out, LONG_PROMPT),
     decisive_too=("per_device_train_batch_size",),  # answers are paired with those of other rows within a batch
 )
 GRPO = TrlTask(

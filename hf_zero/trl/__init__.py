@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
+    from hf_zero.trl.experimental import ZeroCPOConfig as ZeroCPOConfig
+    from hf_zero.trl.experimental import ZeroCPOTrainer as ZeroCPOTrainer
+    from hf_zero.trl.experimental import ZeroORPOConfig as ZeroORPOConfig
+    from hf_zero.trl.experimental import ZeroORPOTrainer as ZeroORPOTrainer
     from hf_zero.trl.mixin import ZeroTrlArgumentsMixin as ZeroTrlArgumentsMixin
     from hf_zero.trl.mixin import ZeroTrlTrainerMixin as ZeroTrlTrainerMixin
     from hf_zero.trl.trainers import ZeroDistillationConfig as ZeroDistillationConfig
@@ -26,8 +30,19 @@ if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
     from hf_zero.trl.trainers import ZeroSFTTrainer as ZeroSFTTrainer
 
 
-_KINDS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT")
-_MODULES = {f"Zero{kind}{part}": "trainers" for kind in _KINDS for part in ("Config", "Trainer")}
+_KINDS = {
+    "trainers": ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward", "SFT"),
+    "experimental": ("CPO", "ORPO"),
+}
+_MODULES = {
+    f"Zero{kind}{part}": module for module, kinds in _KINDS.items() for kind in kinds for part in ("Config", "Trainer")
+}
+# What a module needs, and how to install it. TRL may take away what is experimental in any release.
+_NEEDED = {
+    "experimental": ("TRL 1.16, in which it is experimental", "'trl~=1.16.0'"),
+    "trainers": ("TRL 1.16 or newer", "-U 'trl>=1.16'"),
+    "mixin": ("TRL 1.16 or newer", "-U 'trl>=1.16'"),
+}
 _MODULES |= {"ZeroTrlArgumentsMixin": "mixin", "ZeroTrlTrainerMixin": "mixin"}
 
 __all__ = list(_MODULES)
@@ -43,8 +58,9 @@ if not TYPE_CHECKING:  # as in `hf_zero`
         except ImportError as error:
             if (error.name or "").split(".")[0] != "trl":
                 raise
+            needed, wanted = _NEEDED[_MODULES[name]]
             raise ImportError(
-                f"hf_zero.trl.{name}: needs TRL 1.16 or newer, {_found(error)}; pip install -U 'trl>=1.16'", name="trl"
+                f"hf_zero.trl.{name}: needs {needed}, {_found(error)}; pip install {wanted}", name=error.name
             ) from error
         globals()[name] = found
         return found

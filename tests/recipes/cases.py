@@ -84,7 +84,7 @@ class Case:
 
 
 def flags(task: str, model: Path, data: Path, **settings) -> list[str]:
-    more = LENGTH if task in ("reward", "kto") else {}
+    more = LENGTH if task in ("reward", "kto", "orpo") else {}
     named = {"model_name_or_path": model, "train_file": data, "test_file": data, "output_dir": "out"}
     settings = {**named, **SETTINGS, **more, **settings}
     return [task, *(f"--{name}={value}" for name, value in settings.items())]
@@ -92,11 +92,14 @@ def flags(task: str, model: Path, data: Path, **settings) -> list[str]:
 
 JUDGED = {**GENERATING, "reward_funcs": "rewards.py:short", "beta": 0.1}
 REWARD_LINE = r"test rows: the mean reward of a generated answer is -?[\d.]+"
+PREFERRED_LINE = r"test rows: [\d.]+ of the chosen answers are preferred"
 LOSS_LINE = r"test rows: loss -?[\d.]+"
 CASES = {
     "sft": Case("sft", completions, rf"{LOSS_LINE} a token", LENGTH, "SFT"),
     "pretrain": Case("pretrain", texts, rf"{LOSS_LINE} a token", LENGTH, "SFT"),
-    "dpo": Case("dpo", preferences, r"test rows: [\d.]+ of the chosen answers are preferred", LENGTH, "DPO"),
+    "dpo": Case("dpo", preferences, PREFERRED_LINE, LENGTH, "DPO"),
+    "orpo": Case("orpo", preferences, PREFERRED_LINE, LENGTH, "ORPO"),
+    "simpo": Case("simpo", preferences, PREFERRED_LINE, {**LENGTH, "beta": 2.0}, "CPO"),
     "reward": Case(
         "reward",
         preferences,

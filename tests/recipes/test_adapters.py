@@ -108,7 +108,7 @@ ADDED = {
 REWARDED = {"reward_funcs", "reward_model_name_or_path"}  # of TRL's scripts for them
 ADDED_BY_TASK = {
     **{"sft": {"dataset_format", "compute_metrics"}, "pretrain": {"compute_metrics"}, "reward": set()},
-    **dict.fromkeys(("dpo", "kto", "distill"), {"chat_template_path"}),
+    **dict.fromkeys(("dpo", "orpo", "simpo", "kto", "distill"), {"chat_template_path"}),
     **dict.fromkeys(("grpo", "rloo"), REWARDED | {"chat_template_path"}),
 }
 # What they leave out: the task decides what the model does, and DDP is not what trains it.

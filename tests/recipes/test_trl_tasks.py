@@ -83,6 +83,14 @@ def test_rows_that_a_task_cannot_take_are_named(load, task, rows, message):
         ("grpo", {"reward_model_name_or_path": "MODEL"}, "is a LlamaForCausalLM, which gives no score"),
         ("distill", {}, "teacher_model_name_or_path: is missing"),
         ("grpo", {**JUDGED, "dataset_streaming": True, "max_steps": 3}, "dataset_streaming: prompts are drawn"),
+        ("orpo", {"generate_during_eval": True}, "generate_during_eval: writes to trackers alone; give --samples"),
+        (
+            "simpo",
+            {"max_completion_length": 9},
+            "max_completion_length: has no effect on these models; give max_length",
+        ),
+        ("simpo", {"label_smoothing_factor": 0.1}, "has no effect; give label_smoothing, that of CPO's loss"),
+        ("orpo", {"dataset_streaming": True, "max_steps": 3}, "dataset_streaming: TRL's trainer tokenizes all rows"),
         ("reward", {"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; leave it out"),
     ],
 )
@@ -159,16 +167,20 @@ def test_rows_that_are_left_out_are_counted(tiny_llama, load):
     from hf_zero.recipes.tasks import TASKS
 
     long = {"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door"}
-    for task, rows in (
-        ("reward", [*preferences(3), long]),
-        ("kto", [*preferences(3), {**long, "prompt": "red" * 60}]),
+    too_long = {**long, "prompt": "red" * 60}
+    for task, rows, wanted in (
+        ("reward", [long], ["1 row left out"]),
+        ("kto", [too_long], ["2 rows left out"]),
+        ("orpo", [long, too_long], ["1 row left out", "1 row cut to 48 tokens, 17 tokens lost"]),
     ):
-        data, said = load(task, rows), []
+        data, said = load(task, [*preferences(3), *rows]), []
         settings = parse_settings(task, flags(task, tiny_llama, Path("rows.jsonl"))[1:])
         training, module = settings.training_arguments(), TASKS[task].load()
         model = module.load_model(settings.arguments, training, data)
-        module.before(module.make_trainer(model, settings.arguments, training, data), data, said.append)
-        assert len(said) == 1 and "left out" in said[0], task
+        trainer = module.make_trainer(model, settings.arguments, training, data)
+        module.before(trainer, data, said.append)
+        assert [each.startswith(line) for each, line in zip(said, wanted, strict=True)] == [True] * len(wanted), said
+        assert len(trainer.eval_dataset) == len(trainer.train_dataset), "test rows are left out too"
 
 
 @pytest.mark.parametrize(("flags", "wanted"), [([], False), (["--bf16=True"], True), (["--use_cpu=True"], False)])

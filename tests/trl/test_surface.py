@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -41,14 +42,19 @@ except ImportError as error:
     assert line.startswith("hf_zero.trl.ZeroSFTTrainer: needs TRL 1.16 or newer") and "pip install -U" in line
 
 
-def test_an_old_trl_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "module", "remedy"),
+    [("KTO", "trl", "-U 'trl>=1.16'"), ("ORPO", "trl.experimental.orpo", "'trl~=1.16.0'")],
+)
+def test_another_trl_is_named(kind, module, remedy, monkeypatch):
     def import_module(_):
-        raise ImportError("cannot import name 'KTOTrainer' from 'trl'", name="trl")
+        raise ImportError(f"cannot import name '{kind}Trainer' from '{module}'", name=module)
 
-    monkeypatch.delitem(hf_zero.trl.__dict__, "ZeroKTOTrainer", raising=False)
+    monkeypatch.delitem(hf_zero.trl.__dict__, f"Zero{kind}Trainer", raising=False)
     monkeypatch.setattr(hf_zero.trl, "import_module", import_module)
-    with pytest.raises(ImportError, match=f"found {metadata.version('trl')} .cannot import name 'KTOTrainer'"):
-        getattr(hf_zero.trl, "ZeroKTOTrainer")  # noqa: B009
+    found = f"found {metadata.version('trl')} (cannot import name '{kind}Trainer' from '{module}')"
+    with pytest.raises(ImportError, match=re.escape(f"{found}; pip install {remedy}")):
+        getattr(hf_zero.trl, f"Zero{kind}Trainer")
 
 
 @pytest.mark.quick
@@ -83,7 +89,7 @@ def test_without_arguments_the_output_is_named_after_the_model_s_folder(tmp_path
 
 
 @pytest.mark.full("slow")
-@pytest.mark.parametrize("name", ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"])
+@pytest.mark.parametrize("name", ["SFT", "DPO", "ORPO", "CPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"])
 def test_configs_are_parsed_from_the_command_line(name, tmp_path):
     from transformers import HfArgumentParser
     from trl import TrlParser
