@@ -20,7 +20,7 @@ from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import GradientSlots, gradient_of
 from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.opaque import is_opaque, unpack_layers
-from hf_zero.engine.partition import UnitSpec, partition, refuse_what_cannot_be_sharded
+from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.rest import rest_of
@@ -101,7 +101,7 @@ def build(
     """
     patches = unpack_layers(model)
     parts = partition(model)
-    specs = [parts.root] + [spec for stack in parts.stacks for spec in stack.units]
+    specs = parts.units
     placeholders = Placeholders(comm.device)
     bus = bus or Bus(comm.device, comm.counters)
     arenas = Arenas.of(comm.shard_group)
@@ -116,27 +116,35 @@ def build(
     for flat in flats:
         flat.allocate()
     disk = _rest_on_disk(flats, config.offload_dir, bus)
-    _place_slots(units, config, comm, arenas.gathered)
+    sharing = _sharing(units, parts)
+    _place_slots(sharing, config, comm, arenas.gathered)
     _read_sources(flats, comm)
     for flat in flats:
         flat.fill()
         flat.reshard() if flat.rest.is_sharded else flat.unshard()
         flat.mark_clean()
     if disk is not None:
-        _make_disk_prefetchers(disk, units)
+        _make_disk_prefetchers(disk, sharing)
     remember(units)
-    _place_gradients(units, comm, arenas.collected)
+    _place_gradients(sharing, comm, arenas.collected)
     _place_buffers(model, comm)
-    engine = _assemble(model, config, comm, units, parts, specs, placeholders, bus)
+    engine = _assemble(model, config, comm, units, parts, placeholders, bus)
     engine.disk, engine.arenas, engine.divided_over = disk, arenas, divided_over
     engine.handles += patches
     trim(comm.device)
     return engine
 
 
-def _assemble(model, config, comm, units, parts, specs, placeholders, bus) -> ZeroEngine:
-    by_name = {spec.name: unit for spec, unit in zip(specs, units)}
-    owners = {spec.owner: Stack([by_name[unit.name] for unit in spec.units]) for spec in parts.stacks}
+def _assemble(model, config, comm, units, parts, placeholders, bus) -> ZeroEngine:
+    by_name = {spec.name: unit for spec, unit in zip(parts.units, units)}
+    owners = {
+        spec.owner: Stack([by_name[unit.name] for unit in spec.units], spec.head and by_name[spec.head.name])
+        for spec in parts.stacks
+    }
+    vocabulary = [spec for stack in parts.stacks for spec in (stack.embedding, stack.head) if spec is not None]
+    for stack in parts.stacks:
+        if stack.embedding is not None:
+            by_name[stack.embedding.name].is_embedding = True
     schedule = Schedule(list(owners.values()))
     engine = ZeroEngine(
         model,
@@ -144,7 +152,8 @@ def _assemble(model, config, comm, units, parts, specs, placeholders, bus) -> Ze
         comm,
         root=units[0],
         schedule=schedule,
-        modules={by_name[spec.name]: spec.module for spec in specs[1:]},
+        modules={by_name[spec.name]: spec.module for stack in parts.stacks for spec in stack.blocks},
+        vocabulary={by_name[spec.name]: spec.module for spec in vocabulary},
         placeholders=placeholders,
         bus=bus,
     )
@@ -199,26 +208,36 @@ def _lay_out(
     return Flat(infos, params, layout, plan=plan, comm=comm, dtype=dtype, rest=rest, placeholders=placeholders)
 
 
-def _place_slots(units: list[Unit], config: ZeroConfig, comm: Comm, arena: Arena) -> None:
-    """Gives a slot to every unit whose whole values do not rest. Blocks share slots.
+def _sharing(units: list[Unit], parts: Partition) -> list[list[Unit]]:
+    """Groups the units by the memory that they share: the blocks; embedding and head, which are never needed together;
+    the root."""
+    blocks = {spec.name for stack in parts.stacks for spec in stack.blocks}
+    root, *others = units
+    return [[u for u in others if u.name in blocks], [u for u in others if u.name not in blocks], [root]]
+
+
+def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm, arena: Arena) -> None:
+    """Gives a slot to every unit whose whole values do not rest. Blocks share slots, and so do embedding and head.
 
     A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
     """
-    sizes = {unit: parts_nbytes(slot_parts(unit.flats)) for unit in units if slot_parts(unit.flats)}
-    blocks = [unit for unit in sizes if unit is not units[0]]
+    blocks, *others = ([unit for unit in group if slot_parts(unit.flats)] for group in sharing)
+    sizes = {unit: parts_nbytes(slot_parts(unit.flats)) for group in (blocks, *others) for unit in group}
     largest = max((sizes[unit] for unit in blocks), default=0)
     if config.keep_gathered == "auto":
-        kept = _fitting(largest, units, comm) if largest else 0
+        kept = _fitting(largest, [unit for group in sharing for unit in group], comm) if largest else 0
     else:
         kept = int(config.keep_gathered)
     num_slots = min(len(blocks), config.prefetch_units + 1 + kept)
-    wanted = [largest] * num_slots + [nbytes for unit, nbytes in sizes.items() if unit is units[0]]
-    for nbytes in wanted:
-        arena.expect(nbytes, torch.uint8)
-    slots = [Slot(arena.take(nbytes, torch.uint8)) for nbytes in wanted]
-    for unit in sizes:
-        unit.slot = slots[-1] if unit is units[0] else slots[blocks.index(unit) % num_slots]
-        bind_to_slot(unit.flats, unit.slot)
+    counted = [(blocks, num_slots), *((group, 1) for group in others if group)]
+    wanted = [(max((sizes[unit] for unit in group), default=0), count) for group, count in counted]
+    for nbytes, count in wanted:
+        arena.expect(nbytes, torch.uint8, count)
+    for (group, _), (nbytes, count) in zip(counted, wanted):
+        slots = [Slot(arena.take(nbytes, torch.uint8)) for _ in range(count)]
+        for position, unit in enumerate(group):
+            unit.slot = slots[position % count]
+            bind_to_slot(unit.flats, unit.slot)
 
 
 def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
@@ -278,30 +297,39 @@ def _rest_on_disk(flats: list[Flat], folder: str | None, bus: Bus) -> "DiskOfflo
     return disk
 
 
-def _make_disk_prefetchers(disk: "DiskOffload", units: list[Unit]) -> None:
-    """Gives a prefetcher to each unit whose values rest on disk. A block is read at once; the root may be much larger,
-    and is read in windows."""
-    for unit in units:
+def _make_disk_prefetchers(disk: "DiskOffload", sharing: list[list[Unit]]) -> None:
+    """Gives a prefetcher to each unit whose values rest on disk. A block is read at once; the others may be much
+    larger, and are read in windows."""
+    blocks = sharing[0]
+    for unit in (unit for group in sharing for unit in group):
         flats = [flat for flat in unit.flats if flat.rest.source is not None and flat.rest.source.on_disk is not None]
         if flats:
             tensors = [flat.rest.source.on_disk for flat in flats]
-            unit.disk_prefetcher = disk.prefetcher(tensors, partial(_own_ranges, flats), in_windows=unit is units[0])
+            unit.disk_prefetcher = disk.prefetcher(tensors, partial(_own_ranges, flats), in_windows=unit not in blocks)
 
 
 def _own_ranges(flats: list[Flat]) -> list[torch.Tensor]:
     return [flat.full[slice(*flat.owned)] for flat in flats]
 
 
-def _place_gradients(units: list[Unit], comm: Comm, arena: Arena) -> None:
-    """Gives memory for gradients to every trainable unit: memory of its own, or buffers that the blocks share."""
-    lent = [unit for unit in units if unit.gradients and not unit.gradients[0].is_persistent]
-    root = [unit for unit in lent if unit is units[0]]
-    for members in (lent[len(root) :], root):
-        sizes = [parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in members]
-        slots = GradientSlots(max(sizes, default=0), min(len(sizes), 2), arena)
-        for unit in members:
+def _is_lent(unit: Unit) -> bool:
+    return bool(unit.gradients) and not unit.gradients[0].is_persistent
+
+
+def _place_gradients(sharing: list[list[Unit]], comm: Comm, arena: Arena) -> None:
+    """Gives memory for gradients to every trainable unit: memory of its own, or buffers that units share."""
+    lent = [
+        {unit: parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in group if _is_lent(unit)}
+        for group in sharing
+    ]
+    blocks, vocabulary, root = (max(sizes.values(), default=0) for sizes in lent)
+    if 2 * max(blocks, vocabulary) < 2 * blocks + vocabulary:  # less than with a buffer of their own
+        lent = [lent[0] | lent[1], lent[2]]
+    for sizes, count in zip(lent, (2, 1, 1)):
+        slots = GradientSlots(max(sizes.values(), default=0), min(len(sizes), count), arena)
+        for unit in sizes:
             unit.gradient_slots = slots
-    for gradient in (g for unit in units for g in unit.gradients if g.is_persistent):
+    for gradient in (g for group in sharing for unit in group for g in unit.gradients if g.is_persistent):
         full = comm.shard_group.empty(gradient.flat.layout.full_numel, gradient.flat.dtype)
         gradient.lend(full, gradient.views_of(full))
 

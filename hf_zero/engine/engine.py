@@ -29,6 +29,13 @@ DOUBLE_BACKWARD = (
 )
 
 
+HEAD_USED = (
+    "{name}: is used before the blocks or between them, otherwise than by a call of the head, and its gradients are "
+    "reduced before the blocks' backward; use it behind them, or make the head an attribute of another module too, "
+    "before the model is sharded, so that it stays whole and is reduced at the end"
+)
+
+
 class ZeroEngine(ModelUnits):
     """Brings a model's units where forward, backward and the optimizer need them. What is known of a forward, and of a
     backward, is one object each (`ForwardPass`, `BackwardPass`, which tell the order of one step at stage 3); it goes
@@ -52,7 +59,7 @@ class ZeroEngine(ModelUnits):
     def begin_forward(self, module: nn.Module) -> None:
         """Prepares the forward of `module`: the model, or one that holds blocks or root parameters."""
         if in_backward():
-            self.unshard_root()
+            self.unshard_around(with_head=self.is_head(module))
             return
         is_outermost = self._forward.depth == 0
         if is_outermost:
@@ -79,7 +86,7 @@ class ZeroEngine(ModelUnits):
             return
         self._forward = ForwardPass(self)
         if failed or not torch.is_grad_enabled():
-            self.root.reshard()
+            self.reshard_around()
         if not failed:
             self.refuse_misuse()  # while the graph still holds what it took: backward lets go of it, the latest first
 
@@ -104,12 +111,15 @@ class ZeroEngine(ModelUnits):
 
     # Backward
 
-    def before_backward(self, *, unit: Unit | None = None, units: list[Unit] | None = None) -> None:
+    def before_backward(
+        self, *, unit: Unit | None = None, units: list[Unit] | None = None, is_heads: bool = False
+    ) -> None:
         """Notes that the gradient of an output has arrived.
 
         Args:
             unit (`Unit`, *optional*): the block whose output it is.
             units (`list[Unit]`, *optional*): what the model's forward noted, when the output is the model's.
+            is_heads (`bool`): the output is the head's.
 
         Raises:
             `UnsupportedError`: when the backward itself is to be differentiated.
@@ -121,6 +131,8 @@ class ZeroEngine(ModelUnits):
             backward.open_pass(units)
         if unit is not None:
             backward.visit(unit)
+        if is_heads:
+            self.unshard_around(with_head=True)  # a recomputation may have gathered the embedding in its slot
 
     def _open_backward(self) -> BackwardPass:
         """Opens a backward when its first gradient comes: the root becomes whole, and a callback at the end is
@@ -131,7 +143,7 @@ class ZeroEngine(ModelUnits):
             self.grad_norm = None
             self._apply_grad_scale()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            self.unshard_root()
+            self.unshard_around(with_head=True)
         return self._backward
 
     def _end_backward(self) -> None:
@@ -158,7 +170,9 @@ class ZeroEngine(ModelUnits):
             raise UnsupportedError(DOUBLE_BACKWARD)
         if self._backward is None and not gradient.is_reduced_once:
             self._open_backward()
-        if unit.phase is not Phase.UNSHARDED:
+        if unit is self.head and self._backward is not None and self._backward.has_closed(unit):
+            raise LifecycleError(HEAD_USED.format(name=gradient.flat.infos[index].name))
+        if unit.phase is not Phase.UNSHARDED and not unit.is_embedding:
             raise LifecycleError(
                 f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through "
                 "the outputs of its forward, so its parameters were away; return the tensor from the block's forward, "
@@ -293,7 +307,8 @@ class ZeroEngine(ModelUnits):
         if all(other == own for other in self.comm.all_gather_object(own, what="the end of a step")):
             for stack in self.schedule.stacks:
                 stack.order(stack.seen + [unit for unit in stack.units if unit not in stack.seen])
-            reassign_slots([unit for stack in self.schedule.stacks for unit in stack.units])
+            in_order = [unit for stack in self.schedule.stacks for unit in stack.units]
+            reassign_slots([unit for unit in in_order if unit in self.modules])
         self._is_order_known = True
 
     # What the masters and gradients hold

@@ -269,12 +269,13 @@ class GradientSlots:
 
     Args:
         nbytes (`int`): what the largest unit needs.
-        count (`int`): how many are expected.
+        count (`int`): how many suffice.
         arena (`Arena`): where from.
     """
 
     def __init__(self, nbytes: int, count: int, arena: Arena):
-        self._nbytes = nbytes
+        self.nbytes = nbytes
+        self.count = count
         self._arena = arena
         arena.expect(nbytes, torch.uint8, count)
         self._free: list[Slot] = []
@@ -286,11 +287,11 @@ class GradientSlots:
         return [*self._free, *self._busy]
 
     def acquire(self) -> Slot:
-        """Returns a buffer for gradients: a new one while there is at most one, then the one whose reduction began
+        """Returns a buffer for gradients: a new one while there are too few, then the one whose reduction began
         first."""
-        if not self._free and len(self._busy) > 1:
+        if not self._free and len(self._busy) >= self.count:
             self._wait_for_oldest()
-        slot = self._free.pop() if self._free else Slot(self._arena.take(self._nbytes, torch.uint8))
+        slot = self._free.pop() if self._free else Slot(self._arena.take(self.nbytes, torch.uint8))
         self._busy[slot] = None
         return slot
 

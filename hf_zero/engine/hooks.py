@@ -41,12 +41,13 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
     _guard_loading(engine)
     if not any(unit.is_sharded or unit.reduces_each_backward for unit in engine.units):
         return  # nothing is moved during forward and backward
-    for module in _outer_modules(engine.model, engine.modules, engine.root):
+    for module in _outer_modules(engine):
         _install_on_outer(engine, module, owners.get(module))
         if module is not engine.model:
             engine.handles += ForwardGuard.build(module)
     moves_blocks = engine.plan.grad is Residency.SHARDED or engine.plan.compute is Residency.SHARDED
-    for unit, module in engine.modules.items() if moves_blocks else ():
+    called = {unit: module for unit, module in engine.vocabulary.items() if unit.is_embedding} | engine.modules
+    for unit, module in called.items() if moves_blocks else ():
         _install_on_block(engine, unit, module)
         engine.handles += ForwardGuard.build(module)
     if any(unit.is_sharded for unit in engine.units):
@@ -72,11 +73,12 @@ def _before_outer(engine: ZeroEngine, module: nn.Module, _args) -> None:
     engine.begin_forward(module)
 
 
-def _after_outer(engine: ZeroEngine, stack: Stack | None, _module, args, kwargs, output) -> None:
+def _after_outer(engine: ZeroEngine, stack: Stack | None, module, args, kwargs, output) -> None:
     failed = output is None and sys.exc_info()[0] is not None
     engine.end_forward(stack, failed)
     noted = engine.schedule.current_pass
-    _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(units=noted))
+    is_heads = engine.is_head(module)
+    _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(units=noted, is_heads=is_heads))
 
 
 def _install_on_block(engine: ZeroEngine, unit: Unit, module: nn.Module) -> None:
@@ -95,7 +97,8 @@ def _before_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs) -> None
 def _after_block(engine: ZeroEngine, unit: Unit, _module, args, kwargs, output) -> None:
     if engine.leaves_alone(unit):
         return
-    _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit))
+    if not unit.is_embedding:
+        _hook_outputs(output, [args, kwargs], lambda _grad: engine.before_backward(unit=unit))
     engine.after_block(unit)
 
 
@@ -182,16 +185,18 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
             flat.write_master(index, values)
 
 
-def _outer_modules(model: nn.Module, blocks: dict[Unit, nn.Module], root: Unit) -> list[nn.Module]:
-    """Returns the modules around the blocks, and at stage 3 those that own parameters of the root. Any of them may be
-    called alone."""
-    inside = {id(m) for block in blocks.values() for m in block.modules()}
-    root_params = {id(p) for flat in root.flats for p in flat.params}
+def _outer_modules(engine: ZeroEngine) -> list[nn.Module]:
+    """Returns the modules around the blocks, the head, and at stage 3 those that own parameters of the root. Any of
+    them may be called alone."""
+    inside = {id(m) for block in engine.modules.values() for m in block.modules()}
+    inside |= {id(module) for unit, module in engine.vocabulary.items() if unit.is_embedding}
+    held = {id(p) for flat in engine.root.flats if engine.root.is_sharded for p in flat.params}
+    held |= {id(p) for flat in (engine.head.flats if engine.head is not None else ()) for p in flat.params}
     outer = []
-    for module in model.modules():
+    for module in engine.model.modules():
         holds_block = any(id(child) in inside for child in module.modules())
-        owns_root = root.is_sharded and any(id(p) in root_params for p in module.parameters(recurse=False))
-        if module is model or (id(module) not in inside and (holds_block or owns_root)):
+        owns_held = any(id(p) in held for p in module.parameters(recurse=False))
+        if module is engine.model or (id(module) not in inside and (holds_block or owns_held)):
             outer.append(module)
     return outer
 

@@ -58,6 +58,7 @@ class ModelUnits(Uncopyable):
         root (`Unit`): the parameters outside of all blocks.
         schedule (`Schedule`): the blocks' units.
         modules (`dict[Unit, nn.Module]`): each block's module.
+        vocabulary (`dict[Unit, nn.Module]`): the modules of the embedding and of the head that are units of their own.
         placeholders (`Placeholders`): what parameters read while their data is away.
         bus (`Bus`): the way to the host's memory.
     """
@@ -71,6 +72,7 @@ class ModelUnits(Uncopyable):
         root: Unit,
         schedule: Schedule,
         modules: dict[Unit, nn.Module],
+        vocabulary: dict[Unit, nn.Module],
         placeholders: Placeholders,
         bus: Bus,
     ):
@@ -83,8 +85,12 @@ class ModelUnits(Uncopyable):
         self.root = root
         self.schedule = schedule
         self.modules = modules
+        self.vocabulary = vocabulary
+        self.head = next((stack.head for stack in schedule.stacks if stack.head is not None), None)
+        self.head_stays = False  # in a backward until its end: it was called before the blocks, or between them
         self.divided_over: Comm | None = None  # the tensor-parallel ranks; None where each holds whole parameters
         self.compiled_with: dict | None = None  # options of `torch.compile`; None while blocks run eagerly
+        # those of the stacks: blocks, and embedding and head where they are units
         self.blocks = [unit for stack in schedule.stacks for unit in stack.units]
         self.units = [root, *self.blocks]
         self.flats = [flat for unit in self.units for flat in unit.flats]
@@ -122,10 +128,27 @@ class ModelUnits(Uncopyable):
         for unit in self.units:
             yield from unit.gradients
 
-    def unshard_root(self) -> None:
-        """Makes the parameters outside of all blocks whole."""
-        self.root.all_gather()
-        self.root.unshard()
+    def unshard_around(self, *, with_head: bool) -> None:
+        """Makes the parameters of the root whole.
+
+        Args:
+            with_head (`bool`): those of the head too, if it is a unit.
+        """
+        units = [self.root, self.head] if with_head and self.head is not None else [self.root]
+        for unit in units:
+            unit.all_gather()
+        for unit in units:
+            unit.unshard()
+
+    def is_head(self, module: nn.Module) -> bool:
+        """Whether a module is the head, and its parameters are a unit."""
+        return self.head is not None and self.vocabulary[self.head] is module
+
+    def reshard_around(self) -> None:
+        """Puts placeholders into the parameters of root and head."""
+        for unit in (self.root, self.head):
+            if unit is not None:
+                unit.reshard()
 
     def reduce(self, unit: Unit, at_step: bool = False) -> None:
         """Begins to reduce a unit's gradients, after its backward or `at_step`."""

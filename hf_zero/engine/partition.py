@@ -1,8 +1,10 @@
-"""The partition of a model into units by its structure: its repeated blocks, and the root with the rest."""
+"""The partition of a model into units by its structure: its repeated blocks, the two matrices of a large vocabulary,
+and the root with the rest."""
 
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +14,13 @@ from hf_zero.engine.source import COMPUTED, fits, source_of
 from hf_zero.errors import UnsupportedError
 
 
+# An embedding and a head of so many elements each are units of their own; smaller ones are not worth the gathers.
+VOCABULARY_NUMEL = 2**24
+# The methods of transformers' models that return them, and the classes whose forward they have to have: how backward
+# uses their values is known.
+VOCABULARY = {"get_input_embeddings": nn.Embedding, "get_output_embeddings": nn.Linear}
+# Libraries whose forwards call the embedding before the blocks and use the head behind them; others may do anything.
+KNOWN_LIBRARIES = {"torch", "transformers", "peft", "trl", "accelerate", "hf_zero"}
 SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # the dtypes that gradients may have
 
 
@@ -26,10 +35,25 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class StackSpec:
-    """The description of a stack: blocks that the forward of `owner` calls in their order."""
+    """The description of a stack: blocks that the forward of `owner` calls in their order.
+
+    Args:
+        owner (`nn.Module`): the module.
+        blocks (`list[UnitSpec]`): in their order.
+        embedding (`UnitSpec`, *optional*): of the tokens, before the blocks, where it is a unit of its own.
+        head (`UnitSpec`, *optional*): the matrix that makes logits of what the owner returns; where there is an
+            embedding.
+    """
 
     owner: nn.Module
-    units: list[UnitSpec]
+    blocks: list[UnitSpec]
+    embedding: UnitSpec | None = None
+    head: UnitSpec | None = None
+
+    @property
+    def units(self) -> list[UnitSpec]:
+        """All units of the stack in their order."""
+        return [unit for unit in (self.embedding, *self.blocks, self.head) if unit is not None]
 
 
 @dataclass(frozen=True)
@@ -39,13 +63,19 @@ class Partition:
     root: UnitSpec
     stacks: list[StackSpec]
 
+    @property
+    def units(self) -> list[UnitSpec]:
+        """All units, the root first."""
+        return [self.root, *(unit for stack in self.stacks for unit in stack.units)]
+
 
 def partition(model: nn.Module) -> Partition:
     """Divides a model into units.
 
     Blocks are the members of a repeated container (`ModuleList`, `Sequential`) whose class the model names in
     `_no_split_modules`; without such names, the members of the longest containers. A parameter that two blocks share,
-    or that a module outside of all blocks has too, belongs to the root.
+    or that a module outside of all blocks has too, belongs to the root. So do embedding and head, unless both are
+    large and not tied, and all code around the blocks is of `KNOWN_LIBRARIES`.
 
     Args:
         model (`nn.Module`): any module. Ties are found by identity.
@@ -70,7 +100,51 @@ def partition(model: nn.Module) -> Partition:
             owner = _caller(model, path)
             stacks.setdefault(owner, []).extend(units)
     rest = {name: p for name, p in model.named_parameters() if id(p) not in taken}
-    return Partition(UnitSpec("root", model, rest), [StackSpec(owner, units) for owner, units in stacks.items()])
+    specs = [_with_vocabulary(model, owner, units, rest) for owner, units in stacks.items()]
+    return Partition(UnitSpec("root", model, rest), specs)
+
+
+def _with_vocabulary(
+    model: nn.Module, owner: nn.Module, blocks: list[UnitSpec], rest: dict[str, nn.Parameter]
+) -> StackSpec:
+    """Describes a stack, with the embedding that its owner calls and the head that is called after it, if both are to
+    be units. Their parameters are taken out of `rest`."""
+    if not all(_is_known(module) for module in _around(model, {id(spec.module) for spec in blocks})):
+        return StackSpec(owner, blocks)
+    paths = {module: path for path, module in model.named_modules()}
+    embedding, head = (_large(model, name, kind) for name, kind in VOCABULARY.items())
+    if embedding not in paths or head not in paths or _caller(model, paths[embedding]) is not owner:
+        return StackSpec(owner, blocks)
+    if head in set(owner.modules()) or embedding.max_norm is not None:  # called before its end; written to
+        return StackSpec(owner, blocks)
+    own = [{f"{paths[module]}.{key}": p for key, p in module.named_parameters()} for module in (embedding, head)]
+    if any(name not in rest for params in own for name in params):
+        return StackSpec(owner, blocks)
+    for name in [*own[0], *own[1]]:
+        del rest[name]
+    first, last = (UnitSpec(paths[module], module, params) for module, params in zip((embedding, head), own))
+    return StackSpec(owner, blocks, first, last)
+
+
+def _large(model: nn.Module, method: str, kind: type[nn.Module]) -> Any:
+    """Returns the module that one of the model's methods returns, if it has that kind's forward, and a large weight
+    that is not tied and not computed from others."""
+    try:
+        module = getattr(model, method, lambda: None)()
+    except (NotImplementedError, AttributeError):  # the model has none
+        return None
+    if getattr(type(module), "forward", None) is not kind.forward or any(True for _ in module.children()):
+        return None
+    weight = module._parameters.get("weight")
+    if weight is None or weight.numel() < VOCABULARY_NUMEL:
+        return None
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return module if all(names[id(p)] == 1 for p in module.parameters()) else None
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module's forward is of one of the libraries whose code is known."""
+    return str(getattr(module.forward, "__module__", None)).partition(".")[0] in KNOWN_LIBRARIES
 
 
 def _caller(model: nn.Module, path: str) -> nn.Module:

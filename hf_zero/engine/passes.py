@@ -47,7 +47,10 @@ class ForwardPass:
             if first is not None and first.disk_prefetcher is None:
                 prefetch(self._engine.root, [first], self.running, 1)
         self.depth += 1
-        self._engine.unshard_root()
+        is_head = self._engine.is_head(module)
+        if is_head and torch.is_grad_enabled() and not self._schedule.is_behind(self._engine.head):
+            self._engine.head_stays = True
+        self._engine.unshard_around(with_head=is_head)
         if self.depth == 1 and self._engine.blocks:
             self._engine.blocks[0].prefetch_from_disk()
 
@@ -57,10 +60,14 @@ class ForwardPass:
         if stack is not None:
             rest = stack.finish()
             self._take([] if failed else rest, stack)
+            if stack.head is not None and not failed:
+                stack.head.unshard()  # whoever uses it, and however
             stack.carries_grad = False
             if rest and not failed:
                 self._engine.comm.shard_group.finish_gathers()
         self.depth = max(0, self.depth - 1)
+        if not failed:
+            self._return_head()
 
     def leaves_alone(self, unit: Unit) -> bool:
         """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,
@@ -91,6 +98,16 @@ class ForwardPass:
         if unit not in self.running:
             unit.end_use()
             self._last = unit
+        if unit.is_embedding:
+            self._return_head()
+
+    def _return_head(self) -> None:
+        """Gathers the head again behind an embedding that was called alone and has taken their slot, while a backward
+        is to come that reads the head's values there, for losses that take its weight themselves."""
+        head = self._engine.head
+        if self.depth == 0 and head is not None and self._schedule.expects(head):
+            head.all_gather()
+            head.unshard()
 
     def reshard_last(self) -> None:
         """Reshards the block that was called last."""
@@ -107,7 +124,7 @@ class ForwardPass:
             self._schedule.first_of[self._outermost], self._outermost = units[0], None
         for unit in units:
             stack.carries_grad = stack.carries_grad or unit.is_trainable
-            if self.has_backward and stack.carries_grad:
+            if self.has_backward and stack.carries_grad and not unit.is_embedding:
                 self._schedule.record(unit)
             self._all_gather(unit)
 
@@ -147,6 +164,12 @@ class BackwardPass:
             units (`list[Unit]`): what the model's forward noted.
         """
         self._pass_over(self._schedule.open_pass(units))
+        if units and units[-1] is self._engine.head:  # it has no hook of its own
+            self.visit(units[-1])
+
+    def has_closed(self, unit: Unit) -> bool:
+        """Whether the reduction of a unit has begun, after which no gradient may come."""
+        return unit in self._closed
 
     def visit(self, unit: Unit) -> None:
         """Makes the parameters of the unit whole that backward has come to, and reduces the units that backward has
@@ -191,7 +214,7 @@ class BackwardPass:
         if unit is self._current:
             return
         done, self._current = self._current, unit
-        if done is None:
+        if done is None or (done is self._engine.head and self._engine.head_stays):
             return
         done.reshard()
         is_sharded = self._engine.plan.grad is Residency.SHARDED

@@ -21,9 +21,11 @@ class Stack:
 
     Args:
         units (`list[Unit]`): in the order in which they are expected.
+        head (`Unit`, *optional*): the last of them, which no call comes to: it is whole when the stack has ended.
     """
 
-    def __init__(self, units: list[Unit]):
+    def __init__(self, units: list[Unit], head: Unit | None = None):
+        self.head = head
         self.order(units)
         self.seen: list[Unit] = []  # in the order of their first call
         self.next = 0  # the first unit not yet taken in this pass
@@ -157,6 +159,14 @@ class Schedule:
         self._left[visit.unit] -= 1
         self._rewound.add(visit.unit)
         return visit
+
+    def expects(self, unit: Unit) -> bool:
+        """Whether a backward is to come to a recorded use of `unit`."""
+        return self._left[unit] > 0
+
+    def is_behind(self, unit: Unit) -> bool:
+        """Whether the last unit of a stack is used behind the others now: backward will come to this use first."""
+        return self.stack_of[unit].next == 0 and self.expects(unit)
 
     def is_complete(self, unit: Unit) -> bool:
         """Whether the backward under way has come to every recorded use of `unit`. A unit that is not on the tape may

@@ -148,6 +148,7 @@ def _restore(engine: ZeroEngine) -> None:
     engine.units.clear()
     engine.blocks.clear()
     engine.modules.clear()
+    engine.vocabulary.clear()
     engine.schedule.stacks.clear()
 
 

@@ -9,7 +9,6 @@ from hf_zero.config import MemoryTier, Residency
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientInPlace
-from hf_zero.sharding.arena import parts_nbytes
 
 
 # Under which name of `MemoryReport` a class counts.
@@ -123,10 +122,5 @@ def _count_gradient(gradient: Gradient, numel: Counter) -> None:
 def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:
     """Bytes of the slots that units are gathered in, and of those that gradients are collected in during backward."""
     slots = {id(unit.slot): unit.slot.buffer.numel() for unit in engine.units if unit.slot is not None}
-    lent: dict[int, list[int]] = {}
-    for unit in engine.units:
-        if unit.gradients and unit.gradient_slots is not None and not unit.gradients[0].is_persistent:
-            nbytes = parts_nbytes([gradient.flat.slot_part for gradient in unit.gradients])
-            lent.setdefault(id(unit.gradient_slots), []).append(nbytes)
-    # two buffers take turns where there are several units
-    return sum(slots.values()), sum(max(sizes) * min(len(sizes), 2) for sizes in lent.values())
+    lent = {unit.gradient_slots for unit in engine.units if unit.gradient_slots is not None}
+    return sum(slots.values()), sum(each.nbytes * each.count for each in lent)

@@ -325,7 +325,7 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
 def alike_blocks(model: nn.Module) -> str | None:
     """Returns the path of the list that has all of a model's blocks, if they are equal; `None` where there is none."""
     stacks = partition(model).stacks
-    units = stacks[0].units if len(stacks) == 1 else []
+    units = stacks[0].blocks if len(stacks) == 1 else []
     path = units[0].name.rpartition(".")[0] if units else ""
     container = model.get_submodule(path)
     is_list = isinstance(container, nn.ModuleList) and len(container) == len(units)

@@ -116,7 +116,7 @@ class SimulatedStep:
             self.optimizer = ShardedOptimizer(self.engine, MetaOptimizer(trained, make_optimizer, self.meter.timeline))
             # a step without a backward: everything that comes with the first one, and stays, is there then,
             # as does a root of which nothing is trained
-            self.engine.unshard_root()
+            self.engine.unshard_around(with_head=False)
             self.engine.root.reshard()
             self.optimizer.step()
             self.optimizer.zero_grad()

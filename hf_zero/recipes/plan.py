@@ -284,8 +284,7 @@ def units_table(model: nn.Module) -> list[str]:
     Args:
         model (`nn.Module`): Not sharded; its weights may still be in files.
     """
-    parts = partition(model)
-    specs = [parts.root, *(spec for stack in parts.stacks for spec in stack.units)]
+    specs = partition(model).units
     rows: list[tuple[list[str], tuple[int, int]]] = []
     for spec in specs:
         params = list(spec.params.values())

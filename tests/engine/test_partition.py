@@ -23,7 +23,8 @@ def units_of(model: nn.Module) -> list[str]:
     for stack in parts.stacks:
         modules = {id(module) for module in stack.owner.modules()}
         for spec in stack.units:
-            assert id(spec.module) in modules, f"{spec.name}: its owner does not hold it"
+            is_held = id(spec.module) in modules
+            assert is_held is (spec is not stack.head), f"{spec.name}: its owner holds blocks and embedding, no head"
             inside = {id(p) for p in spec.module.parameters()}
             assert all(id(p) in inside for p in spec.params.values()), f"{spec.name}: a parameter of another block"
             assert spec.params, f"{spec.name}: holds nothing"
@@ -223,6 +224,51 @@ def test_a_tied_embedding_is_held_once():
     units_of(model)
     assert "model.embed_tokens.weight" in partition(model).root.params
     assert "lm_head.weight" not in partition(model).root.params
+
+
+def test_an_embedding_and_a_head_that_are_large_and_not_tied_are_units(monkeypatch):
+    model, blocks = llama()
+    monkeypatch.setattr("hf_zero.engine.partition.VOCABULARY_NUMEL", TINY["vocab_size"] * TINY["hidden_size"])
+    assert units_of(model) == ["model.embed_tokens", *blocks, "lm_head"]
+    assert set(partition(model).root.params) == {"model.norm.weight"}
+    assert units_of(model.model) == numbered(("layers", 3)), (
+        "without a head the embedding has nothing to share memory with"
+    )
+    model.lm_head.forward_hidden = nn.Linear(2, 2)
+    model.model.norm.weight = model.lm_head.forward_hidden.weight
+    assert units_of(model) == blocks, "a parameter of the head is used elsewhere"
+    model, _ = llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert units_of(model) == blocks
+    for make in (gpt2, t5, whisper):
+        model, blocks = make()
+        assert sorted(units_of(model)) == sorted(blocks)
+
+
+def test_an_embedding_or_a_head_of_another_class_is_the_roots(monkeypatch):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr("hf_zero.engine.partition.VOCABULARY_NUMEL", 0)
+    for target in ("embed_tokens", "lm_head"):
+        model, _ = llama()
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", target]))
+        assert units_of(wrapped) == numbered(("base_model.model.model.layers", 3))
+    wrapped = peft.get_peft_model(llama()[0], peft.LoraConfig(target_modules=["q_proj"]))
+    apart = [name for name in units_of(wrapped) if "layers" not in name]
+    assert apart == ["base_model.model.model.embed_tokens", "base_model.model.lm_head"]
+
+
+def test_an_embedding_is_the_roots_that_may_be_used_otherwise_than_by_a_call_before_the_blocks(monkeypatch):
+    monkeypatch.setattr("hf_zero.engine.partition.VOCABULARY_NUMEL", 0)
+    model, blocks = llama()
+    assert units_of(model) != blocks
+    model.model.embed_tokens.max_norm = 1.0
+    assert units_of(model) == blocks, "its forward writes to it"
+    model, blocks = llama()
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    assert units_of(model) == blocks, "its weight is computed, and the backward of that needs values"
+    model, blocks = llama()
+    model.model.forward = lambda **inputs: type(model.model).forward(model.model, **inputs)
+    assert units_of(model) == blocks, "other code may use the weights anywhere"
 
 
 def test_empty_parameters_are_held_too():

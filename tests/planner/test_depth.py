@@ -61,6 +61,22 @@ def test_only_blocks_that_are_alike_are_left_out():
     assert prediction.alike_blocks(model) is None
 
 
+def test_embedding_and_head_take_turns_in_one_buffer_where_they_are_large(monkeypatch):
+    def buffers() -> list[int]:
+        found = predict(_deep("llama"), num_ranks=8, stage=3).classes
+        return [each.nbytes for each in found if each.name.startswith(("buffers to gather", "buffers to collect"))]
+
+    model = _deep("llama")
+    numel = model.lm_head.weight.numel()
+    whole = buffers()
+    monkeypatch.setattr("hf_zero.engine.partition.VOCABULARY_NUMEL", numel)
+    apart = buffers()
+    # in fp32, but for what is rounded up to ranges of the ranks and multiples of 16 elements; both are smaller than a
+    # block here, so their gradients are collected where the blocks' are
+    assert [a - b for a, b in zip(whole, apart)] == pytest.approx([4 * numel, 2 * 4 * numel], abs=3 * 4 * 16 * 8)
+    assert prediction.alike_blocks(model) == "model.layers"
+
+
 def test_numbers_are_extended_wherever_they_stand():
     assert prediction.extended({"a": 1, "b": [2, 3], "c": None}, {"a": 2, "b": [2, 5], "c": None}, 3) == {
         "a": 4,

@@ -16,6 +16,8 @@ from tests.tiers import in_core
 ON_DEVICES = [name for name, scenario in SCENARIOS.items() if scenario.world == "accelerator"]
 # What these come to besides is of the host, or of CPUs, which the ordinary tests try too.
 LATER = {
+    "stage 2, a vocabulary apart, bf16",
+    "parameters on the host, a vocabulary apart, a backward that breaks off",
     "stage 3, loading",
     "parameters on the host, loading",
     "optimizer on disk, loading",

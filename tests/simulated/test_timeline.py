@@ -22,11 +22,17 @@ def test_a_stream_does_one_thing_after_another_and_what_waits_begins_later():
     assert 0 < step.exposed < step.busy(computes=False), "some of what is sent travels while backward computes"
 
 
-def test_the_first_block_is_on_its_way_before_the_root_is_waited_for():
+def test_what_comes_next_is_on_its_way_before_what_computes_now():
     step = timed("stage 3")
-    assert _collectives(step)[:2] == [("all-gather", "root"), ("all-gather", "model.layers.0")]
+    first, blocks = ["root", "model.embed_tokens"], [f"model.layers.{index}" for index in range(4)]
+    sent = _collectives(step)
+    assert sent[:7] == [("all-gather", unit) for unit in [*first, *blocks, "lm_head"]]
+    assert [unit for what, unit in sent if what == "reduce-scatter"] == ["lm_head", *blocks[::-1], *first[::-1]]
     names = [each.what for each in step.operations]
-    assert names.index("all-gather", names.index("all-gather") + 1) < names.index("embedding")
+    gathers = [at for at, name in enumerate(names) if name == "all-gather"]
+    assert gathers[2] < names.index("embedding")
+    products = [at for at, each in enumerate(step.operations) if (each.what, each.unit) == ("mm", blocks[3])]
+    assert gathers[6] < products[0], "the head is on its way while the last block computes"
 
 
 @pytest.mark.full("more cases", after=1)
@@ -36,6 +42,7 @@ def test_an_average_goes_to_the_host_as_soon_as_it_is_queued(stage):
     sums = [each for each in step.operations if each.what == "reduce-scatter"]
     copies = _down(step)
     assert [each.unit for each in copies] == [each.unit for each in sums]
-    for reduction, copy, later in zip(sums, copies, [*sums[1:], None]):
-        assert copy.start == pytest.approx(reduction.stop, abs=1e-5), copy
+    for reduction, before, copy, later in zip(sums, [None, *copies], copies, [*sums[1:], None]):
+        free = max(reduction.stop, before.stop if before is not None else 0.0)
+        assert copy.start == pytest.approx(free, abs=1e-5), copy
         assert later is None or step.operations.index(copy) < step.operations.index(later), copy

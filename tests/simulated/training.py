@@ -21,7 +21,7 @@ from hf_zero.activation.store import Division
 from hf_zero.checkpoint.save import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
 from hf_zero.comm import native, pairwise
-from hf_zero.engine import build
+from hf_zero.engine import build, partition
 from hf_zero.optim.host import HostSteps
 from tests import models
 from tests.simulated.accelerator import DEVICE, HOST, Accelerator, connected, keep_groups
@@ -53,6 +53,7 @@ class Scenario:
         fails (`bool`): whether a backward breaks off, and training goes on after it, until a forward breaks off, or a
             step on the host.
         scales (`bool`): whether the loss is scaled.
+        sets_apart (`bool`): whether embedding and head, untied, are units of their own.
         divides (`bool`): whether checkpointed inputs, then equal on all ranks, are divided among them.
         drops (`bool`): whether the model is dropped behind a last step, and not unsharded.
         seed (`int`): added to those of the choices that an accelerator has.
@@ -71,6 +72,7 @@ class Scenario:
     looks: bool = False
     fails: bool = False
     scales: bool = False
+    sets_apart: bool = False
     divides: bool = False
     drops: bool = False
     seed: int = 0
@@ -91,6 +93,14 @@ SCENARIOS = {
     "stage 3, blocks skipped": Scenario(dict(stage=3), skips=True, model="switch"),
     "stage 3, checkpointing": Scenario(dict(stage=3), checkpointing="plain"),
     "stage 3, reentrant checkpointing": Scenario(dict(stage=3), checkpointing="reentrant"),
+    "stage 3, a vocabulary apart, loading": Scenario(dict(stage=3), sets_apart=True, loads=True),
+    "stage 2, a vocabulary apart, bf16": Scenario(dict(stage=2, compute_dtype=BF16), sets_apart=True),
+    "parameters on the host, a vocabulary apart, a backward that breaks off": Scenario(
+        dict(stage=3, offload="params", compute_dtype=BF16), sets_apart=True, fails=True
+    ),
+    "parameters on disk, a vocabulary apart": Scenario(
+        dict(stage=3, offload="params", offload_dir="disk"), sets_apart=True
+    ),
     "stage 3, saving": Scenario(dict(stage=3), saves=True),
     "stage 3, a backward that breaks off": Scenario(dict(stage=3), fails=True),
     "stage 3, whole matrices": Scenario(dict(stage=3), make_optimizer=hf_zero.MuonWithAdamW()),
@@ -289,6 +299,8 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
         settings = dict(scenario.settings)
         if settings.get("offload_dir"):
             settings["offload_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
+        if scenario.sets_apart:
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(partition, "VOCABULARY_NUMEL", 0)
         subject = Sharded(models.build(scenario.model), scenario.make_optimizer, **settings)
         if scenario.checkpointing:
             reentrant = {"use_reentrant": scenario.checkpointing == "reentrant"}
