@@ -79,6 +79,7 @@ OFFLOADS = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "pa
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # What is done about gradients that are not finite.
+CHUNKED_LOSS = {name: name for name in ("auto", "on", "off")}
 NONFINITE = {name: name for name in ("stop", "skip", "ignore")}
 
 
@@ -159,6 +160,10 @@ class ZeroConfig:
         partition_activations (`bool`): inputs of checkpointed blocks that are replicated over tensor-parallel ranks
             are divided among them until the recomputation (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
         offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory (P_a+cpu).
+        chunked_loss (`str`): whether a language model's loss is computed for a part of the vocabulary at a time, where
+            its forward has labels: "on", where what else needs the logits is refused; "auto", only where they would
+            take more than the largest block, and all at once where something else needs them; "off". With "on" and
+            "auto" the forward's logits cannot be read when it has ended.
         nonfinite (`str`): what a step does whose gradients hold an infinity or a NaN: "stop" raises on all ranks,
             "skip" leaves the step out on all ranks, "ignore" takes it.
         strict (`bool`): one process alone behaves as one of several at its stage: at stage 3 with placeholders, slots
@@ -182,6 +187,7 @@ class ZeroConfig:
     delayed_update: int = 0
     partition_activations: bool = False
     offload_activations: bool = False
+    chunked_loss: str = "off"
     nonfinite: str = "stop"
     strict: bool = field(default_factory=_is_strict)
 
@@ -189,6 +195,7 @@ class ZeroConfig:
         self._check_kinds()
         choose("stage", self.stage, STAGES)
         choose("nonfinite", self.nonfinite, NONFINITE)
+        choose("chunked_loss", self.chunked_loss, CHUNKED_LOSS)
         if self.compute_dtype is not None and not is_floating_dtype(self.compute_dtype):
             raise ConfigError(
                 f"compute_dtype: {self.compute_dtype!r} is not a floating dtype; give torch.bfloat16, float16 or None"
@@ -277,5 +284,6 @@ class ZeroSettings(TypedDict, total=False):
     delayed_update: int
     partition_activations: bool
     offload_activations: bool
+    chunked_loss: str
     nonfinite: str
     strict: bool

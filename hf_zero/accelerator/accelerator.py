@@ -18,7 +18,7 @@ from hf_zero.accelerator import states
 from hf_zero.accelerator.last_step import LastStep
 from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
 from hf_zero.accelerator.named_settings import ZeroAcceleratorSettings
-from hf_zero.activation import shard_with
+from hf_zero.activation import chunked_loss_of, shard_with
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
 from hf_zero.config import ZeroConfig, choose
@@ -84,6 +84,7 @@ class ZeroAccelerator(Accelerator):
     last_step: LastStep
     trains: Callable[[nn.Module], bool]
     clips: bool = True  # whether gradients may be clipped between the last backward and the step
+    drops_logits: bool = True  # whether what reads a model's loss leaves its logits alone, see `zero_chunked_loss`
     patches_saving: bool = True  # whether a model's `save_pretrained` knows that the model is sharded
 
     def __init__(
@@ -160,7 +161,10 @@ class ZeroAccelerator(Accelerator):
         """
         engine = engine_of(model)
         if engine is None:
-            return shard_with(model, self.zero_config, device=self.zero_device)
+            engine = shard_with(model, self.zero_config, device=self.zero_device)
+            if (chunked := chunked_loss_of(model)) is not None:
+                chunked.is_active = self.drops_logits
+            return engine
         if engine.config.stage != self.zero_config.stage:
             raise ConfigError(
                 f"{type(model).__name__}: is sharded already, at stage {engine.config.stage} and not "

@@ -53,5 +53,6 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
     zero_delayed_update: int
     zero_partition_activations: bool
     zero_offload_activations: bool
+    zero_chunked_loss: str
     zero_nonfinite: str
     zero_strict: bool

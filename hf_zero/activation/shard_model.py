@@ -7,12 +7,13 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switch
+from hf_zero.activation.chunked_loss import ChunkedLoss, find_head
 from hf_zero.activation.store import Division, Store
 from hf_zero.config import ZeroConfig, ZeroSettings, choose
-from hf_zero.engine import ShardedModel, build
+from hf_zero.engine import ShardedModel, build, engine_of
 from hf_zero.engine.divided import is_divided
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 
 
 # What `shard` takes by name, for messages.
@@ -68,14 +69,29 @@ def shard_with(
     """Shards as `shard` does, by settings that are a `ZeroConfig` already."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"shard: {str(model)[:60]!r} is of type {type(model).__name__}; give a torch.nn.Module")
-    if not (config.partition_activations or config.offload_activations):
-        return build.shard_parameters(model, config, device=device, group=group)
-    refuse_without_switch(model)
-    if config.partition_activations and any(param.requires_grad for param in model.parameters()):
-        _refuse_undivided(model)
+    moves_activations = config.partition_activations or config.offload_activations
+    if moves_activations:
+        refuse_without_switch(model)
+        if config.partition_activations and any(param.requires_grad for param in model.parameters()):
+            _refuse_undivided(model)
+    if config.chunked_loss == "on" and find_head(model) is None:
+        raise UnsupportedError(
+            f"chunked_loss: {type(model).__name__} has no head that is one plain linear layer, from whose weight the "
+            "loss could be computed (an adapter or quantization of the head counts too); leave chunked_loss out"
+        )
     engine = build.shard_parameters(model, config, device=device, group=group)
-    place_activations(engine)
+    if moves_activations:
+        place_activations(engine)
+    install_chunked_loss(engine)
     return engine
+
+
+def install_chunked_loss(engine: ZeroEngine) -> None:
+    """Lets the model's loss be computed for a part of the vocabulary at a time, if the engine's settings ask for that
+    and the model has such a head, unless it is already."""
+    head = find_head(engine.model) if engine.config.chunked_loss != "off" else None
+    if head is not None and chunked_loss_of(engine.model) is None:
+        engine.handles.append(ChunkedLoss(engine, *head, is_auto=engine.config.chunked_loss == "auto"))
 
 
 def place_activations(engine: ZeroEngine) -> None:
@@ -83,6 +99,13 @@ def place_activations(engine: ZeroEngine) -> None:
     there."""
     if checkpointing_of(engine) is None:
         engine.handles.append(Checkpointing(engine, _make_store(engine)))
+
+
+def chunked_loss_of(model: nn.Module) -> ChunkedLoss | None:
+    """Returns what computes a sharded model's loss for a part of the vocabulary at a time; `None` where nothing
+    does."""
+    engine = engine_of(model)
+    return next((handle for handle in engine.handles if isinstance(handle, ChunkedLoss)), None) if engine else None
 
 
 def checkpointing_of(engine: ZeroEngine) -> Checkpointing | None:

@@ -109,7 +109,7 @@ def _is_plain(module: nn.Embedding) -> bool:
 
 def _operand(sink: Sink, weight: nn.Parameter, input: Tensor) -> Tensor | None:
     """Returns the input for the functions below, or `None` when the stock module has to be called."""
-    dtype = _autocast_dtype(input.device.type)
+    dtype = autocast_dtype(input.device.type)
     if dtype is not None:
         if weight.dtype is not dtype:
             return None
@@ -117,10 +117,10 @@ def _operand(sink: Sink, weight: nn.Parameter, input: Tensor) -> Tensor | None:
     return input if sink.serves(weight, input) and input.dtype is weight.dtype else None
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
+def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Returns the dtype of products under autocast; `None` outside of it, and on devices that do not know it."""
     is_known = torch.amp.is_autocast_available(device_type)
-    return torch.get_autocast_dtype(device_type) if is_known and torch.is_autocast_enabled(device_type) else None
+    return torch.getautocast_dtype(device_type) if is_known and torch.is_autocast_enabled(device_type) else None
 
 
 def _linear(module: nn.Linear, sink: Sink, input: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
         engine (`ZeroEngine`): whom they call.
         owners (`dict[nn.Module, Stack]`): the modules whose forward calls the blocks of a stack.
     """
-    sinks: dict[int, Sink] = {}
+    sinks = engine.sinks
     for unit in engine.units:
         for gradient in unit.gradients:
             for index, param in enumerate(gradient.flat.params):

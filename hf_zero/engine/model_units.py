@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -96,6 +96,7 @@ class ModelUnits(Uncopyable):
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
         self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
+        self.sinks: dict[int, Any] = {}  # where weights' gradients go (`direct.Sink`), by `id` of the weight
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
         self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)
         bus.synchronize_before_end(self)

@@ -221,8 +221,16 @@ def predict_rows(
         "on_cpu": on_cpu,
     }
     fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in SAMPLE_ROWS)
+    if config.chunked_loss == "auto" and _head_nbytes(more) < _head_nbytes(fewer):
+        config = replace(config, chunked_loss="off")  # what more rows take does not follow from two sizes of two ways
+        fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in SAMPLE_ROWS)
     each_size = ([extended(a, b, size - SAMPLE_ROWS[0]) for a, b in zip(fewer[0], more[0])] for size in rows)
     return [_of_all_blocks(few, fewer[1], cluster) for few in each_size]
+
+
+def _head_nbytes(few: tuple[list[Prediction], int]) -> int:
+    step = few[0][0].step
+    return 0 if step is None else step.head_nbytes
 
 
 def _of_few_blocks(model: nn.Module, config: ZeroConfig, **settings) -> tuple[list[Prediction], int]:

@@ -15,7 +15,7 @@ from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, r
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
-from hf_zero.config import NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
+from hf_zero.config import CHUNKED_LOSS, NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
 from hf_zero.trainer.checks import check_arguments, check_output_dir
@@ -73,6 +73,8 @@ class ZeroArgumentsMixin(_Arguments):
             backward.
         zero_partition_activations (`bool`): inputs of checkpointed blocks are divided over the ranks of the model's
             tensor parallelism.
+        zero_chunked_loss (`str`): whether a language model's loss is computed for a part of the vocabulary at a time:
+            on, off, or auto: where its logits would take more than the largest block.
         zero_resume_strict (`bool`): resuming from the newest checkpoint refuses it when it is damaged, instead of
             saying so and going on from the next older one that is whole.
         zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone,
@@ -98,6 +100,7 @@ class ZeroArgumentsMixin(_Arguments):
     zero_autocast: bool = False
     zero_offload_activations: bool = False
     zero_partition_activations: bool = False
+    zero_chunked_loss: str = "auto"
     zero_resume_strict: bool = False
     zero_async_save: bool = False
     zero_nonfinite: str = "stop"
@@ -155,6 +158,9 @@ class ZeroArgumentsMixin(_Arguments):
             raise ConfigError(f"zero_keep_gathered: {kept!r} is no number of blocks; give 0 or more, or auto")
         choose("zero_offload", self.zero_offload, OFFLOADS)
         choose("zero_nonfinite", self.zero_nonfinite, NONFINITE)
+        words = {"True": "on", "False": "off"}  # YAML reads on and off so
+        self.zero_chunked_loss = words.get(str(self.zero_chunked_loss).capitalize(), self.zero_chunked_loss)
+        choose("zero_chunked_loss", self.zero_chunked_loss, CHUNKED_LOSS)
         shard_size = _shard_size(self.zero_shard_size, self.zero_stage)
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
         return ZeroConfig(
@@ -174,6 +180,7 @@ class ZeroArgumentsMixin(_Arguments):
             timeout_seconds=float(self.ddp_timeout),
             offload_activations=self.zero_offload_activations,
             partition_activations=self.zero_partition_activations,
+            chunked_loss=self.zero_chunked_loss,
             nonfinite=self.zero_nonfinite,
         )
 

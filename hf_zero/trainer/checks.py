@@ -164,6 +164,16 @@ def _activations(settings: Settings) -> str | None:
     return None
 
 
+def _chunked_loss(settings: Settings) -> str | None:
+    if settings["zero_chunked_loss"] != "on":
+        return None
+    if settings["label_smoothing_factor"]:
+        return "zero_chunked_loss: label smoothing is computed from all logits; use auto, or no label_smoothing_factor"
+    if settings["zero_autocast"]:
+        return "zero_chunked_loss: the head's weight is cast at each use with --zero_autocast; leave one of them out"
+    return None
+
+
 def _precision(settings: Settings) -> str | None:
     if settings["bf16"] and settings["fp16"]:
         return "bf16 and fp16 are both set; give one of them"
@@ -332,6 +342,7 @@ def _offload_folder(settings: Settings) -> str | None:
 CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _supported_optimizer,
     _activations,
+    _chunked_loss,
     _precision,
     _kinds,
     _ranges,

@@ -26,6 +26,7 @@ from hf_zero.planner import render_classes, tensor_classes
 from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 from hf_zero.trainer.batches import evened
 from hf_zero.trainer.checks import check_schedule
+from hf_zero.trainer.losses import LossMixin, refuse_own_loss
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
 from hf_zero.trainer.signals import StopOnSignal
@@ -62,7 +63,7 @@ class TellMemory(TrainerCallback):
             tqdm.write(text, file=sys.stderr)
 
 
-class ZeroTrainerMixin(SavingMixin, RestoringMixin):
+class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
     """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
 
     Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first
@@ -85,6 +86,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
         if settings is None:
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
+        refuse_own_loss(type(self), settings)
         _check_schedule(type(self), given)
         if isinstance(model, (str, os.PathLike)):
             given["model"] = self._model_of(model, settings)
@@ -138,6 +140,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin):
             self.args.device,
             trains=lambda model: model is self.model,  # `evaluate` prepares it too
         )
+        self.accelerator.drops_logits = False  # but where `compute_loss` says so
         self.accelerator.clips = bool(self.args.max_grad_norm)
         self._saver = Saver(in_background=self.args.zero_async_save)
 

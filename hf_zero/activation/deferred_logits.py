@@ -1,0 +1,246 @@
+"""Logits that are not computed yet: what a model's forward does with them is noted, up to the loss."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+# Operations on each logit by itself, which are the same on a part of the logits.
+_ELEMENTWISE = {
+    "mul": torch.mul,
+    "div": torch.div,
+    "true_divide": torch.div,
+    "tanh": torch.tanh,
+}
+_CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}
+_NAMES_OF_OPERATORS = {
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "__imul__": "mul",
+    "__truediv__": "div",
+    "__itruediv__": "div",
+}
+_OTHER_OPERATORS = (
+    *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__neg__", "__rtruediv__", "__pow__"),
+    *("__matmul__", "__len__", "__iter__", "__lt__", "__le__", "__gt__", "__ge__", "__setitem__", "__bool__"),
+)
+
+
+class Head(Protocol):
+    """The linear module whose output is deferred."""
+
+    def loss_of(self, logits: "DeferredLogits", targets: Tensor) -> Tensor:
+        """Returns the negative log-likelihood of each target, 1-D fp32."""
+
+    def logits_of(self, hidden: Tensor, reason: str) -> Tensor:
+        """Returns the logits of these hidden states."""
+
+
+class DeferredLogits:
+    """The output of a head that has not been called. It is no tensor, and behaves as one.
+
+    Changes of shape are made on the hidden states, and operations on each logit are noted. `cross_entropy` computes
+    the loss from these. Anything else computes the logits, in the ordinary way.
+
+    Args:
+        head (`Head`): whose output it is.
+        hidden (`Tensor`): the hidden states, `(..., hidden_size)`.
+        vocab_size (`int`): of the head.
+        steps (`tuple`): the operations on each logit so far, each a function of one tensor.
+        dtype (`torch.dtype`, *optional*): of the logits after these; by default that of the hidden states.
+        replay (`Callable`): gives these logits, from those of the head: what was done so far.
+        source (`DeferredLogits`, *optional*): the head's own output.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        hidden: Tensor,
+        vocab_size: int,
+        steps: tuple[Callable[[Tensor], Tensor], ...] = (),
+        dtype: torch.dtype | None = None,
+        replay: Callable[[Tensor], Tensor] = lambda whole: whole,
+        source: "DeferredLogits | None" = None,
+    ):
+        self.hidden = hidden
+        self.steps = steps
+        self.dtype = hidden.dtype if dtype is None else dtype
+        self.shape = torch.Size([*hidden.shape[:-1], vocab_size])
+        self.device = hidden.device
+        self._head = head
+        self._replay = replay
+        self._source = self if source is None else source
+        self._whole: Tensor | None = None  # of the head's own output: once it was needed
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def whole(self, reason: str) -> Tensor:
+        """Returns the logits, which are computed by the head in the ordinary way.
+
+        Args:
+            reason (`str`): the operation that needs them, for messages.
+        """
+        source = self._source
+        if source._whole is None:
+            source._whole = source._head.logits_of(source.hidden, reason)
+        return self._replay(source._whole)
+
+    def _then(self, do: Callable[[Tensor], Tensor], **changed: Any) -> "DeferredLogits":
+        """Returns the logits after one more operation."""
+        kept = {"hidden": self.hidden, "steps": self.steps, "dtype": self.dtype, **changed}
+        replay = self._replay
+        return DeferredLogits(
+            self._head,
+            vocab_size=self.shape[-1],
+            replay=lambda whole: do(replay(whole)),
+            source=self._source,
+            **kept,
+        )
+
+    def _elementwise(self, name: str, args: tuple) -> "DeferredLogits | None":
+        """Notes an operation on each logit. Returns `None` where it is not one."""
+        if name in _CASTS:
+            return self._cast(_CASTS[name])
+        if any(not isinstance(arg, (int, float)) for arg in args):
+            return None
+        function = _ELEMENTWISE[name]
+
+        def step(logits: Tensor) -> Tensor:
+            return function(logits, *args)
+
+        return self._then(step, steps=(*self.steps, step))
+
+    def _cast(self, dtype: torch.dtype) -> "DeferredLogits":
+        if dtype is self.dtype:
+            return self
+
+        def step(logits: Tensor) -> Tensor:
+            return logits.to(dtype)
+
+        return self._then(step, steps=(*self.steps, step), dtype=dtype)
+
+    def _reshaped(self, name: str, args: tuple, kwargs: dict) -> "DeferredLogits | None":
+        """Changes the shape, where the vocabulary stays the last dimension; else returns `None`."""
+        shape = getattr(torch.empty(self.shape, device="meta"), name)(*args, **kwargs).shape
+        if shape[-1:] != self.shape[-1:]:
+            return None
+        hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
+        return self._then(lambda logits: logits.reshape(shape), hidden=hidden)
+
+    def _indexed(self, index) -> "DeferredLogits | None":
+        """Chooses positions, where the index leaves the vocabulary whole; else returns `None`."""
+        shape = torch.empty(self.shape, device="meta")[index].shape
+        if shape[-1:] != self.shape[-1:]:
+            return None
+        hidden = self.hidden[index]
+        if hidden.shape != (*shape[:-1], self.hidden.shape[-1]):
+            return None
+        return self._then(lambda logits: logits[index], hidden=hidden)
+
+    def to(self, *args, **kwargs):
+        """Casts as `Tensor.to` does. The device is the head's."""
+        given = [*args, *kwargs.values()]
+        dtypes = [arg for arg in given if isinstance(arg, torch.dtype)]
+        others = [arg for arg in given if not isinstance(arg, torch.dtype)]
+        if all(isinstance(arg, (str, torch.device)) and torch.device(arg) == self.device for arg in others):
+            return self._cast(dtypes[0]) if dtypes else self
+        return self.whole("to").to(*args, **kwargs)
+
+    def contiguous(self) -> "DeferredLogits":
+        return self
+
+    def __getitem__(self, index):
+        is_plain = all(part is None or part is ... or isinstance(part, (int, slice)) for part in _parts(index))
+        deferred = self._indexed(index) if is_plain else None
+        return self.whole("[]")[index] if deferred is None else deferred
+
+    def __getattr__(self, name: str):
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in ("view", "reshape", "flatten"):
+            return lambda *args, **kwargs: self._or_whole(self._reshaped(name, args, kwargs), name, args, kwargs)
+        if name in _ELEMENTWISE or name in _CASTS:
+            return lambda *args, **kwargs: self._or_whole(
+                None if kwargs else self._elementwise(name, args), name, args, kwargs
+            )
+        return getattr(self.whole(name), name)
+
+    def _or_whole(self, deferred: "DeferredLogits | None", name: str, args: tuple, kwargs: dict):
+        return getattr(self.whole(name), name)(*args, **kwargs) if deferred is None else deferred
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        logits, name = args[0] if args else None, getattr(function, "__name__", str(function))
+        if isinstance(logits, DeferredLogits):
+            if function is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
+                return loss
+            if name in _ELEMENTWISE and not kwargs and (done := logits._elementwise(name, args[1:])) is not None:
+                return done
+        args = tuple(arg.whole(name) if isinstance(arg, DeferredLogits) else arg for arg in args)
+        kwargs = {key: arg.whole(name) if isinstance(arg, DeferredLogits) else arg for key, arg in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _parts(index) -> tuple:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _add_operators() -> None:
+    def noted(operator: str, name: str):
+        def call(self, other):
+            return self._or_whole(self._elementwise(name, (other,)), operator, (other,), {})
+
+        return call
+
+    def computed(operator: str):
+        return lambda self, *args: getattr(self.whole(operator), operator)(*args)
+
+    for operator, name in _NAMES_OF_OPERATORS.items():
+        setattr(DeferredLogits, operator, noted(operator, name))
+    for operator in _OTHER_OPERATORS:
+        setattr(DeferredLogits, operator, computed(operator))
+
+
+_add_operators()
+
+
+def _cross_entropy(
+    logits: DeferredLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Returns the loss of deferred logits, or `None` where it needs them whole."""
+    is_known = weight is None and size_average is None and reduce is None and not label_smoothing
+    if not is_known or logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
+        return None
+    counts = target != ignore_index
+    torch._assert_async(
+        (~counts | ((target >= 0) & (target < logits.shape[-1]))).all(),
+        f"a label is neither {ignore_index} nor one of the {logits.shape[-1]} tokens of the vocabulary",
+    )
+    losses = logits._head.loss_of(logits, target.masked_fill(~counts, 0)).masked_fill(~counts, 0)
+    if reduction != "none":
+        losses = losses.sum()
+    if reduction == "mean":
+        losses = losses / counts.sum()
+    return losses.to(logits.dtype)

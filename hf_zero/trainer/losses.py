@@ -1,0 +1,61 @@
+"""Which losses of a trainer are computed without all logits at once: those of whose forward nothing else is read."""
+
+from transformers import Trainer
+
+from hf_zero.activation import chunked_loss_of
+from hf_zero.compat import check_overrides
+from hf_zero.errors import ConfigError
+from hf_zero.trainer.trainer_base import ZeroTrainerBase
+
+
+OVERRIDES = ("compute_loss", "prediction_step")
+
+
+class LossMixin(ZeroTrainerBase):
+    """The part of `ZeroTrainerMixin` that lets the model compute its loss without its logits, see `ChunkedLoss`."""
+
+    _drops_logits = False  # an evaluation step is under way of which only the loss is wanted
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        """Computes the loss as Trainer does. The logits that the caller does not see may be left out."""
+        drops_logits = _computes_loss(type(self)) is Trainer and (self._drops_logits or not return_outputs)
+        chunked = chunked_loss_of(self.model) if drops_logits else None
+        if chunked is None:
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+        with chunked.active(True):
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs):
+        """Evaluates a batch as Trainer does."""
+        self._drops_logits = bool(prediction_loss_only)
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
+        finally:
+            self._drops_logits = False
+
+
+check_overrides(LossMixin, Trainer, OVERRIDES)
+
+
+def refuse_own_loss(cls: type, args) -> None:
+    """Refuses losses without logits where a class computes its loss by a method of its own.
+
+    Args:
+        cls (`type`): of the trainer.
+        args (`ZeroArgumentsMixin`): its arguments.
+
+    Raises:
+        `ConfigError`: naming the class that has the method.
+    """
+    theirs = _computes_loss(cls)
+    if args.zero_chunked_loss == "on" and theirs is not Trainer:
+        raise ConfigError(
+            f"zero_chunked_loss: {theirs.__module__}.{theirs.__name__} computes its loss by a method of its own, "
+            "which may read logits (TRL's trainers compute it without all of them by themselves); use auto, or off"
+        )
+
+
+def _computes_loss(cls: type) -> type:
+    """Returns the class whose `compute_loss` stands behind this mixin's."""
+    bases = cls.__mro__[cls.__mro__.index(LossMixin) + 1 :]
+    return next(base for base in bases if "compute_loss" in vars(base))

@@ -1,0 +1,243 @@
+"""Losses that are computed for a part of the vocabulary at a time: to rounding those of all logits, in less memory."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hf_zero
+from hf_zero.activation import chunked_loss, chunked_loss_of
+from hf_zero.activation.deferred_logits import DeferredLogits
+from hf_zero.errors import UnsupportedError
+from tests import models
+from tests.distributed import run_ranks
+from tests.tensor_meter import TensorMeter
+from tests.tiers import more
+from tests.training import Sharded, adamw, assert_close, assert_equal, train, train_accumulating
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 203,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 203, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+# what each does to its logits is in its settings
+MODELS = {
+    "llama": {**SIZES, "tie_word_embeddings": True},
+    "gemma2": {**SIZES, "head_dim": 8, "final_logit_softcapping": 3.0},
+    "cohere": {**SIZES, "logit_scale": 0.3},
+    "granite": {**SIZES, "logits_scaling": 4.0},
+    "mixtral": {**SIZES, "num_local_experts": 4, "output_router_logits": True},
+    "phi": SIZES,  # its head has a bias
+    "gpt2": GPT2,
+}
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch):
+    _make_narrow(monkeypatch.setattr)
+
+
+def _make_narrow(set_attribute) -> None:
+    """Makes ranges so narrow that the tiny vocabularies have several."""
+    set_attribute(chunked_loss, "CPU_NBYTES", 1024)
+    set_attribute(chunked_loss, "MIN_WIDTH", 16)
+
+
+def _made(name: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **MODELS[name])
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # no dropout
+
+
+def _batch(**changed) -> dict:
+    tokens = torch.randint(1, 203, (2, 17), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    return {"input_ids": tokens, "labels": labels, **changed}
+
+
+def _loss_and_gradients(mode: str, name: str, dtype: torch.dtype | None, **batch) -> tuple:
+    model = _made(name)
+    sharded = hf_zero.shard(model, stage=3, strict=True, compute_dtype=dtype, chunked_loss=mode)
+    output = model(**_batch(**batch))
+    output.loss.backward()
+    assert isinstance(output.logits, DeferredLogits) is (mode == "on")
+    return output.loss.detach(), {key: sharded.full_grad(key) for key, _ in model.named_parameters()}
+
+
+@pytest.mark.quick(cases=2)
+@pytest.mark.parametrize("name", ["gemma2", "llama", *more("cohere", "granite", "mixtral", "phi", "gpt2")])
+def test_loss_and_gradients_are_those_of_all_logits(name):
+    items = torch.tensor(20)
+    plain, chunked = (_loss_and_gradients(mode, name, None, num_items_in_batch=items) for mode in ("off", "on"))
+    torch.testing.assert_close(*(loss for loss, _ in (plain, chunked)), rtol=1e-6, atol=0)
+    for key, grad in plain[1].items():
+        assert (grad is None) is (chunked[1][key] is None)
+        if grad is not None:
+            torch.testing.assert_close(chunked[1][key], grad, rtol=1e-5, atol=1e-6 * grad.abs().max(), msg=key)
+
+
+def test_half_precision_rounds_no_more_than_all_logits_do():
+    exact = _loss_and_gradients("off", "gemma2", None)
+    plain, chunked = (_loss_and_gradients(mode, "gemma2", torch.bfloat16) for mode in ("off", "on"))
+    assert abs(chunked[0] - exact[0]) <= 2 * abs(plain[0] - exact[0]) + 1e-5
+    for key, grad in exact[1].items():
+        errors = [(found[1][key] - grad).norm() / grad.norm() for found in (plain, chunked)]
+        assert errors[1] <= 1.2 * errors[0] + 1e-3, key
+
+
+def _compare_stages(name: str, dtype: torch.dtype | None) -> None:
+    _make_narrow(setattr)  # ranks are processes of their own, which other tests use too
+    try:
+        for trains in (train, train_accumulating):
+            records = {}
+            for stage in (0, 1, 2, 3):
+                subject = Sharded(models.build(name), adamw, stage, compute_dtype=dtype, chunked_loss="on")
+                assert chunked_loss_of(subject.model) is not None
+                records[stage] = trains(subject, name, num_steps=3)
+            plain = trains(Sharded(models.build(name), adamw, 3, compute_dtype=dtype), name, num_steps=3)
+            for one, other in ((0, 1), (2, 3)):
+                assert_equal(records[one], records[other], f"{name}: stages {one} and {other}")
+            if trains is train:
+                assert_equal(records[0], records[3], f"{name}: stages 0 and 3")
+            if dtype is None:
+                assert_close(records[3], plain, name)
+    finally:
+        chunked_loss.CPU_NBYTES, chunked_loss.MIN_WIDTH = 4 * 2**20, 256
+
+
+@pytest.mark.parametrize("name, dtype", [("llama", None), *more(("gpt2", None), ("llama", torch.bfloat16))])
+def test_stages_give_equal_bits(name, dtype):
+    run_ranks(_compare_stages, 2, name, dtype)
+
+
+def test_memory_is_less_by_the_logits_but_one_range():
+    """At the peak of the plain loss there are logits, their log-softmax and its gradient, each 4 bytes for a token and
+    word; here a range and its gradient, of 1/8 of the vocabulary (and few numbers of each token)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    vocab, tokens = 2**14, 256
+    config = LlamaConfig(**{**SIZES, "vocab_size": vocab, "num_hidden_layers": 1})
+    batch = dict.fromkeys(("input_ids", "labels"), torch.ones(1, tokens, dtype=torch.int64))
+    chunked_loss.CPU_NBYTES = vocab // 8 * tokens * 4
+    peaks = {}
+    for mode in ("off", "auto"):
+        model = LlamaForCausalLM(config).train()
+        hf_zero.shard(model, stage=3, chunked_loss=mode)
+        model(**batch).loss.backward()
+        model.zero_grad()
+        with TensorMeter() as meter:
+            meter.mark("begin")
+            model(**batch).loss.backward()
+            meter.mark("end")
+        span = meter.span("begin", "end")
+        peaks[mode] = span.peak_nbytes - span.start_nbytes
+    logits = vocab * tokens * 4
+    assert peaks["off"] - peaks["auto"] > (2 - 2 / 8) * logits * 0.98
+
+
+def test_auto_is_on_where_logits_take_more_than_the_largest_block():
+    model = _made("llama")
+    hf_zero.shard(model, stage=2, chunked_loss="auto")
+    block = sum(param.numel() * 4 for param in model.model.layers[0].parameters())
+    rows = block // (4 * 203)  # tokens whose logits take as much
+    for length, is_chunked in ((rows // 2, False), (rows // 2 + 1, True)):
+        tokens = torch.ones(2, length, dtype=torch.int64)
+        output = model(input_ids=tokens, labels=tokens)
+        assert isinstance(output.logits, DeferredLogits) is is_chunked
+        assert isinstance(model(input_ids=tokens).logits, torch.Tensor)  # without labels there is no loss
+
+
+def test_what_needs_its_logits_gets_them_or_is_refused(caplog):
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {"d_model": 32, "vocab_size": 203, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(BartConfig(**sizes, **heads))  # adds a vector to its logits
+    plain = model(**_batch()).loss
+    hf_zero.shard(model, stage=3, strict=True, chunked_loss="auto")
+    chunked_loss_of(model)._max_nbytes = 0
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(model(**_batch()).loss, plain)
+    assert [record.message.count("__add__") for record in caplog.records] == [1]
+    chunked_loss_of(model)._is_auto = False
+    with pytest.raises(UnsupportedError, match="does more with its logits than the loss"):
+        model(**_batch())
+
+
+def test_hooks_on_the_head_see_logits():
+    model, seen = _made("llama"), []
+    hf_zero.shard(model, stage=3, strict=True, chunked_loss="on")
+    model.lm_head.register_forward_hook(lambda _module, _args, output: seen.append(output.shape))
+    with pytest.raises(UnsupportedError, match="a hook on its head"):
+        model(**_batch())
+    chunked_loss_of(model)._is_auto, chunked_loss_of(model)._max_nbytes = True, 0
+    model(**_batch())
+    assert seen == [(2, 17, 203)]
+
+
+def test_a_head_that_is_not_one_linear_layer_is_refused():
+    model = _made("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(UnsupportedError, match="no head that is one plain linear layer"):
+        hf_zero.shard(model, stage=3, chunked_loss="on")
+    hf_zero.shard(model, stage=3, chunked_loss="auto")
+    assert isinstance(model(**_batch()).logits, torch.Tensor)
+
+
+def test_labels_outside_of_the_vocabulary_are_refused():
+    model = _made("llama")
+    hf_zero.shard(model, stage=3, chunked_loss="on")
+    with pytest.raises(RuntimeError, match="a label is neither -100 nor one of the 203 tokens"):
+        model(**_batch(labels=torch.full((2, 17), 203)))
+
+
+def _deferred(head: nn.Linear, hidden: torch.Tensor) -> DeferredLogits:
+    model = nn.Sequential(head)
+    engine = hf_zero.engine.engine_of(hf_zero.shard(model, stage=0).model)
+    return DeferredLogits(chunked_loss.ChunkedLoss(engine, head, [], is_auto=True), hidden, head.out_features)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_deferred_logits_are_those_of_the_head(reduction):
+    """Every way to read them gives what the head's output gives: shapes, parts, other losses."""
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(16, 40), torch.randn(2, 6, 16)
+    logits, plain = _deferred(head, hidden), head(hidden).detach()
+    assert logits.shape == plain.shape and logits.size(-1) == 40 and logits.dim() == 3 and logits.dtype is plain.dtype
+    targets = torch.randint(0, 40, (2, 6))
+    targets[0, :2] = -100
+
+    def shifted(values):
+        return (values[..., :-1, :].contiguous().float() * 0.5).view(-1, values.size(-1))
+
+    for smoothing in (0.0, 0.1):
+        settings = {"reduction": reduction, "label_smoothing": smoothing}
+        found, wanted = (F.cross_entropy(shifted(x), targets[:, 1:].reshape(-1), **settings) for x in (logits, plain))
+        torch.testing.assert_close(found, wanted)
+    for read in (
+        lambda x: x.argmax(-1),
+        lambda x: torch.log_softmax(x, dim=-1),
+        lambda x: x[:, :, :5],
+        lambda x: x[..., torch.tensor([0, 3])],
+        lambda x: x.transpose(1, 2),
+        lambda x: x.view(-1),
+        lambda x: -x + 1,
+        lambda x: x * torch.ones(40),
+        lambda x: torch.tanh(x / 3) * 3 - 0,
+        lambda x: x[:, -1].to(torch.bfloat16).float(),
+    ):
+        found = read(logits)
+        found = found.whole("a test") if isinstance(found, DeferredLogits) else found
+        torch.testing.assert_close(found, read(plain))

@@ -1,0 +1,76 @@
+"""Which of a trainer's losses are computed without all logits: those of which nothing else is read."""
+
+import pytest
+from transformers import Trainer
+
+import hf_zero
+from hf_zero.activation import chunked_loss, chunked_loss_of
+from hf_zero.errors import ConfigError
+from tests import models
+from tests.trainer.harness import Rows, make, record
+
+
+def _trained(folder, monkeypatch, mode: str, **settings):
+    """A trainer that has trained and evaluated, the losses that it logged, and how many were computed in ranges."""
+    monkeypatch.setattr(chunked_loss, "CPU_NBYTES", 1024)
+    monkeypatch.setattr(chunked_loss, "MIN_WIDTH", 16)
+    count, loss_of = [], chunked_loss.ChunkedLoss.loss_of
+    monkeypatch.setattr(chunked_loss.ChunkedLoss, "loss_of", lambda *args: count.append(1) or loss_of(*args))
+    rows = Rows("llama", count=4)
+    parts = {"eval_dataset": rows, **settings.pop("parts", {})}
+    trainer = make(
+        3, folder, models.build("llama"), rows, parts=parts, zero_chunked_loss=mode, max_steps=2, **settings
+    )
+    trainer.train()
+    in_training = len(count)
+    trainer.evaluate()
+    run = record(trainer)
+    return trainer, run, (in_training, len(count) - in_training)
+
+
+def test_losses_are_those_of_plain_training_in_training_and_evaluation(tmp_path, monkeypatch):
+    _, plain, none = _trained(tmp_path, monkeypatch, "off")
+    trainer, chunked, counts = _trained(tmp_path, monkeypatch, "on")
+    assert none == (0, 0) and counts == (2, 2)
+    assert chunked.losses == pytest.approx(plain.losses, rel=1e-6) and len(plain.losses) == 2
+    assert chunked.evals == pytest.approx(plain.evals, rel=1e-6) and len(plain.evals) == 1
+    assert not chunked_loss_of(trainer.model).is_active  # a forward of a user's own gives logits
+
+
+def test_metrics_get_their_logits(tmp_path, monkeypatch):
+    shapes = []
+
+    def compute_metrics(predictions):
+        shapes.append(predictions.predictions.shape)
+        return {}
+
+    _, _, counts = _trained(tmp_path, monkeypatch, "on", parts={"compute_metrics": compute_metrics})
+    assert counts == (2, 0) and shapes[0][-1] == models.VOCAB
+
+
+def test_small_logits_are_computed_at_once_by_default(tmp_path, monkeypatch):
+    assert hf_zero.ZeroTrainingArguments(str(tmp_path)).zero_chunked_loss == "auto"
+    assert _trained(tmp_path, monkeypatch, "auto")[2] == (0, 0)
+
+
+class OwnLoss(Trainer):
+    """Reads its logits."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + 0 * outputs.logits.sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_of_a_class_of_its_own_keeps_its_logits(tmp_path, monkeypatch):
+    assert _trained(tmp_path, monkeypatch, "auto", mixin_on=OwnLoss)[2] == (0, 0)
+    with pytest.raises(ConfigError, match="OwnLoss computes its loss by a method of its own"):
+        make(3, tmp_path, models.build("llama"), mixin_on=OwnLoss, zero_chunked_loss=True)
+
+
+def test_settings_that_need_logits_are_refused(tmp_path):
+    for setting in ({"label_smoothing_factor": 0.1}, {"zero_autocast": True, "bf16": True}):
+        with pytest.raises(ConfigError, match="zero_chunked_loss"):
+            hf_zero.ZeroTrainingArguments(str(tmp_path), use_cpu=True, zero_chunked_loss="on", **setting)
+    with pytest.raises(ConfigError, match="zero_chunked_loss: 'of' is not one of auto, on, off"):
+        hf_zero.ZeroTrainingArguments(str(tmp_path), use_cpu=True, zero_chunked_loss="of")
