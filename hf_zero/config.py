@@ -78,6 +78,9 @@ OFFLOADS = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "pa
 
 REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+# In how many bits parameters may be gathered.
+GATHER_DTYPES = {"int8": torch.int8}
+
 # What is done about gradients that are not finite.
 CHUNKED_LOSS = {name: name for name in ("auto", "on", "off")}
 NONFINITE = {name: name for name in ("stop", "skip", "ignore")}
@@ -135,6 +138,9 @@ class ZeroConfig:
         compute_dtype (`torch.dtype`, *optional*): dtype of the compute copy; `None` keeps every parameter's own.
             Parameters that are cast keep a master in `master_dtype`.
         reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated.
+        gather_dtype (`torch.dtype`, *optional*): `torch.int8`: at stage 3 parameters are gathered in 8 bits, with a
+            scale for each 256 values (ZeRO++, arXiv 2306.10209, section 3.1), and all ranks compute with the rounded
+            values; `None`: as they are.
         bucket_nbytes (`int` or `str`): size in bytes of each buffer through which ranks that send messages exchange
             values, in pieces; "auto" makes a piece long enough that its latency counts for little. With gloo no bit
             depends on it.
@@ -174,6 +180,7 @@ class ZeroConfig:
     stage: int = 3
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
+    gather_dtype: torch.dtype | None = None
     bucket_nbytes: int | str = "auto"
     prefetch_units: int = 1
     keep_gathered: int | str = 0
@@ -209,6 +216,7 @@ class ZeroConfig:
         if self.keep_gathered != "auto" and (not isinstance(self.keep_gathered, int) or self.keep_gathered < 0):
             raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is no number of blocks; give 0 or more, or auto")
         self._check_shard_size()
+        self._check_gather_dtype()
         self._check_offload()
 
     def _check_kinds(self) -> None:
@@ -226,6 +234,18 @@ class ZeroConfig:
             raise ConfigError(
                 "shard_size: says over how many ranks to shard, and stage 0 shards nothing; use stage 1, 2 or 3, or "
                 "leave it out"
+            )
+
+    def _check_gather_dtype(self) -> None:
+        if self.gather_dtype is None:
+            return
+        if self.gather_dtype not in GATHER_DTYPES.values():
+            raise ConfigError(f"gather_dtype: {self.gather_dtype!r} is not torch.int8; give that, or None")
+        if self.stage != 3 or self.shard_size == 1:
+            found = "shard_size 1" if self.stage == 3 else f"stage {self.stage}"
+            raise ConfigError(
+                f"gather_dtype: says how parameters are gathered for each use, and with {found} they are not; use "
+                "stage 3 over several ranks, or leave it out"
             )
 
     def _check_offload(self) -> None:
@@ -271,6 +291,7 @@ class ZeroSettings(TypedDict, total=False):
     """The fields of `ZeroConfig` that `hf_zero.shard` takes by name, beside `stage` and `compute_dtype`."""
 
     reduce_dtype: torch.dtype
+    gather_dtype: torch.dtype | None
     bucket_nbytes: int | str
     prefetch_units: int
     keep_gathered: int | str

@@ -40,6 +40,7 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
 
     zero_compute_dtype: torch.dtype | None
     zero_reduce_dtype: torch.dtype
+    zero_gather_dtype: torch.dtype | None
     zero_bucket_nbytes: int | str
     zero_prefetch_units: int
     zero_keep_gathered: int | str

@@ -161,6 +161,7 @@ class Comm:
         self.device = device
         self.timeout_seconds = timeout_seconds
         self.counters = Counters()
+        self.packing: list[Bucket] = []  # buckets of those who send values in few bits, see `hf_zero.comm.blockwise`
 
     def divide(self, shard_group: "Comm", replicate_group: "Comm", average: "Averages") -> None:
         """Divides the ranks into several shard groups, see [Note: who shards, and who decides].
@@ -234,9 +235,10 @@ class Comm:
         return [memory for memory in found if memory is not None]
 
     def _all_buckets(self) -> list[Bucket]:
+        own = [*self.shard_group.buckets, *self.shard_group.packing]
         if self.replicate_group is None:
-            return self.buckets
-        return [*self.shard_group.buckets, *self.replicate_group.sum_buckets]  # over all ranks nothing is averaged
+            return own
+        return [*own, *self.replicate_group.sum_buckets]  # over all ranks nothing is averaged
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates memory, 1-D, that other ranks can read directly, for tensors that are gathered or reduced. It

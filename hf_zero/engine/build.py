@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm import Bus, Comm, connect
+from hf_zero.comm.blockwise import PackedGather
 from hf_zero.comm.world import local_device, ranks_alike, refuse_dividing
 from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
 from hf_zero.engine import hooks
@@ -105,7 +106,14 @@ def build(
     placeholders = Placeholders(comm.device)
     bus = bus or Bus(comm.device, comm.counters)
     arenas = Arenas.of(comm.shard_group)
-    lay_out = partial(_lay_out, config=config, comm=comm, placeholders=placeholders, transfer=HostTransfer(bus))
+    lay_out = partial(
+        _lay_out,
+        config=config,
+        comm=comm,
+        placeholders=placeholders,
+        transfer=HostTransfer(bus),
+        packing=PackedGather(comm.shard_group) if config.gather_dtype is not None else None,
+    )
     stays = _keep_in_fp32(model)
     units = []
     for index, (spec, plan) in enumerate(zip(specs, _plans(specs, config, comm))):
@@ -195,7 +203,13 @@ def _plans(specs: list[UnitSpec], config: ZeroConfig, comm: Comm) -> list[StageP
 
 
 def _lay_out(
-    group, plan: StagePlan, config: ZeroConfig, comm: Comm, placeholders: Placeholders, transfer: HostTransfer
+    group,
+    plan: StagePlan,
+    config: ZeroConfig,
+    comm: Comm,
+    placeholders: Placeholders,
+    transfer: HostTransfer,
+    packing: PackedGather | None,
 ) -> Flat:
     infos = [ParamInfo(name, local_of(p).shape, p.dtype, p.requires_grad) for name, p, _ in group]
     layout = Layout.of([tuple(info.shape) for info in infos], comm.shard_group.num_ranks, comm.num_replicas)
@@ -204,7 +218,11 @@ def _lay_out(
     is_cast = config.compute_dtype is not None and trainable
     is_half = dtype in (torch.bfloat16, torch.float16)
     master_dtype = torch.float32 if is_cast and is_half else dtype
-    rest = rest_of(layout, plan, comm, transfer, dtype=dtype, master_dtype=master_dtype, trainable=trainable)
+    if is_opaque(params[0]) or not dtype.is_floating_point or dtype is not (config.compute_dtype or dtype):
+        packing = None  # bytes are not numbers, and what its authors keep in fp32 is not for fewer bits
+    rest = rest_of(
+        layout, plan, comm, transfer, dtype=dtype, master_dtype=master_dtype, trainable=trainable, packing=packing
+    )
     return Flat(infos, params, layout, plan=plan, comm=comm, dtype=dtype, rest=rest, placeholders=placeholders)
 
 

@@ -10,131 +10,16 @@
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hf_zero.comm import Comm, Pending
+from hf_zero.comm.blockwise import PackedGather
 from hf_zero.config import MemoryTier, Residency, StagePlan
 from hf_zero.engine.host_transfer import HostTransfer
-from hf_zero.engine.placeholder import Placeholders
+from hf_zero.engine.resting_shards import SHARDS, DeviceShard
 from hf_zero.sharding.layout import Layout, Range
-
-
-if TYPE_CHECKING:
-    from hf_zero.storage import DiskTensor
-
-
-class DeviceShard:
-    """A range of a flat buffer that rests in the device's memory.
-
-    Args:
-        covers (`Range`): the range.
-        dtype (`torch.dtype`): of the values.
-        comm (`Comm`): the data-parallel ranks.
-        transfer (`HostTransfer`): to and from the host's memory.
-        locked (`bool`): where it lies on the host, the device copies from and to it by itself.
-    """
-
-    tier = MemoryTier.DEVICE
-    on_disk: "DiskTensor | None" = None  # where the values rest, `values` being NaN; None: in memory
-    values: Tensor  # 1-D
-
-    def __init__(self, covers: Range, dtype: torch.dtype, comm: Comm, transfer: HostTransfer, *, locked: bool):
-        self.covers = covers
-        self.numel = covers[1] - covers[0]
-        self.dtype = dtype
-        self._comm = comm
-        self.transfer = transfer
-        self._locked = locked
-
-    def allocate(self) -> None:
-        """Allocates memory for the values, filled with zeros."""
-        self.values = torch.zeros(self.numel, dtype=self.dtype, device=self._comm.device)
-
-    def pieces(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
-        """Yields the values, whole or in pieces that are in memory in turn, each with the range that it covers.
-
-        Args:
-            writes (`bool`): what is written to them lasts.
-            only (`Range`, *optional*): the pieces in which anything of this range of the buffer lies.
-        """
-        yield self.values, self.covers
-
-    def cut(self, start: int, stop: int) -> list[Range]:
-        """Cuts a part of the range at the boundaries of the pieces."""
-        return [(start, stop)]
-
-    def copy_to(self, target: Tensor, values: Tensor) -> Pending:
-        """Copies a piece to the device. The piece may be overwritten after a `Bus.synchronize`."""
-        target.copy_(values)
-        return Pending()
-
-    def write(self, values: Tensor, covers: Range) -> Pending:
-        """Overwrites a part with values on the host. These may be overwritten after a `Bus.synchronize`."""
-        return self.transfer.up(self._part(covers), values)
-
-    def _part(self, covers: Range) -> Tensor:
-        return self.values[covers[0] - self.covers[0] : covers[1] - self.covers[0]]
-
-    def all_gather(self, full: Tensor, what: str, arriving: Pending | None) -> Pending:
-        """Copies the values to their range of `full`, cast if need be, and gathers the other ranges."""
-        own = full[slice(*self.covers)].copy_(self.values)
-        return self._comm.shard_group.all_gather(full, own, what=what)
-
-
-class HostShard(DeviceShard):
-    """A range of a flat buffer that rests in the host's memory."""
-
-    tier = MemoryTier.HOST
-
-    def allocate(self) -> None:
-        self.values = self.transfer.bus.empty(self.numel, self.dtype, locked=self._locked)
-
-    def copy_to(self, target: Tensor, values: Tensor) -> Pending:
-        return self.transfer.up(target, values)
-
-    def write(self, values: Tensor, covers: Range) -> Pending:
-        self._part(covers).copy_(values)
-        return Pending()
-
-    def all_gather(self, full: Tensor, what: str, arriving: Pending | None) -> Pending:
-        own, bus = full[slice(*self.covers)], self.transfer.bus
-        with bus.on_side_stream("up"):  # what computes meanwhile waits for neither copy nor collective
-            transfer = bus.up(own, self.values) if arriving is None else arriving
-            gathering = self._comm.shard_group.all_gather(full, own, what=what)
-
-        def finish():
-            transfer.wait()
-            gathering.wait()
-
-        return Pending(finish)
-
-
-class DiskShard(HostShard):
-    """A range of a flat buffer that rests on disk, whose pieces are windows."""
-
-    tier = MemoryTier.DISK
-    on_disk: "DiskTensor"
-
-    def allocate(self) -> None:
-        self.values = Placeholders(self.transfer.bus.host).of(torch.Size([self.numel]), self.dtype)
-
-    def pieces(self, *, writes: bool, only: Range | None = None) -> Iterator[tuple[Tensor, Range]]:
-        first = self.covers[0]
-        within = None if only is None else (only[0] - first, only[1] - first)
-        for start, values in self.on_disk.pieces(writes=writes, only=within):
-            yield values, (first + start, first + start + values.numel())
-
-    def cut(self, start: int, stop: int) -> list[Range]:
-        first = self.covers[0]
-        cuts = [(first + low, first + high) for low, high in self.on_disk.windows]
-        return [(max(low, start), min(high, stop)) for low, high in cuts if low < stop and start < high]
-
-    def write(self, values: Tensor, covers: Range) -> Pending:
-        self.on_disk.write(covers[0] - self.covers[0], values)
-        return Pending()
 
 
 def copy_overlap(memory: Tensor, covers: Range, values: Tensor, what: Range) -> None:
@@ -146,7 +31,6 @@ def copy_overlap(memory: Tensor, covers: Range, values: Tensor, what: Range) -> 
 
 
 PART_NUMEL = 2**23  # of what is compared, so many elements are in memory once more
-SHARDS = {shard.tier: shard for shard in (DeviceShard, HostShard, DiskShard)}
 
 
 class Rest:
@@ -164,6 +48,7 @@ class Rest:
     has_copy = False  # a compute copy rests beside the masters, and follows them
     whole: Tensor | None = None  # the whole compute copy, where it is at hand without a gather
     refreshing: Pending | None = None  # the compute copy is being made to follow the masters already
+    packing: PackedGather | None = None  # gathers the values in few bits; None: as they are
 
     def __init__(
         self, masters: DeviceShard, compute_shard: DeviceShard | None, numel: int, comm: Comm, dtype: torch.dtype
@@ -200,14 +85,22 @@ class Rest:
             for each in ranges:
                 copy_overlap(memory, covers, values[each[0] - start : each[1] - start], each)
 
-    def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None, *, exact: bool = False) -> Pending:
         """Gathers the whole values into `full` from the ranges of all ranks.
 
         Args:
             full, what (`Tensor`, `str`): memory for them, and the unit's name, for messages.
             arriving (`Pending`, *optional*): of this rank's range, which is on its way there from the disk.
+            exact (`bool`): in all their bits, also where others are gathered in few.
         """
-        return self.source.all_gather(full, what, arriving)
+        is_exact = exact or self.packing is None
+        gather = self._comm.shard_group.all_gather if is_exact else self.packing.all_gather
+        return self.source.all_gather(full, what, arriving, gather)
+
+    def round_(self, full: Tensor) -> None:
+        """Rounds whole values as a gather does."""
+        if self.packing is not None:
+            self.packing.round_(full)
 
     def barrier(self) -> None:
         """Waits for all ranks, where they read one another's masters."""
@@ -267,7 +160,7 @@ class _Whole(Rest):
     def allocate(self) -> None:
         self.whole = self._comm.shard_group.empty(self._numel, self._dtype)
 
-    def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None, *, exact: bool = False) -> Pending:
         if self._holds_all:
             return Pending()
         return self._comm.shard_group.all_gather(full, full[slice(*self.masters.covers)], what=what)
@@ -327,7 +220,7 @@ class SharedRest(Rest):
             for each in ranges:
                 copy_overlap(self._common, (0, self._numel), values[each[0] - start : each[1] - start], each)
 
-    def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None) -> Pending:
+    def all_gather(self, full: Tensor, what: str, arriving: Pending | None = None, *, exact: bool = False) -> Pending:
         if full is not self._common:
             self._comm.shard_group.shared_memory.read(full, self._common, what=what)
         return Pending()
@@ -370,6 +263,7 @@ def rest_of(
     dtype: torch.dtype,
     master_dtype: torch.dtype,
     trainable: bool,
+    packing: PackedGather | None = None,
 ) -> Rest:
     """Chooses where the values of a buffer rest.
 
@@ -380,6 +274,8 @@ def rest_of(
         transfer (`HostTransfer`): to and from the host's memory.
         dtype, master_dtype (`torch.dtype`): of the compute copy and of the masters.
         trainable (`bool`): what is not has neither state nor gradients, so it rests where parameters rest.
+        packing (`PackedGather`, *optional*): gathers the values in few bits. Ranks that could read them in one memory
+            then gather too, so that they compute with the same values as ranks of several hosts.
     """
     covers = (0, layout.full_numel) if plan.master is Residency.REPLICATED else layout.owned(comm.shard_group.rank)
     master_at = plan.master_at if trainable else plan.compute_at
@@ -391,10 +287,13 @@ def rest_of(
     if plan.compute is not Residency.SHARDED:
         kind = ReplicatedRest if is_same else ReplicatedCopyRest
     elif master_at is MemoryTier.DEVICE:
-        kind = SharedRest if comm.shard_group.shared_memory is not None else ShardedRest
+        kind = SharedRest if comm.shard_group.shared_memory is not None and packing is None else ShardedRest
     elif is_same and not (trainable and plan.lags):
         kind = ShardedRest
     else:
         kind = ShardedCopyRest
         compute_shard = SHARDS[plan.compute_at](covers, dtype, comm, transfer, locked=True)
-    return kind(masters, compute_shard, layout.full_numel, comm, dtype)
+    rest = kind(masters, compute_shard, layout.full_numel, comm, dtype)
+    if rest.is_sharded:
+        rest.packing = packing
+    return rest

@@ -115,10 +115,10 @@ class Unit(Uncopyable):
         if self.disk_prefetcher is not None and self.phase is Phase.SHARDED:
             self.disk_prefetcher.prefetch()
 
-    def _begin_all_gather(self) -> None:
+    def _begin_all_gather(self, *, exact: bool = False) -> None:
         self.phase = moved(self.name, self.phase, Phase.GATHERING)
         arriving = self.disk_prefetcher.load() if self.disk_prefetcher is not None else None
-        self._all_gathers = [flat.rest.all_gather(flat.full, self.name, arriving) for flat in self.flats]
+        self._all_gathers = [flat.rest.all_gather(flat.full, self.name, arriving, exact=exact) for flat in self.flats]
 
     def _take_slot(self) -> None:
         if self.slot is not None:
@@ -220,8 +220,8 @@ class Unit(Uncopyable):
                 gradient.lend(*memory)
 
     def begin_gathered(self, writeback: bool) -> None:
-        """Makes the parameters whole in memory outside of the slots, until `end_gathered`. With `writeback`, what is
-        written to them is kept."""
+        """Makes the parameters whole in memory outside of the slots, until `end_gathered`, in all their bits. With
+        `writeback`, what is written to them is kept."""
         self.keeps_writes = self.keeps_writes or writeback
         if self.num_gathered or not self.is_sharded:
             self.num_gathered += 1
@@ -230,16 +230,21 @@ class Unit(Uncopyable):
         self._was_unsharded = self.phase is Phase.UNSHARDED
         if not self._was_unsharded:
             self._leave_slot()
+        elif any(flat.rest.packing is not None for flat in self.flats):
+            # what was rounded stays in the slot, for whoever has unsharded it
+            for flat in self.flats:
+                flat.reshard()
+            self.phase = Phase.SHARDED
         self.num_gathered = 1
         # Autograd may hold views of the slot from a forward: the private memory leaves them as they are.
         self._outer_fulls = [flat.full for flat in self.flats]
         for flat, full in zip(self.flats, self._outer_fulls):
-            flat.bind(full.clone() if self._was_unsharded else torch.empty_like(full))
-        if self._was_unsharded:
+            flat.bind(full.clone() if self.is_unsharded else torch.empty_like(full))
+        if self.is_unsharded:
             for flat in self.flats:
                 flat.unshard()
         else:
-            self._begin_all_gather()
+            self._begin_all_gather(exact=True)
             self.unshard()
 
     def fill_slot(self) -> None:
@@ -294,6 +299,7 @@ class Unit(Uncopyable):
         for flat, full in zip(self.flats, fulls):
             if full is not flat.rest.whole:  # there the masters are the values
                 full.copy_(flat.full)
+                flat.rest.round_(full)
 
     def _leave_slot(self) -> None:
         self.evict()

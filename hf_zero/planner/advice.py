@@ -73,6 +73,8 @@ def flags_of(prediction: Prediction) -> str:
         flags.append(f"--zero_offload {prediction.config.offload}")
     if prediction.config.shard_size is not None:
         flags.append(f"--zero_shard_size {prediction.config.shard_size}")
+    if prediction.config.gather_dtype is not None:
+        flags.append("--zero_gather_dtype int8")
     return " ".join([*flags, *(["--gradient_checkpointing"] if prediction.gradient_checkpointing else [])])
 
 
@@ -88,7 +90,9 @@ def ways(config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[tuple[Zer
         for stage, offload in WAYS:
             shard_size = config.shard_size if stage else None  # stage 0 has no shard groups
             offload_dir = None if offload == "none" else config.offload_dir
-            yield replace(plain, stage=stage, offload=offload, offload_dir=offload_dir, shard_size=shard_size), switch
+            gather_dtype = config.gather_dtype if stage == 3 else None  # where parameters are gathered for each use
+            way = replace(plain, stage=stage, shard_size=shard_size, gather_dtype=gather_dtype)
+            yield replace(way, offload=offload, offload_dir=offload_dir), switch
 
 
 def advise(

@@ -148,6 +148,8 @@ def _refuse_unknown(arguments: Any, prediction: Prediction) -> None:
     """Refuses a run of whose time nothing is known."""
     if prediction.config.shard_size is not None:
         raise ConfigError("--gpu: the time of shards over groups of ranks is not modeled; leave --zero_shard_size out")
+    if prediction.config.gather_dtype is not None:
+        raise ConfigError("--gpu: the time of gathers in 8 bits is not modeled; leave --zero_gather_dtype out")
     if arguments.load_in_8bit:
         raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
     if prediction.time is None:

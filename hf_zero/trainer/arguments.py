@@ -15,7 +15,7 @@ from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, r
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
-from hf_zero.config import CHUNKED_LOSS, NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
+from hf_zero.config import CHUNKED_LOSS, GATHER_DTYPES, NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
 from hf_zero.trainer.checks import check_arguments, check_output_dir
@@ -48,6 +48,9 @@ class ZeroArgumentsMixin(_Arguments):
         zero_stage (`int`): what is partitioned over the ranks: 0 nothing, 1 the optimizer state, 2 also the gradients,
             3 also the parameters.
         zero_reduce_dtype (`str`): the dtype in which gradients are summed over the ranks: fp32 or bf16.
+        zero_gather_dtype (`str`, *optional*): int8: at stage 3 parameters are gathered in 8 bits, with a scale for
+            each 256 values, and all ranks compute with the rounded values; masters and checkpoints stay exact. By
+            default they are gathered as they are.
         zero_bucket_mb (`str`): size in MiB of each buffer through which ranks that send messages exchange values, in
             pieces; auto: so large that the latency of a piece counts for little, by the kind of link.
         zero_prefetch_units (`int`): how many blocks are gathered ahead of use at stage 3; 0 saves one block's memory.
@@ -87,6 +90,7 @@ class ZeroArgumentsMixin(_Arguments):
 
     zero_stage: int = 3
     zero_reduce_dtype: str = "fp32"
+    zero_gather_dtype: str | None = None
     zero_bucket_mb: str = "auto"
     zero_prefetch_units: int = 1
     zero_keep_gathered: str = "0"
@@ -148,6 +152,7 @@ class ZeroArgumentsMixin(_Arguments):
         choose("zero_stage", self.zero_stage, STAGES)
         self.zero_stage = int(self.zero_stage)
         dtype = choose("zero_reduce_dtype", self.zero_reduce_dtype, REDUCE_DTYPES)
+        gather_dtype = self.zero_gather_dtype and choose("zero_gather_dtype", self.zero_gather_dtype, GATHER_DTYPES)
         bucket = str(self.zero_bucket_mb)
         if bucket != "auto" and (not bucket.isdecimal() or int(bucket) < 1):
             raise ConfigError(f"zero_bucket_mb: {bucket} is not a size; give 1 or more (MiB), or auto")
@@ -167,6 +172,7 @@ class ZeroArgumentsMixin(_Arguments):
             stage=self.zero_stage,
             compute_dtype=None if self.zero_autocast else half,
             reduce_dtype=dtype,
+            gather_dtype=gather_dtype or None,
             bucket_nbytes="auto" if bucket == "auto" else int(bucket) * 2**20,
             prefetch_units=self.zero_prefetch_units,
             keep_gathered="auto" if kept == "auto" else int(kept),

@@ -138,6 +138,7 @@ def _paths(section: dict, prefix: str = "") -> set[str]:
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, {"zero_stage": "2", "zero_offload": "optimizer"}),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"fp16": "True", "zero_autocast": "True"}),
         ({"communication_data_type": "bfp16"}, {"zero_reduce_dtype": "bf16"}),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, {"zero_gather_dtype": "int8", "zero_stage": "0"}),
         ({"wandb": {"enabled": True, "project": "x"}}, {"report_to": "wandb"}),
         ({"wandb": {"enabled": False}}, {}),
         ({"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "/nvme"}}}, {}),
@@ -176,7 +177,7 @@ def test_a_setting_becomes_its_flags(config, flags):
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type", "not among the schedules"),
         ({"fp16": {"enabled": "auto", "loss_scale": 128}}, "fp16.loss_scale", "128: the loss scale is always dynamic"),
         ({"communication_data_type": "fp16"}, "communication_data_type", "fp32 or bf16"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights", "ZeRO"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size", "ZeRO"),
         ({"amp": {"enabled": True}}, "amp", "Apex"),
     ],
 )

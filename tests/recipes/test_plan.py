@@ -116,6 +116,10 @@ def test_all_ways_are_printed_for_programs(config_file, capsys):
         (["--gpu", "v100"], "--gpu v100: expected h100, h200, a100, b200, or a YAML file"),
         (["--table"], "--table: says something about time; add --gpu with the device"),
         (["--gpu", "h100", "--gpus_per_host", "4", "--zero_shard_size", "2"], "of shards over groups of ranks is not"),
+        (
+            ["--gpu", "h100", "--gpus_per_host", "4", "--zero_gather_dtype", "int8"],
+            "of gathers in 8 bits is not modeled",
+        ),
         (["--gpu", "h100", "--hosts", "0"], "--hosts 0: expected 1 or more"),
         (["--gpu", "h100", "--hosts", "2", "--num_processes", "3"], "--num_processes 3: 2 hosts have equally many"),
         (["--gpus_per_host", "8", "--num_processes", "4"], "1 hosts of 8 are 8 ranks; leave one of them out"),

@@ -30,6 +30,15 @@ REFUSED = {
     "a stage too high": ({"zero_stage": 7}, "zero_stage: 7 .*nearest is '3'"),
     "a negative stage": ({"zero_stage": -1}, "zero_stage: -1 .*nearest is '0'"),
     "an unknown dtype": ({"zero_reduce_dtype": "bfloat16"}, "zero_reduce_dtype: 'bfloat16' .*nearest is 'bf16'"),
+    "gathers in an unknown dtype": ({"zero_gather_dtype": "int4"}, "zero_gather_dtype: 'int4' .*nearest is 'int8'"),
+    "gathers that are none": (
+        {"zero_gather_dtype": "int8", "zero_stage": 2},
+        "gather_dtype: .* with stage 2 they are not; use stage 3",
+    ),
+    "gathers of one rank": (
+        {"zero_gather_dtype": "int8", "zero_shard_size": 1},
+        "gather_dtype: .* with shard_size 1 they are not; use stage 3 over several",
+    ),
     "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*give 1 or more .*or auto"),
     "a bucket that is no number": ({"zero_bucket_mb": "large"}, "zero_bucket_mb: large is not a size; .*or auto"),
     "blocks that are no number": (

@@ -1,0 +1,153 @@
+"""Values in few bits for the way between ranks, block by block (ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3).
+
+[Note: blocks] 256 neighbouring values have one fp32 scale, the largest magnitude among them divided by 127 (7 for
+4 bits). Each value is divided by it and rounded to the nearest integer, ties to even. So what comes back is off by
+half a scale at most: 1/254 (1/14) of the largest magnitude of its block, and by what rounding to the dtype of the
+result adds. A block in which a value is not finite comes back as NaN. Blocks are counted from where a row begins.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hf_zero.comm.base import Bucket, Comm, Pending
+
+
+BLOCK_NUMEL = 256
+# Rounded at a time: on CPUs so few that they stay in the processor's cache between the passes.
+CACHED_NUMEL, DEVICE_NUMEL = 2**18, 2**24
+
+
+def packed_nbytes(numel: int, bits: int) -> int:
+    """Returns the bytes that a row of values takes on its way: whole blocks, and their scales behind them."""
+    num_blocks = -(-numel // BLOCK_NUMEL)
+    return num_blocks * (BLOCK_NUMEL * bits // 8 + torch.float32.itemsize)
+
+
+def pack_rows(values: Tensor, packed: Tensor, bits: int) -> None:
+    """Rounds rows of values to integers and scales, see [Note: blocks].
+
+    Args:
+        values (`Tensor`): `(rows, numel)`, floating.
+        packed (`Tensor`): `(rows, packed_nbytes(numel, bits))`, uint8, overwritten.
+        bits (`int`): 8 or 4.
+    """
+    for part, codes, scales in _parts(values, packed, bits):
+        blocks = part.to(torch.float32)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        highest = 2 ** (bits - 1) - 1
+        scale = torch.where(largest.isfinite(), largest / highest, torch.nan)
+        scales.copy_(scale.squeeze(-1))
+        # a scale of zero is that of zeros, and of values next to the smallest that there are
+        rounded = torch.where(scale > 0, blocks / scale, 0.0).round_().clamp_(-highest, highest)
+        if bits == 8:
+            codes.copy_(rounded.to(torch.int8).view(torch.uint8))
+        else:
+            low, high = (rounded + 8).to(torch.uint8).chunk(2, -1)
+            codes.copy_(low | high << 4)
+
+
+def unpack_rows(packed: Tensor, values: Tensor, bits: int) -> None:
+    """Multiplies integers by their scales again.
+
+    Args:
+        packed (`Tensor`): as `pack_rows` has written it.
+        values (`Tensor`): `(rows, numel)`, floating, overwritten.
+        bits (`int`): 8 or 4.
+    """
+    for part, codes, scales in _parts(values, packed, bits, writes=True):
+        if bits == 8:
+            integers = codes.view(torch.int8)
+        else:
+            integers = torch.cat([codes & 15, codes >> 4], -1).to(torch.int8) - 8
+        part.copy_(integers.to(torch.float32).mul_(scales.unsqueeze(-1)))
+
+
+def _parts(
+    values: Tensor, packed: Tensor, bits: int, *, writes: bool = False
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields parts of rows: values `(rows, blocks, 256)`, their integers and their scales. A block that is not full
+    is filled up with zeros, in memory of its own; with `writes`, what was written there is copied back."""
+    rows, numel = values.shape
+    num_full, num_blocks = numel // BLOCK_NUMEL, -(-numel // BLOCK_NUMEL)
+    codes_nbytes = num_blocks * BLOCK_NUMEL * bits // 8
+    codes = packed[:, :codes_nbytes].unflatten(1, (num_blocks, -1))
+    scales = packed[:, codes_nbytes : packed_nbytes(numel, bits)].view(torch.float32)
+    full = values[:, : num_full * BLOCK_NUMEL].unflatten(1, (num_full, BLOCK_NUMEL))
+    step = max(1, (CACHED_NUMEL if values.device.type == "cpu" else DEVICE_NUMEL) // BLOCK_NUMEL // rows)
+    for low in range(0, num_full, step):
+        part = slice(low, min(low + step, num_full))
+        yield full[:, part], codes[:, part], scales[:, part]
+    if num_full < num_blocks:
+        rest = values[:, num_full * BLOCK_NUMEL :]
+        block = values.new_zeros(rows, 1, BLOCK_NUMEL)
+        block[:, 0, : rest.shape[1]] = rest
+        yield block, codes[:, num_full:], scales[:, num_full:]
+        if writes:
+            rest.copy_(block[:, 0, : rest.shape[1]])
+
+
+class PackedGather:
+    """Gathers values in 8 bits: a rank rounds its range, and all ranks, this one included, take what was rounded. So
+    every rank computes with the same values, whichever way they have come.
+
+    Args:
+        comm (`Comm`): the ranks of a shard group.
+    """
+
+    BITS = 8
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+        self._free: dict[int, list[Bucket]] = defaultdict(list)  # by size; of one size as many as are under way
+
+    def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+        """Fills `full` from the rounded shards of all ranks.
+
+        Args:
+            full (`Tensor`): 1-D, as for `Comm.all_gather`; all of it is overwritten.
+            shard (`Tensor`): 1-D, this rank's range of it, or apart.
+            what (`str`): the unit's name, for messages.
+        """
+        nbytes = packed_nbytes(shard.numel(), self.BITS)
+        bucket = self._take(nbytes * self._comm.num_ranks)
+        rows = bucket.rows(self._comm.num_ranks, nbytes, torch.uint8)
+        own = rows[self._comm.rank]
+        pack_rows(shard.view(1, -1), own.view(1, -1), self.BITS)
+        gathering = self._comm.all_gather(rows.view(-1), own, what=what)
+
+        def finish() -> None:
+            gathering.wait()
+            unpack_rows(rows, full.view(self._comm.num_ranks, -1), self.BITS)
+            self._free[bucket.nbytes].append(bucket)
+
+        return Pending(finish)
+
+    def round_(self, full: Tensor) -> None:
+        """Rounds whole values as a gather does, without one."""
+        rows = full.view(self._comm.num_ranks, -1)
+        for row in rows.split(1):
+            packed = torch.empty(1, packed_nbytes(row.numel(), self.BITS), dtype=torch.uint8, device=full.device)
+            pack_rows(row, packed, self.BITS)
+            unpack_rows(packed, row, self.BITS)
+
+    def _take(self, nbytes: int) -> Bucket:
+        if not self._free[nbytes]:
+            self._free[nbytes].append(_ReadableBucket(nbytes, self._comm))
+            self._comm.packing.append(self._free[nbytes][-1])
+        return self._free[nbytes].pop()
+
+
+class _ReadableBucket(Bucket):
+    """A bucket in memory that other ranks can read where they share memory.
+
+    Args:
+        nbytes (`int`): its size.
+        comm (`Comm`): the ranks.
+    """
+
+    def __init__(self, nbytes: int, comm: Comm):
+        super().__init__(nbytes, comm.device)
+        self.memory = comm.empty(nbytes, torch.uint8)

@@ -1,0 +1,126 @@
+"""Values in few bits: how far they come back off, that every way between ranks brings the same, and how many bytes."""
+
+import pytest
+import torch
+
+from hf_zero.comm import connect
+from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedGather, pack_rows, packed_nbytes, unpack_rows
+from hf_zero.comm.loopback import run_loopback
+from tests.comm.test_pairwise import CPU
+from tests.distributed import run_ranks
+
+
+HIGHEST = {8: 127, 4: 7}
+
+
+def _through(values: torch.Tensor, bits: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """What comes back of rows of values."""
+    packed = torch.empty(values.shape[0], packed_nbytes(values.shape[1], bits), dtype=torch.uint8)
+    pack_rows(values, packed, bits)
+    found = torch.empty(values.shape, dtype=dtype or values.dtype)
+    unpack_rows(packed, found, bits)
+    return found
+
+
+def _rounded(values: torch.Tensor, bits: int = 8) -> torch.Tensor:
+    """The same in other words: block by block, in fp32."""
+    found = []
+    for block in values.float().split(BLOCK_NUMEL):
+        scale = block.abs().max() / HIGHEST[bits]
+        codes = (block / scale).round() if scale else torch.zeros(block.shape)
+        found.append((codes * scale).to(values.dtype))
+    return torch.cat(found) if found else values
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_values_come_back_within_half_a_scale(bits, dtype):
+    generator = torch.Generator().manual_seed(0)
+    for numel in (1, 16, 255, 256, 257, 5000):
+        magnitudes = torch.rand(3, numel, generator=generator).mul(8).sub(4).exp()
+        values = (torch.randn(3, numel, generator=generator) * magnitudes).to(dtype)
+        values[0, ::3] = 0
+        found = _through(values, bits)
+        for row, came in zip(values, found):
+            assert torch.equal(came, _rounded(row, bits))
+            for block, its in zip(row.split(BLOCK_NUMEL), came.split(BLOCK_NUMEL)):
+                largest = block.abs().max().item()
+                # half a scale, and half a unit in the last place of the result, which is no larger than the largest
+                eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+                bound = largest / HIGHEST[bits] / 2 * (1 + 1e-5) + largest * eps / 2
+                assert (its.double() - block.double()).abs().max() <= bound
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bits", [8, 4])
+def test_values_at_the_edges(bits):
+    zeros = torch.zeros(1, 300)
+    assert torch.equal(_through(zeros, bits), zeros)
+    tiny = torch.full((1, 256), 1e-44)
+    assert _through(tiny, bits).isfinite().all() and (_through(tiny, bits) - tiny).abs().max() <= 2e-44
+    huge = torch.full((1, 256), 3e38)
+    torch.testing.assert_close(_through(huge, bits), huge)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        values = torch.ones(1, 600)
+        values[0, 300] = bad  # in the second of three blocks
+        found = _through(values, bits)[0]
+        assert found[256:512].isnan().all()
+        assert torch.equal(found[:256], _rounded(torch.ones(256), bits)) and found[512:].isfinite().all()
+
+
+@pytest.mark.quick
+def test_values_take_a_quarter_and_an_eighth_of_fp32():
+    assert packed_nbytes(2**20, 8) == 2**20 + 4 * 2**20 // 256
+    assert packed_nbytes(2**20, 4) == 2**19 + 4 * 2**20 // 256
+    assert packed_nbytes(1, 8) == 260
+
+
+def _gathers_of(comm, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+    """Gathers two buffers at once, waited for in the other order, twice."""
+    gather, found = PackedGather(comm), []
+    for turn in range(2):
+        wholes, pending = [], []
+        for index in range(2):
+            full = comm.empty(numel * comm.num_ranks, dtype).fill_(7)
+            own = _values(comm.rank, numel, dtype, 2 * turn + index).to(comm.device)
+            apart = own if index else full[comm.rank * numel : (comm.rank + 1) * numel].copy_(own)
+            pending.append(gather.all_gather(full, apart, what=f"unit {index}"))
+            wholes.append(full)
+        comm.progress()
+        for each in pending[::-1] if turn else pending:
+            each.wait()
+            each.wait()  # costs nothing
+        for full in wholes:
+            found.append(full.cpu().clone())
+            whole = torch.cat([_values(rank, numel, dtype, len(found) - 1) for rank in range(comm.num_ranks)])
+            gather.round_(whole)
+            assert torch.equal(whole, found[-1])
+    rows = [bucket.nbytes for bucket in comm.packing]
+    assert rows == [packed_nbytes(numel, 8) * comm.num_ranks] * 2  # they are used again
+    assert set(rows) and comm.buffer_nbytes >= sum(rows)
+    assert comm.counters.sent_nbytes.get("gather", 0) == 4 * packed_nbytes(numel, 8) * (comm.num_ranks - 1)
+    return found
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+
+
+def _gathers(shared_memory: bool, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+    comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**14, shared_memory=shared_memory)
+    return _gathers_of(comm, dtype, numel)
+
+
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize("num_ranks, dtype, numel", [(2, torch.float32, 4000), (3, torch.bfloat16, 16)])
+def test_every_way_between_ranks_brings_the_same(num_ranks, dtype, numel):
+    wanted = [
+        torch.cat([_rounded(_values(rank, numel, dtype, seed)) for rank in range(num_ranks)]) for seed in range(4)
+    ]
+    ways = [run_ranks(_gathers, num_ranks, shared_memory, dtype, numel) for shared_memory in (True, False)]
+    ways.append(run_loopback(num_ranks, lambda comm: _gathers_of(comm, dtype, numel), CPU))
+    for way in ways:
+        for found in way:
+            for tensor, expected in zip(found, wanted, strict=True):
+                assert torch.equal(tensor, expected)
