@@ -120,7 +120,7 @@ def _operand(sink: Sink, weight: nn.Parameter, input: Tensor) -> Tensor | None:
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Returns the dtype of products under autocast; `None` outside of it, and on devices that do not know it."""
     is_known = torch.amp.is_autocast_available(device_type)
-    return torch.getautocast_dtype(device_type) if is_known and torch.is_autocast_enabled(device_type) else None
+    return torch.get_autocast_dtype(device_type) if is_known and torch.is_autocast_enabled(device_type) else None
 
 
 def _linear(module: nn.Linear, sink: Sink, input: Tensor) -> Tensor:
