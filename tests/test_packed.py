@@ -8,7 +8,7 @@ from hf_zero.comm.blockwise import packed_nbytes
 from tests import models
 from tests.comm.test_blockwise import _rounded
 from tests.distributed import run_ranks
-from tests.test_groups import _on_two_hosts
+from tests.test_groups import on_two_hosts
 from tests.training import Sharded, adamw, assert_close, assert_equal, train
 
 
@@ -97,7 +97,7 @@ def _trains_alike(kind: str) -> None:
     }
     for name, way in ways.items():
         assert_equal(train(_subject(**way, **settings), NAME, num_steps=3), wanted, name)
-    with _on_two_hosts(True):
+    with on_two_hosts(True):
         apart = _subject(**settings)
     assert type(apart.engine.comm).__name__ == "TwoLevelComm"
     assert_equal(train(apart, NAME, num_steps=3), wanted, "two hosts")
