@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,8 @@ class DistributedComm(Comm):
         self._timeout = timedelta(seconds=timeout_seconds)
         self._has_gloo = ranks.is_gloo(group)
         self._is_gloo = ranks.is_gloo(group, device)
-        self._peers = [dist.get_global_rank(group, peer) for peer in range(self.num_ranks)]
+        self._small_device = ranks.CPU if self._has_gloo else device  # of objects, while they are exchanged
+        self._peers = dist.get_process_group_ranks(group)
         self._side_groups: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
@@ -56,11 +58,9 @@ class DistributedComm(Comm):
         return Pending(finish)
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
-        vector = vector.detach().contiguous()
-        rows = [torch.empty_like(vector) for _ in range(self.num_ranks)]
-        self._gather_small(vector, rows, what)
+        rows = self._gather_small(vector.detach().contiguous().view(-1), what)
         self.counters.add("scalar", vector.numel() * vector.element_size() * (self.num_ranks - 1))
-        return torch.stack(rows)
+        return rows
 
     def broadcast_(self, tensor: Tensor) -> None:
         with self._reaching("a broadcast", 0 if self.rank else None):
@@ -69,8 +69,7 @@ class DistributedComm(Comm):
 
     def barrier(self) -> None:
         if self._has_gloo:
-            rows = [torch.empty(1, dtype=torch.uint8) for _ in range(self.num_ranks)]
-            self._gather_small(torch.zeros(1, dtype=torch.uint8), rows, "a barrier")
+            self._gather_small(torch.zeros(1, dtype=torch.uint8), "a barrier")
         else:
             with self._reaching("a barrier"):
                 dist.barrier(self.group)
@@ -100,28 +99,31 @@ class DistributedComm(Comm):
         return box[0]
 
     def all_gather_object(self, obj, *, what: str = "an exchange of objects") -> list:
-        if not self._has_gloo:
-            box: list = [None] * self.num_ranks
-            with self._reaching(what):
-                dist.all_gather_object(box, obj, group=self.group)
-            return box
+        # each text is read once, however many ranks send the same: they share the object, and nobody writes to it
+        device, read = self._small_device, cache(pickle.loads)
         own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.num_ranks)]
-        self._gather_small(torch.tensor([own.numel()]), sizes, what)
-        pickles = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-        self._gather_small(own, pickles, what)
-        return [pickle.loads(memoryview(each.numpy())) for each in pickles]
+        sizes = self._gather_small(torch.tensor([own.numel()], device=device), what).view(-1).tolist()
+        longest = max(sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+        padded[: own.numel()] = own
+        texts = self._gather_small(padded, what).cpu().numpy().tobytes()
+        return [read(texts[start : start + size]) for start, size in zip(range(0, len(texts), longest), sizes)]
 
-    def _gather_small(self, own: Tensor, everyones: list[Tensor], what: str) -> None:
-        """Fills `everyones` with the tensors of all ranks, in rank order."""
-        if not (self._has_gloo and own.is_cpu):
-            with self._reaching(what):
-                dist.all_gather(everyones, own, group=self.group)
-            return
-        receives = [(everyones[rank], rank) for rank in reversed(self._other_ranks())]
-        works = self._post(receives, [(own, rank) for rank in self._other_ranks()], SMALL_TAG, what)
-        everyones[self.rank].copy_(own)
-        self._wait(works, what)
+    def _gather_small(self, own: Tensor, what: str) -> Tensor:
+        """Returns the 1-D tensors of all ranks in rank order, as the rows of one."""
+        rows = own.new_empty(self.num_ranks, own.numel())
+        if self._has_gloo and own.is_cpu:
+            receives = [(rows[rank], rank) for rank in reversed(self._other_ranks())]
+            works = self._post(receives, [(own, rank) for rank in self._other_ranks()], SMALL_TAG, what)
+            rows[self.rank].copy_(own)
+            self._wait(works, what)
+            return rows
+        with self._reaching(what):
+            if self._is_gloo:
+                dist.all_gather(list(rows), own, group=self.group)
+            else:
+                ranks.gather_single(bytes_of(rows), bytes_of(own), group=self.group)
+        return rows
 
     def _other_ranks(self) -> list[int]:
         """Returns all other ranks, beginning with the one after this rank."""

@@ -232,12 +232,15 @@ class LoopbackComm(NativeComm):
     def all_gather_object(self, obj, *, what: str = "an exchange of objects") -> list:
         return [pickle.loads(each) for each in self._swap("small", pickle.dumps(obj), what)]
 
-    def _gather_small(self, own: Tensor, everyones: list[Tensor], what: str) -> None:
-        def act(rows: list[Tensor]) -> None:
-            for target, row in zip(everyones, rows):
+    def _gather_small(self, own: Tensor, what: str) -> Tensor:
+        rows = own.new_empty(self.num_ranks, own.numel())
+
+        def act(everyones: list[Tensor]) -> None:
+            for target, row in zip(rows, everyones):
                 target.copy_(row)
 
         self._copies("small", own, act).wait()
+        return rows
 
     def _collect(self, full: Tensor, shard: Tensor):
         def act(shards: list[Tensor]) -> None:

@@ -25,8 +25,7 @@ from hf_zero.comm.distributed import DistributedComm, bytes_of
 from hf_zero.errors import ConfigError
 
 
-# torch 2.13 deprecates the `_tensor` names for these; 2.11 does not have the new ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 deprecates the `_tensor` name; 2.11 does not have the new one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -179,7 +178,7 @@ class NativeComm(DistributedComm):
             work.wait()
 
     def _collect(self, full: Tensor, shard: Tensor):
-        return _all_gather(bytes_of(full), bytes_of(shard), group=self.group, async_op=True)
+        return ranks.gather_single(bytes_of(full), bytes_of(shard), group=self.group, async_op=True)
 
     def _sum(self, full: Tensor, out: Tensor):
         return _reduce_scatter(out, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)

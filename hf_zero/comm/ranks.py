@@ -7,10 +7,10 @@ its host and its process.
 import os
 import re
 import socket
+import struct
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,31 +39,30 @@ CLOSING_SECONDS = 2.0  # in which a process that is ending has closed all of its
 # Of no message that is meant to arrive: sending one only asks whether the connection is open.
 PROBE_TAG = 0x3FFFFFFF
 CPU = torch.device("cpu")
+# torch 2.13 deprecates the `_tensor` name; 2.11 does not have the new one.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass(frozen=True)
-class RankAddress:
-    """The host and process in which a rank of the world runs."""
-
-    rank: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+# Process and host of a rank, as they are exchanged.
+_ADDRESS = struct.Struct("<q256s")
+# Of each group: the addresses of its ranks, in rank order. They are read when a message names one.
+_ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, bytes] = WeakKeyDictionary()
 
 
-_ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, list[RankAddress]] = WeakKeyDictionary()
+def exchange_addresses(group: dist.ProcessGroup, device: torch.device = CPU) -> None:
+    """Exchanges host and process among the ranks of a group. All of them call it.
 
-
-def exchange_addresses(group: dist.ProcessGroup) -> None:
-    """Exchanges host and process among the ranks of a group. All of them call it."""
+    Args:
+        group (`dist.ProcessGroup`): the ranks.
+        device (`torch.device`): on which they exchange tensors, unless gloo does.
+    """
     if group not in _ADDRESSES:
-        addresses: list = [None] * dist.get_world_size(group)
-        own = RankAddress(dist.get_rank(), socket.gethostname(), os.getpid())
+        own = bytearray(_ADDRESS.pack(os.getpid(), socket.gethostname().encode()))
+        row = torch.frombuffer(own, dtype=torch.uint8).to(CPU if is_gloo(group) else device)
+        rows = row.new_empty(dist.get_world_size(group) * row.numel())
         with transport_errors("introducing the ranks", group):
-            dist.all_gather_object(addresses, own, group=group)
-        _ADDRESSES[group] = addresses
+            gather_single(rows, row, group=group)
+        _ADDRESSES[group] = rows.cpu().numpy().tobytes()
 
 
 def same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
@@ -87,14 +86,22 @@ def make_group(members: list[int], **settings: Any) -> dist.ProcessGroup:
 
 def name_of(group: dist.ProcessGroup, rank: int) -> str:
     """Returns the name of a rank for messages, with its number in the world, as in its log."""
+    name = f"rank {dist.get_global_rank(group, rank)}"
     if group in _ADDRESSES:
-        return str(_ADDRESSES[group][rank])
-    return f"rank {dist.get_global_rank(group, rank)}"
+        pid, host = _ADDRESS.unpack_from(_ADDRESSES[group], rank * _ADDRESS.size)
+        name += f" ({_text(host)}, pid {pid})"
+    return name
 
 
 def hosts(group: dist.ProcessGroup) -> list[str]:
     """Returns the host of each rank of a group. They must have exchanged their addresses."""
-    return [address.host for address in _ADDRESSES[group]]
+    found = [host for _, host in _ADDRESS.iter_unpack(_ADDRESSES[group])]
+    texts = {host: _text(host) for host in set(found)}
+    return [texts[host] for host in found]
+
+
+def _text(host: bytes) -> str:
+    return host.rstrip(b"\0").decode()
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device = CPU) -> bool:

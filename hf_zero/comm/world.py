@@ -159,7 +159,7 @@ def _comm_of(
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
     ranks.take_timeout(group, timeout_seconds)
-    ranks.exchange_addresses(group)
+    ranks.exchange_addresses(group, device)
     kind, extra = _kind_of(group, device, shared_memory, separate_reductions)
     if bucket_nbytes == "auto":
         bucket_nbytes = _bucket_nbytes(kind, group)

@@ -4,7 +4,6 @@ hold it.
 Its gradients and values come there, and its new values go back.
 """
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,9 +16,9 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.unit import Unit
+from hf_zero.optim.division import Blocks, Undivided, owners
 from hf_zero.optim.flat_slices import FlatSlice, group_of
 from hf_zero.optim.granularity import PARAMETER, ShardGranularity
-from hf_zero.sharding.layout import Layout, Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +30,7 @@ class ParamPartition:
         gradient (`Gradient`): of its buffer.
         index (`int`): which of the buffer's parameters.
         group (`int`): index of the optimizer group.
-        ranges (`dict[int, tuple[int, int]]`): by rank, [start, stop) in the buffer; without the ranks that update
-            nothing of it.
+        division (`Undivided` or `Blocks`): which rank updates which range of it.
         shape (`tuple[int, ...]`, *optional*): of the whole parameter, where the optimizer is to see it.
     """
 
@@ -40,14 +38,15 @@ class ParamPartition:
     gradient: Gradient
     index: int
     group: int
-    ranges: dict[int, Range]
+    division: Undivided | Blocks
     shape: tuple[int, ...] | None
 
     def flat_slice(self, rank: int) -> FlatSlice | None:
         """Returns the slice that a rank updates; `None` where that is nothing."""
-        if rank not in self.ranges:
+        own = self.division.range_of(rank)
+        if own is None:
             return None
-        start, stop = self.ranges[rank]
+        start, stop = own
         flat_slice = FlatSlice(
             self.unit, self.gradient, start, stop, self.group, None, is_whole=self.shape is not None
         )
@@ -84,16 +83,15 @@ def make_partitions(engine: ZeroEngine, optimizer, granularities: list[ShardGran
 
 
 def _divided(flat: Flat, index: int, granularity: ShardGranularity, owner: Iterator[int], rank: int):
-    """Returns the range that each rank updates, and the shape that the optimizer sees. Of masters that every rank has,
-    this rank updates all, and what others do is not asked."""
+    """Returns which rank updates what, and the shape that the optimizer sees. Of masters that every rank has, this
+    rank updates all, and what others do is not asked."""
     span, shape = flat.layout.spans[index], None
+    division: Undivided | Blocks = Blocks(flat.layout, index, granularity)
     if granularity == PARAMETER:
-        ranges, shape = {next(owner): (span.offset, span.stop)}, span.shape
-    else:
-        ranges = blocks(flat.layout, index, granularity)
+        division, shape = Undivided(span, next(owner)), span.shape
     if flat.plan.master is Residency.REPLICATED:
-        ranges = {rank: (span.offset, span.stop)}
-    return ranges, shape
+        division = Undivided(span, rank)
+    return division, shape
 
 
 @dataclass(frozen=True)
@@ -208,16 +206,21 @@ class Exchange:
 
 
 def _moves(partition: ParamPartition, rank: int) -> Iterator[Move]:
-    """Yields the moves of a parameter that a rank takes part in."""
+    """Yields the moves of a parameter that a rank takes part in: what it updates and others hold, and what it holds
+    and others update."""
     layout = partition.gradient.flat.layout
     if partition.gradient.flat.plan.master is Residency.REPLICATED:
         return
-    for updater, (start, stop) in partition.ranges.items():
-        holders = layout.owners_of(start, stop)
-        for holder in holders if updater == rank else {rank}.intersection(holders):
-            if holder != updater:
-                low, high = layout.owned(holder)
-                yield Move(partition, max(start, low), min(stop, high), holder, updater)
+    start, stop = partition.division.range_of(rank) or (0, 0)
+    for holder in layout.owners_of(start, stop):
+        if holder != rank:
+            low, high = layout.owned(holder)
+            yield Move(partition, max(start, low), min(stop, high), holder, rank)
+    span, (low, high) = layout.spans[partition.index], layout.owned(rank)
+    start, stop = max(span.offset, low), min(span.stop, high)
+    for updater, piece in partition.division.pieces(start, stop) if start < stop else ():
+        if updater != rank:
+            yield Move(partition, *piece, rank, updater)
 
 
 def _borrow(flat_slice: FlatSlice) -> BorrowedSlice:
@@ -249,75 +252,3 @@ def _is_at_hand(flat: Flat) -> bool:
     """Whether every rank can read all masters where they lie, since they are the compute copies or in shared
     memory."""
     return flat.rest.whole is not None and not flat.rest.has_copy
-
-
-# Integers only: which rank updates which range of a parameter that may not be cut just anywhere.
-
-
-def owners(parameters: list[tuple[Layout, int]]) -> list[int]:
-    """Assigns every parameter to one rank, so that all ranks update about equally many elements.
-
-    The largest first, each to the rank with the fewest elements so far; of those with equally few, to the one whose
-    shard holds most of it, which then need not be sent.
-
-    Args:
-        parameters (`list[tuple[Layout, int]]`): each as a layout and the index of the parameter there.
-
-    Returns:
-        `list[int]`: the rank of each.
-    """
-    found = [0] * len(parameters)
-    loads = [0] * (parameters[0][0].num_ranks if parameters else 0)
-    in_order = [(0, rank) for rank in range(len(loads))]  # a heap of loads and ranks; some of the loads are of before
-    sizes = [layout.spans[index].numel for layout, index in parameters]
-    for position in sorted(range(len(parameters)), key=lambda position: -sizes[position]):
-        while in_order[0][0] < loads[in_order[0][1]]:
-            heapq.heapreplace(in_order, (loads[in_order[0][1]], in_order[0][1]))
-        layout, index = parameters[position]
-        least, rank = in_order[0]
-        span = layout.spans[index]
-        holders = [each for each in layout.owners_of(span.offset, span.stop) if loads[each] == least]
-        found[position] = rank = max(holders, key=lambda each: (_held(layout, index, each), -each), default=rank)
-        loads[rank] += sizes[position]
-    return found
-
-
-def blocks(layout: Layout, index: int, granularity: ShardGranularity) -> dict[int, Range]:
-    """Returns the range of a parameter that each rank updates: its shard, whose cuts move to block boundaries.
-
-    A parameter that is no multiple of the block, or too small for two pieces, goes to one rank as a whole.
-
-    Args:
-        layout (`Layout`): of the buffer that it lies in.
-        index (`int`): which parameter.
-        granularity (`ShardGranularity`): where it may be cut.
-
-    Returns:
-        `dict[int, tuple[int, int]]`: by rank, [start, stop) in the buffer, none of them empty.
-    """
-    span, found, start = layout.spans[index], {}, 0
-    for rank in layout.owners_of(span.offset, span.stop):
-        wanted = min(layout.owned(rank)[1] - span.offset, span.numel)
-        stop = _allowed(wanted, start, span.numel, granularity)
-        if start < stop:
-            found[rank] = span.offset + start, span.offset + stop
-        start = stop
-    return found
-
-
-def _allowed(wanted: int, last: int, numel: int, granularity: ShardGranularity) -> int:
-    """Returns the allowed cut that is nearest to the wanted one and not before the last cut."""
-    block = granularity.block if numel % granularity.block == 0 else numel
-    cut = max(last, (wanted + block // 2) // block * block)
-    if cut - last < granularity.min_numel:
-        cut = last
-    if numel - cut < granularity.min_numel:
-        cut = numel if cut > last or 2 * wanted > numel else last
-    return cut
-
-
-def _held(layout: Layout, index: int, rank: int) -> int:
-    """Counts the elements of a parameter that a rank's shard holds."""
-    start, stop = layout.owned(rank)
-    span = layout.spans[index]
-    return max(0, min(stop, span.stop) - max(start, span.offset))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 
@@ -67,18 +68,18 @@ class Layout:
             offset = align(spans[-1].stop)
         return cls(tuple(spans), num_ranks, num_replicas)
 
-    @property
+    @cached_property
     def part_numel(self) -> int:
         """Elements for which each of the ranks that hold the same shard is responsible."""
         used = self.spans[-1].stop if self.spans else 0
         return align(-(-used // (self.num_ranks * self.num_replicas))) if used else 0
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements that each rank owns."""
         return self.part_numel * self.num_replicas
 
-    @property
+    @cached_property
     def full_numel(self) -> int:
         """Elements of the whole buffer, padding included."""
         return self.shard_numel * self.num_ranks

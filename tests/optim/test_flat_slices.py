@@ -1,12 +1,14 @@
 """Who updates which range: integers that every rank works out for itself."""
 
 import random
+import sys
+from collections.abc import Callable
 
 import pytest
 
-from hf_zero.optim.exchange import blocks, owners
+from hf_zero.optim.division import Blocks, Undivided, owners
 from hf_zero.optim.granularity import ShardGranularity
-from hf_zero.sharding.layout import Layout
+from hf_zero.sharding.layout import Layout, Range
 
 
 pytestmark = pytest.mark.quick
@@ -67,6 +69,11 @@ def test_owners_of_a_range_are_the_ranks_whose_shards_meet_it():
             assert list(layout.owners_of(start, stop)) == meet
 
 
+def _ranges(layout: Layout, division: Blocks) -> dict[int, Range]:
+    found = {rank: division.range_of(rank) for rank in range(-1, layout.num_ranks + 1)}
+    return {rank: own for rank, own in found.items() if own is not None}
+
+
 def test_blocks_move_cuts_to_block_boundaries_and_leave_no_piece_too_small():
     rng = random.Random(0)
     for _ in range(300):
@@ -74,24 +81,72 @@ def test_blocks_move_cuts_to_block_boundaries_and_leave_no_piece_too_small():
         shapes = [
             (rng.choice([1, 17, 60, 64, 256]), rng.choice([1, 3, 64, 300, 768])) for _ in range(rng.randint(1, 6))
         ]
-        layout = Layout.of(shapes, rng.randint(1, 7))
+        layout = Layout.of(shapes, rng.choice([*range(1, 8), 40, 300]))
         for index, span in enumerate(layout.spans):
-            found = blocks(layout, index, granularity)
-            assert list(found) == sorted(found)
+            found = _ranges(layout, Blocks(layout, index, granularity))
             ranges = list(found.values())
             assert (ranges[0][0], ranges[-1][1]) == (span.offset, span.stop)
             assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:])), "they tile the parameter, in rank order"
-            assert all(low < high for low, high in ranges)
             if len(ranges) > 1:
                 assert all((low - span.offset) % granularity.block == 0 for low, _ in ranges)
                 assert all(high - low >= granularity.min_numel for low, high in ranges)
                 assert span.numel % granularity.block == 0
+            else:
+                assert set(found) <= set(layout.owners_of(span.offset, span.stop)), "who updates it holds some of it"
 
 
 def test_a_large_parameter_is_divided_where_its_shards_are():
     layout = Layout.of([(1024, 1000), (300,)], 4)
-    found = blocks(layout, 0, ShardGranularity(256, 4096))
+    found = _ranges(layout, Blocks(layout, 0, ShardGranularity(256, 4096)))
     assert list(found) == [0, 1, 2, 3]
     for rank, (low, high) in found.items():
         start, stop = layout.owned(rank)
         assert abs(low - start) <= 128 and abs(min(high, 1024 * 1000) - min(stop, 1024 * 1000)) <= 128
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8, 50, 300])
+def test_who_holds_a_range_knows_who_updates_it(num_ranks):
+    layout = Layout.of([(64, 300), (256, 256), (17,), (60, 64)], num_ranks)
+    for index, span in enumerate(layout.spans):
+        for division in (Blocks(layout, index, ShardGranularity(256, 4096)), Undivided(span, num_ranks - 1)):
+            ranges = _ranges(layout, division)
+            for holder in range(num_ranks):
+                low, high = max(span.offset, layout.owned(holder)[0]), min(span.stop, layout.owned(holder)[1])
+                met = {rank: (max(low, start), min(high, stop)) for rank, (start, stop) in ranges.items()}
+                expected = [(rank, own) for rank, own in met.items() if own[0] < own[1]]
+                assert list(division.pieces(low, high) if low < high else ()) == expected
+
+
+def _num_lines(num_ranks: int, plan: Callable[[Layout], object]) -> int:
+    """Counts the lines of Python that a plan takes for one rank of so many."""
+    layout = Layout.of([(256, 4096), (4096, 1024), (4096,)], num_ranks)
+    count = 0
+
+    def counted(*_):
+        nonlocal count
+        count += 1
+        return counted
+
+    before = sys.gettrace()
+    sys.settrace(counted)
+    try:
+        plan(layout)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["whole", "blocks"])
+def test_planning_costs_the_same_with_however_many_ranks(kind):
+    def plan(layout: Layout) -> None:
+        rank = layout.num_ranks // 2
+        owner = owners([(layout, index) for index in range(3)])
+        for index, span in enumerate(layout.spans):
+            whole, blocks = Undivided(span, owner[index]), Blocks(layout, index, ShardGranularity(256, 4096))
+            division = whole if kind == "whole" else blocks
+            division.range_of(rank)
+            start, stop = max(span.offset, layout.owned(rank)[0]), min(span.stop, layout.owned(rank)[1])
+            list(division.pieces(start, stop) if start < stop else ())
+
+    # a binary search over the ranks takes more steps of them, one for each doubling
+    assert _num_lines(4096, plan) < 2 * _num_lines(8, plan) + 100

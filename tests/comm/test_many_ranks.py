@@ -1,0 +1,59 @@
+"""What a rank does to know the others costs about as much Python however many they are."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero.comm import Comm, connect, ranks
+
+
+pytestmark = pytest.mark.quick
+
+
+def _num_calls(act: Callable[[], object]) -> int:
+    """Counts the functions of Python and C that are called."""
+    count = 0
+
+    def counted(_, event: str, __) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def _started(num_ranks: int, monkeypatch) -> tuple[int, int, Comm]:
+    """Returns the calls of connecting so many ranks, those of an exchange of objects, and this rank's collectives. The
+    others send what it sends."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    dist.init_process_group("fake", store=FakeStore(), rank=num_ranks // 2, world_size=num_ranks)
+    try:
+        comms: list[Comm] = []
+        connecting = _num_calls(lambda: comms.append(connect(ranks.CPU, bucket_nbytes="auto")))
+        found: list = []
+        exchanging = _num_calls(lambda: found.extend(comms[0].all_gather_object({"a": [1]})))
+        assert found == [{"a": [1]}] * num_ranks
+        rows = comms[0].all_gather_vector(torch.tensor([1, 2]))
+        assert rows.shape == (num_ranks, 2) and rows.unique(dim=0).tolist() == [[1, 2]]
+        assert len(set(ranks.hosts(dist.group.WORLD))) == 1
+        assert f"rank {num_ranks - 1} (" in ranks.name_of(dist.group.WORLD, num_ranks - 1)
+        return connecting, exchanging, comms[0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_connecting_and_agreeing_take_as_many_calls_with_4096_ranks_as_with_8(monkeypatch):
+    _started(2, monkeypatch)  # what is imported or made once for the process
+    few, many = (_started(num_ranks, monkeypatch)[:2] for num_ranks in (8, 4096))
+    for name, of_few, of_many in zip(("connecting", "an exchange of objects"), few, many, strict=True):
+        assert of_many < 1.1 * of_few + 50, f"{name}: {of_few} calls with 8 ranks, {of_many} with 4096"
