@@ -36,7 +36,8 @@ def shard(
 
     Args:
         model (`nn.Module`): any module with its data in place, or one of `hf_zero.load_pretrained`, of whose files
-            every rank now reads its own ranges.
+            every rank now reads its own ranges, or one that was built on the meta device, which is initialised: its
+            values depend on rank 0's `torch.manual_seed` alone.
         stage (`int`): 0, 1, 2 or 3.
         compute_dtype (`torch.dtype`, *optional*): casts the parameters; trainable ones keep an fp32 master.
         device (`torch.device`, *optional*): where to train; by default where the first parameter is, and the CPU for a
@@ -49,7 +50,8 @@ def shard(
 
     Raises:
         `ConfigError`: for a setting that is not valid, or that there is not, and for what is no module.
-        `UnsupportedError`: for parameters that are not dense tensors in memory.
+        `UnsupportedError`: for parameters that are not dense tensors in memory, and without data for those that no
+            initialisation sets.
         `CheckpointError`: files of `load_pretrained` cannot be read any more, on any rank.
     """
     for name in settings:

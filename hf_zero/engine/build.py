@@ -20,6 +20,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import GradientSlots, gradient_of
 from hf_zero.engine.host_transfer import HostTransfer
+from hf_zero.engine.initial_values import initialize, is_bare
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
@@ -63,6 +64,8 @@ def shard_parameters(
         group = group or ranks_alike(dividing, config.timeout_seconds)
         refuse_dividing(group, dividing)
     comm = _connect(device, config, group, config.shard_size)
+    if is_bare(model):
+        initialize(model, seed=comm.broadcast_object(torch.initial_seed()))
     return build(model, config, comm, dividing and _connect(device, config, dividing))
 
 

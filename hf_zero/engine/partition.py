@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.engine.initial_values import is_bare
 from hf_zero.engine.opaque import can_be_moved, is_opaque, is_reordered
 from hf_zero.engine.source import COMPUTED, fits, source_of
 from hf_zero.errors import UnsupportedError
@@ -188,6 +189,7 @@ def refuse_what_cannot_be_sharded(
             of other than real floating-point dtypes, and compiled modules.
     """
     _refuse_compiled(model)
+    has_no_values = is_bare(model)  # they will be initial ones
     biases = _biases_beside_opaque(model)
     for name, p in model.named_parameters():
         if not can_be_moved(p):
@@ -216,9 +218,10 @@ def refuse_what_cannot_be_sharded(
         source = source_of(p)
         if source is not None and not fits(p, source):
             raise UnsupportedError(f"{name}: {COMPUTED}")
-        if p.device.type == "meta" and source is None:
+        if p.device.type == "meta" and source is None and not has_no_values:
             raise UnsupportedError(
-                f"{name}: has no data (meta device) and no file to read it from; load or initialise the model first"
+                f"{name}: has no data (meta device) and no file to read it from, and others have; load or initialise "
+                "the model first"
             )
 
 

@@ -292,7 +292,7 @@ class Labelled(torch.Tensor):
     "make",
     [
         lambda: nn.LazyLinear(3),
-        lambda: nn.Linear(3, 2, device="meta"),
+        lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(3, 2, device="meta")),  # loaded in part
         lambda: nn.ParameterList([nn.Parameter(torch.eye(3).to_sparse())]),
         lambda: nn.ParameterList([nn.Parameter(torch.randn(3).as_subclass(Labelled))]),
     ],
