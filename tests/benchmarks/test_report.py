@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from benchmarks import curves
 from benchmarks.names import ModeName, parse_mode
 from benchmarks.report import bytes_table, ratios_table, summarize, time_table, worst
 from benchmarks.workload import SIZES, Workload
@@ -27,6 +28,16 @@ def counted(nbytes: int) -> dict:
 def raw(rounds: list[list[float]], losses: list[float], nbytes: int) -> dict:
     ranks = [[rank(seconds, losses), rank([value / 2 for value in seconds], losses)] for seconds in rounds]
     return {"rounds": ranks, "bytes": [counted(nbytes), counted(nbytes)], "error": None}
+
+
+def test_losses_are_averaged_over_ranks_and_over_each_part_of_the_steps():
+    ranks = [
+        {"losses": [float(start + step) for step in range(12)], "as_trained": 3.0, "exact": 2.5} for start in (0, 2)
+    ]
+    lines = curves.table({"fp32": ranks, "int8": ranks[:1]}, 12).splitlines()
+    assert lines[0] == "| loss of steps | fp32 | int8 |"
+    assert lines[2] == "| 1 to 2 | 1.500 | 0.500 |" and lines[7] == "| 11 to 12 | 11.500 | 10.500 |"
+    assert lines[8:] == ["| kept back | 3.000 | 3.000 |", "| kept back, exact values | 2.500 | 2.500 |"]
 
 
 def test_ratios_are_taken_within_a_round_and_a_step_lasts_as_long_as_its_slowest_rank():
