@@ -19,7 +19,8 @@ import hf_zero
 from hf_zero.comm import ranks, rendezvous
 from hf_zero.comm.groups import ranks_of_a_host
 from hf_zero.engine import engine_of
-from hf_zero.errors import ConfigError
+from hf_zero.engine.engine import COMPARE_EVERY
+from hf_zero.errors import ConfigError, LifecycleError
 from tests import models
 from tests.distributed import run_ranks
 from tests.test_parity import ATOL
@@ -224,6 +225,106 @@ def test_a_run_resumes_in_groups_of_another_size(tmp_path, kind, saved, resumed)
     run_ranks(_save, 4, str(tmp_path), kind, 3, saved)
     run_ranks(_resume, 4, str(tmp_path), kind, 3, resumed)
     run_ranks(_resume, 4, str(tmp_path), kind, 1, saved)
+
+
+def _update_late(folder: str) -> None:
+    """Delayed updates, and masters and state in files: what several groups do is what one does."""
+    late = {"offload": "optimizer", "delayed_update": 2}
+    for stage, settings in [
+        (2, late),
+        (3, late | {"offload": "params"}),
+        (2, {"offload": "optimizer", "offload_dir": folder}),
+        (3, {"offload": "params", "offload_dir": folder}),
+    ]:
+        runs = [train(_subject(stage, shard_size=size, **settings), NAME, num_steps=4) for size in (2, 4, 1)]
+        assert_close(*runs[:2], f"stage {stage} with {settings}", atol=ATOL)
+        assert_equal(*runs[1:], f"groups of one, stage {stage} with {settings}")
+
+
+@pytest.mark.full("slow")
+def test_updates_that_are_delayed_or_on_disk_go_with_groups(tmp_path):
+    run_ranks(_update_late, 4, str(tmp_path))
+
+
+def _scale(stage: int) -> None:
+    """One rank's gradients overflow: the step is left out by all groups, and the scale is halved on all ranks."""
+    found = {}
+    for size in (2, 4):
+        subject = _subject(stage, shard_size=size)
+        scaler = hf_zero.ZeroGradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        before = subject.weights()
+        for step in range(3):
+            loss = loss_of(subject(**models.batch(NAME, seed=step)))
+            is_large = step == 0 and dist.get_rank() == 3
+            scaler.scale(loss * (float("inf") if is_large else 1.0)).backward()
+            scaler.unscale_(subject.optimizer)
+            subject.clip_grad_norm_(0.1)
+            scaler.step(subject.optimizer)
+            scaler.update()
+            subject.optimizer.zero_grad()
+            if step == 0:
+                after = subject.weights()
+                assert all(torch.equal(after[name], values) for name, values in before.items()), "left out"
+        assert scaler.get_scale() == 2.0**9
+        _assert_equal_on_all_ranks(subject, f"groups of {size}")
+        found[size] = subject.weights()
+    for name, values in found[4].items():
+        torch.testing.assert_close(found[2][name], values, rtol=0, atol=ATOL)
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loss_scale_goes_with_groups(stage):
+    run_ranks(_scale, 4, stage)
+
+
+def _look_and_write(stage: int, settings: dict) -> None:
+    grads, written = {}, {}
+    for size in (2, 4):
+        subject = _subject(stage, shard_size=size, **settings)
+        loss_of(subject(**models.batch(NAME, seed=dist.get_rank()))).backward()
+        names = [name for name, _ in subject.model.named_parameters()]
+        grads[size] = {name: subject.engine.full_grad(name) for name in names}
+        subject.optimizer.zero_grad()
+        with hf_zero.gathered(subject.model, writeback=True):
+            for param in subject.model.parameters():
+                param.data.fill_(dist.get_rank() + 0.5)  # those of rank 0 are taken
+        assert all(bool((values == 0.5).all()) for values in subject.weights().values())
+        _go_on(subject, 0, 2)
+        _assert_equal_on_all_ranks(subject, f"stage {stage}, groups of {size}, after writes")
+        written[size] = subject.weights()
+    for name, grad in grads[4].items():
+        torch.testing.assert_close(grads[2][name], grad, rtol=0, atol=1e-6)
+        torch.testing.assert_close(written[2][name], written[4][name], rtol=0, atol=ATOL)
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize(
+    "stage, settings", [(1, {}), (3, {}), (3, {"shared_memory": False}), (3, {"offload": "params"})]
+)
+def test_whole_gradients_and_writes_go_with_groups(stage, settings):
+    run_ranks(_look_and_write, 4, stage, settings)
+
+
+def _drifts(settings: dict, folder: str) -> None:
+    """A rank's shard changes behind the engine's back, as by a broken memory."""
+    for when in ("saving", "training"):
+        subject = _subject(3, shard_size=2, **settings)
+        _go_on(subject, 0, 1)
+        hf_zero.save_checkpoint(subject.engine, subject.optimizer, folder)
+        if dist.get_rank() == 3:
+            next(iter(subject.engine.gradients())).flat.rest.masters.values[5] += 1
+        with pytest.raises(LifecycleError, match="on rank 3 are not those on rank 1, which holds the same shard"):
+            if when == "saving":
+                hf_zero.save_checkpoint(subject.engine, subject.optimizer, folder)
+            _go_on(subject, 1, 1 + COMPARE_EVERY)
+        dist.barrier()
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("settings", [{}, {"shared_memory": False}, {"offload": "params"}])
+def test_groups_that_drift_apart_are_found(settings, tmp_path):
+    run_ranks(_drifts, 4, settings, str(tmp_path))
 
 
 def _refused(size) -> str:

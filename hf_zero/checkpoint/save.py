@@ -60,6 +60,7 @@ def save_pretrained(
         `ConfigError`: `max_shard_size` is not a size.
     """
     engine = require_engine(model)
+    engine.check_before_save()
     weights = plan_weights(
         engine, max_shard_size=max_shard_size, weights_name=weights_name, keys=keys, write_beside=write_beside
     )
@@ -306,6 +307,7 @@ class Checkpoint:
             weights ([`StagedFiles`], *optional*): what `plan_weights` gives; `None` where the caller writes them.
             state ([`StagedFiles`], *optional*): what `plan_state` gives.
         """
+        engine.check_before_save()
         parts = [part for part in (weights, state) if part is not None]
         return cls(Staged.open(connected(engine.comm), folder, parts), parts)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Pending
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import writes
 from hf_zero.engine.away import in_backward
 from hf_zero.engine.divided import local_grad, with_local
@@ -27,6 +28,9 @@ DOUBLE_BACKWARD = (
     "double backward: create_graph=True needs the parameters once more after their gradients are reduced; "
     "compute the gradient penalty on the unsharded model"
 )
+
+# After so many updates, replicas of shards are compared: as each is read for that, a step in between costs nothing.
+COMPARE_EVERY = 16
 
 
 HEAD_USED = (
@@ -52,6 +56,7 @@ class ZeroEngine(ModelUnits):
         self._first_forwards = FirstForwards(self)
         self._is_order_known = self.comm.num_ranks == 1 or not self.blocks
         self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
+        self._num_updates = 0  # that were begun
         self.grad_norm: Tensor | None = None  # of the gradients there are; None where nobody has measured it
 
     # Forward
@@ -253,6 +258,29 @@ class ZeroEngine(ModelUnits):
         self._first_forwards.end()
         if not self.is_cast:
             writes.take(self)
+        self._num_updates += 1
+        if self._num_updates % COMPARE_EVERY == 0 and not self.plan.lags:  # else an update may be under way
+            writes.compare_replicas(self)
+
+    def check_before_save(self) -> None:
+        """Checks that the values are those after one step. All ranks call it before they save.
+
+        Raises:
+            `LifecycleError`: on all ranks, when a step was interrupted, or two that hold the same shard have other
+                values.
+        """
+        if self.plan.is_offloaded:
+            run_on_all_ranks(self.comm, "saving", self._refuse_torn, LifecycleError)
+        self.finish_updates()
+        writes.compare_replicas(self)
+        self.late_checks.settle()
+
+    def _refuse_torn(self) -> None:
+        if any(updates.is_torn for updates in self.updates):
+            raise LifecycleError(
+                "saving: an optimizer step was interrupted while it updated units on the host, so some have its "
+                "values and others not; start anew from the last checkpoint"
+            )
 
     def begin_update(self) -> None:
         """Waits until no rank reads the masters, which are about to get new values. All ranks call it.

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class Updates(Protocol):
     """The part of an optimizer step that is made outside of `step`: in backward, or beside the next forward."""
 
+    is_torn: bool  # a step was interrupted, so some units have its values, and others not
+
     def finish_update(self) -> None:
         """Finishes an update that is under way: masters can then be read, and compute copies have followed."""
 

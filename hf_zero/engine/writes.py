@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hf_zero.config import MemoryTier
 from hf_zero.engine.access import unit_of
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.model_units import ModelUnits
@@ -84,6 +85,37 @@ def _take_unread(engine: ModelUnits, flats: list[Flat], failure: LifecycleError 
 def _sum_of(flat: Flat) -> Tensor:
     """Returns a checksum of the values. Where the values are the masters it serves only to compare ranks."""
     return bits_of(flat.full) if flat.rest.has_copy else flat.full.view(torch.int64).sum()
+
+
+def compare_replicas(engine: ModelUnits) -> None:
+    """Compares the values of ranks that hold the same shard, where nothing else does: at stage 3. All ranks call it,
+    while no update is under way. Values on disk are not read for that.
+
+    Raises:
+        `LifecycleError`: on all ranks, when those of two differ.
+    """
+    comm = engine.comm
+    flats = [
+        flat
+        for flat in engine.flats
+        if flat.trainable and flat.rest.is_sharded and flat.rest.masters.tier is not MemoryTier.DISK
+    ]
+    if comm.num_replicas == 1 or not flats:
+        return
+    bits = torch.stack([bits_of(flat.rest.masters.values).to(comm.device) for flat in flats])
+    rows = comm.all_gather_rows(bits, what="comparing shard groups").view(comm.num_replicas, -1, len(flats))
+    differs = rows != rows[0]  # [groups, ranks of a group, buffers]
+    engine.late_checks.expect(~differs.any(), partial(_refuse_unlike_replicas, engine, flats, differs))
+
+
+def _refuse_unlike_replicas(engine: ModelUnits, flats: list[Flat], differs: Tensor) -> None:
+    group, place, index = differs.nonzero()[0].tolist()
+    rank = group * differs.shape[1] + place
+    raise LifecycleError(
+        f"{flats[index].infos[0].name} or a parameter of its unit: its values on rank {rank} are not those on rank "
+        f"{place}, which holds the same shard, so the shard groups do not train one model; go on from the last "
+        "checkpoint, and shard over all ranks where unlike processors round updates in ways of their own"
+    )
 
 
 def take_here(engine: ModelUnits, flats: Iterable[Flat]) -> None:

@@ -15,6 +15,7 @@ from hf_zero.engine import engine_of
 from hf_zero.engine.host_transfer import NUM_PIECES, HostTransfer
 from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
+from hf_zero.optim.host import HostUpdate
 from tests import models
 from tests.distributed import RemoteError, run_ranks
 from tests.training import Record, Sharded, adamw, assert_equal, loss_of, train, train_accumulating
@@ -413,6 +414,33 @@ class Failing(torch.optim.AdamW):
         if Failing.calls > 4:
             raise RuntimeError("no space left")
         return super().step(closure)
+
+
+@pytest.mark.parametrize("delayed_update", [0, 1])
+def test_nothing_is_saved_after_an_update_that_was_interrupted(delayed_update, tmp_path, monkeypatch):
+    """Ctrl-C while the step ends, or the one that was delayed."""
+    model = models.build("mlp")
+    engine = engine_of(hf_zero.shard(model, stage=2, offload="optimizer", delayed_update=delayed_update))
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
+
+    def step(seed: int) -> None:
+        model(**models.batch("mlp", seed=seed)).backward()
+        optimizer.step()
+
+    def interrupt(_) -> None:
+        raise KeyboardInterrupt
+
+    step(0)
+    step(1)
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HostUpdate, "finish", interrupt)
+        step(2)
+        step(3)
+    for save in (hf_zero.save_pretrained, lambda *args: hf_zero.save_checkpoint(args[0], optimizer, args[1])):
+        with pytest.raises(LifecycleError, match="step was interrupted while it updated .* from the last checkpoint"):
+            save(engine, tmp_path / "torn")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
 def _fails() -> None:
