@@ -112,7 +112,6 @@ def the_embedding_called_behind_a_loss_of_the_heads_weight(model, rank, step):
     batch = _batch(rank, step)
     hidden = model.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).last_hidden_state
     loss = _loss(hidden @ model.lm_head.weight.t(), batch)
-    loss = loss + model.get_input_embeddings()(batch["input_ids"]).square().mean()
     with torch.no_grad():
         model.get_input_embeddings()(batch["input_ids"])
     loss.backward()

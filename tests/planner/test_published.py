@@ -115,7 +115,9 @@ def _near(row: Row) -> None:
 
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("row", [*TITAN_H100, *TITAN_A100], ids=str)
-def test_throughput_and_peak_are_what_was_published(row):
+def test_throughput_and_peak_are_what_was_published(row, monkeypatch):
+    # FSDP2 gathers each module into memory of its own; here embedding and head would share some
+    monkeypatch.setattr("hf_zero.engine.partition.VOCABULARY_NUMEL", float("inf"))
     _near(row)
 
 
