@@ -145,6 +145,8 @@ def planned(settings: Settings, config: PretrainedConfig | None, num_tokens: int
     length = _length(settings, config, num_tokens)
     num_rows = training.per_device_train_batch_size * ROWS[task]
     notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
+    if task == "orpo":
+        notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
     if _is_one_row(training):
         num_rows, length = 1, length * num_rows
         if "flash" not in (arguments.attn_implementation or ""):

@@ -227,6 +227,11 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
     assert "2 x 16 tokens; stage 2 over 4 rank(s)" in text and "recommended: --zero_stage 0" in text
     of_file = _plan(capsys, "--config", path)
     assert "2 x 48 tokens; stage 3 over 1 rank(s)" in of_file
+    for task in ("orpo", "simpo"):  # a pair is two rows
+        path = _run_file(tmp_path, task=task, model_name_or_path=str(config_file))
+        of_pairs = _plan(capsys, "--config", path)
+        assert "4 x 48 tokens" in of_pairs
+        assert ("not counted: a copy of the logits" in of_pairs) is (task == "orpo")
     dpo = _run_file(tmp_path, model_name_or_path=str(config_file), use_cpu=False, task="dpo", use_peft=False)
     dpo = _plan(capsys, "--config", dpo, "--lora_r=16", "--lora_dropout=0.05")
     assert "4 x 48 tokens" in dpo and _mib(dpo, "the reference model") > 0  # both answers of each row
