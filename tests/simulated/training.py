@@ -157,6 +157,7 @@ SCENARIOS = {
         dict(stage=3), world="staged messages", make_optimizer=hf_zero.MuonWithAdamW()
     ),
     "messages, stage 2, bf16": Scenario(dict(stage=2, compute_dtype=BF16), world="messages"),
+    "messages, shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16), world="messages"),
     "messages, stage 3": Scenario(dict(stage=3), world="messages"),
     "messages, a backward that breaks off": Scenario(dict(stage=3), world="messages", fails=True),
     "messages, stage 3, whole matrices": Scenario(
