@@ -16,6 +16,7 @@ from tests import models
 from tests.distributed import run_ranks
 from tests.tensor_meter import TensorMeter
 from tests.tiers import more
+from tests.trainer.harness import Rows, assert_equal, assert_learned, make, record
 
 
 NAMES = ("llama-tied", "gpt2", "mixtral", "t5")
@@ -169,3 +170,13 @@ def test_no_rank_holds_more_than_one_unit_beside_its_share(rank_of_many):
     peak = meter.span("start", "end").peak_nbytes
     assert peak <= 4 * (1.05 * kept + max(units)), f"{peak} bytes, the model has {4 * numel}"
     assert engine_of(model) is not None
+
+
+def test_trainer_initialises_a_model_without_data_by_its_seed(tmp_path):
+    runs = []
+    for folder in ("first", "second"):
+        trainer = make(3, tmp_path / folder, _without_data("llama"), Rows("llama"), seed=SEED)
+        trainer.train()
+        runs.append(record(trainer))
+    assert_learned(runs[0])
+    assert_equal(*runs, "two runs of one seed")
