@@ -42,6 +42,7 @@ ADDED = {
     "`--gradient_checkpointing`": {"gradient_checkpointing": True},
     "`--bf16`": {"compute_dtype": torch.bfloat16},
     "`--per_device_train_batch_size 1`": {"rows": 1},
+    "`--zero_chunked_loss auto`, the default of trainers": {"chunked_loss": "auto"},
     "`--zero_offload optimizer`": {"offload": "optimizer"},
     "`--zero_offload_activations`": {"offload_activations": True},
     "`--zero_offload params`": {"offload": "params"},
