@@ -112,7 +112,7 @@ def choose(setting: str, value, choices: dict):
 # The kinds of the settings whose values are not looked up among a few, and how a message asks for them.
 _KINDS = {
     "stage": (Integral, "0, 1, 2 or 3"),
-    **dict.fromkeys(("prefetch_units", "delayed_update"), (Integral, "a whole number")),
+    **dict.fromkeys(("prefetch_units", "delayed_update", "sequence_parallel"), (Integral, "a whole number")),
     "offload_fraction": (Real, "a number"),
     "timeout_seconds": (Real | None, "a number, or None"),
     "shard_size": (Integral | str | None, "a whole number, auto, or None"),
@@ -170,6 +170,8 @@ class ZeroConfig:
             its forward has labels: "on", where what else needs the logits is refused; "auto", only where they would
             take more than the largest block, and all at once where something else needs them; "off". With "on" and
             "auto" the forward's logits cannot be read when it has ended.
+        sequence_parallel (`int`): how many neighbouring ranks share each sequence, of which each computes a part
+            (DeepSpeed-Ulysses, arXiv 2309.14509); they are given the same batches. 1: every rank has whole sequences.
         nonfinite (`str`): what a step does whose gradients hold an infinity or a NaN: "stop" raises on all ranks,
             "skip" leaves the step out on all ranks, "ignore" takes it.
         strict (`bool`): one process alone behaves as one of several at its stage: at stage 3 with placeholders, slots
@@ -195,6 +197,7 @@ class ZeroConfig:
     partition_activations: bool = False
     offload_activations: bool = False
     chunked_loss: str = "off"
+    sequence_parallel: int = 1
     nonfinite: str = "stop"
     strict: bool = field(default_factory=_is_strict)
 
@@ -215,6 +218,13 @@ class ZeroConfig:
             raise ConfigError(f"prefetch_units: {self.prefetch_units} is negative; give 0 or more")
         if self.keep_gathered != "auto" and (not isinstance(self.keep_gathered, int) or self.keep_gathered < 0):
             raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is no number of blocks; give 0 or more, or auto")
+        if self.sequence_parallel < 1:
+            raise ConfigError(f"sequence_parallel: {self.sequence_parallel} is no number of ranks; give 1 or more")
+        if self.sequence_parallel > 1 and self.partition_activations:
+            raise ConfigError(
+                "sequence_parallel: ranks that share sequences are not those of a model's tensor parallelism, which "
+                "partition_activations needs; leave one of them out"
+            )
         self._check_shard_size()
         self._check_gather_dtype()
         self._check_offload()
@@ -306,5 +316,6 @@ class ZeroSettings(TypedDict, total=False):
     partition_activations: bool
     offload_activations: bool
     chunked_loss: str
+    sequence_parallel: int
     nonfinite: str
     strict: bool

@@ -18,6 +18,7 @@ from hf_zero.accelerator import states
 from hf_zero.accelerator.last_step import LastStep
 from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
 from hf_zero.accelerator.named_settings import ZeroAcceleratorSettings
+from hf_zero.accelerator.shared_batches import SharingAccelerator
 from hf_zero.activation import chunked_loss_of, shard_with
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
@@ -58,7 +59,7 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):
         return super().step_was_skipped or sharded_of(self).step_was_skipped
 
 
-class ZeroAccelerator(Accelerator):
+class ZeroAccelerator(SharingAccelerator):
     """accelerate's `Accelerator`, which shards a model in place where the stock one wraps it in DDP.
 
     `prepare` takes model, optimizer, data loaders and schedulers as usual, in one call, or the model in a call before
@@ -146,6 +147,7 @@ class ZeroAccelerator(Accelerator):
         self.zero_config = config
         self.zero_device = device
         self.last_step = LastStep()
+        self._share_batches(config.sequence_parallel)
         if self.scaler is not None:
             scaler = ZeroGradScaler(self.device.type)
             scaler.__dict__.update(self.scaler.__dict__)  # as the user set it up

@@ -55,5 +55,6 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
     zero_partition_activations: bool
     zero_offload_activations: bool
     zero_chunked_loss: str
+    zero_sequence_parallel: int
     zero_nonfinite: str
     zero_strict: bool

@@ -61,7 +61,7 @@ class Checkpointing(Uncopyable):
     def _prepare(self, modules: list[nn.Module], *_) -> None:
         for module in modules:
             function = module.__dict__.get(FUNCTION)
-            if function is not None and not isinstance(function, Around):
+            if function is not None and not wraps(function, Around):
                 module.__dict__[FUNCTION] = Around(self, function)
 
     def _refuse_unused(self, *_) -> None:
@@ -83,9 +83,7 @@ class Checkpointing(Uncopyable):
         while self._handles:
             self._handles.pop().remove()
         for module in self._modules:
-            function = module.__dict__.get(FUNCTION)
-            if isinstance(function, Around):
-                module.__dict__[FUNCTION] = function.function
+            unwrap(module, Around)
 
     @contextmanager
     def saving(self, inputs: tuple) -> Iterator[None]:
@@ -141,7 +139,37 @@ def _unpack(packed) -> Tensor:
     return values if (values.shape, values.stride()) == (shape, stride) else values.as_strided(shape, stride)
 
 
-class Around(Uncopyable):
+class CheckpointWrapper(Uncopyable):
+    """A wrapper of a module's checkpoint function, which may have several, one around the other.
+
+    Args:
+        function (`Callable`): such as `torch.utils.checkpoint.checkpoint`, or another wrapper of it.
+    """
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+
+def wraps(function: Callable, kind: type[CheckpointWrapper]) -> bool:
+    """Whether a checkpoint function has a wrapper of this kind."""
+    return isinstance(function, kind) or (isinstance(function, CheckpointWrapper) and wraps(function.function, kind))
+
+
+def unwrap(module: nn.Module, kind: type[CheckpointWrapper]) -> None:
+    """Removes the wrapper of this kind from a module's checkpoint function, if it has one."""
+    outer: CheckpointWrapper | None = None
+    function = module.__dict__.get(FUNCTION)
+    while isinstance(function, CheckpointWrapper) and not isinstance(function, kind):
+        outer = function
+        function = outer.function
+    if isinstance(function, kind):
+        if outer is None:
+            module.__dict__[FUNCTION] = function.function
+        else:
+            outer.function = function.function
+
+
+class Around(CheckpointWrapper):
     """A wrapper of a checkpoint function that sees its saved tensors.
 
     Args:
@@ -150,7 +178,7 @@ class Around(Uncopyable):
     """
 
     def __init__(self, checkpointing: Checkpointing, function: Callable):
-        self.function = function
+        super().__init__(function)
         self._checkpointing = checkpointing
 
     def __call__(self, block: Callable, *args, **kwargs):

@@ -8,7 +8,9 @@ from torch import nn
 
 from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switch
 from hf_zero.activation.chunked_loss import ChunkedLoss, find_head
+from hf_zero.activation.sequence import SequenceParallel, refuse_group_size, refuse_undividable
 from hf_zero.activation.store import Division, Store
+from hf_zero.comm.world import neighbours
 from hf_zero.config import ZeroConfig, ZeroSettings, choose
 from hf_zero.engine import ShardedModel, build, engine_of
 from hf_zero.engine.divided import is_divided
@@ -81,9 +83,15 @@ def shard_with(
             f"chunked_loss: {type(model).__name__} has no head that is one plain linear layer, from whose weight the "
             "loss could be computed (an adapter or quantization of the head counts too); leave chunked_loss out"
         )
+    if config.sequence_parallel > 1:
+        if dist.is_initialized():
+            refuse_group_size(config.sequence_parallel, dist.get_world_size(group))
+        refuse_undividable(model, config.sequence_parallel)
     engine = build.shard_parameters(model, config, device=device, group=group)
     if moves_activations:
         place_activations(engine)
+    if config.sequence_parallel > 1:
+        _divide_sequences(engine)
     install_chunked_loss(engine)
     return engine
 
@@ -94,6 +102,19 @@ def install_chunked_loss(engine: ZeroEngine) -> None:
     head = find_head(engine.model) if engine.config.chunked_loss != "off" else None
     if head is not None and chunked_loss_of(engine.model) is None:
         engine.handles.append(ChunkedLoss(engine, *head, is_auto=engine.config.chunked_loss == "auto"))
+
+
+def _divide_sequences(engine: ZeroEngine) -> None:
+    """Divides the sequences of an engine's model over neighbouring ranks, unless that is done."""
+    if sequence_parallel_of(engine) is None:
+        num_parts = engine.config.sequence_parallel
+        refuse_group_size(num_parts, engine.comm.num_ranks)
+        engine.handles.append(SequenceParallel(engine, neighbours(engine.comm, num_parts)))
+
+
+def sequence_parallel_of(engine: ZeroEngine) -> SequenceParallel | None:
+    """Returns what divides the sequences of an engine's model; `None` where each rank has whole ones."""
+    return next((handle for handle in engine.handles if isinstance(handle, SequenceParallel)), None)
 
 
 def place_activations(engine: ZeroEngine) -> None:

@@ -90,6 +90,32 @@ def connect(
     return comm
 
 
+def neighbours(comm: Comm, size: int) -> Comm:
+    """Connects groups of neighbouring ranks for messages of their own, and returns this rank's; all ranks at once
+    where the group is that large. All ranks call it.
+
+    Args:
+        comm (`Comm`): all ranks.
+        size (`int`): ranks of a group, which divides them.
+
+    Raises:
+        `ConfigError`: when NCCL would launch two communicators in no common order.
+    """
+    if size == comm.num_ranks:
+        return comm
+    group: dist.ProcessGroup = comm.group  # type: ignore[attr-defined]
+    if _backend(group, comm.device) == "nccl":
+        refuse_unordered("sequence_parallel", torch.cuda.nccl.version())
+    first = comm.rank // size * size
+    members = dist.get_process_group_ranks(group)[first : first + size]
+    limit, backend = timedelta(seconds=comm.timeout_seconds), dist.get_backend_config(group)
+    with ranks.transport_errors("connecting the ranks", group):
+        own = ranks.make_group(members, timeout=limit, backend=backend)
+    found = _comm_of(own, comm.device, comm.timeout_seconds, "auto", shared_memory=False, separate_reductions=False)
+    found.counters.counted_by = comm.counters
+    return found
+
+
 def local_device(device: torch.device | str) -> torch.device:
     """Returns a device with its index. One without is that of the local rank, or the current one where this process
     sees no such device."""

@@ -18,7 +18,7 @@ from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import UnitSpec, partition
-from hf_zero.errors import HfZeroError
+from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
 from hf_zero.planner.simulated_step import MakeOptimizer, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, step_time
@@ -236,6 +236,11 @@ def _head_nbytes(few: tuple[list[Prediction], int]) -> int:
 def _of_few_blocks(model: nn.Module, config: ZeroConfig, **settings) -> tuple[list[Prediction], int]:
     """Returns the predictions for some blocks and for a period more, and how often the difference is to be added; one
     prediction for a model that is run as it is."""
+    if config.sequence_parallel > 1:
+        raise ConfigError(
+            f"sequence_parallel: a plan knows no ranks that share sequences; plan with sequences of a "
+            f"{config.sequence_parallel}th of the length, and leave it out"
+        )
     path = alike_blocks(model) if config.offload_fraction == 1 else None
     num_blocks = len(model.get_submodule(path)) if path is not None else 0
     kept = 1 if config.keep_gathered == "auto" else int(config.keep_gathered)

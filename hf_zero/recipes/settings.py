@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES, refuse_other_engines
+from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes.parser import Parser, parser_for
@@ -233,6 +234,8 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
     if str(size := settings.training["zero_shard_size"]).isdecimal():
         refuse_uneven(int(size), launched or settings.num_processes or 1, "zero_shard_size")
+    num_parts = settings.training["zero_sequence_parallel"]
+    refuse_group_size(num_parts, launched or settings.num_processes or 1, "zero_sequence_parallel")
     if (samples := getattr(settings.arguments, "samples", 0)) < 0:
         raise ConfigError(f"samples {samples}: expected 0 or more")
     if not TASKS[task].holds_out:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
+from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.comm.ranks import take_timeout
 from hf_zero.compat import check_overrides
@@ -78,6 +79,8 @@ class ZeroArgumentsMixin(_Arguments):
             tensor parallelism.
         zero_chunked_loss (`str`): whether a language model's loss is computed for a part of the vocabulary at a time:
             on, off, or auto: where its logits would take more than the largest block.
+        zero_sequence_parallel (`int`): how many neighbouring ranks share each sequence: they are given the same
+            batches, and each computes a part of every sequence and some heads of its attention.
         zero_resume_strict (`bool`): resuming from the newest checkpoint refuses it when it is damaged, instead of
             saying so and going on from the next older one that is whole.
         zero_async_save (`bool`): saves checkpoints in the background: training waits for a copy of the shards alone,
@@ -105,6 +108,7 @@ class ZeroArgumentsMixin(_Arguments):
     zero_offload_activations: bool = False
     zero_partition_activations: bool = False
     zero_chunked_loss: str = "auto"
+    zero_sequence_parallel: int = 1
     zero_resume_strict: bool = False
     zero_async_save: bool = False
     zero_nonfinite: str = "stop"
@@ -167,6 +171,8 @@ class ZeroArgumentsMixin(_Arguments):
         self.zero_chunked_loss = words.get(str(self.zero_chunked_loss).capitalize(), self.zero_chunked_loss)
         choose("zero_chunked_loss", self.zero_chunked_loss, CHUNKED_LOSS)
         shard_size = _shard_size(self.zero_shard_size, self.zero_stage)
+        if launched_ranks() > 1:
+            refuse_group_size(self.zero_sequence_parallel, launched_ranks(), "zero_sequence_parallel")
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
         return ZeroConfig(
             stage=self.zero_stage,
@@ -187,6 +193,7 @@ class ZeroArgumentsMixin(_Arguments):
             offload_activations=self.zero_offload_activations,
             partition_activations=self.zero_partition_activations,
             chunked_loss=self.zero_chunked_loss,
+            sequence_parallel=self.zero_sequence_parallel,
             nonfinite=self.zero_nonfinite,
         )
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer
 
+from hf_zero.accelerator.shared_batches import is_one_group
 from hf_zero.comm import Comm
 from hf_zero.compat import check_overrides
 from hf_zero.errors import DataError
@@ -207,6 +208,7 @@ def _supplies(dataloader) -> list[tuple[bool, int | None]]:
         isinstance(dataloader, DataLoaderDispatcher)
         or isinstance(getattr(dataloader, "dataset", None), IterableDatasetShard)
         or (isinstance(sampler, BatchSamplerShard) and sampler.even_batches)
+        or (isinstance(dataloader, DataLoaderShard) and is_one_group())
     )
     try:
         length = len(dataloader)

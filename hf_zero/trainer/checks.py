@@ -174,6 +174,14 @@ def _chunked_loss(settings: Settings) -> str | None:
     return None
 
 
+def _sequences(settings: Settings) -> str | None:
+    others = ("torch_compile", "label_smoothing_factor", "use_liger_kernel", "zero_partition_activations")
+    found = next((name for name in (*others, "eval_use_gather_object") if settings.get(name)), None)
+    if settings["zero_sequence_parallel"] == 1 or found is None:
+        return None
+    return f"zero_sequence_parallel: parts of sequences are not trained with {found}; leave one of them out"
+
+
 def _precision(settings: Settings) -> str | None:
     if settings["bf16"] and settings["fp16"]:
         return "bf16 and fp16 are both set; give one of them"
@@ -343,6 +351,7 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _supported_optimizer,
     _activations,
     _chunked_loss,
+    _sequences,
     _precision,
     _kinds,
     _ranges,

@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 
 from hf_zero.accelerator import ZeroAccelerator
+from hf_zero.activation import refuse_undividable
 from hf_zero.checkpoint import load_pretrained, pretrained_class
 from hf_zero.checkpoint.adapters import is_adapter_model, refuse_adapters
 from hf_zero.checkpoint.pretrained import refuse_quantized_model
@@ -29,6 +31,7 @@ from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.losses import LossMixin, refuse_own_loss
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
+from hf_zero.trainer.shared_sequences import SharedSequencesMixin
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.streams import whole_stream
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
@@ -63,7 +66,7 @@ class TellMemory(TrainerCallback):
             tqdm.write(text, file=sys.stderr)
 
 
-class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
+class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin, SharedSequencesMixin):
     """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
 
     Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first
@@ -88,6 +91,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         self._check_arguments(settings)
         refuse_own_loss(type(self), settings)
         _check_schedule(type(self), given)
+        self._refuse_loss(settings, given.get("compute_loss_func"))
         if isinstance(model, (str, os.PathLike)):
             given["model"] = self._model_of(model, settings)
         for name in ("model", "ref_model"):
@@ -141,6 +145,9 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             trains=lambda model: model is self.model,  # `evaluate` prepares it too
         )
         self.accelerator.drops_logits = False  # but where `compute_loss` says so
+        # the one that Trainer took is that of accelerate's own class
+        gather = self.accelerator.gather_for_metrics
+        self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
         self.accelerator.clips = bool(self.args.max_grad_norm)
         self._saver = Saver(in_background=self.args.zero_async_save)
 
@@ -245,6 +252,8 @@ def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_r
         refuse_quantized_model(model)
     if engine_of(model) is None:
         refuse_settings_of_divided(name, model, args)
+        if args.zero_sequence_parallel > 1 and name == "model":
+            refuse_undividable(model, args.zero_sequence_parallel)
         refuse_what_cannot_be_sharded(model, args.device, is_ready=is_ready)
 
 

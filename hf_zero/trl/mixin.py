@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import DPOTrainer, SyncRefModelCallback
+from trl import DPOTrainer, SFTTrainer, SyncRefModelCallback
 from trl.import_utils import is_vllm_available
 from trl.trainer.utils import get_config_model_id
 
@@ -79,6 +79,11 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
         if not all(isinstance(args, base) for base in parts):
             name = self.config_class.__name__
             raise ConfigError(f"args: {type(args).__name__} is no {name}; use hf_zero.trl.{name}")
+        if args.zero_sequence_parallel > 1 and not isinstance(self, SFTTrainer):
+            raise ConfigError(
+                f"zero_sequence_parallel: {type(self).__name__} computes its loss from the tokens of whole sequences; "
+                "leave it out, or use ZeroSFTTrainer"
+            )
         refuse_placing("model_init_kwargs", getattr(args, "model_init_kwargs", None) or {})
 
     def _default_arguments(self, model) -> ZeroArgumentsMixin:

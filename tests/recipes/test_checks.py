@@ -259,6 +259,12 @@ def test_shard_groups_that_the_ranks_do_not_form_are_refused(refusal):
     assert "1 rank cannot form groups of 2; give a divisor of 1" in refusal("sft", "--zero_shard_size=2")
 
 
+def test_sequence_groups_that_the_ranks_do_not_form_are_refused(refusal):
+    line = refusal("sft", "--zero_sequence_parallel=3", "--num_processes=4")
+    assert line.startswith("zero_sequence_parallel: 4 ranks cannot form groups of 3; give a divisor of 4 (1, 2, 4)")
+    assert "sequence_parallel: 0 is no number of ranks; give 1" in refusal("sft", "--zero_sequence_parallel=0")
+
+
 def test_a_folder_that_refuses_a_file_is_no_output_dir_whatever_its_mode_says(refusal, monkeypatch):
     def refuse(**_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -18,6 +18,7 @@ ON_DEVICES = [name for name, scenario in SCENARIOS.items() if scenario.world == 
 LATER = {
     "stage 2, a vocabulary apart, bf16",
     "parameters on the host, a vocabulary apart, a backward that breaks off",
+    "stage 3, shared sequences",
     "stage 3, loading",
     "parameters on the host, loading",
     "optimizer on disk, loading",
@@ -31,8 +32,8 @@ CORE += [("shared memory, stage 3", 2), ("messages, stage 3", 2), ("staged messa
 CORE += [("parameters on disk", 1), ("stage 3, blocks skipped", 3)]
 CASES = [
     *((name, 2) for name in SCENARIOS),
-    *((name, 1) for name in ON_DEVICES if not SCENARIOS[name].divides),
-    *((name, 3) for name in ON_DEVICES),
+    *((name, 1) for name in ON_DEVICES if not SCENARIOS[name].shares_batches),
+    *((name, 3) for name in ON_DEVICES if "sequence_parallel" not in SCENARIOS[name].settings),
 ]
 
 

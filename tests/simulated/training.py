@@ -78,6 +78,11 @@ class Scenario:
     seed: int = 0
     world: str = "accelerator"
 
+    @property
+    def shares_batches(self) -> bool:
+        """Whether all ranks, of which there are two, have the same batches."""
+        return self.divides or "sequence_parallel" in self.settings
+
 
 SCENARIOS = {
     "stage 0": Scenario(dict(stage=0)),
@@ -91,6 +96,7 @@ SCENARIOS = {
     "shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16)),
     "stage 3, blocks kept, two ahead": Scenario(dict(stage=3, prefetch_units=2, keep_gathered=2)),
     "stage 3, gathers in 8 bits": Scenario(dict(stage=3, prefetch_units=2, gather_dtype=torch.int8)),
+    "stage 3, shared sequences": Scenario(dict(stage=3, sequence_parallel=2), checkpointing="plain"),
     "stage 3, blocks skipped": Scenario(dict(stage=3), skips=True, model="switch"),
     "stage 3, checkpointing": Scenario(dict(stage=3), checkpointing="plain"),
     "stage 3, reentrant checkpointing": Scenario(dict(stage=3), checkpointing="reentrant"),
@@ -436,7 +442,7 @@ def _refuse() -> None:
 
 
 def _batch(scenario: Scenario, step: int, micro: int, device: torch.device) -> dict[str, Any]:
-    rank = 0 if scenario.divides else dist.get_rank()
+    rank = 0 if scenario.shares_batches else dist.get_rank()
     batch: dict[str, Any] = models.batch(scenario.model, seed=1000 * step + 10 * micro + rank)
     batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     if scenario.skips:

@@ -1,0 +1,84 @@
+"""Batches that several ranks share: accelerate's loaders give them to each of these, and they are gathered once."""
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from hf_zero.activation import refuse_group_size
+from hf_zero.compat import check_overrides
+from hf_zero.errors import ConfigError, UnsupportedError
+
+
+# accelerate's names of the axes: ranks that are given other batches, and those that are given the same
+AXES = ("dp_shard", "cp")
+
+
+class SharingAccelerator(Accelerator):
+    """The part of `ZeroAccelerator` that knows how many neighbouring ranks share each batch."""
+
+    _num_sharing: int = 1
+    _gathers_once: bool = False
+
+    def _share_batches(self, num_sharing: int) -> None:
+        """Lets the loaders to be prepared give the same batches to so many neighbouring ranks.
+
+        Raises:
+            `ConfigError`: the ranks form no equal groups, or rank 0 alone is to read the data, and to deal it out.
+        """
+        self._num_sharing = num_sharing
+        if num_sharing == 1:
+            return
+        refuse_group_size(num_sharing, self.num_processes, "zero_sequence_parallel")
+        if self.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches: gives each rank other rows, and with zero_sequence_parallel neighbours need the "
+                "same; leave it out"
+            )
+        self.dataloader_config.dispatch_batches = False  # of a stream, too, each rank reads what it needs
+        shape = (self.num_processes // num_sharing, num_sharing)
+        self.state.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+
+    def gather(self, tensor, **kwargs) -> Any:
+        """Gathers as accelerate does, for metrics of one rank of each group."""
+        gathered = super().gather(tensor, **kwargs)
+        return recursively_apply(self._first_of_each, gathered) if self._gathers_once else gathered
+
+    def _first_of_each(self, joined: Tensor) -> Tensor:
+        return joined.unflatten(0, (self.num_processes, -1))[:: self._num_sharing].flatten(0, 1)
+
+    def gather_for_metrics(self, input_data, use_gather_object=False, **kwargs) -> Any:
+        """Gathers as accelerate does, and rows that ranks share once.
+
+        Raises:
+            `UnsupportedError`: for other objects than tensors, with ranks that share batches.
+        """
+        if self._num_sharing > 1:
+            if use_gather_object or not _are_tensors(input_data):
+                raise UnsupportedError(
+                    "gather_for_metrics: with zero_sequence_parallel it gathers tensors, and no other objects; give "
+                    "it tensors"
+                )
+            self._gathers_once = True
+        try:
+            return super().gather_for_metrics(input_data, use_gather_object, **kwargs)
+        finally:
+            self._gathers_once = False
+
+
+check_overrides(SharingAccelerator, Accelerator, ("gather", "gather_for_metrics"))
+
+
+def _are_tensors(values: Any) -> bool:
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    return all(map(_are_tensors, values)) if isinstance(values, (tuple, list)) else isinstance(values, Tensor)
+
+
+def is_one_group() -> bool:
+    """Whether all ranks are given the same batches."""
+    mesh = getattr(AcceleratorState(), "device_mesh", None)
+    return mesh is not None and mesh.mesh_dim_names == AXES and mesh.size(0) == 1

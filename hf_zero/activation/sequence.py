@@ -1,0 +1,380 @@
+"""Sequence parallelism: the ranks of a group share each sequence, and each holds the activations of its part.
+
+The ranks of a sequence group are given the same batch. The model itself embeds it and makes masks and positions, for
+whole sequences. Then the first block takes this rank's part, and what follows computes on parts: each position by
+itself, but for attention, which exchanges heads (`hf_zero.activation.head_exchange`). Labels are shifted before they
+are divided, so that none is lost at a cut.
+
+[Note: the gradients of a group] The loss of each rank is that of its whole batch: the sum over the ranks' parts. Its
+gradient reaches a rank's part once from the loss of every rank, so that part is taken times their number. The
+gradients of a parameter, averaged over all ranks, are then those of ranks that each train on the whole batch.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hf_zero.activation.checkpointing import FLAG, FUNCTION, CheckpointWrapper, unwrap, wraps
+from hf_zero.activation.head_exchange import (
+    AttentionLookup,
+    DividedForward,
+    begin_divided,
+    divided_forward,
+    end_divided,
+    part_of_forward,
+    refuse_undivided_heads,
+)
+from hf_zero.comm import Comm
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.patch import Uncopyable
+from hf_zero.errors import ConfigError, UnsupportedError
+
+
+IGNORED = -100  # the label of a token that does not count
+# What a block is given for whole sequences, and hands to its attention.
+_FOR_ATTENTION = {"attention_mask", "causal_mask", "shift_labels", "labels", "num_items_in_batch", "seq_idx"}
+_FOR_ATTENTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
+# What a block is given of each position, with the dimension of the positions.
+_POSITIONS = {"position_ids": -1, "cache_position": -1}
+_POSITIONS |= dict.fromkeys(("position_embeddings", "position_embeddings_global", "position_embeddings_local"), -2)
+# Modules that mix positions without attention.
+_MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+# Requests of a forward whose answers would be parts, or come from parts of the router's choices.
+_REQUESTS = ("output_router_logits", "output_hidden_states", "output_attentions", "logits_to_keep")
+
+
+def refuse_undividable(model: nn.Module, num_parts: int) -> None:
+    """Refuses a model whose sequences cannot be divided, as far as that is seen before a forward.
+
+    Args:
+        model (`nn.Module`): not yet sharded.
+        num_parts (`int`): how many ranks share a sequence.
+
+    Raises:
+        `UnsupportedError`: naming what stands in the way.
+    """
+    language_model = _language_model(model)
+    name = type(language_model or model).__name__
+    loss = getattr(getattr(language_model, "loss_function", None), "__name__", None)
+    if loss != "ForCausalLMLoss" or language_model.get_output_embeddings() is None:
+        raise UnsupportedError(
+            f"sequence_parallel: {name} is no causal language model of transformers, so it is not known how its loss "
+            "adds up over positions; leave it out"
+        )
+    config = language_model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"sequence_parallel: {name} has an encoder and a decoder; leave it out")
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedError(
+            f"sequence_parallel: the router's loss of {name} is no sum over positions; set "
+            "model.config.output_router_logits = False, or leave it out"
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        refuse_undivided_heads(name, heads, num_parts)
+
+
+def refuse_group_size(num_parts: int, num_ranks: int, name: str = "sequence_parallel") -> None:
+    """Refuses a number of ranks that form no equal sequence groups.
+
+    Args:
+        num_parts (`int`): ranks of a group.
+        num_ranks (`int`): all data-parallel ranks.
+        name (`str`): of the setting, for the message.
+
+    Raises:
+        `ConfigError`: naming the sizes that fit.
+    """
+    if num_parts < 1:
+        raise ConfigError(f"{name}: {num_parts} is no number of ranks; give 1 or more")
+    if num_ranks % num_parts:
+        fitting = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
+        raise ConfigError(
+            f"{name}: {num_ranks} rank{'s' if num_ranks > 1 else ''} cannot form groups of {num_parts}; give a "
+            f"divisor of {num_ranks} ({fitting}), or start more ranks"
+        )
+
+
+def _language_model(model: nn.Module) -> Any:
+    """Returns the outermost model of transformers: the model itself, or the one in an adapter's."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    return next((module for module in model.modules() if isinstance(module, kind)), None)
+
+
+class SequenceParallel(Uncopyable):
+    """Divides the sequences of a model's forwards with labels over the ranks of a group, until it is removed.
+
+    Forwards without labels, such as those of `generate`, compute whole sequences on every rank.
+
+    Args:
+        engine (`ZeroEngine`): of the model.
+        comm (`Comm`): the ranks that share each sequence.
+
+    Attributes:
+        is_active (`bool`): `False` while forwards with labels, too, are to compute whole sequences.
+    """
+
+    def __init__(self, engine: ZeroEngine, comm: Comm):
+        self.comm = comm
+        self.is_active = True
+        self._engine = engine
+        self._model = _language_model(engine.model)
+        self._parameters = list(inspect.signature(type(self._model).forward).parameters)[1:]
+        self._is_checked = False
+        self._num_open = 0
+        blocks = list(engine.modules.values())
+        _refuse_blocks(type(self._model).__name__, engine, blocks)
+        self._keeps_length = any(_keeps_length(module, blocks[0]) for module in self._model.modules())
+        self._checkpointed = [module for module in self._model.modules() if hasattr(module, FLAG)]
+        self._handles: list[Any] = [AttentionLookup()]
+        self._handles.append(self._model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._handles.append(self._model.register_forward_hook(self._end, always_call=True))
+        for block in blocks:
+            self._handles.append(block.register_forward_pre_hook(_BlockHook(block).before, with_kwargs=True))
+            self._handles.append(block.register_forward_hook(_after_block))
+        self._handles.append(blocks[-1].register_forward_hook(_after_last))
+
+    def remove(self) -> None:
+        """Lets every rank compute whole sequences again."""
+        while self._handles:
+            self._handles.pop().remove()
+        for module in self._checkpointed:
+            unwrap(module, _WithinForward)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Computes whole sequences on every rank as long as the context lasts: all logits are then in the outputs."""
+        before, self.is_active = self.is_active, False
+        try:
+            yield
+        finally:
+            self.is_active = before
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        begin_divided(None)
+        self._num_open += 1
+        given = {**dict(zip(self._parameters, args)), **kwargs}
+        labels, targets = given.get("labels"), given.get("shift_labels")
+        if not self.is_active or (labels is None and targets is None):
+            return None
+        if targets is None:
+            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        if targets.dim() != 2 or targets.shape[1] < 2:
+            return None
+        self._refuse(given)
+        self._compare(given, targets)
+        forward = DividedForward(self.comm, targets.shape[0], targets.shape[1], self._keeps_length)
+        end_divided()
+        begin_divided(forward)
+        for block in self._checkpointed:
+            function = block.__dict__.get(FUNCTION)
+            if function is not None and not wraps(function, _WithinForward):
+                block.__dict__[FUNCTION] = _WithinForward(function)
+        changed = {"shift_labels": forward.rows_of(forward.part_of(targets, 1, IGNORED), IGNORED)}
+        if given.get("num_items_in_batch") is None:
+            changed["num_items_in_batch"] = (targets != IGNORED).sum()
+        return args, {**kwargs, **changed}
+
+    def _refuse(self, given: dict[str, Any]) -> None:
+        """Refuses what a forward is asked for, where the answer would not be that of whole sequences."""
+        if self._engine.compiled_with is not None:
+            raise UnsupportedError(
+                "sequence_parallel: blocks that are compiled exchange no heads; do not compile them"
+            )
+        asked = next((name for name in _REQUESTS if given.get(name)), None)
+        if asked is not None or given.get("past_key_values") is not None:
+            raise UnsupportedError(
+                f"sequence_parallel: {asked or 'past_key_values'} with labels needs whole sequences on each rank; "
+                "leave it out, or give no labels"
+            )
+
+    def _compare(self, given: dict[str, Any], targets: Tensor) -> None:
+        """Refuses batches that differ within a group: of every forward the shape is compared, of the first the
+        values.
+
+        Raises:
+            `ConfigError`: on all ranks of the group.
+        """
+        facts = list(targets.shape)
+        if not self._is_checked:
+            ids = given.get("input_ids")
+            facts += [_digest(targets), 0 if ids is None else _digest(ids)]
+            self._is_checked = True
+        if len(self.comm.on_host.all_gather_vector(torch.tensor(facts), what="comparing batches").unique(dim=0)) > 1:
+            raise ConfigError(
+                f"sequence_parallel: the {self.comm.num_ranks} ranks of a sequence group were given different "
+                "batches; give neighbouring ranks the same batch, as ZeroTrainer does"
+            )
+
+    def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if self._num_open == 0:  # it failed before it began
+            return None
+        self._num_open -= 1
+        forward = divided_forward()
+        end_divided()
+        if forward is None or output is None:
+            return None
+        forward.shared.clear()
+        if isinstance(output, tuple):
+            return (_GroupLoss.apply(self.comm, output[0]), *output[1:])
+        if output.get("loss") is None:
+            raise UnsupportedError(
+                f"sequence_parallel: {type(module).__name__} computed no loss of the labels it was given; leave it out"
+            )
+        if output.get("past_key_values") is not None:
+            output.past_key_values = None  # of parts
+        output.loss = _GroupLoss.apply(self.comm, output.loss)
+        for name, value in list(output.items()):  # one value for each token: all ranks have all
+            if isinstance(value, Tensor) and value.dim() == 2 and (own := forward.tokens_of(value)) is not None:
+                output[name] = _GroupTokens.apply(self.comm, own)[:, : forward.length]
+        return output
+
+
+def _refuse_blocks(name: str, engine: ZeroEngine, blocks: list[nn.Module]) -> None:
+    if len(engine.schedule.stacks) != 1:
+        raise UnsupportedError(
+            f"sequence_parallel: {name} has {len(engine.schedule.stacks)} stacks of blocks, and the sequences of one "
+            "can be divided; leave it out"
+        )
+    mixing = next((module for block in blocks for module in block.modules() if isinstance(module, _MIXING)), None)
+    if mixing is not None:
+        raise UnsupportedError(
+            f"sequence_parallel: a block of {name} mixes positions by {type(mixing).__name__}, and not by attention "
+            "alone; leave it out"
+        )
+
+
+def _digest(tensor: Tensor) -> int:
+    """Returns a number that depends on each value and on the order."""
+    values = tensor.detach().long().flatten() + 1001
+    return int((values * (torch.arange(values.numel(), device=values.device) + 1)).sum())
+
+
+class _BlockHook(Uncopyable):
+    """Divides what a block is given for whole sequences.
+
+    Args:
+        block (`nn.Module`): of the model.
+    """
+
+    def __init__(self, block: nn.Module):
+        self._parameters = list(inspect.signature(type(block).forward).parameters)[1:]
+
+    def before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        forward = divided_forward()
+        if forward is None:
+            return None
+        forward.num_attentions = 0
+        names = [*self._parameters[: len(args)], *(f"argument {at}" for at in range(len(self._parameters), len(args)))]
+        divided = tuple(self._divided(forward, block, name, value) for name, value in zip(names, args))
+        return divided, {name: self._divided(forward, block, name, value) for name, value in kwargs.items()}
+
+    def _divided(self, forward: DividedForward, block: nn.Module, name: str, value: Any) -> Any:
+        if name in _FOR_ATTENTION:
+            return value
+        if name in _POSITIONS:
+            if name == "position_ids":
+                forward.positions = value
+            if id(value) not in forward.shared:  # all blocks are given the same, and keep its parts for backward
+                forward.shared[id(value)] = value, _parts_of(forward, value, _POSITIONS[name])
+            return forward.shared[id(value)][1]
+        if name == self._parameters[0] and isinstance(value, Tensor) and value.dim() == 3:
+            if value.shape[1] == forward.length:
+                return forward.part_of(value, 1)
+            if value.shape[1] == forward.part:
+                return value
+        elif not any(forward.length in tensor.shape for tensor in tensors_in(value)):
+            return value
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors_in(value))
+        raise UnsupportedError(
+            f"sequence_parallel: {type(block).__name__} is given {name} of shape {shapes}, and it is not known how to "
+            f"divide it for sequences of {forward.length}; leave it out"
+        )
+
+
+def _parts_of(forward: DividedForward, value: Any, dim: int) -> Any:
+    """Divides the tensors in a value that have all positions along a dimension."""
+    if isinstance(value, dict):
+        return {key: _parts_of(forward, each, dim) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_parts_of(forward, each, dim) for each in value)
+    is_whole = isinstance(value, Tensor) and value.dim() >= -dim and value.shape[dim] == forward.length
+    return forward.part_of(value, dim) if is_whole else value
+
+
+def _after_block(block: nn.Module, args: tuple, output: Any) -> None:
+    forward = divided_forward()
+    if forward is not None and forward.num_attentions == 0:
+        raise UnsupportedError(
+            f"sequence_parallel: {type(block).__name__} has not looked up its attention in transformers' "
+            "AttentionInterface, so its heads were not exchanged; leave it out"
+        )
+
+
+def _after_last(block: nn.Module, args: tuple, output: Any) -> Any:
+    forward = divided_forward()
+    if forward is None or not forward.keeps_length:
+        return None
+    return (forward.rows_of(output[0]), *output[1:]) if isinstance(output, tuple) else forward.rows_of(output)
+
+
+def _keeps_length(module: nn.Module, block: nn.Module) -> bool:
+    """Whether the forward of the module that calls a block gives the outputs of the last one the shape of its
+    inputs, as GPT-2 does."""
+    calls = any(block is each for child in module.children() if isinstance(child, nn.ModuleList) for each in child)
+    return calls and ".view(output_shape)" in inspect.getsource(type(module).forward)
+
+
+class _WithinForward(CheckpointWrapper):
+    """A wrapper of a checkpoint function. The block is computed anew in backward as a part of its forward."""
+
+    def __call__(self, block, *args, **kwargs):
+        forward = divided_forward()
+
+        def compute(*inputs, **settings):
+            with part_of_forward(forward):
+                return block(*inputs, **settings)
+
+        return self.function(compute, *args, **kwargs)
+
+
+class _GroupLoss(torch.autograd.Function):
+    """The sum of the ranks' losses; see [Note: the gradients of a group]."""
+
+    @staticmethod
+    def forward(ctx, comm: Comm, loss: Tensor) -> Tensor:
+        ctx.num_ranks = comm.num_ranks
+        rows = comm.all_gather_rows(loss.reshape(1), what="the loss of a sequence")
+        return rows.sum(0).reshape(loss.shape).clone()  # no view: losses are multiplied in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return None, grad * ctx.num_ranks
+
+
+class _GroupTokens(torch.autograd.Function):
+    """The values of all ranks' tokens, `(batch, ranks * part)`; see [Note: the gradients of a group]."""
+
+    @staticmethod
+    def forward(ctx, comm: Comm, own: Tensor) -> Tensor:
+        ctx.comm, ctx.part = comm, own.shape[1]
+        if not own.is_floating_point():
+            ctx.set_materialize_grads(False)
+        rows = comm.all_gather_rows(own.reshape(-1), what="values of tokens")
+        return torch.cat([row.view(own.shape) for row in rows], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor | None):
+        if grad is None:
+            return None, None
+        return None, grad.narrow(1, ctx.comm.rank * ctx.part, ctx.part) * ctx.comm.num_ranks

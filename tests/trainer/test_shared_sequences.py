@@ -1,0 +1,111 @@
+"""A trainer on sequences that ranks share: its numbers are those of plain `Trainer` over the groups of ranks."""
+
+import pytest
+import torch
+
+from hf_zero.engine import engine_of
+from hf_zero.errors import ConfigError, UnsupportedError
+from tests import models
+from tests.distributed import run_ranks
+from tests.trainer.harness import PLAIN, Rows, assert_close, make, record, seed_everything
+
+
+SETTINGS = {
+    "gradient_accumulation_steps": 2,
+    "gradient_checkpointing": True,
+    "include_num_input_tokens_seen": "all",
+    "max_steps": 4,
+}
+# the number of rows, so that the last batch is not whole
+EVAL_ROWS = 7
+
+
+def _metrics(predictions) -> dict[str, float]:
+    logits, labels = predictions
+    chosen = logits[:, :-1].argmax(-1) == labels[:, 1:]
+    return {"rows": len(labels), "accuracy": float(chosen[labels[:, 1:] != -100].mean())}
+
+
+def _train(kind, folder: str, resume=None, **settings):
+    seed_everything()
+    trainer = make(kind, folder, models.build("llama"), Rows("llama"), **{**SETTINGS, **settings})
+    trainer.train(resume_from_checkpoint=resume)
+    run = record(trainer)
+    rows = Rows("llama", EVAL_ROWS, seed=9)
+    alone = trainer.evaluate(rows)
+    trainer.compute_metrics = _metrics
+    whole = trainer.evaluate(rows)
+    facts = {
+        "loss": alone["eval_loss"],
+        "whole": whole["eval_loss"],
+        "accuracy": whole["eval_accuracy"],
+        "rows": whole["eval_rows"],
+        "epoch": trainer.state.epoch,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "flos": trainer.state.total_flos,
+        "batch": trainer.get_total_train_batch_size(trainer.args),
+    }
+    return run, facts
+
+
+def _compare(own, plain, what: str) -> None:
+    run, facts = own
+    assert_close(run, plain[0], what)
+    assert facts.keys() == plain[1].keys()
+    for key, value in facts.items():
+        assert value == pytest.approx(plain[1][key], rel=1e-5), f"{what}: {key} {value} and {plain[1][key]}"
+
+
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_ranks_that_share_sequences_train_and_evaluate_as_one_with_whole_ones(tmp_path, num_groups):
+    plain = run_ranks(_train, num_groups, PLAIN, str(tmp_path / "plain"), timeout=240)
+    flags = {"zero_sequence_parallel": 2, "zero_offload_activations": True}
+    own = run_ranks(_own, 2 * num_groups, str(tmp_path / "own"), flags, timeout=240)
+    for rank, found in enumerate(own):
+        _compare(found, plain[rank // 2], f"rank {rank}")
+
+
+def _own(folder: str, flags: dict):
+    return _train(3, folder, **flags)
+
+
+def _saved(folder: str, num_parts: int, resume):
+    return _train(2, folder, resume, zero_sequence_parallel=num_parts, save_strategy="steps", save_steps=2)
+
+
+@pytest.mark.full("slow")
+def test_a_run_resumes_with_another_number_of_ranks_that_share_a_sequence(tmp_path):
+    plain = run_ranks(_train, 2, PLAIN, str(tmp_path / "plain"), timeout=240)
+    run_ranks(_saved, 4, str(tmp_path / "own"), 2, None, timeout=240)
+    resumed = run_ranks(_saved, 2, str(tmp_path / "own"), 1, str(tmp_path / "own" / "checkpoint-2"), timeout=240)
+    for rank, (run, _) in enumerate(resumed):
+        for name, weight in run.weights.items():
+            torch.testing.assert_close(weight, plain[rank][0].weights[name], rtol=1e-5, atol=1e-5)
+
+
+def _refused(folder: str) -> None:
+    def made(name="llama", parts=None, **flags):
+        return make(3, folder, models.build(name), Rows("llama"), parts=parts, zero_sequence_parallel=2, **flags)
+
+    with pytest.raises(
+        ConfigError, match="zero_sequence_parallel: parts of sequences are not trained with torch_compile"
+    ):
+        made(torch_compile=True)
+    with pytest.raises(ConfigError, match="not trained with label_smoothing_factor"):
+        made(label_smoothing_factor=0.1)
+    with pytest.raises(ConfigError, match="zero_sequence_parallel: compute_loss_func"):
+        made(parts={"compute_loss_func": len})
+    with pytest.raises(UnsupportedError, match="sequence_parallel: T5ForConditionalGeneration has an encoder"):
+        made("t5")
+    with pytest.raises(UnsupportedError, match="sequence_parallel: the router's loss of MixtralForCausalLM"):
+        made("mixtral")
+    with pytest.raises(UnsupportedError, match="sequence_parallel: GPT2LMHeadModel has 3 heads"):
+        made("gpt2")
+    with pytest.raises(ConfigError, match="zero_sequence_parallel: 2 ranks cannot form groups of 3; give a divisor"):
+        make(3, folder, models.build("llama"), Rows("llama"), zero_sequence_parallel=3)
+    assert engine_of(models.build("llama")) is None
+
+
+def test_what_does_not_go_with_shared_sequences_is_refused(tmp_path):
+    run_ranks(_refused, 2, str(tmp_path))

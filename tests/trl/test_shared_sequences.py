@@ -1,0 +1,44 @@
+"""SFT on sequences that ranks share: losses and metrics are those of one rank with whole sequences."""
+
+import pytest
+
+from hf_zero.errors import ConfigError
+from tests.distributed import run_ranks
+from tests.trainer.harness import PLAIN, assert_close, record, seed_everything
+from tests.trl.harness import data, make, policy, save_models
+
+
+METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss", "eval_entropy")
+
+
+def _train(kind, folder: str, settings: dict):
+    seed_everything()
+    trainer = make(kind, "SFT", folder, policy(folder), data("text"), **settings)
+    trainer.train()
+    trainer.evaluate(trainer.train_dataset.select(range(5)))
+    return record(trainer), trainer.state.log_history
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("settings", [{}, {"packing": True, "loss_type": "dft"}], ids=["padded", "packed-dft"])
+def test_sft_on_shared_sequences_has_the_metrics_of_whole_ones(tmp_path, settings):
+    save_models(tmp_path)
+    [(plain, wanted)] = run_ranks(_train, 1, PLAIN, str(tmp_path), settings)
+    for rank, (run, log) in enumerate(
+        run_ranks(_train, 2, 3, str(tmp_path), {**settings, "zero_sequence_parallel": 2})
+    ):
+        assert_close(run, plain, f"rank {rank}")
+        for own, other in zip(log, wanted, strict=True):
+            for key in METRICS:
+                assert (key in own) == (key in other), key
+                assert own.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-4), key
+
+
+def _refuses(folder: str) -> None:
+    with pytest.raises(ConfigError, match="zero_sequence_parallel: ZeroDPOTrainer computes its loss from the tokens"):
+        make(3, "DPO", folder, policy(folder), data("preference"), zero_sequence_parallel=2)
+
+
+def test_other_trainers_of_trl_are_refused(tmp_path):
+    save_models(tmp_path)
+    run_ranks(_refuses, 2, str(tmp_path))
