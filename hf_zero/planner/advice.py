@@ -1,11 +1,15 @@
 """Advice on the settings that fit a device: all ways to shard, to offload and to checkpoint, the cheapest first."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from hf_zero.config import ZeroConfig
+from hf_zero.errors import HfZeroError
 from hf_zero.planner.prediction import Prediction
 
+
+T = TypeVar("T")
 
 # Of a device's memory, what tensors may take: the rest is for libraries, and for what allocators cannot use.
 USABLE_SHARE = 0.9
@@ -15,16 +19,38 @@ WAYS = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3
 
 
 @dataclass(frozen=True)
+class Refused:
+    """A way that is not possible, or of which too little is known.
+
+    Args:
+        config (`ZeroConfig`): its settings.
+        gradient_checkpointing (`bool`): whether blocks are checkpointed.
+        reason (`str`): what was refused.
+    """
+
+    config: ZeroConfig
+    gradient_checkpointing: bool
+    reason: str
+
+    def row(self) -> str:
+        """Returns its row of a table: what it is, and why there are no numbers."""
+        checkpointing = "yes" if self.gradient_checkpointing else "no"
+        return f"  {self.config.stage:<5}  {self.config.offload:9}  {checkpointing:13}  left out: {self.reason}"
+
+
+@dataclass(frozen=True)
 class Advice:
     """Ways to train a model, and which one to take.
 
     Args:
         predictions (`list[Prediction]`): the ways, the cheapest first.
         memory_nbytes (`int`): what one device has.
+        refused (`list[Refused]`): ways that are not possible.
     """
 
     predictions: list[Prediction]
     memory_nbytes: int
+    refused: list[Refused] = field(default_factory=list)
 
     @property
     def best(self) -> Prediction | None:
@@ -39,7 +65,8 @@ class Advice:
         """Returns a table of the ways, and the advice with its reason."""
         head = f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'at rest':>9}  {'peak':>9}  {'host':>9}  fits"
         unit = f"GiB of each device; tensors may take {USABLE_SHARE:.0%} of {self.memory_nbytes / GIB:.1f}"
-        return "\n".join([unit, head, *map(self._row, self.predictions), self._verdict()])
+        left_out = [each.row() for each in self.refused]
+        return "\n".join([unit, head, *map(self._row, self.predictions), *left_out, self._verdict()])
 
     def _row(self, prediction: Prediction) -> str:
         peak = "" if prediction.peak_nbytes is None else f"{prediction.peak_nbytes / GIB:.2f}"
@@ -110,4 +137,31 @@ def advise(
         memory_nbytes (`int`): what one device has.
         gradient_checkpointing (`bool`): blocks are checkpointed in any case.
     """
-    return Advice([predict(*way) for way in ways(config, gradient_checkpointing)], memory_nbytes)
+    found, refused = tried(predict, ways(config, gradient_checkpointing))
+    return Advice(found, memory_nbytes, refused)
+
+
+def tried(
+    predict: Callable[[ZeroConfig, bool], T], ways: Iterable[tuple[ZeroConfig, bool]]
+) -> tuple[list[T], list[Refused]]:
+    """Predicts ways, and returns what was found, with those that are not possible.
+
+    Args:
+        predict (`Callable`): as for `advise`.
+        ways (iterable): the settings of each, and whether blocks are checkpointed.
+
+    Raises:
+        `HfZeroError`: as the first of them was refused, where all are.
+    """
+    found: list[T] = []
+    refused: list[Refused] = []
+    first: HfZeroError | None = None
+    for config, switch in ways:
+        try:
+            found.append(predict(config, switch))
+        except HfZeroError as error:
+            refused.append(Refused(config, switch, " ".join(str(error).split())))
+            first = first or error
+    if first is not None and not found:
+        raise first
+    return found, refused

@@ -1,7 +1,8 @@
 """One rank of any number, alone in its process. Its collectives and copies are the package's own, but send nothing;
 they take memory and count bytes as real ones do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -24,17 +25,18 @@ from hf_zero.comm.peers import Kind
 from hf_zero.comm.shared import HostMemory, SharedComm
 from hf_zero.config import MemoryTier
 from hf_zero.planner.meter import Meter
-from hf_zero.planner.timeline import HOST, Timeline
+from hf_zero.planner.timeline import ALL_REDUCE, AVERAGE, HOST, Timeline
+from hf_zero.planner.topology import RANKS_PER_HOST
 
 
 META = torch.device("meta")
-RANKS_PER_HOST = 8
 
 
 class _Alone(Comm):
     """The collectives of a lone rank. The other ranks are assumed to be in the same state as this one."""
 
     is_on_cpu = False
+    stride: int | None = None  # how far ranks that hold the same shard are apart; None where no two do
 
     def __init__(self, num_ranks: int, timeline: Timeline):
         Comm.__init__(self, META, timeout_seconds=1.0)  # and not those that connect
@@ -48,12 +50,17 @@ class _Alone(Comm):
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         with self._timeline.inside(None):
             done = super().all_gather(full, shard, what=what)
-        return self._timeline.begin("gather", full.numel() * full.element_size(), self.num_ranks, done)
+        return self._begin_exchange("gather", full.numel() * full.element_size(), done)
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         with self._timeline.inside(None):
             done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
-        return self._timeline.begin("reduce", full.numel() * dtype.itemsize, self.num_ranks, done)
+        return self._begin_exchange("reduce", full.numel() * dtype.itemsize, done)
+
+    def _begin_exchange(self, kind: str, nbytes: int, done: Pending) -> Pending:
+        if self.stride is not None:
+            return self._timeline.begin(ALL_REDUCE, nbytes, self.num_ranks, done, self.stride)
+        return self._timeline.begin(kind, nbytes, self.num_ranks, done)
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
         nbytes = vector.numel() * vector.element_size()
@@ -116,6 +123,20 @@ class _Pairwise(_Alone, PairwiseComm):
         pass
 
 
+class _TwoLevels(_Pairwise):
+    """Ranks on CPUs of several hosts, of which those of one host share memory."""
+
+    reads_gathered = True
+
+    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        if dtype is not full.dtype:  # sums are staged
+            return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
+        self._scratch_of(dtype)
+        nbytes = out.numel() * dtype.itemsize
+        self.counters.add("reduce", nbytes * (self.num_ranks - 1), what)
+        return self._begin_exchange("reduce", nbytes * self.num_ranks, DONE)
+
+
 class _Memory(HostMemory):
     """Memory of which each rank has its part.
 
@@ -160,18 +181,34 @@ class _Shared(_Pairwise, SharedComm):
         return DONE
 
 
-def planned_shard_size(shard_size: int | str | None, num_ranks: int) -> int:
-    """Returns how many of the ranks form a shard group, 8 of them being on each host.
+class LoneAverage(Average):
+    """Averages over several shard groups. On an accelerator all of it is queued at once, on a stream of its own."""
+
+    def __init__(self, shard_group: _Alone, replicate_group: _Alone, timeline: Timeline):
+        super().__init__(shard_group, replicate_group)
+        self._timeline = timeline
+
+    def __call__(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+        if self._shard_group.is_on_cpu:
+            return super().__call__(full, out, dtype=dtype, accumulate=accumulate, what=what)
+        with self._timeline.behind(AVERAGE):
+            self._begin(full, out, dtype, accumulate, what).wait()
+            return self._timeline.mark(ALL_REDUCE)
+
+
+def planned_shard_size(shard_size: int | str | None, num_ranks: int, ranks_per_host: int = RANKS_PER_HOST) -> int:
+    """Returns how many of the ranks form a shard group.
 
     Args:
         shard_size (`int` or `str`, *optional*): as in `ZeroConfig`.
         num_ranks (`int`): all ranks.
+        ranks_per_host (`int`): how many of them each host has.
 
     Raises:
         `ConfigError`: for a number that does not divide them.
     """
     if shard_size == "auto":
-        return RANKS_PER_HOST if num_ranks % RANKS_PER_HOST == 0 else num_ranks
+        return ranks_per_host if num_ranks % ranks_per_host == 0 and ranks_per_host > 1 else num_ranks
     refuse_uneven(shard_size, num_ranks)
     return num_ranks if shard_size is None else int(shard_size)
 
@@ -184,33 +221,42 @@ def lone_rank(
     shared_memory: bool,
     bucket_nbytes: int | str = "auto",
     shard_size: int | str | None = None,
+    ranks_per_host: int | None = None,
 ) -> Comm:
     """Makes the collectives of one of several ranks, without the others.
 
     Args:
         meter (`Meter`): counts what it takes.
-        num_ranks (`int`): how many there are, 8 of them on each host.
+        num_ranks (`int`): how many there are.
         on_cpu (`bool`): whether they train on CPUs, or have an accelerator each.
-        shared_memory (`bool`): whether those on CPUs are on one host, and share its memory.
+        shared_memory (`bool`): whether those on the CPUs of one host share its memory.
         bucket_nbytes, shard_size: as in `ZeroConfig`.
+        ranks_per_host (`int`, *optional*): by default all those on CPUs, and 8 of those with an accelerator.
     """
+    per_host = ranks_per_host or (num_ranks if on_cpu else RANKS_PER_HOST)
     make = partial(_lone_rank, meter, on_cpu=on_cpu, shared_memory=shared_memory, bucket_nbytes=bucket_nbytes)
-    comm, size = make(num_ranks), planned_shard_size(shard_size, num_ranks)
+    comm, size = make(num_ranks, per_host), planned_shard_size(shard_size, num_ranks, per_host)
     if size < num_ranks:
-        shard_group, replicate_group = make(size), make(num_ranks // size)
-        comm.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
+        # a host has one rank of a replicate group, or several
+        across = max(1, per_host // size) if per_host % size == 0 or size % per_host == 0 else 1
+        shard_group, replicate_group = make(size, min(per_host, size)), make(num_ranks // size, across)
+        replicate_group.stride = size
+        comm.divide(shard_group, replicate_group, LoneAverage(shard_group, replicate_group, meter.timeline))
     return comm
 
 
-def _lone_rank(meter: Meter, num_ranks: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str) -> Comm:
+def _lone_rank(
+    meter: Meter, num_ranks: int, per_host: int, *, on_cpu: bool, shared_memory: bool, bucket_nbytes: int | str
+) -> _Alone:
     if num_ranks == 1:
         return (_OneOnCpu if on_cpu else _One)(1, meter.timeline)
     if not on_cpu:
-        chosen = native_bucket_nbytes(num_ranks, -(-num_ranks // RANKS_PER_HOST))
+        chosen = native_bucket_nbytes(num_ranks, -(-num_ranks // per_host))
         return _Native(num_ranks, meter.timeline, chosen if bucket_nbytes == "auto" else int(bucket_nbytes))
-    if shared_memory:
+    if shared_memory and per_host >= num_ranks:
         return _Shared(num_ranks, SHARED_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes), meter)
-    return _Pairwise(num_ranks, meter.timeline, MESSAGES_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes))
+    kind = _TwoLevels if shared_memory and per_host > 1 and num_ranks % per_host == 0 else _Pairwise
+    return kind(num_ranks, meter.timeline, MESSAGES_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes))
 
 
 class LoneBus(Bus):
@@ -230,6 +276,11 @@ class LoneBus(Bus):
         # it is made once, and no part of a steady step
         with self._meter.at(MemoryTier.HOST), self._meter.timeline.inside(None):
             return torch.zeros(numel, dtype=dtype, device=META)
+
+    @contextmanager
+    def on_side_stream(self, way: str) -> Iterator[None]:
+        with super().on_side_stream(way), self._meter.timeline.behind(way):
+            yield
 
     def _copy(self, way: str, target: Tensor, source: Tensor) -> Transfer:
         timeline = self._meter.timeline

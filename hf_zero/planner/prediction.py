@@ -53,6 +53,7 @@ class Prediction:
         note (`str`): what is not known, and why.
         time (`StepTime`, *optional*): how long a step takes; `None` where no cluster was given.
         events (`list[Event]`): of the step, of a model with few blocks; empty where `time` says what they take.
+        shard_size (`int`): how many ranks form a shard group.
     """
 
     config: ZeroConfig
@@ -66,6 +67,7 @@ class Prediction:
     note: str = ""
     time: StepTime | None = None
     events: list[Event] = field(default_factory=list, repr=False)
+    shard_size: int = 1
 
     @property
     def resting_nbytes(self) -> int:
@@ -139,6 +141,7 @@ def predict(
     gradient_checkpointing: bool = False,
     on_cpu: bool = False,
     cluster: Cluster | None = None,
+    ranks_per_host: int | None = None,
     **settings,
 ) -> Prediction:
     """Predicts what each rank of a run takes, without memory and without other ranks.
@@ -156,6 +159,8 @@ def predict(
         gradient_checkpointing (`bool`): blocks keep their inputs alone.
         on_cpu (`bool`): the ranks train on CPUs, not on an accelerator each.
         cluster (`Cluster`, *optional*): where the ranks are, to predict the time of a step too.
+        ranks_per_host (`int`, *optional*): how many of them each host has; by default what `cluster` says, 8 with an
+            accelerator each, all on CPUs.
 
     Raises:
         `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
@@ -170,6 +175,7 @@ def predict(
         gradient_checkpointing=gradient_checkpointing,
         on_cpu=on_cpu,
         cluster=cluster,
+        ranks_per_host=ranks_per_host,
     )
 
 
@@ -183,6 +189,7 @@ def predict_with(
     gradient_checkpointing: bool = False,
     on_cpu: bool = False,
     cluster: Cluster | None = None,
+    ranks_per_host: int | None = None,
 ) -> Prediction:
     """Predicts as `predict` does, for a `ZeroConfig`, such as `training_arguments.zero_config()`."""
     settings: dict[str, Any] = {
@@ -190,6 +197,7 @@ def predict_with(
         "make_optimizer": make_optimizer or FUSED_ADAMW,
         "gradient_checkpointing": gradient_checkpointing,
         "on_cpu": on_cpu,
+        "ranks_per_host": cluster.gpus_per_host if cluster is not None else ranks_per_host,
     }
     return _of_all_blocks(*_of_few_blocks(model, config, batch=batch, **settings), cluster)
 
@@ -219,6 +227,7 @@ def predict_rows(
         "make_optimizer": make_optimizer or FUSED_ADAMW,
         "gradient_checkpointing": gradient_checkpointing,
         "on_cpu": on_cpu,
+        "ranks_per_host": cluster.gpus_per_host if cluster is not None else None,
     }
     fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in SAMPLE_ROWS)
     if config.chunked_loss == "auto" and _head_nbytes(more) < _head_nbytes(fewer):
@@ -291,6 +300,7 @@ def _predict(
         step=step,
         note=note,
         events=[] if step is None else simulation.meter.timeline.events,
+        shard_size=simulation.engine.comm.shard_group.num_ranks,
     )
 
 

@@ -75,6 +75,7 @@ class SimulatedStep:
         make_optimizer (`Callable`): makes the optimizer of some parameters.
         gradient_checkpointing (`bool`): whether blocks keep their inputs alone.
         on_cpu (`bool`): whether ranks train on CPUs.
+        ranks_per_host (`int`, *optional*): see `lone_rank`.
         blocks (`tuple[str, int]`, *optional*): the path of the list of blocks, of which only the first so many are
             taken.
     """
@@ -88,6 +89,7 @@ class SimulatedStep:
         make_optimizer: MakeOptimizer,
         gradient_checkpointing: bool,
         on_cpu: bool,
+        ranks_per_host: int | None = None,
         blocks: tuple[str, int] | None = None,
     ):
         for name, param in model.named_parameters():
@@ -108,6 +110,7 @@ class SimulatedStep:
                 shared_memory=config.shared_memory,
                 bucket_nbytes=config.bucket_nbytes,
                 shard_size=config.shard_size,
+                ranks_per_host=ranks_per_host,
             )
             self.engine: ZeroEngine = build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
             if config.offload_activations:

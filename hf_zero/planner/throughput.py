@@ -1,11 +1,11 @@
 """What a predicted step comes to in tokens per second and MFU, and which of many ways to train is the fastest."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner.advice import GIB, USABLE_SHARE, flags_of, ways
+from hf_zero.planner.advice import GIB, USABLE_SHARE, Refused, flags_of, tried, ways
 from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.timeline import NANO, StepTime
 from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
@@ -15,6 +15,7 @@ from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
 NAMES = {
     "gather": "all-gathers",
     "reduce": "reduce-scatters",
+    "all_reduce": "all-reduces across groups",
     "up": "copies to the device",
     "down": "copies to the host",
     "host": "work on the host",
@@ -79,7 +80,7 @@ class Throughput:
         for kind, name in NAMES.items():
             busy, exposed = time.busy_ns[kind], time.exposed_ns[kind]
             if busy:
-                link = f" {self._link()}" if kind in ("gather", "reduce") else ""
+                link = f" {self._link(kind)}" if kind in ("gather", "reduce", "all_reduce") else ""
                 lines.append(f"  {name:<32}  {busy / 1e6:>12.2f} ms{link}, {exposed / 1e6:.2f} of them exposed")
         lines += [
             f"  {'a step':<32}  {time.step_seconds() * 1e3:>12.2f} ms, {time.update_ns / 1e6:.2f} of them the update",
@@ -89,8 +90,10 @@ class Throughput:
         ]
         return "\n".join(lines)
 
-    def _link(self) -> str:
-        within = self.cluster.num_ranks <= self.cluster.gpus_per_host
+    def _link(self, kind: str) -> str:
+        size, num_ranks = self.prediction.shard_size, self.prediction.num_ranks
+        stride = size if kind == "all_reduce" else 1
+        within = self.cluster.is_within_hosts(num_ranks // size if kind == "all_reduce" else size, stride)
         return "within the host" if within else "between hosts"
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,10 +124,12 @@ class Ranking:
     Args:
         ways (`list[Throughput]`): sorted by their throughput.
         memory_nbytes (`int`): what one device has.
+        refused (`list[Refused]`): ways that are not possible.
     """
 
     ways: list[Throughput]
     memory_nbytes: int
+    refused: list[Refused] = field(default_factory=list)
 
     @property
     def fitting(self) -> list[Throughput]:
@@ -147,7 +152,8 @@ class Ranking:
             *map(self._row, fitting[:MAX_SHOWN]),
         ]
         left_out = len(fitting) - MAX_SHOWN
-        return "\n".join([*lines, *([f"  and {left_out} slower ones"] if left_out > 0 else []), self.verdict()])
+        lines += [f"  and {left_out} slower ones"] if left_out > 0 else []
+        return "\n".join([*lines, *(each.row() for each in self.refused), self.verdict()])
 
     def _row(self, way: Throughput) -> str:
         config, time = way.prediction.config, way.time
@@ -191,9 +197,9 @@ def rank_ways(
         gradient_checkpointing (`bool`): blocks are checkpointed in any case.
         watch (`Callable`): wraps the list of ways, to show progress.
     """
-    found: list[Throughput] = []
-    for way, switch in watch(list(ways(replace(config, offload_dir=None), gradient_checkpointing))):
-        found += predict_sizes(way, switch)
+    every = watch(list(ways(replace(config, offload_dir=None), gradient_checkpointing)))
+    each_way, refused = tried(predict_sizes, every)
+    found = [each for sizes in each_way for each in sizes]
     # of two that are equally fast, the one that takes less
     found.sort(key=lambda each: (-round(each.items_per_second, 1), each.peak_nbytes))
-    return Ranking(found, memory_nbytes)
+    return Ranking(found, memory_nbytes, refused)

@@ -1,7 +1,8 @@
 """The events of a step in the order in which the engine issues them, and what they take on given links.
 
-[Note: lanes] A lane does one thing after another: "compute" has the device's kernels, "exchange" the collectives, "up"
-and "down" the copies between device and host, "host" the jobs on what has arrived there. Work of a lane begins when
+[Note: lanes] A lane does one thing after another: "compute" has the device's kernels, "exchange" the collectives of a
+shard group, "across" those among replicas, "average" the stream on which these follow one another, "up" and "down" the
+copies between device and host, "host" the jobs on what has arrived there. Work of a lane begins when
 the lane is free and what the issuing lane had to do before is done, as kernels on streams do. A lane that waits for
 work of another stands still until that has ended. The process that issues takes no time.
 """
@@ -10,14 +11,20 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from hf_zero.comm import Pending
 
 
-COMPUTE, EXCHANGE, UP, DOWN, HOST = "compute", "exchange", "up", "down", "host"
+COMPUTE, EXCHANGE, ACROSS, AVERAGE, UP, DOWN, HOST = (
+    *("compute", "exchange", "across", "average", "up", "down"),
+    "host",
+)
+# Of averages over several shard groups: what goes among the ranks that hold the same shard.
+ALL_REDUCE = "all_reduce"
 # In which lane work of a kind is done, where that has another name.
-LANES = {"gather": EXCHANGE, "reduce": EXCHANGE}
+LANES = {"gather": EXCHANGE, "reduce": EXCHANGE, ALL_REDUCE: ACROSS}
 NANO = 10**9
 
 
@@ -44,16 +51,33 @@ class Begin:
 
     Args:
         number (`int`): by which it is waited for.
-        kind (`str`): "gather", "reduce", "up", "down".
+        kind (`str`): "gather", "reduce", "all_reduce" (for each half of it), "up", "down".
         nbytes (`int`): of the whole of a collective; of what is copied.
         num_ranks (`int`): that take part.
         lane (`str`): that issues it.
+        stride (`int`): how far the ranks are apart.
     """
 
     number: int
     kind: str
     nbytes: int
     num_ranks: int
+    lane: str
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A lane has come here: an event of a stream.
+
+    Args:
+        number (`int`): by which it is waited for.
+        kind (`str`): of the work that a wait for it is exposed to.
+        lane (`str`): which one.
+    """
+
+    number: int
+    kind: str
     lane: str
 
 
@@ -70,7 +94,15 @@ class Ended:
     """A part of the step has ended: the backward of a micro-batch."""
 
 
-Event = Work | Begin | Wait | Ended
+@dataclass(frozen=True)
+class Follow:
+    """What a lane is given from now on begins after what another one has had so far."""
+
+    lane: str
+    leader: str
+
+
+Event = Work | Begin | Mark | Wait | Ended | Follow
 
 
 class Timeline:
@@ -100,6 +132,17 @@ class Timeline:
         finally:
             self._lane = before
 
+    @contextmanager
+    def behind(self, lane: str) -> Iterator[None]:
+        """Issues what is done inside from a lane, behind what this one has done so far, as a side stream does."""
+        if self._lane is None or self._lane == lane:  # it is a part of an exchange, or issued from there already
+            yield
+            return
+        if self.recording:
+            self.events.append(Follow(lane, self._lane))
+        with self.inside(lane):
+            yield
+
     def compute(self, flops: int, nbytes: int, *, again: bool = False) -> None:
         """Records an operation.
 
@@ -118,7 +161,7 @@ class Timeline:
         last.nbytes += nbytes
         last.again_flops += flops if again else 0
 
-    def begin(self, kind: str, nbytes: int, num_ranks: int, done: Pending) -> Pending:
+    def begin(self, kind: str, nbytes: int, num_ranks: int, done: Pending, stride: int = 1) -> Pending:
         """Records that an exchange or a copy begins.
 
         Args:
@@ -126,18 +169,27 @@ class Timeline:
             nbytes (`int`): likewise.
             num_ranks (`int`): likewise.
             done (`Pending`): is waited for when the result is.
+            stride (`int`): see [`Begin`].
         """
         if not self.recording:
             return done
         self._number += 1
         number = self._number
-        self.events.append(Begin(number, kind, nbytes, num_ranks, self._lane or COMPUTE))
+        self.events.append(Begin(number, kind, nbytes, num_ranks, self._lane or COMPUTE, stride))
 
         def finish():
             self.wait(number)
             done.wait()
 
         return Pending(finish)
+
+    def mark(self, kind: str) -> Pending:
+        """Records that the lane has come here, for others to wait for."""
+        if not self.recording:
+            return Pending()
+        self._number += 1
+        self.events.append(Mark(self._number, kind, self._lane or COMPUTE))
+        return Pending(partial(self.wait, self._number))
 
     def wait(self, number: int) -> None:
         if self.recording:
@@ -155,7 +207,7 @@ class Rates(Protocol):
 
     def host_seconds(self, nbytes: int) -> float: ...
 
-    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int) -> float: ...
+    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int, stride: int) -> float: ...
 
     def copy_seconds(self, nbytes: int) -> float: ...
 
@@ -206,7 +258,7 @@ class _Play:
         self._now: Counter[str] = Counter()  # when each lane is free, in nanoseconds
         self._ends: dict[int, tuple[int, str]] = {}  # of what has begun, with its kind
         self._busy: Counter[str] = Counter()
-        self._exposed: Counter[str] = Counter({kind: 0 for kind in ("gather", "reduce", UP, DOWN, HOST)})
+        self._exposed: Counter[str] = Counter({kind: 0 for kind in ("gather", "reduce", ALL_REDUCE, UP, DOWN, HOST)})
         self._passed = 0
 
     def take(self, event: Event) -> None:
@@ -218,15 +270,19 @@ class _Play:
             self._occupy(event.lane, round(seconds * NANO))
         elif isinstance(event, Begin):
             self._begin(event)
+        elif isinstance(event, Mark):
+            self._ends[event.number] = (self._now[event.lane], event.kind)
         elif isinstance(event, Wait):
             self._wait(*self._ends[event.number], event.lane)
+        elif isinstance(event, Follow):
+            self._now[event.lane] = max(self._now[event.lane], self._now[event.leader])
         else:
             self._passed = self._now[COMPUTE]
 
     def _begin(self, event: Begin) -> None:
         lane = LANES.get(event.kind, event.kind)
         if event.kind in LANES:
-            seconds = self._rates.exchange_seconds(event.kind, event.nbytes, event.num_ranks)
+            seconds = self._rates.exchange_seconds(event.kind, event.nbytes, event.num_ranks, event.stride)
         else:
             seconds = self._rates.copy_seconds(event.nbytes)
         self._now[lane] = max(self._now[lane], self._now[event.lane])

@@ -22,6 +22,8 @@ DEVICES = Path(__file__).with_name("devices.yaml")
 MEMORY_SHARE = 0.8
 LINK_SHARE = 0.8
 GIGA, TERA = 10**9, 10**12
+# Of accelerators, where nothing is said of hosts.
+RANKS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Device:
         network_gbits_per_s (`float`): of the network card of one device.
         latency_us (`float`): of one exchange, whatever its size.
         sources (`list[str]`): where the numbers are from.
+        gpus_per_host (`int`): how many of them a host has, unless something else is said.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Device:
     network_gbits_per_s: float
     latency_us: float
     sources: tuple[str, ...] = ()
+    gpus_per_host: int = RANKS_PER_HOST
 
     @property
     def memory_nbytes(self) -> int:
@@ -100,14 +104,14 @@ def _checked(where: str, name: str, values: object) -> Device:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: found {type(values).__name__}, expected the fields of a device")
     given = {"name": name, **values}
-    numbers = [each.name for each in fields(Device) if each.name not in ("name", "sources")]
+    numbers = [each.name for each in fields(Device) if each.name not in ("name", "sources", "gpus_per_host")]
     unknown = [key for key in given if key not in {each.name for each in fields(Device)}]
     missing = [key for key in numbers if key not in given]
     if unknown or missing:
         found = f"unknown {', '.join(map(str, unknown))}" if unknown else f"no {', '.join(missing)}"
         raise ConfigError(f"{where}: {name}: {found}; expected {', '.join(numbers)}")
-    for key in numbers:
-        value = given[key]
+    for key in (*numbers, "gpus_per_host"):
+        value = given.get(key, RANKS_PER_HOST)
         least_is_open = key != "latency_us"
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (least_is_open and not value):
             raise ConfigError(f"{where}: {name}: {key} is {value!r}; expected a number above 0")
@@ -150,20 +154,27 @@ class Cluster:
         """Seconds of jobs on the host that read and write so many bytes."""
         return nbytes / (self.device.host_memory_gbytes_per_s * GIGA * MEMORY_SHARE)
 
-    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int) -> float:
-        """Seconds of an all-gather or reduce-scatter over neighbouring ranks.
+    def is_within_hosts(self, num_ranks: int, stride: int = 1) -> bool:
+        """Whether each group of so many ranks, `stride` apart, is on one host."""
+        return self.num_hosts == 1 or self.gpus_per_host % (num_ranks * stride) == 0
+
+    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int, stride: int = 1) -> float:
+        """Seconds of an all-gather or reduce-scatter, which all groups of ranks do at a time.
 
         Args:
-            kind (`str`): "gather" or "reduce", which cost the same.
+            kind (`str`): which of them; they cost the same.
             nbytes (`int`): of the whole.
             num_ranks (`int`): that take part.
+            stride (`int`): how far they are apart: 1 for neighbours. Between them are ranks of other groups, which
+                share the network cards of a host with this one.
         """
         if num_ranks == 1:
             return 0.0
         sent = nbytes * (num_ranks - 1) / num_ranks
         rate = self.device.peer_gbytes_per_s * GIGA
-        if num_ranks > self.gpus_per_host:
-            rate = min(rate, self.gpus_per_host * self.device.network_gbits_per_s * GIGA / 8)
+        if not self.is_within_hosts(num_ranks, stride):
+            cards = self.gpus_per_host / min(stride, self.gpus_per_host)
+            rate = min(rate, cards * self.device.network_gbits_per_s * GIGA / 8)
         return sent / (rate * LINK_SHARE) + self.device.latency_us * 1e-6
 
     def copy_seconds(self, nbytes: int) -> float:

@@ -1,21 +1,20 @@
 """Keys of `plan` about the devices and hosts of a run, and what it prints about time."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner.advice import GIB, USABLE_SHARE
-from hf_zero.planner.lone_rank import RANKS_PER_HOST
-from hf_zero.planner.prediction import Prediction, predict_rows
+from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
-from hf_zero.planner.topology import Cluster, device_named
+from hf_zero.planner.topology import RANKS_PER_HOST, Cluster, device_named
+from hf_zero.recipes.planned_run import PlannedRun
 
 
 # Micro-batches that are compared, beside the one that is asked for.
@@ -33,9 +32,12 @@ class ClusterArguments:
             "the fields of hf_zero/planner/devices.yaml."
         },
     )
-    hosts: int = field(default=1, metadata={"help": "How many hosts."})
+    hosts: int = field(
+        default=1,
+        metadata={"help": "How many hosts; several have 8 devices each, unless something else is said."},
+    )
     gpus_per_host: int | None = field(
-        default=None, metadata={"help": "How many devices of each host; together they give the number of ranks."}
+        default=None, metadata={"help": "How many ranks of each host; together they give the number of ranks."}
     )
     utilization: float | None = field(
         default=None, metadata={"help": "Share of the peak that matrix products reach, in place of the device's own."}
@@ -46,33 +48,31 @@ class ClusterArguments:
     )
     json: bool = field(default=False, metadata={"help": "Print JSON, with --gpu."})
 
-    def check_cluster(self, num_processes: int) -> int:
+    def check_cluster(self, num_processes: int, *, on_cpu: bool) -> int:
         """Returns the number of ranks that these keys and `--num_processes` mean.
+
+        Args:
+            num_processes (`int`): as it was given; 1 says nothing.
+            on_cpu (`bool`): the ranks train on CPUs.
 
         Raises:
             ConfigError: a value is not valid, or they contradict each other.
         """
-        for key in ("hosts", "gpus_per_host"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{key} {value}: expected 1 or more")
-        if self.gpu is not None and getattr(self, "use_cpu", False):
-            raise ConfigError("--gpu: says where the ranks train; leave --use_cpu out")
-        if self.gpu is None:
-            for key in ("table", "json", "utilization"):
-                if getattr(self, key):
-                    raise ConfigError(f"--{key}: says something about time; add --gpu with the device")
-        if self.utilization is not None and not 0 < self.utilization <= 1:
-            raise ConfigError(f"--utilization {self.utilization}: expected a share, above 0 and at most 1")
-        if self.gpus_per_host is None:
+        self._check_values(on_cpu)
+        device = None if self.gpu is None else device_named(self.gpu)
+        if self.gpus_per_host is None and (self.hosts > 1 or device is not None):
             if num_processes % self.hosts and num_processes != 1:
                 raise ConfigError(f"--num_processes {num_processes}: {self.hosts} hosts have equally many each")
             self.gpus_per_host = max(1, num_processes // self.hosts)
-            if self.gpu is not None and self.gpus_per_host > RANKS_PER_HOST:
+            if num_processes == 1 and self.hosts > 1 and not on_cpu:
+                self.gpus_per_host = RANKS_PER_HOST if device is None else device.gpus_per_host
+            elif device is not None and self.gpus_per_host > device.gpus_per_host:
                 raise ConfigError(
                     f"--num_processes {num_processes}: are {self.gpus_per_host} on a host; say with --hosts, or "
                     "--gpus_per_host, how many hosts there are"
                 )
+        if self.gpus_per_host is None:
+            return num_processes
         num_ranks = self.hosts * self.gpus_per_host
         if num_processes not in (1, num_ranks):
             raise ConfigError(
@@ -80,6 +80,20 @@ class ClusterArguments:
                 "leave one of them out"
             )
         return num_ranks
+
+    def _check_values(self, on_cpu: bool) -> None:
+        for key in ("hosts", "gpus_per_host"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{key} {value}: expected 1 or more")
+        if self.gpu is not None and on_cpu:
+            raise ConfigError("--gpu: says where the ranks train; leave --use_cpu out")
+        if self.gpu is None:
+            for key in ("table", "json", "utilization"):
+                if getattr(self, key):
+                    raise ConfigError(f"--{key}: says something about time; add --gpu with the device")
+        if self.utilization is not None and not 0 < self.utilization <= 1:
+            raise ConfigError(f"--utilization {self.utilization}: expected a share, above 0 and at most 1")
 
     def cluster(self, dtype: torch.dtype) -> Cluster | None:
         """The hosts and devices; `None` without `--gpu`.
@@ -96,43 +110,47 @@ class ClusterArguments:
         return Cluster(device, self.hosts, self.gpus_per_host, dtype)
 
 
-def time_of(
-    arguments: Any,
-    model: torch.nn.Module,
-    prediction: Prediction,
-    batch_of: Callable[[int], dict[str, Tensor]],
-    *,
-    cluster: Cluster,
-    **settings,
-) -> str:
+def time_of(arguments: Any, run: PlannedRun, prediction: Prediction) -> str:
     """Returns what to print of the time of a step; with `--table` of all ways to train, and which one to take.
 
     Args:
         arguments: of `plan`.
-        model (`nn.Module`): not sharded.
+        run ([`PlannedRun`]): on a cluster.
         prediction (`Prediction`): as it was asked for.
-        batch_of (`Callable`): makes a batch of so many rows.
-        cluster (`Cluster`): where it runs.
-        settings: further arguments of `predict_rows`.
 
     Raises:
         ConfigError: nothing is known of the time.
     """
-    _refuse_unknown(arguments, prediction)
+    if prediction.config.gather_dtype is not None:
+        raise ConfigError("--gpu: the time of gathers in 8 bits is not modeled; leave --zero_gather_dtype out")
+    if run.has_8_bit_products:
+        raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
+    if prediction.time is None:
+        raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
+    cluster = run.cluster
+    assert cluster is not None
     memory = cluster.device.memory_nbytes if arguments.memory is None else int(arguments.memory * GIB)
-    size, switch = arguments.per_device_train_batch_size, arguments.gradient_checkpointing
-    throughput, ranking = _throughput(prediction, cluster, batch_of(size)), None
+    throughput, ranking = _throughput(prediction, run, run.num_rows), None
     if arguments.table:
+        if run.batch_of is None:
+            raise ConfigError(
+                "--table: rows that lie one behind the other (packing, padding_free) are not compared by how many "
+                "there are; leave --table out"
+            )
 
         def predict_sizes(way: ZeroConfig, switch: bool) -> list[Throughput]:
-            sizes = sorted({*SIZES, size})
-            found = predict_rows(
-                model, way, batch_of, sizes, cluster=cluster, gradient_checkpointing=switch, **settings
-            )
-            return [_throughput(each, cluster, batch_of(rows)) for rows, each in zip(sizes, found)]
+            sizes = sorted({*(size * run.rows_of_one for size in SIZES), run.num_rows})
+            found = run.predict_rows(sizes, way, switch)
+            if (unknown := next((each for each in found if each.time is None), None)) is not None:
+                raise UnsupportedError(unknown.note)
+            return [_throughput(each, run, rows) for rows, each in zip(sizes, found)]
 
         ranking = rank_ways(
-            predict_sizes, prediction.config, memory, gradient_checkpointing=switch, watch=_with_progress
+            predict_sizes,
+            prediction.config,
+            memory,
+            gradient_checkpointing=run.gradient_checkpointing,
+            watch=_with_progress,
         )
     if arguments.json:
         return json_of(throughput, ranking)
@@ -144,27 +162,16 @@ def time_of(
     return f"{throughput.render()}\nit {fits} into {usable}; {hint}"
 
 
-def _refuse_unknown(arguments: Any, prediction: Prediction) -> None:
-    """Refuses a run of whose time nothing is known."""
-    if prediction.config.shard_size is not None:
-        raise ConfigError("--gpu: the time of shards over groups of ranks is not modeled; leave --zero_shard_size out")
-    if prediction.config.gather_dtype is not None:
-        raise ConfigError("--gpu: the time of gathers in 8 bits is not modeled; leave --zero_gather_dtype out")
-    if arguments.load_in_8bit:
-        raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
-    if prediction.time is None:
-        raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
-
-
 def _with_progress(ways: list) -> Iterable:
     return tqdm(ways, desc="ways", unit="way", leave=False, disable=None)  # on terminals alone
 
 
-def _throughput(prediction: Prediction, cluster: Cluster, batch: dict[str, Tensor]) -> Throughput:
-    num_rows = len(next(iter(batch.values())))
-    has_tokens = "input_ids" in batch
-    num_items = batch["input_ids"].numel() if has_tokens else num_rows
-    return Throughput(prediction, cluster, num_rows, num_items, "tokens" if has_tokens else "rows")
+def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throughput:
+    assert run.cluster is not None and run.batch is not None
+    has_tokens = "input_ids" in run.batch
+    num_items = num_rows * (run.batch["input_ids"].shape[1] if has_tokens else 1)
+    unit = "tokens" if has_tokens else "rows"
+    return Throughput(prediction, run.cluster, num_rows // run.rows_of_one, num_items, unit)
 
 
 def json_of(throughput: Throughput, ranking: Ranking | None) -> str:
@@ -173,6 +180,15 @@ def json_of(throughput: Throughput, ranking: Ranking | None) -> str:
     found["prediction"] = throughput.as_dict()
     if ranking is not None:
         found["ways"] = [{**way.as_dict(), "fits": way.fits(ranking.memory_nbytes)} for way in ranking.ways]
+        found["left_out"] = [
+            {
+                "stage": each.config.stage,
+                "offload": each.config.offload,
+                "gradient_checkpointing": each.gradient_checkpointing,
+                "reason": each.reason,
+            }
+            for each in ranking.refused
+        ]
         found["recommended"] = ranking.best.as_dict() if ranking.best else None
         found["verdict"] = ranking.verdict()
     return json.dumps(found, indent=2)

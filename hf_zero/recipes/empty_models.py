@@ -13,7 +13,6 @@ from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTr
 from hf_zero.checkpoint import class_of
 from hf_zero.config import ZeroConfig, choose
 from hf_zero.errors import ConfigError
-from hf_zero.planner.lone_rank import planned_shard_size
 from hf_zero.recipes.loading import one_line, quiet, resolve_config
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, adapt, quantization_of
 from hf_zero.trainer.card import MIB
@@ -169,17 +168,17 @@ def cast_batch(batch: dict[str, Any], dtype: torch.dtype | None) -> dict[str, An
 
 
 def reference_line(
-    parts: Iterable[Any], config: ZeroConfig, num_ranks: int, dtype: torch.dtype = torch.float32
+    parts: Iterable[Any], config: ZeroConfig, shard_size: int, dtype: torch.dtype = torch.float32
 ) -> str:
     """Returns the line about a frozen reference model. Its forward is over before memory is at its peak.
 
     Args:
         parts (iterable): its parameters, or what has their shapes.
         config (`ZeroConfig`): of the model beside it.
-        num_ranks (`int`): how many ranks there are.
+        shard_size (`int`): how many ranks form a shard group.
         dtype (`torch.dtype`): in which it computes, if the settings do not say.
     """
     itemsize = (config.compute_dtype or dtype).itemsize
     nbytes = sum(part.shape.numel() for part in parts) * itemsize
-    nbytes /= planned_shard_size(config.shard_size, num_ranks) if config.stage == 3 else 1
+    nbytes /= shard_size if config.stage == 3 else 1
     return f"  {'the reference model, beside these':<32}  {nbytes / MIB:>12.2f} MiB"

@@ -18,7 +18,6 @@ from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
 from hf_zero.planner import Prediction, advise, predict_with
 from hf_zero.planner.advice import GIB
-from hf_zero.planner.lone_rank import planned_shard_size
 from hf_zero.recipes.cluster import ClusterArguments, time_of
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import ANSWERS
@@ -64,14 +63,12 @@ class DeviceArguments:
 
 
 @dataclass
-class RunArguments(RowArguments, DeviceArguments):
+class RunArguments(ClusterArguments, RowArguments, DeviceArguments):
     """Keys beside those of the task that a YAML file is for."""
 
 
 @dataclass
-class Arguments(
-    ClusterArguments, AdapterArguments, QuantizationArguments, FreezingArguments, RunArguments, ZeroArgumentsMixin
-):
+class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunArguments, ZeroArgumentsMixin):
     """Keys of `plan`: settings of a run, under the names that tasks have for them."""
 
     num_processes: int = field(default=1, metadata={"help": "How many ranks."})
@@ -100,7 +97,7 @@ class Arguments(
         if self.num_tokens is not None:
             raise ConfigError("--num_tokens: is for a run of --config; give --max_length")
         choose("dtype", self.dtype, DTYPES)
-        self.num_processes = self.check_cluster(self.num_processes)
+        self.num_processes = self.check_cluster(self.num_processes, on_cpu=self.use_cpu)
         check_adapter(self)
         check_quantization(self, use_peft=self.use_peft)
         check_freezing(self, use_peft=self.use_peft)
@@ -117,45 +114,32 @@ def run(model: str, arguments: Arguments) -> None:
     Raises:
         ConfigError: there is no such model, or a setting is not valid.
     """
+    if model.endswith((".yaml", ".yml")):
+        raise ConfigError(f"model {model!r}: is a YAML file, as of a run; plan that with --config {model}")
     config = arguments.zero_config()
     num_rows, num_tokens = arguments.per_device_train_batch_size, arguments.max_length
     subject = quantized(empty_model(model, dtype=DTYPES[arguments.dtype]), arguments, config.compute_dtype)
-    batch = example_batch(subject, num_rows, num_tokens)
     freeze_parameters(subject, arguments)
     with_adapter = adapted(subject, arguments, task_type=None)
-    make_optimizer = optimizer_of(arguments.optim)
+
+    def batch_of(num_rows: int) -> dict[str, Tensor]:
+        return cast_batch(example_batch(subject, num_rows, num_tokens), config.compute_dtype)
+
     planned_run = PlannedRun(
         model,
         with_adapter,
         config,
         arguments.num_processes,
-        cast_batch(batch, config.compute_dtype),
-        make_optimizer,
+        batch_of(num_rows),
+        optimizer_of(arguments.optim),
         gradient_checkpointing=arguments.gradient_checkpointing,
         on_cpu=arguments.use_cpu,
         num_rows=num_rows,
         num_tokens=num_tokens,
+        batch_of=batch_of,
+        has_8_bit_products=arguments.load_in_8bit,
     )
-    cluster = arguments.cluster(config.compute_dtype or DTYPES[arguments.dtype])
-    if cluster is None:
-        _tell(planned_run, arguments)
-        return
-
-    def batch_of(num_rows: int) -> dict[str, Tensor]:
-        return cast_batch(example_batch(subject, num_rows, num_tokens), config.compute_dtype)
-
-    settings: dict[str, Any] = {
-        "num_ranks": arguments.num_processes,
-        "make_optimizer": make_optimizer,
-        "on_cpu": arguments.use_cpu,
-        "cluster": cluster,
-    }
-    switch = arguments.gradient_checkpointing
-    prediction = predict_with(
-        with_adapter, config, batch=batch_of(num_rows), gradient_checkpointing=switch, **settings
-    )
-    heading = "" if arguments.json else f"{_heading(planned_run, prediction)}\n{prediction.render()}\n"
-    print(heading + time_of(arguments, with_adapter, prediction, batch_of, **settings))
+    _tell(planned_run, arguments)
 
 
 def run_config(argv: list[str]) -> None:
@@ -167,22 +151,33 @@ def run_config(argv: list[str]) -> None:
     Raises:
         ConfigError: a key or a value is not valid, or such a run is not planned.
     """
-    settings, rows = read_run(argv, RunArguments)
+    settings, own = read_run(argv, RunArguments)
+    on_cpu, asked = settings.training["use_cpu"], settings.num_processes
+    if asked is None or asked > 0:  # else it is refused below
+        settings = replace(settings, num_processes=own.check_cluster(asked or 1, on_cpu=on_cpu))
     name = settings.arguments.model_name_or_path
     config = load_config(resolve_config(name), settings.arguments.model_revision) if name else None
-    _tell(planned(settings, config, rows.num_tokens), rows)
+    _tell(planned(settings, config, own.num_tokens), own)
 
 
-def _tell(planned_run: PlannedRun, arguments: DeviceArguments) -> None:
+def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     """Prints what a run takes, and which settings fit."""
+    cluster = arguments.cluster(planned_run.dtype)
+    planned_run = replace(planned_run, ranks_per_host=arguments.gpus_per_host, cluster=cluster)
     prediction = planned_run.predict()
+    if arguments.json:
+        print(time_of(arguments, planned_run, prediction))
+        return
     print(_heading(planned_run, prediction))
     print(prediction.render())
     if planned_run.has_reference:
         parts = list(planned_run.model.parameters())
-        print(reference_line(parts, planned_run.config, planned_run.num_ranks, parts[0].dtype))
+        print(reference_line(parts, planned_run.config, prediction.shard_size, parts[0].dtype))
     for note in planned_run.notes:
         print(f"  {note}")
+    if cluster is not None:
+        print(time_of(arguments, planned_run, prediction))
+        return
     memory = _memory_nbytes(arguments, on_cpu=planned_run.on_cpu)
     if memory:
         switch = planned_run.gradient_checkpointing
@@ -191,7 +186,7 @@ def _tell(planned_run: PlannedRun, arguments: DeviceArguments) -> None:
 
 def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
     trained = prediction.num_trained / 1e6
-    size = planned_shard_size(prediction.config.shard_size, prediction.num_ranks)
+    size = prediction.shard_size
     groups = f" in shard groups of {size}" if size < prediction.num_ranks else ""
     return (
         f"{planned_run.name}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
@@ -329,7 +324,7 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, h
         )
     width = f" x {batch['input_ids'].shape[1]} tokens" if "input_ids" in batch else ""
     of_batch = f"a micro-batch: {len(next(iter(batch.values())))} rows{width}"
-    return [of_batch, *prediction.render().splitlines(), *_reference(trainer, num_ranks)]
+    return [of_batch, *prediction.render().splitlines(), *_reference(trainer, prediction.shard_size)]
 
 
 def _widest(
@@ -357,7 +352,7 @@ def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str
     return example_batch(model, args.per_device_train_batch_size, longest + args.max_completion_length)
 
 
-def _reference(trainer: ZeroTrainer, num_ranks: int) -> list[str]:
+def _reference(trainer: ZeroTrainer, shard_size: int) -> list[str]:
     """Returns the line about the frozen reference model. Its forward is over before memory is at its peak."""
     reference = getattr(trainer, "ref_model", None)
     if reference is None:
@@ -365,7 +360,7 @@ def _reference(trainer: ZeroTrainer, num_ranks: int) -> list[str]:
     engine = engine_of(reference)
     parts = engine.param_infos() if engine else reference.parameters()
     dtype = next(trainer.model.parameters()).dtype
-    return [reference_line(parts, trainer.args.zero_config(), num_ranks, dtype)]
+    return [reference_line(parts, trainer.args.zero_config(), shard_size, dtype)]
 
 
 def _make_optimizer(trainer: ZeroTrainer) -> partial:

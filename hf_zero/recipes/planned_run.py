@@ -1,8 +1,8 @@
 """A run of a task as `plan --config` sees it: model, batch and settings, without weights, rows or devices."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.planner import Prediction, predict_with
+from hf_zero.planner import Cluster, Prediction, predict_rows, predict_with
 from hf_zero.recipes.classification.models import head_of
 from hf_zero.recipes.empty_models import adapted, cast_batch, example_batch, optimizer_of, quantized
 from hf_zero.recipes.freezing import check_freezing, freeze_parameters
@@ -69,8 +69,14 @@ class PlannedRun:
         on_cpu (`bool`): whether ranks train on CPUs.
         num_rows (`int`): of the batch.
         num_tokens (`int`): of a row.
+        batch_of (`Callable`, *optional*): makes a batch of so many rows; `None` where what a batch takes does not
+            follow from how many rows it has.
+        rows_of_one (`int`): how many rows of a batch are made of one row of data.
         notes (`list[str]`): what is not counted.
         has_reference (`bool`): whether a frozen twin of the model stands beside it.
+        has_8_bit_products (`bool`): whether its base is in 8 bits.
+        ranks_per_host (`int`, *optional*): how many ranks each host has, where that is said.
+        cluster (`Cluster`, *optional*): where they are, to predict the time of a step too.
     """
 
     name: str
@@ -83,22 +89,44 @@ class PlannedRun:
     on_cpu: bool
     num_rows: int
     num_tokens: int
+    batch_of: Callable[[int], dict[str, Any]] | None = None
+    rows_of_one: int = 1
     notes: list[str] = field(default_factory=list)
     has_reference: bool = False
+    has_8_bit_products: bool = False
+    ranks_per_host: int | None = None
+    cluster: Cluster | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which layers compute."""
+        own = (param.dtype for param in self.model.parameters() if param.is_floating_point())
+        return self.config.compute_dtype or next(own, torch.float32)
 
     def predict(self, config: ZeroConfig | None = None, gradient_checkpointing: bool | None = None) -> Prediction:
         """Predicts it, or the same with other settings."""
+        settings = {**self._settings(gradient_checkpointing), "ranks_per_host": self.ranks_per_host}
+        with self._as_on_device():
+            return predict_with(self.model, config or self.config, batch=self.batch, **settings)
+
+    def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Prediction]:
+        """Predicts batches of so many rows each, with other settings."""
+        assert self.batch_of is not None
+        with self._as_on_device():
+            return predict_rows(self.model, config, self.batch_of, rows, **self._settings(gradient_checkpointing))
+
+    def _settings(self, gradient_checkpointing: bool | None) -> dict[str, Any]:
         switch = self.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-        with as_on_device(self.on_cpu, has_head="fused_lm_head" in (self.batch or ())):
-            return predict_with(
-                self.model,
-                config or self.config,
-                num_ranks=self.num_ranks,
-                batch=self.batch,
-                make_optimizer=self.make_optimizer,
-                gradient_checkpointing=switch,
-                on_cpu=self.on_cpu,
-            )
+        return {
+            "num_ranks": self.num_ranks,
+            "make_optimizer": self.make_optimizer,
+            "gradient_checkpointing": switch,
+            "on_cpu": self.on_cpu,
+            "cluster": self.cluster,
+        }
+
+    def _as_on_device(self) -> AbstractContextManager[None]:
+        return as_on_device(self.on_cpu, has_head="fused_lm_head" in (self.batch or ()))
 
 
 def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
@@ -147,26 +175,35 @@ def planned(settings: Settings, config: PretrainedConfig | None, num_tokens: int
     notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
     if task == "orpo":
         notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
-    if _is_one_row(training):
+    is_one_row = _is_one_row(training)
+    if is_one_row:
         num_rows, length = 1, length * num_rows
         if "flash" not in (arguments.attn_implementation or ""):
             notes.append("not counted: the mask that keeps packed rows apart; flash attention needs none")
-    batch = {**example_batch(model, num_rows, length), **_images(config, num_rows, notes)}
-    if task == "reward":
-        del batch["labels"]
+    _note_images(config, notes)
+
+    def batch_of(rows: int) -> dict[str, Any]:
+        batch: dict[str, Any] = {**example_batch(model, rows, length), **_images(config, rows)}
+        if task == "reward":
+            del batch["labels"]
+        if has_fused_head(task, training):
+            batch["fused_lm_head"] = True
+        return cast_batch(batch, zero.compute_dtype)
+
     freeze_parameters(model, arguments)
     made = adapted(model, arguments, None, head_of(model) if task in ("classify", "reward") else ())
     if made is not model and training.gradient_checkpointing:
         made.enable_input_require_grads()
     if has_fused_head(task, training):
         _add_head(model)
-        batch["fused_lm_head"] = True
     return PlannedRun(
         name=arguments.model_name_or_path,
         model=made,
         config=zero,
         num_ranks=settings.num_processes or 1,
-        batch=cast_batch(batch, zero.compute_dtype),
+        batch=batch_of(num_rows),
+        batch_of=None if is_one_row else batch_of,
+        rows_of_one=1 if is_one_row else ROWS[task],
         make_optimizer=optimizer_of(getattr(training.optim, "value", training.optim)),
         gradient_checkpointing=training.gradient_checkpointing,
         on_cpu=training.use_cpu,
@@ -174,6 +211,7 @@ def planned(settings: Settings, config: PretrainedConfig | None, num_tokens: int
         num_tokens=length,
         notes=notes,
         has_reference=_has_reference(settings),
+        has_8_bit_products=getattr(arguments, "load_in_8bit", False),
     )
 
 
@@ -244,14 +282,17 @@ def _auto_class(task: str, config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
-def _images(config: PretrainedConfig, num_rows: int, notes: list[str]) -> dict[str, torch.Tensor]:
+def _note_images(config: PretrainedConfig, notes: list[str]) -> None:
+    vision = getattr(config, "vision_config", None)
+    if vision is not None and not isinstance(getattr(vision, "image_size", None), int):
+        notes.append("not counted: images, for how many patches they have is in the rows; --dry_run counts them")
+
+
+def _images(config: PretrainedConfig, num_rows: int) -> dict[str, torch.Tensor]:
     """An image of each row, where the model takes images of one size."""
     vision = getattr(config, "vision_config", None)
-    if vision is None:
-        return {}
     size = getattr(vision, "image_size", None)
     if not isinstance(size, int):
-        notes.append("not counted: images, for how many patches they have is in the rows; --dry_run counts them")
         return {}
     shape = (num_rows, getattr(vision, "num_channels", 3), size, size)
     return {"pixel_values": torch.empty(shape, dtype=torch.float32, device="meta")}

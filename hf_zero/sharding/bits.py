@@ -27,7 +27,10 @@ def bits_of(values: Tensor) -> Tensor:
     most = max(_ROW, min(_NUM_ROWS, words.numel() // _ROW))
     weights = torch.arange(1, 2 * most, 2, device=words.device)
     starts = range(0, words.numel(), _ROW * _NUM_ROWS)
-    for start in starts[:1] if words.is_meta else starts:  # without values one piece takes the memory of all
+    if words.is_meta:  # one piece takes the memory of all, and what is behind it is read as often
+        starts, others = starts[:1], words[_ROW * _NUM_ROWS :]
+        total = total + others.sum() + others.sum()
+    for start in starts:
         piece = words[start : start + _ROW * _NUM_ROWS]
         num_rows = piece.numel() // _ROW
         rows, rest = piece[: num_rows * _ROW].view(num_rows, _ROW), piece[num_rows * _ROW :]

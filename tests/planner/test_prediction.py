@@ -201,6 +201,19 @@ def test_bytes_at_rest_fall_with_stage_and_ranks():
     assert grouped[0] == grouped[1] == pytest.approx(eight, rel=0.05)
 
 
+def test_hosts_have_as_many_ranks_as_is_said():
+    model, settings = subjects.build("llama"), {"num_ranks": 12, "batch": subjects.batch("llama")}
+    four = predict(model, shard_size="auto", ranks_per_host=4, **settings)
+    assert four.shard_size == 4 and predict(model, shard_size="auto", ranks_per_host=1, **settings).shard_size == 12
+    apart, together, by_messages = (
+        predict(model, on_cpu=True, **settings, **others)
+        for others in ({"ranks_per_host": 4}, {}, {"shared_memory": False})
+    )
+    assert together.step.shares_memory and not apart.step.shares_memory
+    assert apart.sent_nbytes == by_messages.sent_nbytes != together.sent_nbytes
+    assert apart.resting_nbytes < by_messages.resting_nbytes, "summands are read where they lie"
+
+
 def test_a_model_that_does_not_run_without_data_is_predicted_at_rest():
     class Choosy(torch.nn.Linear):
         def forward(self, x):

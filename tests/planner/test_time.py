@@ -6,13 +6,15 @@ from functools import partial
 import pytest
 import torch
 
-from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError
+from hf_zero.config import MemoryTier, ZeroConfig
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import predict, predict_rows
-from hf_zero.planner.advice import WAYS
+from hf_zero.planner.advice import WAYS, tried
+from hf_zero.planner.meter import Meter
 from hf_zero.planner.throughput import Throughput, rank_ways
 from hf_zero.planner.timeline import COMPUTE, Begin, Ended, Wait, Work, step_time
 from hf_zero.planner.topology import Cluster, device_named, known_devices
+from hf_zero.sharding.bits import bits_of
 from tests.planner import subjects
 
 
@@ -28,7 +30,7 @@ class _Seconds:
     def host_seconds(self, nbytes: int) -> float:
         return nbytes
 
-    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int) -> float:
+    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int, stride: int) -> float:
         return nbytes
 
     def copy_seconds(self, nbytes: int) -> float:
@@ -94,6 +96,39 @@ class _Hashable(dict):
         return hash(tuple(self.items()))
 
 
+def test_in_shard_groups_a_shard_alone_goes_between_hosts():
+    settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
+    slow = replace(H100, device=replace(H100.device, network_gbits_per_s=1.0, latency_us=0))
+    whole = predict(subjects.llama(), cluster=slow, **settings).time
+    grouped = predict(subjects.llama(), cluster=slow, shard_size=8, **settings).time
+    assert whole.busy_ns["all_reduce"] == 0 < grouped.busy_ns["all_reduce"]
+    near = slow.exchange_seconds("gather", 10**9, 8)
+    assert near == pytest.approx(10**9 * 7 / 8 / (450e9 * 0.8))
+    # 8 groups of two cross at a time, each through one card; one group of all through all 8
+    assert slow.exchange_seconds("all_reduce", 10**9, 2, 8) == pytest.approx(10**9 / 2 / (1e9 / 8 * 0.8))
+    assert slow.exchange_seconds("gather", 10**9, 16) == pytest.approx(10**9 * 15 / 16 / (1e9 * 0.8))
+    # with groups of 2 on hosts of 8, two share each card's time; groups of 3 are on two hosts here and there
+    assert slow.exchange_seconds("all_reduce", 10**9, 8, 2) == pytest.approx(10**9 * 7 / 8 / (4e9 / 8 * 0.8))
+    assert slow.is_within_hosts(4, 2) and not slow.is_within_hosts(3)
+    assert grouped.busy_ns["gather"] < whole.busy_ns["gather"] / 100
+    # an 8th of the bytes crosses, through an 8th of the cards, but twice and not three times
+    assert grouped.step_seconds() < whole.step_seconds()
+
+
+@pytest.mark.quick
+def test_a_way_that_is_not_possible_is_a_row_that_says_why():
+    def predict_sizes(config, switch):
+        if config.stage == 3:
+            raise UnsupportedError("of stage 3\nnothing is known")
+        return []
+
+    refused = rank_ways(predict_sizes, ZeroConfig(), 1).refused
+    assert len(refused) == 2 * sum(stage == 3 for stage, _ in WAYS)
+    assert refused[-1].row() == "  3      params     yes            left out: of stage 3 nothing is known"
+    with pytest.raises(UnsupportedError, match="of stage 3"):
+        tried(lambda *_: predict_sizes(ZeroConfig(), False), [(ZeroConfig(), False)])
+
+
 def test_offload_goes_over_the_bus_and_works_on_the_host():
     settings = {"num_ranks": 8, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
     cluster = replace(H100, num_hosts=1)
@@ -105,6 +140,31 @@ def test_offload_goes_over_the_bus_and_works_on_the_host():
     # the bytes that are counted are those of the copies; each is rounded to a nanosecond
     copied = offloaded.time.busy_ns["up"] + offloaded.time.busy_ns["down"]
     assert copied == pytest.approx(cluster.copy_seconds(offloaded.step.copied_nbytes) * 1e9, abs=100)
+
+
+def test_a_gather_follows_the_copy_of_its_range_to_the_device():
+    """At stage 3 with parameters on the host, a unit's range goes up, and is gathered from there."""
+    settings = {"num_ranks": 8, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16, "stage": 3}
+    slow = replace(H100, num_hosts=1, device=replace(H100.device, peer_gbytes_per_s=0.01, host_gbytes_per_s=0.01))
+    found = predict(subjects.llama(), offload="params", cluster=slow, **settings).time
+    # all exchanges go one after another, and most of the copies before what they are for
+    busy = found.busy_ns
+    assert found.pass_ns > busy["gather"] + busy["reduce"] + busy["up"] / 2
+
+
+@pytest.mark.quick
+def test_a_checksum_is_as_much_work_as_its_buffer_is_long():
+    def work_on(numel: int) -> tuple[int, int]:
+        with Meter() as meter, meter.timeline.record():
+            values = torch.empty(numel, dtype=torch.bfloat16, device="meta")
+            meter.reset_peak()
+            bits_of(values)
+        nbytes = sum(event.nbytes for event in meter.timeline.events)
+        return nbytes, meter.peak[MemoryTier.DEVICE] - 2 * numel
+
+    piece = 2**20  # elements of 2 bytes that are summed at a time
+    (one, memory), (many, same_memory) = work_on(piece), work_on(16 * piece)
+    assert many == pytest.approx(16 * one, rel=0.15) and same_memory == memory
 
 
 def _batch_of(rows: int) -> dict[str, torch.Tensor]:

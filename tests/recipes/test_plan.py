@@ -95,6 +95,16 @@ def test_a_device_brings_the_time_of_a_step(config_file, capsys):
     assert "it fits into 90% of 80.0 GiB" in text
 
 
+def test_hosts_change_memory_and_links(config_file, capsys):
+    hosts = [config_file, *SETTINGS[2:], "--hosts", "2"]
+    text = _plan(capsys, *hosts, "--gpu", "h100", "--zero_shard_size", "auto")
+    assert "over 16 rank(s) in shard groups of 8" in text and "2 x 8 NVIDIA H100" in text
+    assert re.search("all-gathers .* ms within the host", text)
+    assert re.search("all-reduces across groups .* ms between hosts", text)
+    assert "16 rank(s) in shard groups of 8" in _plan(capsys, *hosts, "--zero_shard_size", "auto")
+    assert "sent per step" in _plan(capsys, *hosts, "--use_cpu", "--num_processes", "8")
+
+
 def test_advice_keeps_shard_groups_but_at_stage_0(config_file, capsys):
     text = _plan(capsys, config_file, *SETTINGS, "--zero_shard_size", "4", "--memory", "80")
     assert "--zero_shard_size 4" in text or "--zero_stage 0" in text
@@ -115,11 +125,15 @@ def test_all_ways_are_printed_for_programs(config_file, capsys):
     [
         (["--gpu", "v100"], "--gpu v100: expected h100, h200, a100, b200, or a YAML file"),
         (["--table"], "--table: says something about time; add --gpu with the device"),
-        (["--gpu", "h100", "--gpus_per_host", "4", "--zero_shard_size", "2"], "of shards over groups of ranks is not"),
         (
             ["--gpu", "h100", "--gpus_per_host", "4", "--zero_gather_dtype", "int8"],
             "of gathers in 8 bits is not modeled",
         ),
+        (
+            ["--gpu", "h100", "--gpus_per_host", "4", "--zero_shard_size", "3"],
+            "4 ranks cannot form groups of 3; give a",
+        ),
+        (["--gpu", "h100", "--use_cpu"], "--gpu: says where the ranks train; leave --use_cpu out"),
         (["--gpu", "h100", "--hosts", "0"], "--hosts 0: expected 1 or more"),
         (["--gpu", "h100", "--hosts", "2", "--num_processes", "3"], "--num_processes 3: 2 hosts have equally many"),
         (["--gpus_per_host", "8", "--num_processes", "4"], "1 hosts of 8 are 8 ranks; leave one of them out"),
@@ -264,6 +278,33 @@ def test_a_run_that_cannot_be_planned_is_one_line(config_file, tmp_path, capsys,
     assert message in capsys.readouterr().err
 
 
+def test_a_run_file_has_a_cluster_too(config_file, tmp_path, capsys):
+    pytest.importorskip("trl")
+    run = {"model_name_or_path": str(config_file), "use_cpu": False, "task": "dpo", "use_peft": False}
+    path = _run_file(tmp_path, **run, lora_dropout=0.05, lora_r=16)
+    cluster = ["--config", path, "--gpu", "h100", "--hosts", "2", "--gpus_per_host", "2"]
+    text = _plan(capsys, *cluster)
+    assert "stage 3 over 4 rank(s)" in text and "2 x 2 NVIDIA" in text and "it fits into 90% of 80.0 GiB" in text
+    found = json.loads(_plan(capsys, *cluster, "--json"))
+    assert found["num_ranks"] == 4 and found["prediction"]["per_device_train_batch_size"] == 2
+    assert main(["plan", "--config", str(path), "--table"]) == 2
+    assert "--table: says something about time; add --gpu with the device" in capsys.readouterr().err
+
+
+@pytest.mark.full("slow")
+def test_a_run_file_is_compared_in_all_ways(config_file, tmp_path, capsys):
+    pytest.importorskip("trl")
+    run = {"model_name_or_path": str(config_file), "use_cpu": False}
+    argv = ["--config", _run_file(tmp_path, **run), "--gpu", "h100", "--hosts", "2", "--table"]
+    found = json.loads(_plan(capsys, *argv, "--json"))
+    assert all(way["gradient_checkpointing"] for way in found["ways"]), "as TRL has it unless told otherwise"
+    assert len(found["ways"]) == 7 * 7 and found["left_out"] == [] and found["recommended"]
+    assert main(["plan", *map(str, argv), "--packing"]) == 2
+    assert "--table: rows that lie one behind the other (packing, padding_free)" in capsys.readouterr().err
+
+
 def test_a_run_file_that_is_not_there_is_one_line(capsys):
+    assert main(["plan", "run.yaml"]) == 2
+    assert "model 'run.yaml': is a YAML file, as of a run; plan that with --config run.yaml" in capsys.readouterr().err
     assert main(["plan", "--config", "nowhere.yaml"]) == 2
     assert "--config nowhere.yaml: no such file, nor a ready-made recipe" in capsys.readouterr().err
