@@ -198,6 +198,7 @@ class ZeroEngine(ModelUnits):
             unit.drop_gradients()
             unit.reshard()
         self.schedule.reset()
+        self.head_stays = False
         self._forward, self._backward = ForwardPass(self), None
         for updates in list(self.updates):
             updates.abandon()

@@ -203,6 +203,8 @@ class BackwardPass:
         for unit in engine.units:
             unit.reshard()
         self._schedule.end_backward()
+        if engine.head is not None and not self._schedule.expects(engine.head):
+            engine.head_stays = False
 
     def _pass_over(self, visits: Iterator[Visit]) -> None:
         for visit in visits:

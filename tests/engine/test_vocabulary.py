@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_zero.engine import partition
+from hf_zero.engine import engine_of, partition
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
@@ -86,6 +86,11 @@ def no_embeddings(model, rank, step):
     return [loss.detach()]
 
 
+def _assert_nothing_stays(model) -> None:
+    engine = engine_of(model)  # plain torch has none
+    assert engine is None or not engine.head_stays, "the next backward reduces the head as early as it can"
+
+
 def a_head_between_the_blocks(model, rank, step):
     batch, early = _batch(rank, step), []
     hook = model.model.layers[1].register_forward_hook(
@@ -95,6 +100,7 @@ def a_head_between_the_blocks(model, rank, step):
     hook.remove()
     loss = loss + _loss(early[0], batch)
     loss.backward()
+    _assert_nothing_stays(model)
     return [loss.detach()]
 
 
@@ -104,6 +110,7 @@ def a_head_before_the_blocks(model, rank, step):
     loss = _loss(model.lm_head(torch.linspace(-1, 1, shape[0] * shape[1] * shape[2]).view(shape)), batch)
     loss = loss + model(**batch).loss
     loss.backward()
+    _assert_nothing_stays(model)
     return [loss.detach()]
 
 
