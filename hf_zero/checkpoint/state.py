@@ -150,6 +150,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
             "resume with the optimizer and the trainable parameters that it was saved with"
         )
     engine.mark_updated()
+    engine.is_torn = False
     return manifest
 
 

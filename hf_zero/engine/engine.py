@@ -277,10 +277,10 @@ class ZeroEngine(ModelUnits):
         self.late_checks.settle()
 
     def _refuse_torn(self) -> None:
-        if any(updates.is_torn for updates in self.updates):
+        if self.is_torn:
             raise LifecycleError(
                 "saving: an optimizer step was interrupted while it updated units on the host, so some have its "
-                "values and others not; start anew from the last checkpoint"
+                "values and others not; load the last checkpoint"
             )
 
     def begin_update(self) -> None:

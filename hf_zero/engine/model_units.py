@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 class Updates(Protocol):
     """The part of an optimizer step that is made outside of `step`: in backward, or beside the next forward."""
 
-    is_torn: bool  # a step was interrupted, so some units have its values, and others not
-
     def finish_update(self) -> None:
         """Finishes an update that is under way: masters can then be read, and compute copies have followed."""
 
@@ -105,6 +103,7 @@ class ModelUnits(Uncopyable):
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
+        self.is_torn = False  # a step on the host was interrupted: some units have its values, until others are loaded
         self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
             unit.finish_updates = self.finish_updates

@@ -175,8 +175,7 @@ class HostSteps:
         self._engine = engine
         self._swap = swap
         self._update: HostUpdate | None = None  # begun in a backward, or delayed; None between the two
-        self.is_torn = False  # a step was interrupted, so some units have its values, and others not
-        self._was_torn = False  # when the update under way began
+        self._was_torn = False  # when the update under way began, see `ModelUnits.is_torn`
 
     @property
     def is_spent(self) -> bool:
@@ -204,7 +203,7 @@ class HostSteps:
             )
         update, self._update = self._update, None
         update = update or HostUpdate(optimizers, when, self._swap)
-        self._was_torn, self.is_torn = self.is_torn, True  # until `end`
+        self._was_torn, self._engine.is_torn = self._engine.is_torn, True  # until `end`
         for unit, own in grads.items():
             if unit not in update.done:
                 self._engine.bus.later(partial(update.update, unit, own, scale), lane="update")
@@ -216,11 +215,11 @@ class HostSteps:
             self._update = update
             for gradient in self._engine.gradients():
                 gradient.hand_over()
-            self.is_torn = self._was_torn
+            self._engine.is_torn = self._was_torn
             return
         self._engine.wait_for_host()
         update.finish()
-        self.is_torn = self._was_torn
+        self._engine.is_torn = self._was_torn
 
     def finish_update(self) -> None:
         """Waits for an update that is under way. After a delayed one the compute copies are updated."""
@@ -229,10 +228,10 @@ class HostSteps:
             self._engine.wait_for_host()
         elif update is not None:
             self._update = None
-            self._was_torn, self.is_torn = self.is_torn, True
+            self._was_torn, self._engine.is_torn = self._engine.is_torn, True
             self._engine.wait_for_host()
             update.finish()
-            self.is_torn = self._was_torn
+            self._engine.is_torn = self._was_torn
             self._engine.mark_updated(only_trained=True)
             self._engine.bus.synchronize()  # the masters may be written to from now on
 

@@ -109,12 +109,13 @@ def _checked(where: str, name: str, values: object) -> Device:
     missing = [key for key in numbers if key not in given]
     if unknown or missing:
         found = f"unknown {', '.join(map(str, unknown))}" if unknown else f"no {', '.join(missing)}"
-        raise ConfigError(f"{where}: {name}: {found}; expected {', '.join(numbers)}")
+        raise ConfigError(f"{where}: {name}: {found}; expected {', '.join(numbers)}, and perhaps gpus_per_host")
     for key in (*numbers, "gpus_per_host"):
-        value = given.get(key, RANKS_PER_HOST)
+        value, kind = given.get(key, RANKS_PER_HOST), int if key == "gpus_per_host" else int | float
         least_is_open = key != "latency_us"
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (least_is_open and not value):
-            raise ConfigError(f"{where}: {name}: {key} is {value!r}; expected a number above 0")
+        if isinstance(value, bool) or not isinstance(value, kind) or value < 0 or (least_is_open and not value):
+            expected = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{where}: {name}: {key} is {value!r}; expected {expected} above 0")
     if given["utilization"] > 1:
         raise ConfigError(f"{where}: {name}: utilization is {given['utilization']}; expected a share of 1")
     return Device(**{**given, "sources": tuple(given.get("sources") or ())})

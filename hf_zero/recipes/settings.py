@@ -232,10 +232,11 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     launched = launched_world_size(settings.num_processes)
     # where only rows are made ready, nothing is left in output_dir
     check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
-    if str(size := settings.training["zero_shard_size"]).isdecimal():
-        refuse_uneven(int(size), launched or settings.num_processes or 1, "zero_shard_size")
-    num_parts = settings.training["zero_sequence_parallel"]
-    refuse_group_size(num_parts, launched or settings.num_processes or 1, "zero_sequence_parallel")
+    if not settings.preprocess:  # which one process does for any number of ranks
+        num_ranks = launched or settings.num_processes or 1
+        if str(size := settings.training["zero_shard_size"]).isdecimal():
+            refuse_uneven(int(size), num_ranks, "zero_shard_size")
+        refuse_group_size(settings.training["zero_sequence_parallel"], num_ranks, "zero_sequence_parallel")
     if (samples := getattr(settings.arguments, "samples", 0)) < 0:
         raise ConfigError(f"samples {samples}: expected 0 or more")
     if not TASKS[task].holds_out:

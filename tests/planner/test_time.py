@@ -220,6 +220,7 @@ def test_devices_have_sources_and_files_of_others_are_checked(tmp_path):
     assert device_named(str(own)) == replace(device_named("a100"), name="own", sources=())
     for change, message in (
         ({"bf16_tflops": -1}, "own: bf16_tflops is -1; expected a number above 0"),
+        ({"gpus_per_host": 7.5}, "own: gpus_per_host is 7.5; expected a whole number above 0"),
         ({"utilization": 2}, "own: utilization is 2; expected a share of 1"),
         ({"speed": 3}, "own: unknown speed; expected bf16_tflops, fp32_tflops"),
     ):

@@ -257,6 +257,8 @@ def test_shard_groups_that_the_ranks_do_not_form_are_refused(refusal):
     line = refusal("sft", "--zero_shard_size=3", "--num_processes=4")
     assert line.startswith("zero_shard_size: 4 ranks cannot form groups of 3; give a divisor of 4 (1, 2, 4), auto")
     assert "1 rank cannot form groups of 2; give a divisor of 1" in refusal("sft", "--zero_shard_size=2")
+    line = refusal("sft", "--zero_shard_size=2", "--preprocess", "--samples=-1")  # rows are made ready by one process
+    assert line.startswith("samples -1: ")
 
 
 def test_sequence_groups_that_the_ranks_do_not_form_are_refused(refusal):
