@@ -159,20 +159,18 @@ class ZeroAccelerator(SharingAccelerator):
         """Returns the engine of a model, and shards the model first if it is not sharded yet.
 
         Raises:
-            `ConfigError`: it is sharded already, at another stage.
+            `ConfigError`: it is sharded already, at another stage or with other sequence groups.
         """
-        engine = engine_of(model)
-        if engine is None:
-            engine = shard_with(model, self.zero_config, device=self.zero_device)
-            if (chunked := chunked_loss_of(model)) is not None:
-                chunked.is_active = self.drops_logits
-            return engine
-        if engine.config.stage != self.zero_config.stage:
-            raise ConfigError(
-                f"{type(model).__name__}: is sharded already, at stage {engine.config.stage} and not "
-                f"{self.zero_config.stage}; give both the same stage, or call "
-                "hf_zero.ShardedModel(model).unshard() before"
-            )
+        engine, wanted = engine_of(model), self.zero_config
+        engine = engine or shard_with(model, wanted, device=self.zero_device)
+        for name in ("stage", "sequence_parallel"):
+            if (found := getattr(engine.config, name)) != (own := getattr(wanted, name)):
+                raise ConfigError(
+                    f"{type(model).__name__}: is sharded already, at {name} {found} and not {own}; give both the same "
+                    f"{name}, or call hf_zero.ShardedModel(model).unshard() before"
+                )
+        if (chunked := chunked_loss_of(model)) is not None:
+            chunked.is_active = self.drops_logits
         return engine
 
     def prepare(self, *args, device_placement=None, **kwargs):

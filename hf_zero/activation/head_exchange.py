@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import lcm
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_zero.comm import Comm
+from hf_zero.engine.away import in_backward
 from hf_zero.errors import UnsupportedError
 
 
@@ -108,6 +110,7 @@ class DividedForward:
         if kwargs.get("position_bias") is not None:
             raise UnsupportedError(f"sequence_parallel: {name} adds a bias for each pair of positions; leave it out")
         self.num_attentions += 1
+        note_divided(module)
         key, value = _repeated(key, heads, num_ranks), _repeated(value, heads, num_ranks)
         groups = heads // key.shape[1]
         query, key, value = (
@@ -216,26 +219,60 @@ def divided_forward() -> DividedForward | None:
     return stack[-1] if stack else None
 
 
-def begin_divided(forward: DividedForward | None) -> None:
-    """Begins a forward; `None`: one over whole sequences."""
+def begin_divided(forward: DividedForward | None) -> int:
+    """Begins a forward; `None`: one over whole sequences. Returns how many were open before, for `end_divided`."""
     if not hasattr(_OPEN, "stack"):
         _OPEN.stack = []
     _OPEN.stack.append(forward)
+    return len(_OPEN.stack) - 1
 
 
-def end_divided() -> None:
-    """Ends the forward that was begun last."""
-    _OPEN.stack.pop()
+def end_divided(outside: int) -> None:
+    """Ends all forwards but the first `outside` ones."""
+    del _OPEN.stack[outside:]
 
 
 @contextmanager
 def part_of_forward(forward: DividedForward | None) -> Iterator[None]:
     """Computes as a part of a forward, for as long as the context lasts."""
-    begin_divided(forward)
+    outside = begin_divided(forward)
     try:
         yield
     finally:
-        end_divided()
+        end_divided(outside)
+
+
+# Blocks that backward computes anew
+
+_DIVIDED: WeakSet[nn.Module] = WeakSet()  # blocks and attentions that have computed parts
+
+
+def note_divided(module: nn.Module) -> None:
+    """Notes that a block, or its attention, has computed a part of its sequences."""
+    _DIVIDED.add(module)
+
+
+def forget_divided(model: nn.Module) -> None:
+    """Forgets what was noted of the modules of a model."""
+    _DIVIDED.difference_update(model.modules())
+
+
+def refuse_recomputed(module: nn.Module) -> None:
+    """Refuses to compute a block anew in backward, outside of the divided forward that it was part of.
+
+    Raises:
+        `UnsupportedError`: saying how blocks are checkpointed.
+    """
+    if in_backward() and module in _DIVIDED:
+        raise UnsupportedError(
+            f"sequence_parallel: {type(module).__name__} is computed anew in backward by a checkpoint that does not "
+            "know its part of the sequences; use model.gradient_checkpointing_enable() in its place"
+        )
+
+
+def _attend_whole(function: Callable, module: nn.Module, *args, **kwargs) -> Any:
+    refuse_recomputed(module)
+    return function(module, *args, **kwargs)
 
 
 class AttentionLookup:
@@ -252,7 +289,7 @@ class AttentionLookup:
 
             def get_interface(registry, *args, **kwargs):
                 function, forward = former(registry, *args, **kwargs), divided_forward()
-                return function if forward is None else partial(forward.attend, function)
+                return partial(_attend_whole, function) if forward is None else partial(forward.attend, function)
 
             self._interface.get_interface = get_interface
         AttentionLookup._num_users += 1

@@ -28,12 +28,16 @@ from hf_zero.activation.head_exchange import (
     begin_divided,
     divided_forward,
     end_divided,
+    forget_divided,
+    note_divided,
     part_of_forward,
+    refuse_recomputed,
     refuse_undivided_heads,
 )
 from hf_zero.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.partition import partition
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.errors import ConfigError, UnsupportedError
 
@@ -47,6 +51,9 @@ _POSITIONS = {"position_ids": -1, "cache_position": -1}
 _POSITIONS |= dict.fromkeys(("position_embeddings", "position_embeddings_global", "position_embeddings_local"), -2)
 # Modules that mix positions without attention.
 _MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+# What the ranks of a group are given alike, beside the labels.
+_ALIKE = ("input_ids", "attention_mask", "position_ids")
+_SCATTER = 6364136223846793005  # odd: products with it, modulo 2 ** 64, tell all values apart
 # Requests of a forward whose answers would be parts, or come from parts of the router's choices.
 _REQUESTS = ("output_router_logits", "output_hidden_states", "output_attentions", "logits_to_keep")
 
@@ -77,6 +84,12 @@ def refuse_undividable(model: nn.Module, num_parts: int) -> None:
             f"sequence_parallel: the router's loss of {name} is no sum over positions; set "
             "model.config.output_router_logits = False, or leave it out"
         )
+    if getattr(config, "layerdrop", 0):
+        raise UnsupportedError(
+            f"sequence_parallel: each rank would leave out other blocks of {name}; set model.config.layerdrop = 0, or "
+            "leave it out"
+        )
+    _refuse_blocks(name, model)
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
         refuse_undivided_heads(name, heads, num_parts)
@@ -128,10 +141,8 @@ class SequenceParallel(Uncopyable):
         self._engine = engine
         self._model = _language_model(engine.model)
         self._parameters = list(inspect.signature(type(self._model).forward).parameters)[1:]
-        self._is_checked = False
-        self._num_open = 0
+        self._outside: int | None = None  # the forwards that were open before the one under way
         blocks = list(engine.modules.values())
-        _refuse_blocks(type(self._model).__name__, engine, blocks)
         self._keeps_length = any(_keeps_length(module, blocks[0]) for module in self._model.modules())
         self._checkpointed = [module for module in self._model.modules() if hasattr(module, FLAG)]
         self._handles: list[Any] = [AttentionLookup()]
@@ -148,6 +159,7 @@ class SequenceParallel(Uncopyable):
             self._handles.pop().remove()
         for module in self._checkpointed:
             unwrap(module, _WithinForward)
+        forget_divided(self._model)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -159,8 +171,9 @@ class SequenceParallel(Uncopyable):
             self.is_active = before
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        begin_divided(None)
-        self._num_open += 1
+        if self._outside is not None:  # what interrupted the last forward was no exception that hooks see
+            end_divided(self._outside)
+        self._outside = begin_divided(None)
         given = {**dict(zip(self._parameters, args)), **kwargs}
         labels, targets = given.get("labels"), given.get("shift_labels")
         if not self.is_active or (labels is None and targets is None):
@@ -172,7 +185,7 @@ class SequenceParallel(Uncopyable):
         self._refuse(given)
         self._compare(given, targets)
         forward = DividedForward(self.comm, targets.shape[0], targets.shape[1], self._keeps_length)
-        end_divided()
+        end_divided(self._outside)
         begin_divided(forward)
         for block in self._checkpointed:
             function = block.__dict__.get(FUNCTION)
@@ -197,29 +210,25 @@ class SequenceParallel(Uncopyable):
             )
 
     def _compare(self, given: dict[str, Any], targets: Tensor) -> None:
-        """Refuses batches that differ within a group: of every forward the shape is compared, of the first the
-        values.
+        """Refuses batches that differ within a group, in every forward: the streams of ranks may part at any time.
 
         Raises:
             `ConfigError`: on all ranks of the group.
         """
-        facts = list(targets.shape)
-        if not self._is_checked:
-            ids = given.get("input_ids")
-            facts += [_digest(targets), 0 if ids is None else _digest(ids)]
-            self._is_checked = True
-        if len(self.comm.on_host.all_gather_vector(torch.tensor(facts), what="comparing batches").unique(dim=0)) > 1:
+        digests = [_digest(targets, targets), *(_digest(targets, given.get(name)) for name in _ALIKE)]
+        facts = torch.cat([torch.tensor(targets.shape), torch.stack(digests).cpu()])
+        if len(self.comm.on_host.all_gather_vector(facts, what="comparing batches").unique(dim=0)) > 1:
             raise ConfigError(
                 f"sequence_parallel: the {self.comm.num_ranks} ranks of a sequence group were given different "
                 "batches; give neighbouring ranks the same batch, as ZeroTrainer does"
             )
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if self._num_open == 0:  # it failed before it began
+        if self._outside is None:  # it failed before it began
             return None
-        self._num_open -= 1
         forward = divided_forward()
-        end_divided()
+        end_divided(self._outside)
+        self._outside = None
         if forward is None or output is None:
             return None
         forward.shared.clear()
@@ -238,13 +247,15 @@ class SequenceParallel(Uncopyable):
         return output
 
 
-def _refuse_blocks(name: str, engine: ZeroEngine, blocks: list[nn.Module]) -> None:
-    if len(engine.schedule.stacks) != 1:
+def _refuse_blocks(name: str, model: nn.Module) -> None:
+    stacks = partition(model).stacks
+    if len(stacks) != 1:
         raise UnsupportedError(
-            f"sequence_parallel: {name} has {len(engine.schedule.stacks)} stacks of blocks, and the sequences of one "
-            "can be divided; leave it out"
+            f"sequence_parallel: {name} has {len(stacks)} stacks of blocks, and the sequences of one can be divided; "
+            "leave it out"
         )
-    mixing = next((module for block in blocks for module in block.modules() if isinstance(module, _MIXING)), None)
+    parts = [module for block in stacks[0].blocks for module in block.module.modules()]
+    mixing = next((module for module in parts if isinstance(module, _MIXING)), None)
     if mixing is not None:
         raise UnsupportedError(
             f"sequence_parallel: a block of {name} mixes positions by {type(mixing).__name__}, and not by attention "
@@ -252,10 +263,16 @@ def _refuse_blocks(name: str, engine: ZeroEngine, blocks: list[nn.Module]) -> No
         )
 
 
-def _digest(tensor: Tensor) -> int:
-    """Returns a number that depends on each value and on the order."""
-    values = tensor.detach().long().flatten() + 1001
-    return int((values * (torch.arange(values.numel(), device=values.device) + 1)).sum())
+def _digest(like: Tensor, value: Any) -> Tensor:
+    """Returns a number that depends on all values in a forward's argument and on their order, beside `like`."""
+    total = torch.zeros((), dtype=torch.long, device=like.device)
+    for tensor in tensors_in(value):
+        values = tensor.detach().to(like.device).flatten()
+        if values.is_floating_point():
+            values = values.float().view(torch.int32)
+        places = _SCATTER * torch.arange(1, len(values) + 1, device=like.device)
+        total = total * _SCATTER + ((values.long() + 1001) * ((places ^ (places >> 31)) * _SCATTER)).sum()
+    return total
 
 
 class _BlockHook(Uncopyable):
@@ -271,7 +288,9 @@ class _BlockHook(Uncopyable):
     def before(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         forward = divided_forward()
         if forward is None:
+            refuse_recomputed(block)
             return None
+        note_divided(block)
         forward.num_attentions = 0
         names = [*self._parameters[: len(args)], *(f"argument {at}" for at in range(len(self._parameters), len(args)))]
         divided = tuple(self._divided(forward, block, name, value) for name, value in zip(names, args))

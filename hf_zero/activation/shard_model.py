@@ -86,7 +86,8 @@ def shard_with(
     if config.sequence_parallel > 1:
         if dist.is_initialized():
             refuse_group_size(config.sequence_parallel, dist.get_world_size(group))
-        refuse_undividable(model, config.sequence_parallel)
+        if engine_of(model) is None:
+            refuse_undividable(model, config.sequence_parallel)
     engine = build.shard_parameters(model, config, device=device, group=group)
     if moves_activations:
         place_activations(engine)

@@ -66,6 +66,7 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
     """
 
     config_class: type = ZeroTrlArgumentsMixin  # what the arguments must be made of
+    summed_losses = (*ZeroTrainerMixin.summed_losses, SFTTrainer)
 
     def __init__(self, *args, **kwargs):
         with lazy_loading(()), fit_for_lazy_loading(type(self)):

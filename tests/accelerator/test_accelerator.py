@@ -140,6 +140,8 @@ def _refuses_orders():
         accelerator.prepare(other, torch.optim.AdamW([*other.parameters(), nn.Parameter(torch.ones(3))]))
     with pytest.raises(ConfigError, match="sharded already, at stage 3 and not 2"):
         example.with_zero(2).prepare(model)
+    with pytest.raises(ConfigError, match="sharded already, at sequence_parallel 1 and not 2; give both the same seq"):
+        example.with_zero(3, zero_sequence_parallel=2).prepare(model)
 
 
 def _refuses_losses():

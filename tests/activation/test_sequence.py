@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
 import hf_zero
-from hf_zero.activation import sequence_parallel_of
+from hf_zero.activation import head_exchange, sequence_parallel_of
+from hf_zero.activation.head_exchange import divided_forward
 from hf_zero.activation.sequence import SequenceParallel
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError
@@ -72,10 +75,30 @@ def _refuses() -> None:
     with pytest.raises(ConfigError, match="sequence_parallel: 2 ranks cannot form groups of 3; give a divisor of 2"):
         hf_zero.shard(build("llama"), sequence_parallel=3)
     model = build("llama")
+    model.model.layers[1].add_module("mixing", nn.Conv1d(4, 4, 1))
+    with pytest.raises(UnsupportedError, match="mixes positions by Conv1d, and not by attention"):
+        hf_zero.shard(model, sequence_parallel=2)
+    assert engine_of(model) is None
+    model = build("llama")
+    model.config.layerdrop = 0.1
+    with pytest.raises(
+        UnsupportedError, match="each rank would leave out other blocks of LlamaForCausalLM; set model"
+    ):
+        hf_zero.shard(model, sequence_parallel=2)
+    lookup = AttentionInterface.get_interface
+    model = build("llama")
     model.model.layers[1].self_attn = NoAttention()
     hf_zero.shard(model, sequence_parallel=2)
     with pytest.raises(UnsupportedError, match="LlamaDecoderLayer has not looked up its attention in transformers'"):
         model(**batch)
+    hf_zero.ShardedModel(model).unshard()
+    model = build("llama")
+    hf_zero.shard(model, sequence_parallel=2, chunked_loss="on")
+    assert AttentionInterface.get_interface is not lookup and "forward" in vars(model.lm_head)
+    model(**batch).loss.backward()
+    hf_zero.ShardedModel(model).unshard()
+    assert AttentionInterface.get_interface is lookup and "forward" not in vars(model.lm_head)
+    assert model(**batch).logits.shape[1] == case.length
     model = build("llama")
     hf_zero.shard(model, sequence_parallel=2)
     for asked in ("output_hidden_states", "output_router_logits"):
@@ -89,9 +112,57 @@ def _refuses() -> None:
         model(**batch_of(case, rank))
     before = sequences.comm.counters.sent_nbytes.get("exchange", 0)
     model(**batch).loss.backward()
+    for name in (
+        "input_ids",
+        "labels",
+        "attention_mask",
+        "position_ids",
+    ):  # of any forward, and of what tells words apart
+        other = torch.zeros_like(batch["labels"]) if rank else torch.ones_like(batch["labels"])
+        with pytest.raises(ConfigError, match="the 2 ranks of a sequence group were given different batches"):
+            model(**{**batch, name: other})
     # of each of four exchanged tensors, in three blocks, half of the padded part goes out, and comes back
     numel = 2 * 6 * (2 * models.HIDDEN + 2 * models.HIDDEN // 2)
     assert sequences.comm.counters.sent_nbytes["exchange"] - before == 2 * models.LAYERS * 4 * numel // 2
+    _recovers_from_interrupts(model, batch)
+    _refuses_other_checkpoints(batch)
+
+
+def _recovers_from_interrupts(model: nn.Module, batch: dict) -> None:
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model(**batch)
+    handle.remove()
+    model(**batch).loss.backward()
+    assert divided_forward() is None and not head_exchange._OPEN.stack
+
+
+class Checkpointed(nn.Module):
+    """An attention whose activations a checkpoint function that is not transformers' leaves out."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **kwargs):
+        return checkpoint(self.inner, use_reentrant=False, **kwargs)
+
+
+def _refuses_other_checkpoints(batch: dict) -> None:
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn = Checkpointed(layer.self_attn)
+    hf_zero.shard(model, sequence_parallel=2)
+    loss = model(**batch).loss
+    with pytest.raises(UnsupportedError, match="LlamaAttention is computed anew in backward by a checkpoint that doe"):
+        loss.backward()
+    hf_zero.ShardedModel(model).unshard()
+    loss = model(**batch).loss  # whole sequences again
+    loss.backward()
 
 
 def test_what_cannot_be_divided_is_refused():

@@ -1,8 +1,13 @@
 """A trainer on sequences that ranks share: its numbers are those of plain `Trainer` over the groups of ranks."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from transformers import Trainer
 
+import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
@@ -84,6 +89,33 @@ def test_a_run_resumes_with_another_number_of_ranks_that_share_a_sequence(tmp_pa
             torch.testing.assert_close(weight, plain[rank][0].weights[name], rtol=1e-5, atol=1e-5)
 
 
+class Own(Trainer):
+    """A trainer with a loss of its own."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        output = model(**inputs)
+        return (output.loss, output) if return_outputs else output.loss
+
+
+def test_losses_of_one_s_own_are_refused_on_either_side_of_the_mixin():
+    args: Any = SimpleNamespace(zero_sequence_parallel=2)
+    under = type("Under", (hf_zero.ZeroTrainerMixin, Own), {})
+    over = type("Over", (hf_zero.ZeroTrainer,), {"compute_loss": Own.compute_loss})
+    for kind, name in ((under, "Own"), (over, "Over")):
+        with pytest.raises(ConfigError, match=f"{name} computes its loss by a method of its own"):
+            kind.__new__(kind)._refuse_loss(args, None)
+    for fine in (hf_zero.ZeroTrainer, hf_zero.ZeroSeq2SeqTrainer):
+        fine.__new__(fine)._refuse_loss(args, None)
+
+
+def test_a_batch_is_predicted_before_the_model_is_prepared(tmp_path):
+    rows = Rows("llama")
+    trainer = make(3, tmp_path, models.build("llama"), rows)
+    batch = trainer.data_collator([rows[0], rows[1]])
+    loss, logits, _ = trainer.prediction_step(trainer.model, batch, False)
+    assert loss.isfinite() and len(logits) == 2
+
+
 def _refused(folder: str) -> None:
     def made(name="llama", parts=None, **flags):
         return make(3, folder, models.build(name), Rows("llama"), parts=parts, zero_sequence_parallel=2, **flags)
@@ -96,6 +128,8 @@ def _refused(folder: str) -> None:
         made(label_smoothing_factor=0.1)
     with pytest.raises(ConfigError, match="zero_sequence_parallel: compute_loss_func"):
         made(parts={"compute_loss_func": len})
+    with pytest.raises(ConfigError, match=r"Own computes its loss by a method of its own, which would see a part"):
+        made(mixin_on=Own)
     with pytest.raises(UnsupportedError, match="sequence_parallel: T5ForConditionalGeneration has an encoder"):
         made("t5")
     with pytest.raises(UnsupportedError, match="sequence_parallel: the router's loss of MixtralForCausalLM"):
@@ -104,6 +138,10 @@ def _refused(folder: str) -> None:
         made("gpt2")
     with pytest.raises(ConfigError, match="zero_sequence_parallel: 2 ranks cannot form groups of 3; give a divisor"):
         make(3, folder, models.build("llama"), Rows("llama"), zero_sequence_parallel=3)
+    model = models.build("llama")
+    hf_zero.shard(model, stage=3)
+    with pytest.raises(ConfigError, match="is sharded already, at sequence_parallel 1 and not 2; give both the same"):
+        make(3, folder, model, Rows("llama"), zero_sequence_parallel=2).train()
     assert engine_of(models.build("llama")) is None
 
 
