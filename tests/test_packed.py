@@ -9,6 +9,7 @@ from tests import models
 from tests.comm.test_blockwise import _rounded
 from tests.distributed import run_ranks
 from tests.test_groups import on_two_hosts
+from tests.tiers import more
 from tests.training import Sharded, adamw, assert_close, assert_equal, train
 
 
@@ -76,6 +77,34 @@ def _has(model, values: dict[str, torch.Tensor], prefix: str = "") -> None:
     with hf_zero.gathered(model):
         for name, p in model.named_parameters():
             assert torch.equal(p, values[prefix + name]), name
+
+
+def _with_small_neighbours() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.Linear(24, 24))
+    for index, p in enumerate(model.parameters()):
+        p.data = torch.linspace(-1, 1, p.numel()).view_as(p) + (300 if p is model[0].bias else index)
+    model[1].bias.data.mul_(0.01)
+    return model
+
+
+def _computed_with() -> dict[str, torch.Tensor]:
+    """What parameters are gathered as, those beside a large one among them."""
+    model, found = _with_small_neighbours(), {}
+    hf_zero.shard(model, stage=3, shared_memory=False, **INT8)
+    for module, name in ((model[0], "0"), (model[1], "1")):
+        module.register_forward_pre_hook(
+            lambda module, _, name=name: found.update({f"{name}.{k}": p.clone() for k, p in module.named_parameters()})
+        )
+    with torch.no_grad():
+        model(torch.ones(1, 40))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, *more(3)])
+def test_no_parameter_is_rounded_by_the_scale_of_another(num_ranks):
+    for found in run_ranks(_computed_with, num_ranks):
+        for name, p in _with_small_neighbours().named_parameters():
+            assert torch.equal(found[name].flatten(), _rounded(p.detach().flatten())), name
 
 
 @pytest.mark.quick(cases=1)

@@ -4,6 +4,7 @@
 4 bits). Each value is divided by it and rounded to the nearest integer, ties to even. So what comes back is off by
 half a scale at most: 1/254 (1/14) of the largest magnitude of its block, and by what rounding to the dtype of the
 result adds. A block in which a value is not finite comes back as NaN. Blocks are counted from where a row begins.
+A layout whose parameters and shards begin at multiples of 256 has no block in which two parameters lie.
 """
 
 from collections import defaultdict

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_zero.comm import Bus, Comm, connect
-from hf_zero.comm.blockwise import PackedGather
+from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedGather
 from hf_zero.comm.world import local_device, ranks_alike, refuse_dividing
 from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
 from hf_zero.engine import hooks
@@ -20,7 +20,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import GradientSlots, gradient_of
 from hf_zero.engine.host_transfer import HostTransfer
-from hf_zero.engine.initial_values import initialize, is_bare
+from hf_zero.engine.initial_values import draw_seed, initialize, is_bare, warn_of_constructors
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
@@ -32,7 +32,7 @@ from hf_zero.engine.source import forget_source, source_of
 from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
 from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.sharding.arena import Arena, Arenas, Slot, parts_nbytes, trim
-from hf_zero.sharding.layout import Layout
+from hf_zero.sharding.layout import ALIGN_NUMEL, Layout
 
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ def shard_parameters(
         refuse_dividing(group, dividing)
     comm = _connect(device, config, group, config.shard_size)
     if is_bare(model):
-        initialize(model, seed=comm.broadcast_object(torch.initial_seed()))
+        initialize(model, seed=comm.broadcast_object(draw_seed()))
+        if comm.rank == 0:
+            warn_of_constructors(model)
     return build(model, config, comm, dividing and _connect(device, config, dividing))
 
 
@@ -215,7 +217,6 @@ def _lay_out(
     packing: PackedGather | None,
 ) -> Flat:
     infos = [ParamInfo(name, local_of(p).shape, p.dtype, p.requires_grad) for name, p, _ in group]
-    layout = Layout.of([tuple(info.shape) for info in infos], comm.shard_group.num_ranks, comm.num_replicas)
     params, dtype, trainable = [p for _, p, _ in group], group[0][2], infos[0].trainable
     # parameters that are asked to compute in half precision, and are trained, have a master of more
     is_cast = config.compute_dtype is not None and trainable
@@ -223,6 +224,12 @@ def _lay_out(
     master_dtype = torch.float32 if is_cast and is_half else dtype
     if is_opaque(params[0]) or not dtype.is_floating_point or dtype is not (config.compute_dtype or dtype):
         packing = None  # bytes are not numbers, and what its authors keep in fp32 is not for fewer bits
+    layout = Layout.of(
+        [tuple(info.shape) for info in infos],
+        comm.shard_group.num_ranks,
+        comm.num_replicas,
+        align_to=ALIGN_NUMEL if packing is None else BLOCK_NUMEL,  # no two parameters share a scale
+    )
     rest = rest_of(
         layout, plan, comm, transfer, dtype=dtype, master_dtype=master_dtype, trainable=trainable, packing=packing
     )

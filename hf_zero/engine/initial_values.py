@@ -9,6 +9,8 @@ ranks, nor on the order in which parameters are read.
 """
 
 import hashlib
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_zero.engine.source import set_source, source_of
 from hf_zero.errors import UnsupportedError
 
+
+logger = logging.getLogger(__name__)
 
 # What sets the parameters of a module that no `_init_weights` knows: torch's name, and that of its attention.
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -43,6 +47,8 @@ class InitialValues:
         ways (`list[list[_Call]]`): what is called to set it, in this order; the second where the first does not set
             all of it.
         seed (`int`): of the model.
+        computed (`dict[str, Tensor]`): the values of the parameter that was computed last, by its name; all parameters
+            of the model share it, so that one that is read in several ranges is computed once.
     """
 
     name: str
@@ -51,16 +57,19 @@ class InitialValues:
     places: list[tuple[nn.Module, str]]
     ways: list[list["_Call"]]
     seed: int
+    computed: dict[str, Tensor]
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
-        """Computes the whole parameter, and gives the range."""
-        values = self._computed()
-        out.copy_(values.reshape(-1)[start : start + out.numel()].to(dtype))
+        """Computes the whole parameter, where it is not the last one that was, and gives the range."""
+        if self.name not in self.computed:
+            self.computed.clear()  # first, so that no two are held
+            self.computed[self.name] = self._compute()
+        out.copy_(self.computed[self.name].reshape(-1)[start : start + out.numel()].to(dtype))
 
-    def _computed(self) -> Tensor:
+    def _compute(self) -> Tensor:
         for calls in self.ways:
             param = nn.Parameter(_unset(self.shape, self.dtype), requires_grad=False)
-            with self._alone(param, calls):
+            with self._alone(param, calls), _on_copies_of_buffers(calls):
                 _make(calls, f"{self.seed} {self.name}")
             if not _is_unset(param):
                 return param.detach()
@@ -69,7 +78,7 @@ class InitialValues:
     @contextmanager
     def _alone(self, param: nn.Parameter, calls: list["_Call"]) -> Iterator[None]:
         """Puts a parameter in its places, and lets no call write to another one."""
-        called = {module for call in calls for module in call.module.modules()}
+        called = _called(calls)
         held = [(module, key, p) for module in called for key, p in module._parameters.items() if p is not None]
         held += [(module, key, module._parameters[key]) for module, key in self.places if module not in called]
         own = {(module, key) for module, key in self.places}
@@ -99,6 +108,25 @@ class _Call:
         return not self.path or name.startswith(f"{self.path}.")
 
 
+def _called(calls: list[_Call]) -> set[nn.Module]:
+    return {module for call in calls for module in call.module.modules()}
+
+
+@contextmanager
+def _on_copies_of_buffers(calls: list[_Call], but: Tensor | None = None) -> Iterator[None]:
+    """Lets calls write to copies of buffers, and puts the buffers back; to one of them calls write itself. So a buffer
+    does not depend on what else was initialised on this rank."""
+    buffers = [(module, key, b) for module in _called(calls) for key, b in module._buffers.items()]
+    held = [(module, key, b) for module, key, b in buffers if b is not None and b is not but]
+    for module, key, b in held:
+        module._buffers[key] = b.clone()
+    try:
+        yield
+    finally:
+        for module, key, b in held:
+            module._buffers[key] = b
+
+
 class _Written(TorchDispatchMode):
     """Notes, while it is entered, the memory that operations write to."""
 
@@ -119,6 +147,22 @@ def is_bare(model: nn.Module) -> bool:
     from."""
     params = list(model.parameters())
     return bool(params) and all(p.is_meta and source_of(p) is None for p in params)
+
+
+def draw_seed() -> int:
+    """Draws the seed of a model from torch's generator on the CPU, so that the next model gets another one."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+def warn_of_constructors(model: nn.Module) -> None:
+    """Says of a model that is not transformers' that its constructors' own values are not known. transformers' models
+    set all in `_init_weights`."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    if not isinstance(model, kind):
+        logger.warning(
+            "hf_zero: the model was built on the meta device: values that its constructors set by themselves are not "
+            "known there, and what `reset_parameters` and `_init_weights` set counts; move such values into these"
+        )
 
 
 def initialize(model: nn.Module, seed: int) -> None:
@@ -147,8 +191,9 @@ def initialize(model: nn.Module, seed: int) -> None:
                 "the model with its data"
             )
     _initialize_buffers(model, ways, seed)
+    computed: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
-        set_source(p, InitialValues(name, tuple(p.shape), p.dtype, places[id(p)], own[name] or [[]], seed))
+        set_source(p, InitialValues(name, tuple(p.shape), p.dtype, places[id(p)], own[name] or [[]], seed, computed))
 
 
 def _around(name: str, ways: list[list[_Call]]) -> list[list[_Call]]:
@@ -208,7 +253,8 @@ def _initialize_buffers(model: nn.Module, ways: dict[int, list[list[_Call]]], se
             name, own = f"{path}.{key}".lstrip("."), ways.get(buffer.untyped_storage()._cdata, [])
             module._buffers[key] = values = _unset(buffer.shape, buffer.dtype)
             for calls in own:
-                _make(calls, f"{seed} {name}")
+                with _on_copies_of_buffers(calls, but=values):
+                    _make(calls, f"{seed} {name}")
             if (not own and buffer.numel()) or _is_unset(values):
                 module._buffers[key] = buffer
                 raise UnsupportedError(f"{name}: is a buffer that {UNSET}")
@@ -218,7 +264,7 @@ def _make(calls: list[_Call], text: str) -> None:
     """Makes calls from a random state that a text says.
 
     Raises:
-        `UnsupportedError`: one of them needs the data of others.
+        `UnsupportedError`: one of them needs the data of others, or other arguments.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -226,10 +272,12 @@ def _make(calls: list[_Call], text: str) -> None:
         for call in calls:
             try:
                 call.act()
-            except (RuntimeError, NotImplementedError) as error:
+            except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
                 reason = str(error).strip().partition("\n")[0]
+                needs = "arguments or values" if isinstance(error, (TypeError, AttributeError)) else "values"
                 raise UnsupportedError(
-                    f"{type(call.module).__name__}: its initialisation needs values that are not there, as the model "
+                    f"{f'{call.path}, ' if call.path else ''}{type(call.module).__name__}: its initialisation needs "
+                    f"{needs} that are not there, as the model "
                     f"is on the meta device ({reason}); build the model with its data"
                 ) from error
 
@@ -242,4 +290,6 @@ def _unset(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _is_unset(values: Tensor) -> bool:
     """Whether a value was left as `_unset` made it. Of integers it is not known."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
     return values.is_floating_point() and bool(values.numel()) and bool(values.amin().isnan())

@@ -53,26 +53,30 @@ class Layout:
         spans (`tuple[ParamSpan, ...]`): one per parameter, in order.
         num_ranks (`int`): over how many ranks the buffer is divided.
         num_replicas (`int`): how many ranks hold the same shard.
+        align_to (`int`): parameters and the ranks' parts begin at multiples of so many elements.
     """
 
     spans: tuple[ParamSpan, ...]
     num_ranks: int
     num_replicas: int = 1
+    align_to: int = ALIGN_NUMEL
 
     @classmethod
-    def of(cls, shapes: list[tuple[int, ...]], num_ranks: int, num_replicas: int = 1) -> "Layout":
+    def of(
+        cls, shapes: list[tuple[int, ...]], num_ranks: int, num_replicas: int = 1, align_to: int = ALIGN_NUMEL
+    ) -> "Layout":
         """Lays parameters of these shapes one behind the other."""
         spans, offset = [], 0
         for shape in shapes:
             spans.append(ParamSpan(offset, prod(shape), tuple(shape)))
-            offset = align(spans[-1].stop)
-        return cls(tuple(spans), num_ranks, num_replicas)
+            offset = align(spans[-1].stop, align_to)
+        return cls(tuple(spans), num_ranks, num_replicas, align_to)
 
     @cached_property
     def part_numel(self) -> int:
         """Elements for which each of the ranks that hold the same shard is responsible."""
         used = self.spans[-1].stop if self.spans else 0
-        return align(-(-used // (self.num_ranks * self.num_replicas))) if used else 0
+        return align(-(-used // (self.num_ranks * self.num_replicas)), self.align_to) if used else 0
 
     @cached_property
     def shard_numel(self) -> int:

@@ -10,7 +10,8 @@ from torch import nn
 
 import hf_zero
 from hf_zero.engine import engine_of, materialize
-from hf_zero.engine.initial_values import initialize
+from hf_zero.engine.initial_values import draw_seed, initialize
+from hf_zero.engine.source import source_of
 from hf_zero.errors import UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
@@ -30,12 +31,15 @@ def _without_data(name: str) -> nn.Module:
 
 def _digests(model: nn.Module) -> dict[str, str]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: hashlib.sha256(t.detach().contiguous().view(torch.uint8).numpy()).hexdigest() for name, t in tensors}
+    return {
+        name: hashlib.sha256(t.detach().reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
+        for name, t in tensors
+    }
 
 
-def _expected(name: str) -> nn.Module:
+def _expected(name: str, seed: int = SEED) -> nn.Module:
     model = _without_data(name)
-    initialize(model, SEED)
+    initialize(model, seed)
     return materialize(model)
 
 
@@ -56,8 +60,10 @@ def _sharded(names: tuple[str, ...], stages: tuple[int, ...]) -> dict[tuple[str,
 def test_initial_values_are_the_same_at_all_stages_on_any_number_of_ranks(num_ranks):
     stages = (0, 1, 2, 3)
     everyones = run_ranks(_sharded, num_ranks, NAMES, stages)
+    torch.manual_seed(SEED)
+    seed = draw_seed()
     for name in NAMES:
-        expected = _digests(_expected(name))
+        expected = _digests(_expected(name, seed))
         for found in everyones:
             for stage in stages:
                 assert found[name, stage] == expected, f"{name} at stage {stage} on {num_ranks} ranks"
@@ -98,6 +104,25 @@ class Table(nn.Module):
         self.register_buffer("mask", torch.ones(4))
 
 
+class Turning(Table):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.mask)
+        nn.init.ones_(self.turns[:1])
+
+
+class Asking(nn.Linear):
+    def __init__(self, *sizes: int):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.empty(sizes))
+
+    def reset_parameters(self, std: float):
+        nn.init.normal_(self.weight, std=std)
+
+
 class Copied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -114,6 +139,8 @@ class Copied(nn.Module):
         (Untouched, r"scale: .*no initialisation sets all of it; give its module a `reset_parameters`"),
         (Half, r"scale: .*no initialisation sets all of it"),
         (Table, r"mask: is a buffer that .*no initialisation sets all of it"),
+        (Turning, r"turns: is a buffer that .*no initialisation sets all of it"),
+        (lambda: nn.Sequential(Asking(4, 4)), r"^0, Asking: its initialisation needs arguments .* argument: 'std'"),
         (lambda: nn.Sequential(nn.LSTM(4, 4)), r"0.weight_ih_l0: .*weak references"),
         (Copied, r"Copied: its initialisation needs values that are not there"),
     ],
@@ -125,13 +152,48 @@ def test_what_no_initialisation_sets_is_refused_by_name(build, said):
         hf_zero.shard(model, stage=3)
 
 
+class Noisy(nn.Linear):
+    """Draws a buffer with its parameters, as random features do."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("noise", torch.randn(8))
+        self.register_buffer("offset", torch.randn(8))
+        self.calls = 0
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        for buffer in self._buffers.values():
+            buffer.normal_()
+        self.calls = getattr(self, "calls", 0) + 1
+
+
 @pytest.mark.quick
-def test_modules_of_torch_reset_themselves_and_no_generator_moves():
+def test_modules_of_torch_reset_themselves_from_a_seed_that_is_drawn(caplog):
+    def sharded() -> nn.Module:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.MultiheadAttention(8, 2), Noisy())
+        hf_zero.shard(model, stage=2)
+        return model
+
+    torch.manual_seed(SEED)
+    model, twin = sharded(), sharded()
+    assert caplog.text.count("values that its constructors set by themselves are not known there") == 2
+    assert not torch.equal(model[0].weight, twin[0].weight), "two models in a row"
+    torch.manual_seed(SEED)
+    found = _digests(sharded())
+    assert found == _digests(model), "the same seed"
+    # a rank that computes no parameter of `Noisy`, and reads others in several ranges
+    torch.manual_seed(SEED)
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.MultiheadAttention(8, 2))
-    before = torch.manual_seed(SEED).get_state()
-    hf_zero.shard(model, stage=2)
-    assert torch.equal(before, torch.get_rng_state())
+        other = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.MultiheadAttention(8, 2), Noisy())
+    initialize(other, draw_seed())
+    assert all(torch.equal(a, b) for a, b in zip(other[3].buffers(), model[3].buffers(), strict=True))
+    assert not torch.equal(*other[3].buffers()), "each buffer has its own"
+    calls, halves = other[3].calls, [torch.empty(32), torch.empty(32)]
+    for index, half in enumerate(halves):
+        source_of(other[3].weight).read(32 * index, half, torch.float32)
+    assert other[3].calls == calls + 1 and torch.equal(torch.cat(halves).view(8, 8), model[3].weight)
     assert not any(t.is_meta or t.isnan().any() for t in [*model.parameters(), *model.buffers()])
     assert 0 < model[0].weight.abs().max() <= 8**-0.5 and model[1].running_var.tolist() == [1.0] * 8
 
