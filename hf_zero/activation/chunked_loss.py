@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from hf_zero.activation.deferred_logits import DeferredLogits
 from hf_zero.engine.direct import autocast_dtype
+from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.engine import DOUBLE_BACKWARD, ZeroEngine
+from hf_zero.engine.partition import vocabulary_module
 from hf_zero.engine.patch import Patch, Uncopyable
 from hf_zero.errors import UnsupportedError
 
@@ -43,9 +45,10 @@ def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]] | None:
     the model has no head that is one plain linear module."""
     owners: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        get = getattr(type(module), "get_output_embeddings", None)
-        head = get(module) if get is not None else None
-        if type(head) is nn.Linear:
+        if not hasattr(type(module), "get_output_embeddings"):
+            continue
+        head = vocabulary_module(module, "get_output_embeddings")
+        if type(head) is nn.Linear and not is_dtensor(head.weight):
             owners[module] = head
     heads = list({id(head): head for head in owners.values()}.values())
     return (heads[0], list(owners)) if len(heads) == 1 else None  # type: ignore[return-value]
@@ -70,12 +73,13 @@ class ChunkedLoss(Uncopyable):
         self._engine = engine
         self._head = head
         self._is_auto = is_auto
+        self._outermost = owners[0] if owners else None
         self._depth = 0  # how many forwards with labels are under way
         self._wanted: tuple[DeferredLogits, Tensor] | None = None  # what the head is to compute the loss of
         self._is_told = False
         self._max_nbytes = _largest_block_nbytes(engine, head.out_features)
         self._sink = engine.sinks.get(id(head.weight))
-        self._own_hooks = len(head._forward_hooks) + len(head._forward_pre_hooks)
+        self._own_hooks = _num_hooks(head)
         self._former = head.forward
         self._patches: list[Any] = [
             # what `__call__` calls in place of the hooks and the forward
@@ -94,11 +98,14 @@ class ChunkedLoss(Uncopyable):
         while self._patches:
             self._patches.pop().remove()
 
-    def _begin(self, at: int | None, _module, args, kwargs) -> None:
+    def _begin(self, at: int | None, module, args, kwargs) -> None:
+        if module is self._outermost:
+            self._depth = 0  # the last forward may have been interrupted
         self._depth += _has_labels(at, args, kwargs)
 
     def _end(self, at: int | None, _module, args, kwargs, _output) -> None:
-        self._depth -= _has_labels(at, args, kwargs)
+        # this comes after a forward too that another hook refused before `_begin`
+        self._depth = max(0, self._depth - _has_labels(at, args, kwargs))
 
     def _call(self, *args, **kwargs):
         """Calls the head, or defers that."""
@@ -113,9 +120,8 @@ class ChunkedLoss(Uncopyable):
 
     def _is_served(self, hidden: Tensor) -> bool:
         """Whether the head's output can be deferred; what stands in the way is told."""
-        num_hooks = len(self._head._forward_hooks) + len(self._head._forward_pre_hooks)
         reason = None
-        if num_hooks != self._own_hooks:
+        if _num_hooks(self._head) != self._own_hooks:
             reason = "a hook on its head, which sees the logits"
         elif torch.compiler.is_compiling():
             reason = "its head is compiled"
@@ -158,8 +164,14 @@ class ChunkedLoss(Uncopyable):
         """Returns the logits, since something else than the loss needs them.
 
         Raises:
-            `UnsupportedError`: when they were never to be computed.
+            `UnsupportedError`: when they were never to be computed, or the forward has ended: the head's weight may
+                have changed, and the other ranks may not gather it.
         """
+        if not self._depth:
+            raise UnsupportedError(
+                f"chunked_loss: logits of {type(self._engine.model).__name__} are read ({reason}) when its forward "
+                "has ended, which computed the loss without them; set chunked_loss to off"
+            )
         self._tell(f"{reason}, which needs them whole")
         return self._head._call_impl(hidden)
 
@@ -180,6 +192,11 @@ class ChunkedLoss(Uncopyable):
             yield
         finally:
             self.is_active = before
+
+
+def _num_hooks(head: nn.Module) -> int:
+    forward, backward = ("_forward_pre_hooks", "_forward_hooks"), ("_backward_pre_hooks", "_backward_hooks")
+    return sum(len(getattr(head, name)) for name in (*forward, *backward))
 
 
 def _largest_block_nbytes(engine: ZeroEngine, vocab_size: int) -> int:

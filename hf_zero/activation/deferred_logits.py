@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 # Operations on each logit by itself, which are the same on a part of the logits.
@@ -19,13 +20,12 @@ _CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.floa
 _NAMES_OF_OPERATORS = {
     "__mul__": "mul",
     "__rmul__": "mul",
-    "__imul__": "mul",
     "__truediv__": "div",
-    "__itruediv__": "div",
 }
 _OTHER_OPERATORS = (
-    *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__neg__", "__rtruediv__", "__pow__"),
-    *("__matmul__", "__len__", "__iter__", "__lt__", "__le__", "__gt__", "__ge__", "__setitem__", "__bool__"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__rtruediv__", "__pow__"),
+    *("__matmul__", "__len__", "__iter__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__"),
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"),
 )
 
 
@@ -43,7 +43,8 @@ class DeferredLogits:
     """The output of a head that has not been called. It is no tensor, and behaves as one.
 
     Changes of shape are made on the hidden states, and operations on each logit are noted. `cross_entropy` computes
-    the loss from these. Anything else computes the logits, in the ordinary way.
+    the loss from these. Anything else computes the logits, in the ordinary way. From then on they are a tensor that
+    may be written to, so all that is done with them is done with that tensor.
 
     Args:
         head (`Head`): whose output it is.
@@ -51,8 +52,10 @@ class DeferredLogits:
         vocab_size (`int`): of the head.
         steps (`tuple`): the operations on each logit so far, each a function of one tensor.
         dtype (`torch.dtype`, *optional*): of the logits after these; by default that of the hidden states.
-        replay (`Callable`): gives these logits, from those of the head: what was done so far.
-        source (`DeferredLogits`, *optional*): the head's own output.
+        stride (`tuple[int, ...]`, *optional*): of the logits; by default they are contiguous.
+        origin (`DeferredLogits`, *optional*): what these logits were made of; else they are the head's own output.
+        make (`Callable`, *optional*): gives these logits, from those of `origin`.
+        is_view (`bool`): whether they share the memory of `origin`.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class DeferredLogits:
         vocab_size: int,
         steps: tuple[Callable[[Tensor], Tensor], ...] = (),
         dtype: torch.dtype | None = None,
-        replay: Callable[[Tensor], Tensor] = lambda whole: whole,
-        source: "DeferredLogits | None" = None,
+        stride: tuple[int, ...] | None = None,
+        origin: "DeferredLogits | None" = None,
+        make: Callable[[Tensor], Tensor] = lambda whole: whole,
+        is_view: bool = False,
     ):
         self.hidden = hidden
         self.steps = steps
@@ -71,9 +76,12 @@ class DeferredLogits:
         self.shape = torch.Size([*hidden.shape[:-1], vocab_size])
         self.device = hidden.device
         self._head = head
-        self._replay = replay
-        self._source = self if source is None else source
-        self._whole: Tensor | None = None  # of the head's own output: once it was needed
+        self._stride = stride
+        self._origin = origin
+        self._make = make
+        self._is_view = is_view
+        self._has_grad = torch.is_grad_enabled()  # the mode in which a plain head would have computed them
+        self._whole: Tensor | None = None  # once it was needed, and unless they share the memory of others
 
     @property
     def ndim(self) -> int:
@@ -94,25 +102,48 @@ class DeferredLogits:
         Args:
             reason (`str`): the operation that needs them, for messages.
         """
-        source = self._source
-        if source._whole is None:
-            source._whole = source._head.logits_of(source.hidden, reason)
-        return self._replay(source._whole)
+        with torch.set_grad_enabled(self._has_grad):
+            if self._is_view:
+                return self._make(self._origin.whole(reason))  # type: ignore[union-attr]
+            if self._whole is None:
+                self._whole, self._origin = self._computed(reason), None
+            return self._whole
 
-    def _then(self, do: Callable[[Tensor], Tensor], **changed: Any) -> "DeferredLogits":
+    def _computed(self, reason: str) -> Tensor:
+        if self._origin is not None and not self._origin.is_whole:
+            return self._make(self._origin.whole(reason))
+        whole = self._head.logits_of(self.hidden, reason)  # the origin may have been written to since
+        for step in self.steps:
+            whole = step(whole)
+        return whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the logits were computed, so that they may have been written to."""
+        return self._origin.is_whole if self._is_view else self._whole is not None  # type: ignore[union-attr]
+
+    def _then(self, make: Callable[[Tensor], Tensor], **changed: Any) -> "DeferredLogits":
         """Returns the logits after one more operation."""
         kept = {"hidden": self.hidden, "steps": self.steps, "dtype": self.dtype, **changed}
-        replay = self._replay
-        return DeferredLogits(
-            self._head,
-            vocab_size=self.shape[-1],
-            replay=lambda whole: do(replay(whole)),
-            source=self._source,
-            **kept,
-        )
+        return DeferredLogits(self._head, vocab_size=self.shape[-1], origin=self, make=make, **kept)
+
+    def _form(self, change: Callable[[Tensor], Tensor]) -> tuple[torch.Size, dict[str, Any]] | None:
+        """Returns the shape after a change of shape, and how the logits then lie in memory; `None` where the
+        vocabulary does not stay the last dimension."""
+        if self._stride is None:
+            before = torch.empty(self.shape, device="meta")
+        else:
+            before = torch.empty_strided(self.shape, self._stride, device="meta")
+        after = change(before)
+        if after.shape[-1:] != self.shape[-1:]:
+            return None
+        is_view = after.untyped_storage()._cdata == before.untyped_storage()._cdata
+        return after.shape, {"stride": after.stride(), "is_view": is_view}
 
     def _elementwise(self, name: str, args: tuple) -> "DeferredLogits | None":
         """Notes an operation on each logit. Returns `None` where it is not one."""
+        if self.is_whole:
+            return None
         if name in _CASTS:
             return self._cast(_CASTS[name])
         if any(not isinstance(arg, (int, float)) for arg in args):
@@ -135,33 +166,39 @@ class DeferredLogits:
 
     def _reshaped(self, name: str, args: tuple, kwargs: dict) -> "DeferredLogits | None":
         """Changes the shape, where the vocabulary stays the last dimension; else returns `None`."""
-        shape = getattr(torch.empty(self.shape, device="meta"), name)(*args, **kwargs).shape
-        if shape[-1:] != self.shape[-1:]:
+        form = None if self.is_whole else self._form(lambda logits: getattr(logits, name)(*args, **kwargs))
+        if form is None:
             return None
+        shape, lies = form
         hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
-        return self._then(lambda logits: logits.reshape(shape), hidden=hidden)
+        return self._then(lambda logits: logits.reshape(shape), hidden=hidden, **lies)
 
     def _indexed(self, index) -> "DeferredLogits | None":
         """Chooses positions, where the index leaves the vocabulary whole; else returns `None`."""
-        shape = torch.empty(self.shape, device="meta")[index].shape
-        if shape[-1:] != self.shape[-1:]:
+        form = None if self.is_whole else self._form(lambda logits: logits[index])
+        if form is None:
             return None
+        shape, lies = form
         hidden = self.hidden[index]
         if hidden.shape != (*shape[:-1], self.hidden.shape[-1]):
             return None
-        return self._then(lambda logits: logits[index], hidden=hidden)
+        return self._then(lambda logits: logits[index], hidden=hidden, **lies)
 
     def to(self, *args, **kwargs):
         """Casts as `Tensor.to` does. The device is the head's."""
         given = [*args, *kwargs.values()]
         dtypes = [arg for arg in given if isinstance(arg, torch.dtype)]
         others = [arg for arg in given if not isinstance(arg, torch.dtype)]
-        if all(isinstance(arg, (str, torch.device)) and torch.device(arg) == self.device for arg in others):
+        stays = all(isinstance(arg, (str, torch.device)) and torch.device(arg) == self.device for arg in others)
+        if stays and not self.is_whole:
             return self._cast(dtypes[0]) if dtypes else self
         return self.whole("to").to(*args, **kwargs)
 
-    def contiguous(self) -> "DeferredLogits":
-        return self
+    def contiguous(self) -> "DeferredLogits | Tensor":
+        if self.is_whole:
+            return self.whole("contiguous").contiguous()
+        _, lies = self._form(torch.Tensor.contiguous)  # type: ignore[misc]
+        return self._then(torch.Tensor.contiguous, **lies)
 
     def __getitem__(self, index):
         is_plain = all(part is None or part is ... or isinstance(part, (int, slice)) for part in _parts(index))
@@ -191,8 +228,7 @@ class DeferredLogits:
                 return loss
             if name in _ELEMENTWISE and not kwargs and (done := logits._elementwise(name, args[1:])) is not None:
                 return done
-        args = tuple(arg.whole(name) if isinstance(arg, DeferredLogits) else arg for arg in args)
-        kwargs = {key: arg.whole(name) if isinstance(arg, DeferredLogits) else arg for key, arg in kwargs.items()}
+        args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits.whole(name), (tuple(args), kwargs))
         return function(*args, **kwargs)
 
 
@@ -231,7 +267,9 @@ def _cross_entropy(
 ) -> Tensor | None:
     """Returns the loss of deferred logits, or `None` where it needs them whole."""
     is_known = weight is None and size_average is None and reduce is None and not label_smoothing
-    if not is_known or logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
+    if not is_known or logits.is_whole:
+        return None
+    if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
         return None
     counts = target != ignore_index
     torch._assert_async(

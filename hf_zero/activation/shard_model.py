@@ -81,7 +81,7 @@ def shard_with(
     if config.chunked_loss == "on" and find_head(model) is None:
         raise UnsupportedError(
             f"chunked_loss: {type(model).__name__} has no head that is one plain linear layer, from whose weight the "
-            "loss could be computed (an adapter or quantization of the head counts too); leave chunked_loss out"
+            "loss could be computed (an adapter, quantization or division of it counts too); leave chunked_loss out"
         )
     if config.sequence_parallel > 1:
         if dist.is_initialized():

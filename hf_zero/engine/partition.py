@@ -130,10 +130,7 @@ def _with_vocabulary(
 def _large(model: nn.Module, method: str, kind: type[nn.Module]) -> Any:
     """Returns the module that one of the model's methods returns, if it has that kind's forward, and a large weight
     that is not tied and not computed from others."""
-    try:
-        module = getattr(model, method, lambda: None)()
-    except (NotImplementedError, AttributeError):  # the model has none
-        return None
+    module = vocabulary_module(model, method)
     if getattr(type(module), "forward", None) is not kind.forward or any(True for _ in module.children()):
         return None
     weight = module._parameters.get("weight")
@@ -141,6 +138,14 @@ def _large(model: nn.Module, method: str, kind: type[nn.Module]) -> Any:
         return None
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return module if all(names[id(p)] == 1 for p in module.parameters()) else None
+
+
+def vocabulary_module(model: nn.Module, method: str) -> Any:
+    """Returns what one of the methods in `VOCABULARY` returns; `None` where the model has no such module."""
+    try:
+        return getattr(model, method, lambda: None)()
+    except (NotImplementedError, AttributeError):  # what transformers' models raise that have none
+        return None
 
 
 def _is_known(module: nn.Module) -> bool:

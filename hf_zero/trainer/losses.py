@@ -1,5 +1,7 @@
 """Which losses of a trainer are computed without all logits at once: those of whose forward nothing else is read."""
 
+from collections.abc import Callable
+
 from transformers import Trainer
 
 from hf_zero.activation import chunked_loss_of
@@ -18,7 +20,10 @@ class LossMixin(ZeroTrainerBase):
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         """Computes the loss as Trainer does. The logits that the caller does not see may be left out."""
-        drops_logits = _computes_loss(type(self)) is Trainer and (self._drops_logits or not return_outputs)
+        is_last = type(self).compute_loss is LossMixin.compute_loss  # else who calls this may read the outputs
+        drops_logits = _computes_loss(type(self)) is Trainer and (
+            not return_outputs or (self._drops_logits and is_last)
+        )
         chunked = chunked_loss_of(self.model) if drops_logits else None
         if chunked is None:
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
@@ -37,16 +42,22 @@ class LossMixin(ZeroTrainerBase):
 check_overrides(LossMixin, Trainer, OVERRIDES)
 
 
-def refuse_own_loss(cls: type, args) -> None:
-    """Refuses losses without logits where a class computes its loss by a method of its own.
+def refuse_own_loss(cls: type, args, compute_loss_func: Callable | None = None) -> None:
+    """Refuses losses without logits where a class computes its loss by a method of its own, or a function does.
 
     Args:
         cls (`type`): of the trainer.
         args (`ZeroArgumentsMixin`): its arguments.
+        compute_loss_func (`Callable`, *optional*): that the trainer is given.
 
     Raises:
         `ConfigError`: naming the class that has the method.
     """
+    if args.zero_chunked_loss == "on" and compute_loss_func is not None:
+        raise ConfigError(
+            "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto, or off, or leave "
+            "compute_loss_func out"
+        )
     theirs = _computes_loss(cls)
     if args.zero_chunked_loss == "on" and theirs is not Trainer:
         raise ConfigError(

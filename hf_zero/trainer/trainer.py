@@ -89,7 +89,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin, SharedSequencesMi
         if settings is None:
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
-        refuse_own_loss(type(self), settings)
+        refuse_own_loss(type(self), settings, given.get("compute_loss_func"))
         _check_schedule(type(self), given)
         self._refuse_loss(settings, given.get("compute_loss_func"))
         if isinstance(model, (str, os.PathLike)):

@@ -192,15 +192,25 @@ def test_hooks_on_the_head_see_logits():
     chunked_loss_of(model)._is_auto, chunked_loss_of(model)._max_nbytes = True, 0
     model(**_batch())
     assert seen == [(2, 17, 203)]
+    model = _made("llama")
+    hf_zero.shard(model, stage=3, strict=True, chunked_loss="on")
+    model.lm_head.register_full_backward_hook(lambda _module, _inputs, outputs: seen.append(outputs[0].shape))
+    with pytest.raises(UnsupportedError, match="a hook on its head"):
+        model(**_batch())
 
 
-def test_a_head_that_is_not_one_linear_layer_is_refused():
+def test_a_head_that_is_not_one_linear_layer_is_refused(monkeypatch):
     model = _made("llama")
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(UnsupportedError, match="no head that is one plain linear layer"):
         hf_zero.shard(model, stage=3, chunked_loss="on")
+    monkeypatch.setattr(type(model), "get_output_embeddings", _has_none)
     hf_zero.shard(model, stage=3, chunked_loss="auto")
     assert isinstance(model(**_batch()).logits, torch.Tensor)
+
+
+def _has_none(_model):
+    raise NotImplementedError
 
 
 def test_labels_outside_of_the_vocabulary_are_refused():
@@ -213,7 +223,9 @@ def test_labels_outside_of_the_vocabulary_are_refused():
 def _deferred(head: nn.Linear, hidden: torch.Tensor) -> DeferredLogits:
     model = nn.Sequential(head)
     engine = hf_zero.engine.engine_of(hf_zero.shard(model, stage=0).model)
-    return DeferredLogits(chunked_loss.ChunkedLoss(engine, head, [], is_auto=True), hidden, head.out_features)
+    chunked = chunked_loss.ChunkedLoss(engine, head, [], is_auto=True)
+    chunked.is_active, chunked._depth = False, 1  # as inside a forward; calls of the head itself give tensors
+    return DeferredLogits(chunked, hidden, head.out_features)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -231,7 +243,8 @@ def test_deferred_logits_are_those_of_the_head(reduction):
 
     for smoothing in (0.0, 0.1):
         settings = {"reduction": reduction, "label_smoothing": smoothing}
-        found, wanted = (F.cross_entropy(shifted(x), targets[:, 1:].reshape(-1), **settings) for x in (logits, plain))
+        fresh = DeferredLogits(logits._head, hidden, 40)
+        found, wanted = (F.cross_entropy(shifted(x), targets[:, 1:].reshape(-1), **settings) for x in (fresh, plain))
         torch.testing.assert_close(found, wanted)
     for read in (
         lambda x: x.argmax(-1),
@@ -244,7 +257,100 @@ def test_deferred_logits_are_those_of_the_head(reduction):
         lambda x: x * torch.ones(40),
         lambda x: torch.tanh(x / 3) * 3 - 0,
         lambda x: x[:, -1].to(torch.bfloat16).float(),
+        lambda x: torch.cat([x, x[:, 1:]], dim=1),
+        lambda x: torch.stack((x, x * 2)),
     ):
-        found = read(logits)
+        found = read(DeferredLogits(logits._head, hidden, 40))
         found = found.whole("a test") if isinstance(found, DeferredLogits) else found
         torch.testing.assert_close(found, read(plain))
+
+
+def _masked(logits):
+    logits[..., 20:] = -1e4
+    return logits
+
+
+def _divided(logits):
+    logits = logits.float()
+    logits.div_(3)
+    return logits
+
+
+def _scaled_under_another_name(logits):
+    other = logits
+    logits *= 0.5
+    return other
+
+
+def _written_under_a_view(logits):
+    view = logits[:, 1:]
+    logits.masked_fill_(torch.arange(40) < 20, -5.0)
+    return view
+
+
+def _written_through_a_view(logits):
+    logits.view(-1, 40)[:, :20] = -5.0
+    return logits
+
+
+def _written_after_a_copy(logits):
+    copies = logits * 2, logits[:, 1:].contiguous()
+    logits[..., :20] = -5.0
+    return torch.cat([copy.reshape(-1, 40) for copy in copies])
+
+
+def _copy_is_written(logits):
+    shifted = logits[:, 1:].contiguous()
+    shifted += torch.arange(40)
+    return logits
+
+
+def _read_without_gradients(logits):
+    with torch.no_grad():
+        logits.argmax(-1)
+    return logits
+
+
+WRITES = (_masked, _divided, _scaled_under_another_name, _written_under_a_view, _written_through_a_view)
+
+
+@pytest.mark.parametrize("do", [*WRITES, _written_after_a_copy, _copy_is_written, _read_without_gradients])
+def test_what_is_written_to_logits_counts(do):
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(16, 40), torch.randn(2, 6, 16, requires_grad=True)
+    found = []
+    for logits in (_deferred(head, hidden), head(hidden)):
+        rows = do(logits).reshape(-1, 40)
+        loss = F.cross_entropy(rows, torch.arange(rows.shape[0]))
+        found.append((loss.detach(), *torch.autograd.grad(loss, hidden)))
+    torch.testing.assert_close(*found)
+
+
+def test_logits_are_not_computed_when_the_forward_has_ended():
+    """Their weights may be others by then, and other ranks may not gather them."""
+    model = _made("llama")
+    hf_zero.shard(model, stage=3, chunked_loss="auto")
+    chunked = chunked_loss_of(model)
+    chunked._max_nbytes = 0
+    logits = model(**_batch()).logits
+    with pytest.raises(UnsupportedError, match="are read .argmax. when its forward has ended"):
+        logits.argmax(-1)
+    for hook in (model.register_forward_pre_hook, model.model.register_forward_pre_hook):
+        handle = hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**_batch())
+        handle.remove()
+        assert isinstance(model(input_ids=_batch()["input_ids"]).logits, torch.Tensor)
+    handle = model.register_forward_pre_hook(_fail, prepend=True)
+    with pytest.raises(ValueError, match="refused"):
+        model(**_batch())
+    handle.remove()
+    assert chunked._depth == 0 and isinstance(model(**_batch()).logits, DeferredLogits)
+
+
+def _interrupt(_module, _args):
+    raise KeyboardInterrupt
+
+
+def _fail(_module, _args):
+    raise ValueError("refused")

@@ -1,6 +1,7 @@
 """Which of a trainer's losses are computed without all logits: those of which nothing else is read."""
 
 import pytest
+import torch
 from transformers import Trainer
 
 import hf_zero
@@ -51,6 +52,25 @@ def test_metrics_get_their_logits(tmp_path, monkeypatch):
 def test_small_logits_are_computed_at_once_by_default(tmp_path, monkeypatch):
     assert hf_zero.ZeroTrainingArguments(str(tmp_path)).zero_chunked_loss == "auto"
     assert _trained(tmp_path, monkeypatch, "auto")[2] == (0, 0)
+    monkeypatch.setattr(chunked_loss, "_largest_block_nbytes", lambda *_: 0)
+    assert _trained(tmp_path, monkeypatch, "auto")[2] == (2, 2)  # large ones are not
+
+
+class Reading:
+    """Reads the logits of the loss that it has computed by Trainer."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        assert isinstance(outputs.logits, torch.Tensor)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_class_above_the_mixin_gets_the_logits_that_it_asks_for(tmp_path):
+    trainer = make(
+        3, tmp_path, models.build("llama"), parts={"eval_dataset": Rows("llama", count=4)}, zero_chunked_loss="on"
+    )
+    trainer.__class__ = type("Reader", (Reading, type(trainer)), {})
+    trainer.evaluate()
 
 
 class OwnLoss(Trainer):
@@ -64,6 +84,9 @@ class OwnLoss(Trainer):
 
 def test_a_loss_of_a_class_of_its_own_keeps_its_logits(tmp_path, monkeypatch):
     assert _trained(tmp_path, monkeypatch, "auto", mixin_on=OwnLoss)[2] == (0, 0)
+    with pytest.raises(ConfigError, match="zero_chunked_loss: compute_loss_func computes the loss from all logits"):
+        parts = {"compute_loss_func": lambda *_, **__: None}
+        make(3, tmp_path, models.build("llama"), zero_chunked_loss="on", parts=parts)
     with pytest.raises(ConfigError, match="OwnLoss computes its loss by a method of its own"):
         make(3, tmp_path, models.build("llama"), mixin_on=OwnLoss, zero_chunked_loss=True)
 
