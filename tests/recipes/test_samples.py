@@ -94,6 +94,7 @@ def test_training_does_not_depend_on_samples(train, tmp_path):
     assert all(tensor.equal(with_samples[name]) for name, tensor in without.items())
 
 
+@pytest.mark.full("slow")
 def test_a_run_that_goes_on_keeps_the_answers_that_it_began_with(train, tiny_llama, tmp_path):
     save = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     train("sft", **save)
