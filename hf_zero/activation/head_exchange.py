@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import lcm
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 import torch.nn.functional as F
@@ -276,25 +276,28 @@ def _attend_whole(function: Callable, module: nn.Module, *args, **kwargs) -> Any
 
 
 class AttentionLookup:
-    """Puts the exchange around what transformers' models look up as their attention, until it is removed. All models
-    share one lookup, so only the first of these changes it, and only the last one that is removed changes it back."""
+    """Puts the exchange around what transformers' models look up as their attention, until it is removed or dropped.
+    All models share one lookup, so only the first of these changes it, and only the last one changes it back."""
 
     _num_users = 0
     _former: Callable | None = None
 
     def __init__(self):
-        self._interface = sys.modules["transformers.modeling_utils"].AttentionInterface
+        interface = sys.modules["transformers.modeling_utils"].AttentionInterface
         if AttentionLookup._num_users == 0:
-            AttentionLookup._former = former = self._interface.get_interface
+            AttentionLookup._former = former = interface.get_interface
 
             def get_interface(registry, *args, **kwargs):
                 function, forward = former(registry, *args, **kwargs), divided_forward()
                 return partial(_attend_whole, function) if forward is None else partial(forward.attend, function)
 
-            self._interface.get_interface = get_interface
+            interface.get_interface = get_interface
         AttentionLookup._num_users += 1
+        self.remove = finalize(self, _put_back, interface)  # it goes with its model, too
+        self.remove.atexit = False
 
-    def remove(self) -> None:
-        AttentionLookup._num_users -= 1
-        if AttentionLookup._num_users == 0:
-            self._interface.get_interface = AttentionLookup._former
+
+def _put_back(interface: Any) -> None:
+    AttentionLookup._num_users -= 1
+    if AttentionLookup._num_users == 0:
+        interface.get_interface = AttentionLookup._former

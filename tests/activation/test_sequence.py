@@ -1,5 +1,7 @@
 """Sequences that several ranks share: loss and gradients are those of one process with the whole sequences."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,6 +101,12 @@ def _refuses() -> None:
     hf_zero.ShardedModel(model).unshard()
     assert AttentionInterface.get_interface is lookup and "forward" not in vars(model.lm_head)
     assert model(**batch).logits.shape[1] == case.length
+    model = build("llama")
+    hf_zero.shard(model, sequence_parallel=2)
+    model(**batch).loss.backward()
+    del model
+    gc.collect()
+    assert AttentionInterface.get_interface is lookup, "a model that is dropped changes nothing for others"
     model = build("llama")
     hf_zero.shard(model, sequence_parallel=2)
     for asked in ("output_hidden_states", "output_router_logits"):

@@ -1,5 +1,6 @@
 """Compiled blocks: the engine's hooks stay outside of the graphs, of which there is one for each kind of block."""
 
+import gc
 from contextlib import nullcontext
 from functools import partial
 
@@ -26,6 +27,7 @@ def watch_graphs() -> dict:
     """Forgets all graphs, and returns what torch counts from now on."""
     from torch._dynamo.utils import counters
 
+    gc.collect()  # models that were left in cycles take what they have changed for all with them
     torch._dynamo.reset()
     counters.clear()
     return counters
