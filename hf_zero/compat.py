@@ -1,8 +1,9 @@
-"""Checks that overridden methods of other libraries still exist, with the parameters that are used."""
+"""What depends on other libraries: whether overridden methods still exist there, and whose models are theirs."""
 
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -101,3 +102,8 @@ def _versions(base: type) -> str:
     names = ("transformers", "accelerate", base.__module__.partition(".")[0])
     installed = metadata.packages_distributions()
     return " and ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys(names) if name in installed)
+
+
+def is_pretrained(module: object) -> bool:
+    """Whether this is a model of transformers, which is not imported to find that out."""
+    return isinstance(module, getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ()))

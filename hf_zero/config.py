@@ -81,8 +81,9 @@ REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # In how many bits parameters may be gathered.
 GATHER_DTYPES = {"int8": torch.int8}
 
-# What is done about gradients that are not finite.
+# Whether a loss is computed for a part of the vocabulary at a time.
 CHUNKED_LOSS = {name: name for name in ("auto", "on", "off")}
+# What is done about gradients that are not finite.
 NONFINITE = {name: name for name in ("stop", "skip", "ignore")}
 
 

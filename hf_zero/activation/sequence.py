@@ -11,7 +11,6 @@ gradients of a parameter, averaged over all ranks, are then those of ranks that 
 """
 
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +34,8 @@ from hf_zero.activation.head_exchange import (
     refuse_undivided_heads,
 )
 from hf_zero.comm import Comm
+from hf_zero.comm.groups import refuse_no_divisor
+from hf_zero.compat import is_pretrained
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.hooks import tensors_in
 from hf_zero.engine.partition import partition
@@ -108,18 +109,12 @@ def refuse_group_size(num_parts: int, num_ranks: int, name: str = "sequence_para
     """
     if num_parts < 1:
         raise ConfigError(f"{name}: {num_parts} is no number of ranks; give 1 or more")
-    if num_ranks % num_parts:
-        fitting = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
-        raise ConfigError(
-            f"{name}: {num_ranks} rank{'s' if num_ranks > 1 else ''} cannot form groups of {num_parts}; give a "
-            f"divisor of {num_ranks} ({fitting}), or start more ranks"
-        )
+    refuse_no_divisor(num_parts, num_ranks, name, "or start more ranks")
 
 
 def _language_model(model: nn.Module) -> Any:
     """Returns the outermost model of transformers: the model itself, or the one in an adapter's."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    return next((module for module in model.modules() if isinstance(module, kind)), None)
+    return next(filter(is_pretrained, model.modules()), None)
 
 
 class SequenceParallel(Uncopyable):

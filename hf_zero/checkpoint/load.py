@@ -16,7 +16,6 @@ from hf_zero.checkpoint.names import (
     Origin,
     Origins,
     SavedTensor,
-    is_pretrained,
     origins_by_name,
     origins_in,
     renamed,
@@ -27,6 +26,7 @@ from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.checkpoint.trace import within
 from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
 from hf_zero.comm.agreement import run_on_all_ranks
+from hf_zero.compat import is_pretrained
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
 

@@ -7,7 +7,6 @@ only moves runs of elements, every rank reads and writes those that it holds. Th
 """
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.format import TensorEntry
 from hf_zero.checkpoint.trace import Computation, Run, Trace
+from hf_zero.compat import is_pretrained
 from hf_zero.engine import ParamInfo
 from hf_zero.errors import CheckpointError
 
@@ -232,12 +232,6 @@ def origin_of(trace: Trace, tensor: Tensor) -> Origin:
     """Returns the origin of a traced tensor."""
     runs = trace.runs_of(tensor)
     return Origin((), trace.computation_of(tensor)) if runs is None else Origin(runs)
-
-
-def is_pretrained(model: nn.Module) -> bool:
-    """Whether a model is one of transformers, whose checkpoints may need conversion."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def _conversions_of(model: nn.Module) -> list:

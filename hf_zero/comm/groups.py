@@ -60,13 +60,30 @@ def refuse_uneven(shard_size: int | str | None, num_ranks: int, name: str = "sha
     Raises:
         `ConfigError`: naming the sizes that fit.
     """
-    if shard_size in (None, "auto") or num_ranks % int(shard_size) == 0:
-        return
-    fitting = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
-    raise ConfigError(
-        f"{name}: {num_ranks} rank{'s' if num_ranks > 1 else ''} cannot form groups of {shard_size}; give a divisor "
-        f"of {num_ranks} ({fitting}), auto for the ranks of one host, or leave it out to shard over all"
-    )
+    if shard_size not in (None, "auto"):
+        refuse_no_divisor(
+            int(shard_size), num_ranks, name, "auto for the ranks of one host, or leave it out to shard over all"
+        )
+
+
+def refuse_no_divisor(size: int, num_ranks: int, name: str, otherwise: str) -> None:
+    """Refuses a size of groups that does not divide the ranks.
+
+    Args:
+        size (`int`): ranks of a group.
+        num_ranks (`int`): all data-parallel ranks.
+        name (`str`): of the setting, for the message.
+        otherwise (`str`): what else to do, for the message.
+
+    Raises:
+        `ConfigError`: naming the sizes that fit.
+    """
+    if num_ranks % size:
+        fitting = ", ".join(str(each) for each in range(1, num_ranks + 1) if num_ranks % each == 0)
+        raise ConfigError(
+            f"{name}: {num_ranks} rank{'s' if num_ranks > 1 else ''} cannot form groups of {size}; give a divisor of "
+            f"{num_ranks} ({fitting}), {otherwise}"
+        )
 
 
 def groups_of(group: dist.ProcessGroup, shard_size: int, timeout_seconds: float) -> dict[str, dist.ProcessGroup]:

@@ -10,7 +10,6 @@ ranks, nor on the order in which parameters are read.
 
 import hashlib
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_zero.compat import is_pretrained
 from hf_zero.engine.source import set_source, source_of
 from hf_zero.errors import UnsupportedError
 
@@ -157,8 +157,7 @@ def draw_seed() -> int:
 def warn_of_constructors(model: nn.Module) -> None:
     """Says of a model that is not transformers' that its constructors' own values are not known. transformers' models
     set all in `_init_weights`."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    if not isinstance(model, kind):
+    if not is_pretrained(model):
         logger.warning(
             "hf_zero: the model was built on the meta device: values that its constructors set by themselves are not "
             "known there, and what `reset_parameters` and `_init_weights` set counts; move such values into these"

@@ -17,10 +17,8 @@ from typing import Protocol
 from hf_zero.comm import Pending
 
 
-COMPUTE, EXCHANGE, ACROSS, AVERAGE, UP, DOWN, HOST = (
-    *("compute", "exchange", "across", "average", "up", "down"),
-    "host",
-)
+COMPUTE, EXCHANGE, ACROSS, AVERAGE = "compute", "exchange", "across", "average"
+UP, DOWN, HOST = "up", "down", "host"
 # Of averages over several shard groups: what goes among the ranks that hold the same shard.
 ALL_REDUCE = "all_reduce"
 # In which lane work of a kind is done, where that has another name.
