@@ -3,13 +3,14 @@
 import secrets
 import shutil
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
-from transformers.utils import PROCESSOR_NAME
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
 
 from hf_zero.checkpoint.folders import remove_replaced, sync_all, sync_path, take_name
 from hf_zero.checkpoint.table import ChecksumTable
@@ -84,7 +85,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _tokenizer(adapter: Path, source: str):
-    """Loads the tokenizer or processor of the adapter, or that of the base model; `None` if neither has one."""
+    """Loads the tokenizer or processor, of texts or images, of the adapter, or that of the base model; `None` if
+    neither has one."""
     with quiet():
         if (adapter / PROCESSOR_NAME).is_file():
             with one_line(adapter, "loading the processor"):
@@ -92,10 +94,13 @@ def _tokenizer(adapter: Path, source: str):
         if (adapter / "tokenizer_config.json").is_file():
             with one_line(adapter, "loading the tokenizer"):
                 return AutoTokenizer.from_pretrained(adapter)
-        try:
-            return AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError, KeyError):
-            return None  # the base model has none: its inputs are no text
+        if (adapter / IMAGE_PROCESSOR_NAME).is_file():
+            with one_line(adapter, "loading the image processor"):
+                return AutoImageProcessor.from_pretrained(adapter)
+        for kind in (AutoTokenizer, AutoImageProcessor):
+            with suppress(OSError, ValueError, KeyError):
+                return kind.from_pretrained(source)
+    return None  # the base model has none: its inputs are neither text nor images
 
 
 def _publish(model: PreTrainedModel, tokenizer, output: Path) -> None:

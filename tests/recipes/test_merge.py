@@ -6,7 +6,15 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
 
 from hf_zero.recipes.cli import main
 
@@ -66,6 +74,21 @@ def test_the_merged_model_computes_what_the_adapted_one_does(merge, trained, tmp
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("the soup").input_ids
     assert "6 of" in said  # query and value of two layers, weight and bias of the head
+
+
+@pytest.mark.parametrize("whose", ["base", "adapter"])
+@pytest.mark.full("more cases", after=1)
+def test_a_model_of_images_keeps_its_processor(whose, tmp_path, capsys):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    base = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes))
+    base.save_pretrained(tmp_path / "base")
+    base = ViTForImageClassification.from_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["classifier"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.25] * 3).save_pretrained(tmp_path / whose)
+    assert main(["merge", str(tmp_path / "adapter"), f"--output_dir={tmp_path / 'out'}"]) == 0, capsys.readouterr()
+    found = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    assert found.size["height"] == 8 and list(found.image_mean) == [0.25] * 3
 
 
 def test_the_merged_model_is_verified(merge, tmp_path, capsys):
