@@ -22,7 +22,8 @@ from hf_zero.recipes.data.rows import RowRange, Rows
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing
-from hf_zero.recipes.loading import check_model, check_positions, num_positions, resolve_model
+from hf_zero.recipes.language_models import config_of
+from hf_zero.recipes.loading import check_model, check_positions, positions_of, resolve_model
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.page import memory_table
@@ -96,7 +97,7 @@ def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
         _inputs(first, arguments)
     check_model(arguments)
     if arguments.max_length != Arguments.max_length:  # the default is cut to what the model takes
-        check_positions(arguments, arguments.max_length)
+        check_positions(arguments.model_name_or_path, positions_of(config_of(arguments)), arguments.max_length)
 
 
 def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
@@ -108,7 +109,8 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
     """
     with training.main_process_first():
         rows, test_rows = _load_rows(arguments)
-    arguments = replace(arguments, max_length=min(arguments.max_length, num_positions(arguments) or sys.maxsize))
+    most = positions_of(config_of(arguments)) or sys.maxsize
+    arguments = replace(arguments, max_length=min(arguments.max_length, most))
     inputs, bad = _inputs(rows, arguments), BadRows(arguments.skip_bad_rows)
     if training.train_sampling_strategy == "group_by_length" and not inputs.has_lengths:
         raise ConfigError("train_sampling_strategy group_by_length: images have no length; leave it out")

@@ -4,7 +4,7 @@ To go on, it has to be the same run, by its settings and by the config of its mo
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,9 @@ from hf_zero.recipes.artifacts import (
     WEIGHTS,
     configuration_of,
 )
+from hf_zero.recipes.language_models import config_of, named_model
 from hf_zero.recipes.lm_evaluation import LmEvalArguments
-from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, load_config, resolve_model
+from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, load_config
 from hf_zero.recipes.metrics import LOG_NAME, read_log
 from hf_zero.recipes.settings import AUTO, NEVER, Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
@@ -92,12 +93,12 @@ def check_resume(settings: Settings) -> None:
 
 
 def _check_model_stays(settings: Settings, folder: Path) -> None:
-    model, with_model = settings.arguments.model_name_or_path or "", not settings.overwrite_output_dir
+    (key, model), with_model = named_model(settings.arguments), not settings.overwrite_output_dir
     path = Path(model).expanduser().resolve()
     moved = {left.resolve() for left in left_in(folder, with_model=with_model)}
     if moved.intersection((path, *path.parents)) or with_model and path == folder.resolve():
         raise ConfigError(
-            f"model_name_or_path {model!r}: lies in output_dir {str(folder)!r}, whose checkpoints and model --resume "
+            f"{key} {model!r}: lies in output_dir {str(folder)!r}, whose checkpoints and model --resume "
             "never moves away; give another output_dir"
         )
 
@@ -350,10 +351,10 @@ def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:
 def _difference(arguments: Any, checkpoint: Path) -> str | None:
     if (checkpoint / ADAPTER_CONFIG_NAME).is_file():
         return _of_adapter(arguments, checkpoint)
-    before = _config(str(checkpoint)) if (checkpoint / "config.json").is_file() else None
+    before = _config(partial(load_config, str(checkpoint))) if (checkpoint / "config.json").is_file() else None
     if before is not None and arguments.use_peft:
         return "it is no adapter, and use_peft trains one"
-    now = before and _config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
+    now = before and _config(partial(config_of, arguments))
     if not before or not now:
         return None
     text = now.get_text_config()
@@ -374,9 +375,9 @@ def _of_adapter(arguments: Any, checkpoint: Path) -> str | None:
     return None if rank == arguments.lora_r else in_words(("lora_r", arguments.lora_r, rank))
 
 
-def _config(path: str, revision: str | None = None) -> PretrainedConfig | None:
+def _config(load: Callable[[], PretrainedConfig]) -> PretrainedConfig | None:
     try:
-        return load_config(path, revision)
+        return load()
     except ConfigError:
         return None
 

@@ -1,8 +1,12 @@
 """Language models: the keys that say which one is loaded and how, and loading it."""
 
+import inspect
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
@@ -16,13 +20,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes import loading
-from hf_zero.recipes.loading import quiet, resolve_model
+from hf_zero.recipes.loading import DTYPES, check_model, load_config, quiet, resolve_config, resolve_model
 from hf_zero.recipes.lora import QuantizationArguments, quantization_of
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.trainer import ZeroTrainingArguments
 
 
-DTYPES = ("float32", "bfloat16", "float16", "auto")
+PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask keeps apart
 
 
 @dataclass
@@ -38,14 +42,78 @@ class LoadArguments(QuantizationArguments, SourceArguments):
     )
 
 
+@dataclass
+class NewModelArguments(LoadArguments):
+    """Keys of a task that may begin with a new model, under the names of transformers' `run_clm.py`."""
+
+    config_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "A config (a file, a folder or a hub id) of which a new model with random weights is made, in "
+            "place of model_name_or_path."
+        },
+    )
+    config_overrides: str | None = field(
+        default=None,
+        metadata={"help": "What is changed in this config, such as num_hidden_layers=4,hidden_size=256."},
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "A folder or hub id: the tokenizer of the new model."}
+    )
+
+
+def named_model(arguments: SourceArguments) -> tuple[str, str]:
+    """Returns the key that names the model, or the config of which a new one is made, and the name."""
+    if isinstance(arguments, NewModelArguments) and arguments.config_name:
+        return "config_name", arguments.config_name
+    return "model_name_or_path", arguments.model_name_or_path or ""
+
+
+def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
+    """Refuses a model that is missing, a dtype that there is not, and a new model that cannot be made.
+
+    Args:
+        arguments ([`LoadArguments`]): As parsed.
+        use_peft (`bool`): Whether an adapter is trained.
+
+    Raises:
+        ConfigError: saying so.
+        CheckpointError: as for `check_model`.
+    """
+    check_dtype(arguments)
+    if named_model(arguments)[0] == "config_name":
+        _check_new(arguments, use_peft)
+        return
+    for name in ("config_overrides", "tokenizer_name"):
+        if getattr(arguments, name, None):
+            raise ConfigError(f"{name}: is that of a new model; give config_name too, or leave it out")
+    check_model(arguments)
+
+
+def _check_new(arguments: Any, use_peft: bool) -> None:
+    for name in ("model_name_or_path", "model_revision"):
+        if value := getattr(arguments, name):
+            raise ConfigError(f"config_name and {name} {value!r}: a new model has random weights; give one of them")
+    if use_peft:
+        raise ConfigError("use_peft: an adapter is trained on a model with weights, and config_name makes a new one")
+    if not arguments.tokenizer_name:
+        raise ConfigError("tokenizer_name: not set; name the tokenizer of the new model, a folder or hub id")
+    size, found = config_of(arguments).get_text_config().vocab_size, len(load_tokenizer(arguments))
+    if found > size:
+        raise ConfigError(
+            f"tokenizer_name {arguments.tokenizer_name}: has {found} tokens, the new model {size}; give "
+            f"--config_overrides vocab_size={found}, or more"
+        )
+
+
 def check_dtype(arguments: LoadArguments) -> None:
     """Refuses a dtype that there is not.
 
     Raises:
         ConfigError: naming those that there are.
     """
-    if arguments.dtype not in DTYPES:
-        raise ConfigError(f"dtype {arguments.dtype!r}: expected one of {', '.join(DTYPES)}")
+    if arguments.dtype not in (*DTYPES, "auto"):
+        raise ConfigError(f"dtype {arguments.dtype!r}: expected one of {', '.join((*DTYPES, 'auto'))}")
 
 
 def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
@@ -54,7 +122,10 @@ def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: it does not load, or has no such token.
     """
-    path = resolve_model(arguments.model_name_or_path)
+    if isinstance(arguments, NewModelArguments) and arguments.tokenizer_name:
+        path = str(Path(arguments.tokenizer_name).expanduser())
+    else:
+        path = resolve_model(arguments.model_name_or_path)
     return _with_end(path, loading.load_tokenizer(path, arguments.model_revision))
 
 
@@ -65,12 +136,35 @@ def _with_end(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeni
 
 
 def config_of(arguments: SourceArguments) -> PretrainedConfig:
-    """The config of the model that the arguments name.
+    """The config of the model that the arguments name, or of a new one.
 
     Raises:
-        ConfigError: it does not load.
+        ConfigError: it does not load, or cannot be changed so.
     """
-    return loading.load_config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
+    key, name = named_model(arguments)
+    if key != "config_name":
+        return load_config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
+    path = resolve_config(name, key)
+    config, overrides = load_config(path), getattr(arguments, "config_overrides", None)
+    if overrides:
+        config = _changed(config, path, overrides)
+    config._name_or_path = ""  # or the model would pass for one that was fine-tuned
+    return config
+
+
+def _changed(config: PretrainedConfig, path: str, overrides: str) -> PretrainedConfig:
+    """The same, as if its file said something else: what follows from a value follows from the new one."""
+    try:
+        config.update_from_string(overrides)  # which knows the kind of each value
+        keys = [pair.partition("=")[0] for pair in overrides.split(",")]
+        stored, _ = PretrainedConfig.get_config_dict(path)
+        if "num_hidden_layers" in keys:
+            stored.pop("layer_types", None)
+        changed = {config.attribute_map.get(key, key): getattr(config, key) for key in keys}
+        return type(config).from_dict({**stored, **changed})
+    except (ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config_overrides {overrides!r}: {reason}; write key=value,key=value") from error
 
 
 def takes_images(config: PretrainedConfig) -> bool:
@@ -126,17 +220,33 @@ def load_language_model(
     Raises:
         ConfigError: it does not load as such a model, or does not fit the tokenizer.
     """
-    path = resolve_model(arguments.model_name_or_path)
+    key, path = named_model(arguments)
+    options = {**load_options(arguments, training), **options}
     with quiet():
         try:
-            model = load_pretrained(auto_class, path, **load_options(arguments, training), **options)
+            if key == "config_name":
+                model = _new_model(auto_class, config_of(arguments), tokenizer, **options)
+            else:
+                path = resolve_model(path)
+                model = load_pretrained(auto_class, path, **options)
         except (CheckpointError, ConfigError):
             raise
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except (OSError, ValueError, RuntimeError, ImportError, AssertionError, TypeError) as error:
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise ConfigError(f"{path}: does not load as {what} ({reason})") from error
-    check_vocabulary(model, arguments.model_name_or_path, tokenizer)
+    check_vocabulary(model, named_model(arguments)[1], tokenizer)
     return model
+
+
+def _new_model(
+    auto_class: Any, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str, **options: Any
+) -> PreTrainedModel:
+    """A model without data, which gets its random weights when it is sharded."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config.get_text_config(), name, getattr(tokenizer, name))
+    kind = (config.dtype or torch.float32) if dtype == "auto" else DTYPES[dtype]
+    with torch.device("meta"):
+        return auto_class.from_config(config, dtype=kind, **options)
 
 
 def load_options(arguments: LoadArguments, training: ZeroTrainingArguments) -> dict[str, Any]:
@@ -164,3 +274,23 @@ def check_vocabulary(model: PreTrainedModel, name: str, tokenizer: PreTrainedTok
             f"{name}: its tokenizer has {len(tokenizer)} tokens, the model {num_embeddings}; "
             "give the tokenizer that belongs to it"
         )
+
+
+def check_packing(model: PreTrainedModel) -> None:
+    """Refuses a model whose layers would let the rows of one sequence see each other.
+
+    Raises:
+        ConfigError: naming the model, and what about it.
+    """
+    text_config = model.config.get_text_config()
+    odd = set(getattr(text_config, "layer_types", None) or ()) - set(PACKABLE)
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    if odd:
+        reason = f"its layers of {min(odd)} carry a state from row to row"
+    elif "position_ids" not in inspect.signature(model.forward).parameters or "create_causal_mask" not in source:
+        reason = "it makes its attention mask without looking at the positions"
+    else:
+        return
+    raise ConfigError(
+        f"packing: {type(model).__name__} cannot keep the rows of a sequence apart: {reason}; leave it out"
+    )

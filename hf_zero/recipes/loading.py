@@ -194,18 +194,6 @@ def load_config(path: str, revision: str | None = None) -> PretrainedConfig:
         ) from error
 
 
-def num_positions(arguments: SourceArguments) -> int | None:
-    """Returns how many positions a model has, or `None` if there is no limit.
-
-    Args:
-        arguments ([`SourceArguments`]): with the name of the model.
-
-    Raises:
-        ConfigError: its config does not load.
-    """
-    return positions_of(load_config(resolve_model(arguments.model_name_or_path), arguments.model_revision))
-
-
 def positions_of(config: PretrainedConfig) -> int | None:
     """Returns how many positions a model of this config has, or `None` if there is no limit."""
     text = config.get_text_config()
@@ -215,22 +203,19 @@ def positions_of(config: PretrainedConfig) -> int | None:
     return found - (text.pad_token_id or 0) - 1 if text.model_type in BEHIND_PADDING else found
 
 
-def check_positions(arguments: SourceArguments, max_length: int | None) -> None:
-    """Refuses rows that are longer than the model takes.
+def check_positions(name: str, limit: int | None, max_length: int | None) -> None:
+    """Refuses rows that are longer than a model takes.
 
     Args:
-        arguments ([`SourceArguments`]): with the name of the model.
+        name (`str`): of the model.
+        limit (`int`, *optional*): how many positions it has.
         max_length (`int`, *optional*): of the rows, in tokens.
 
     Raises:
         ConfigError: naming both.
     """
-    limit = num_positions(arguments)
     if limit is not None and max_length is not None and max_length > limit:
-        raise ConfigError(
-            f"max_length {max_length}: {arguments.model_name_or_path} has {limit} positions; set --max_length {limit} "
-            "or less"
-        )
+        raise ConfigError(f"max_length {max_length}: {name} has {limit} positions; set --max_length {limit} or less")
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:

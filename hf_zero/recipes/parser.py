@@ -27,7 +27,6 @@ def _called(name: str, others: str, remark: str = "") -> dict[str, str]:
 COMMANDS: dict[str, str] = {
     "distillation": "it is called distill here",
     "ppo": "is not supported; the nearest are grpo and rloo",
-    "orpo": "is not supported; the nearest is dpo",
     "train": "name what is trained, such as sft, dpo or classify",
     "launch": "name a task; --num_processes starts its processes",
     "export": "a run leaves a folder that from_pretrained loads; merge makes one of an adapter and its base model",

@@ -133,10 +133,7 @@ def make_parser(task: str) -> Parser:
     Returns:
         [`Parser`]: It knows `--config`, `--num_processes`, the task's arguments and all training arguments.
     """
-    return _parser(task, TASKS[task].load())
-
-
-def _parser(task: str, module: Any) -> Parser:
+    module = TASKS[task].load()
     parser = parser_for(task, TASKS[task].summary, (LaunchArguments, module.Arguments, module.Training))
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
     parser.set_defaults(**getattr(module, "defaults", {}))
@@ -159,12 +156,8 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
     Raises:
         ConfigError: If a key is unknown (the nearest known one is named) or a value does not parse.
     """
-    return _parsed(task, TASKS[task].load(), argv, is_here=is_here)
-
-
-def _parsed(task: str, module: Any, argv: list[str], *, is_here: bool = True) -> Settings:
-    own_arguments, training = module.Arguments, module.Training
-    values = _parser(task, module).values(argv)
+    parser = make_parser(task)
+    values, (_, own_arguments, training) = parser.values(argv), parser.kinds
     if len(values["report_to"]) == 1:
         values["report_to"] = values["report_to"][0]
     if values["task"] not in (None, task):
@@ -227,8 +220,7 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     Raises:
         HfZeroError: As the checks of the settings below raise it, and the task's own.
     """
-    module = TASKS[task].load()
-    settings = _parsed(task, module, argv)
+    settings = parse_settings(task, argv)
     launched = launched_world_size(settings.num_processes)
     # where only rows are made ready, nothing is left in output_dir
     check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
@@ -241,7 +233,7 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
         raise ConfigError(f"samples {samples}: expected 0 or more")
     if not TASKS[task].holds_out:
         check_test_set(settings)
-    module.check(settings.arguments, settings.training)
+    TASKS[task].load().check(settings.arguments, settings.training)
     if not settings.arguments.use_peft:
         check_file_sizes(settings.arguments.model_name_or_path)
     return replace(settings, launched=launched)

@@ -1,8 +1,6 @@
 """The tasks that TRL's `SFTTrainer` trains: `sft`, on prompts, chats or texts, and `pretrain`, on texts in blocks."""
 
-import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -15,12 +13,7 @@ import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from torch import nn
-from transformers import (
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import SFTTrainer
 
 from hf_zero.compat import check_overrides
@@ -31,7 +24,14 @@ from hf_zero.recipes.data.formats import FORMAT_NAMES, LABELS, MASKS, Format, ch
 from hf_zero.recipes.data.image_rows import ImageFormat, with_images, without_images
 from hf_zero.recipes.data.images import check_pillow, image_column
 from hf_zero.recipes.data.rows import IGNORED, cut_note, plural
-from hf_zero.recipes.language_models import config_of, load_language_model, load_processor, takes_images
+from hf_zero.recipes.language_models import (
+    NewModelArguments,
+    check_packing,
+    config_of,
+    load_language_model,
+    load_processor,
+    takes_images,
+)
 from hf_zero.recipes.token_batches import Metrics, token_means, with_pixels, with_rows
 from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask
 from hf_zero.recipes.user_code import check_function, metrics_of
@@ -40,7 +40,6 @@ from hf_zero.trl import ZeroSFTTrainer
 
 REPEATED = re.compile(r"(<[^<>]+>)\1{3,}")  # the tokens of an image
 PLAIN = ("text", "tokenized")  # formats of `pretrain`
-PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask keeps apart
 
 
 @dataclass
@@ -64,6 +63,11 @@ class SftArguments(TokenArguments):
     dataset_format: str | None = field(
         default=None, metadata={"help": f"One of {', '.join(FORMAT_NAMES)}; by default the one that the columns fit."}
     )
+
+
+@dataclass
+class PretrainArguments(NewModelArguments, TokenArguments):
+    """What `pretrain` takes beside the configuration of its trainer."""
 
 
 class TokenMeanSFTTrainer(ZeroSFTTrainer):
@@ -358,26 +362,6 @@ def _check_marks(tokenizer: ProcessingClass) -> None:
         ) from error
 
 
-def check_packing(model: PreTrainedModel) -> None:
-    """Refuses a model whose layers would let the rows of one sequence see each other.
-
-    Raises:
-        ConfigError: naming the model, and what about it.
-    """
-    text_config = model.config.get_text_config()
-    odd = set(getattr(text_config, "layer_types", None) or ()) - set(PACKABLE)
-    source = inspect.getsource(sys.modules[type(model).__module__])
-    if odd:
-        reason = f"its layers of {min(odd)} carry a state from row to row"
-    elif "position_ids" not in inspect.signature(model.forward).parameters or "create_causal_mask" not in source:
-        reason = "it makes its attention mask without looking at the positions"
-    else:
-        return
-    raise ConfigError(
-        f"packing: {type(model).__name__} cannot keep the rows of a sequence apart: {reason}; leave it out"
-    )
-
-
 def _loss_line(metrics: Mapping[str, float]) -> str:
     return f"loss {metrics['eval_loss']:.4f} a token"
 
@@ -396,4 +380,4 @@ SFT = SftTask(
     parts=_parts,
     defaults={"assistant_only_loss": None},
 )
-PRETRAIN = replace(SFT, Arguments=TokenArguments, defaults={"packing": True, "packing_strategy": "wrapped"})
+PRETRAIN = replace(SFT, Arguments=PretrainArguments, defaults={"packing": True, "packing_strategy": "wrapped"})

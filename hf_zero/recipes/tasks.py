@@ -65,7 +65,7 @@ TASKS: dict[str, Task] = {
         "fine-tune a model to tell classes of texts or images apart", "hf_zero.recipes.classify", holds_out=True
     ),
     "sft": Task("fine-tune a language model on prompts, chats or texts", "hf_zero.recipes.sft:SFT"),
-    "pretrain": Task("train a language model further on plain texts", "hf_zero.recipes.sft:PRETRAIN"),
+    "pretrain": Task("train a language model on plain texts, further or anew", "hf_zero.recipes.sft:PRETRAIN"),
     "dpo": Task("teach a language model which of two answers to prefer", "hf_zero.recipes.trl_tasks:DPO"),
     "orpo": Task(
         "teach a language model to answer, and which of two answers to prefer", "hf_zero.recipes.reference_free:ORPO"

@@ -34,9 +34,16 @@ from hf_zero.recipes.data.preferences import Answers, format_of
 from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.data.sources import Stream, check_stream, quiet_datasets
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing
-from hf_zero.recipes.language_models import LoadArguments, check_dtype, load_language_model, load_tokenizer
+from hf_zero.recipes.language_models import (
+    LoadArguments,
+    check_language_model,
+    config_of,
+    load_language_model,
+    load_tokenizer,
+    named_model,
+)
 from hf_zero.recipes.lm_evaluation import LmEvalArguments, check_lm_eval
-from hf_zero.recipes.loading import check_model, check_positions, num_positions
+from hf_zero.recipes.loading import check_positions, positions_of
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.tasks import SampleArguments
@@ -153,7 +160,6 @@ class TrlTask:
         check_adapter(arguments)
         check_freezing(arguments, use_peft=arguments.use_peft)
         check_quantization(arguments, use_peft=arguments.use_peft)
-        check_dtype(arguments)
         check_lm_eval(arguments, writes_text=self.peft_task == "CAUSAL_LM")
         if (template := _template_path(arguments, training)) is not None:
             read_template(template)
@@ -162,15 +168,13 @@ class TrlTask:
         if self.generates and arguments.dataset_streaming:
             raise ConfigError("dataset_streaming: prompts are drawn several times each; leave it out")
         check_stream(arguments, training)
-        check_model(arguments)
+        check_language_model(arguments, use_peft=arguments.use_peft)
+        (_, name), limit = named_model(arguments), positions_of(config_of(arguments))
         if not self.generates:
-            check_positions(arguments, training["max_length"])
-        elif (limit := num_positions(arguments)) is not None and (
-            length := training["max_completion_length"]
-        ) >= limit:
+            check_positions(name, limit, training["max_length"])
+        elif limit is not None and (length := training["max_completion_length"]) >= limit:
             raise ConfigError(
-                f"max_completion_length {length}: {arguments.model_name_or_path} has {limit} positions for prompt and "
-                "answer; set less"
+                f"max_completion_length {length}: {name} has {limit} positions for prompt and answer; set less"
             )
 
     def _check_training(self, training: Mapping[str, Any]) -> None:

@@ -106,8 +106,9 @@ ADDED = {
     *("samples", "freeze", "unfreeze", "preprocess", "datasets", "dataset_mixing", "dataset_stopping_strategy"),
 }
 REWARDED = {"reward_funcs", "reward_model_name_or_path"}  # of TRL's scripts for them
+NEW = ("config_name", "config_overrides", "tokenizer_name")  # of transformers' run_clm.py
 ADDED_BY_TASK = {
-    **{"sft": {"dataset_format", "compute_metrics"}, "pretrain": {"compute_metrics"}, "reward": set()},
+    **{"sft": {"dataset_format", "compute_metrics"}, "pretrain": {"compute_metrics", *NEW}, "reward": set()},
     **dict.fromkeys(("dpo", "orpo", "simpo", "kto", "distill"), {"chat_template_path"}),
     **dict.fromkeys(("grpo", "rloo"), REWARDED | {"chat_template_path"}),
 }
