@@ -119,7 +119,10 @@ _KINDS = {
     "shard_size": (Integral | str | None, "a whole number, auto, or None"),
     "offload_dir": (str | os.PathLike | None, "the path of a folder, or None"),
     **dict.fromkeys(
-        ("shared_memory", "separate_reductions", "partition_activations", "offload_activations", "strict"),
+        (
+            *("shared_memory", "separate_reductions", "secondary_shard", "partition_activations"),
+            *("offload_activations", "strict"),
+        ),
         (bool, "True or False"),
     ),
 }
@@ -156,6 +159,9 @@ class ZeroConfig:
         shard_size (`int` or `str`, *optional*): over how many neighbouring ranks the model is sharded. The groups of
             so many hold the same (MiCS, arXiv 2205.00119): gathers stay within them, at the cost of memory. "auto":
             the ranks of one host; `None`: all ranks. On NCCL it needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
+        secondary_shard (`bool`): at stage 3 keeps a second copy of the compute copies, divided over the ranks of each
+            host, so that gathers leave the host only once after an update (hpZ of ZeRO++, arXiv 2306.10209, section
+            3.2). Where nothing leaves a host it does nothing. On NCCL it needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         offload (`str`): what rests in the host's memory: "none"; "optimizer": masters, optimizer state and reduced
             gradients (ZeRO-Offload, arXiv 2101.06840); "params": at stage 3 the parameters too (ZeRO-Infinity,
             arXiv 2104.07857).
@@ -191,6 +197,7 @@ class ZeroConfig:
     shared_memory: bool = True
     separate_reductions: bool = False
     shard_size: int | str | None = None
+    secondary_shard: bool = False
     offload: str = "none"
     offload_fraction: float = 1.0
     offload_dir: str | None = None
@@ -229,6 +236,7 @@ class ZeroConfig:
         self._check_shard_size()
         self._check_gather_dtype()
         self._check_offload()
+        self._check_secondary_shard()
 
     def _check_kinds(self) -> None:
         for name, (kind, expected) in _KINDS.items():
@@ -258,6 +266,20 @@ class ZeroConfig:
                 f"gather_dtype: says how parameters are gathered for each use, and with {found} they are not; use "
                 "stage 3 over several ranks, or leave it out"
             )
+
+    def _check_secondary_shard(self) -> None:
+        reasons = {
+            f"stage {self.stage} gathers nothing for use; use stage 3, or leave it out": self.stage != 3,
+            f"with shard_size {self.shard_size} no gather leaves a host; leave one of the two out": (
+                self.shard_size in ("auto", 1)
+            ),
+            "it rests on the device, where offload 'params' leaves nothing; offload 'optimizer', or leave it out": (
+                self.offload == "params"
+            ),
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if self.secondary_shard and reason is not None:
+            raise ConfigError(f"secondary_shard: {reason}")
 
     def _check_offload(self) -> None:
         choose("offload", self.offload, OFFLOADS)
@@ -310,6 +332,7 @@ class ZeroSettings(TypedDict, total=False):
     shared_memory: bool
     separate_reductions: bool
     shard_size: int | str | None
+    secondary_shard: bool
     offload: str
     offload_fraction: float
     offload_dir: str | None

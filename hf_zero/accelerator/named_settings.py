@@ -48,6 +48,7 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
     zero_shared_memory: bool
     zero_separate_reductions: bool
     zero_shard_size: int | str | None
+    zero_secondary_shard: bool
     zero_offload: str
     zero_offload_fraction: float
     zero_offload_dir: str | None

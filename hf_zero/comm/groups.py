@@ -6,6 +6,7 @@ there, and the shards, an Nth of the model for groups of N, are all-reduced acro
 FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2).
 """
 
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,8 @@ from hf_zero.errors import ConfigError
 
 # Of each process group: this rank's shard group and replicate group, by the size of the former.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dict[str, dist.ProcessGroup]]] = WeakKeyDictionary()
+# Of each process group: its ranks on this rank's host.
+_BESIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def shard_size_of(group: dist.ProcessGroup, shard_size: int | str | None) -> int:
@@ -47,6 +50,20 @@ def ranks_of_a_host(hosts: list[str]) -> int:
     parts = [hosts[start : start + size] for start in range(0, len(hosts), size)]
     is_even = all(len(part) == size and len(set(part)) == 1 for part in parts) and len(parts) == len(set(hosts))
     return size if is_even and size > 1 else len(hosts)
+
+
+def ranks_beside(rank: int, hosts: list[str]) -> list[int] | None:
+    """Returns the ranks on the host of one of them, itself included; `None` where all are on one host, and where hosts
+    have not as many ranks, two or more.
+
+    Args:
+        rank (`int`): the one.
+        hosts (`list[str]`): the host of each rank.
+    """
+    sizes = Counter(hosts)
+    if len(sizes) == 1 or len(set(sizes.values())) > 1 or sizes[hosts[rank]] == 1:
+        return None
+    return [other for other, host in enumerate(hosts) if host == hosts[rank]]
 
 
 def refuse_uneven(shard_size: int | str | None, num_ranks: int, name: str = "shard_size") -> None:
@@ -105,6 +122,22 @@ def groups_of(group: dist.ProcessGroup, shard_size: int, timeout_seconds: float)
                 name: ranks.make_group(part, timeout=limit, backend=backend) for name, part in parts.items()
             }
     return known[shard_size]
+
+
+def group_beside(group: dist.ProcessGroup, beside: list[int], timeout_seconds: float) -> dist.ProcessGroup:
+    """Returns the group of the ranks on this rank's host. The first call is collective.
+
+    Args:
+        group (`dist.ProcessGroup`): the ranks of a shard group.
+        beside (`list[int]`): those of this host, see `ranks_beside`.
+        timeout_seconds (`float`): how long one exchange may take.
+    """
+    if group not in _BESIDE:
+        members, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
+        with ranks.transport_errors("connecting the ranks", group):
+            backend = dist.get_backend_config(group)
+            _BESIDE[group] = ranks.make_group([members[rank] for rank in beside], timeout=limit, backend=backend)
+    return _BESIDE[group]
 
 
 class Average:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm.base import Pending
+from hf_zero.comm.base import Comm, Pending
 from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
 from hf_zero.comm.peers import Kind, Peer, Peers
 from hf_zero.comm.shared import HostMemory
@@ -75,6 +75,11 @@ class TwoLevelComm(PairwiseComm):
         self._under_way: list[_UnderWay] = []  # in the order in which all ranks have begun them
         self._number = next(_NUMBERS.setdefault(group, count()))  # alike on all ranks, which make it together
 
+    @property
+    def neighbours(self) -> "HostComm":
+        """The ranks of this host, for gathers among them."""
+        return HostComm(self, list(self._columns))
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._memory.own(numel, dtype)
 
@@ -85,6 +90,11 @@ class TwoLevelComm(PairwiseComm):
         nbytes = shard.numel() * shard.element_size()
         self._count("gather", what, nbytes, nbytes)
         return self._begin(tag, self._gather(full, shard, tag, f"gather of unit {what!r}"))
+
+    def all_gather_within(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+        """Fills `full`, in memory from `empty`, from the shards of this host's ranks, in their order."""
+        tag = tag_of("gather", what)
+        return self._begin(tag, self._gather_within(full, shard, tag, f"gather of unit {what!r} within a host"))
 
     def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
         if self._memory.number_of(full) is None:
@@ -137,6 +147,16 @@ class TwoLevelComm(PairwiseComm):
         for neighbour, column in self._columns.items():
             for rank in column if neighbour != self.rank else ():
                 self._range(full, rank).copy_(self._range(fulls[neighbour], rank))
+        yield from self._read(tag, what)
+
+    def _gather_within(self, full: Tensor, shard: Tensor, tag: int, what: str) -> Steps:
+        own = full.chunk(len(self._columns))[list(self._columns).index(self.rank)]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        fulls = yield from self._ready(full, tag, what)
+        for place, (rank, values) in enumerate(fulls.items()):
+            if rank != self.rank:
+                full.chunk(len(fulls))[place].copy_(values.chunk(len(fulls))[place])
         yield from self._read(tag, what)
 
     def _reduce(self, full: Tensor, out: Tensor, scratch: Tensor, finish: Callable, tag: int, what: str) -> Steps:
@@ -226,3 +246,22 @@ class TwoLevelComm(PairwiseComm):
         num_hosts = len(self._others) + 1
         num_read = (len(self._columns) - 1) * num_hosts
         self.counters.add(verb, num_read * read_nbytes + (num_hosts - 1) * sent_nbytes, what)
+
+
+class HostComm(Comm):
+    """The gathers among the ranks of one host of a `TwoLevelComm`. They are under way among those of all its ranks, in
+    one order, so that no rank waits for one that waits.
+
+    Args:
+        comm (`TwoLevelComm`): the ranks of all hosts.
+        members (`list[int]`): those of this host, in their order.
+    """
+
+    def __init__(self, comm: TwoLevelComm, members: list[int]):
+        super().__init__(comm.device, comm.timeout_seconds)
+        self.rank, self.num_ranks = members.index(comm.rank), len(members)
+        self._comm = comm
+
+    def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
+        self.counters.add("gather", shard.numel() * shard.element_size() * (self.num_ranks - 1), what)
+        return self._comm.all_gather_within(full, shard, what=what)

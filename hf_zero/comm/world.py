@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -14,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
-from hf_zero.comm.groups import Average, groups_of, refuse_uneven, shard_size_of
+from hf_zero.comm.groups import Average, group_beside, groups_of, ranks_beside, refuse_uneven, shard_size_of
 from hf_zero.comm.native import NativeComm, refuse_unordered
 from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
@@ -35,6 +36,7 @@ def connect(
     shared_memory: bool = True,
     separate_reductions: bool = False,
     shard_size: int | str | None = None,
+    secondary_shard: bool = False,
 ) -> Comm:
     """Connects the data-parallel ranks. A single process that no launcher started is a world of one rank.
 
@@ -50,6 +52,7 @@ def connect(
             are used.
         shard_size (`int` or `str`, *optional*): how many neighbouring ranks form a shard group; all of them when
             `None`, those of one host for "auto".
+        secondary_shard (`bool`): connects the ranks of each host in a shard group too, where it has several.
 
     Raises:
         `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, the ranks form no equal shard
@@ -87,6 +90,8 @@ def connect(
     comm = make(group)
     if comm.num_ranks > 1 and (size := shard_size_of(group, shard_size)) < comm.num_ranks:
         _divide(comm, group, size, make)
+    if secondary_shard and comm.num_ranks > 1:
+        _connect_hosts(comm, group, make)
     return comm
 
 
@@ -171,6 +176,28 @@ def _divide(comm: Comm, group: dist.ProcessGroup, shard_size: int, make: Callabl
     if len(set(comm.all_gather_object(shard_group.shared_memory is not None, what="connecting the ranks"))) > 1:
         shard_group = make(parts["shard"], shared_memory=False)
     comm.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
+
+
+def _connect_hosts(comm: Comm, group: dist.ProcessGroup, make: Callable[..., Comm]) -> None:
+    """Connects the ranks of each host in a shard group for gathers among them. All ranks call it."""
+    shard_group = comm.shard_group
+    if isinstance(shard_group, TwoLevelComm):
+        shard_group.connect_host(shard_group.neighbours)
+    elif len(set(ranks.hosts(group))) > 1 and shard_group.shared_memory is None:
+        if _backend(group, comm.device) == "nccl":
+            refuse_unordered("secondary_shard", torch.cuda.nccl.version())
+        within: dist.ProcessGroup | None = getattr(shard_group, "group", None)  # none of one rank
+        hosts = ranks.hosts(within) if within is not None else [""]
+        beside = ranks_beside(shard_group.rank, hosts)
+        if within is not None and beside is not None:
+            own = group_beside(within, beside, comm.timeout_seconds)
+            shard_group.connect_host(make(own, shared_memory=False, separate_reductions=False))
+        elif len(set(hosts)) > 1 and comm.rank == 0:
+            logger.warning(
+                "hf_zero: secondary_shard does nothing: the hosts have %s of the ranks that shard, and it needs as "
+                "many on each, two or more",
+                ", ".join(str(number) for number in Counter(hosts).values()),
+            )
 
 
 def _comm_of(

@@ -26,6 +26,7 @@ from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what
 from hf_zero.engine.patch import Patch
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.rest import rest_of
+from hf_zero.engine.resting_shards import SecondaryShard
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
@@ -63,7 +64,7 @@ def shard_parameters(
     if dividing is not None:
         group = group or ranks_alike(dividing, config.timeout_seconds)
         refuse_dividing(group, dividing)
-    comm = _connect(device, config, group, config.shard_size)
+    comm = _connect(device, config, group, shard_size=config.shard_size, secondary_shard=config.secondary_shard)
     if is_bare(model):
         initialize(model, seed=comm.broadcast_object(draw_seed()))
         if comm.rank == 0:
@@ -75,7 +76,7 @@ def _connect(
     device: torch.device,
     config: ZeroConfig,
     group: dist.ProcessGroup | None,
-    shard_size: int | str | None = None,
+    **divided,
 ) -> Comm:
     return connect(
         device,
@@ -84,7 +85,7 @@ def _connect(
         bucket_nbytes=config.bucket_nbytes,
         shared_memory=config.shared_memory,
         separate_reductions=config.separate_reductions,
-        shard_size=shard_size,
+        **divided,
     )
 
 
@@ -123,6 +124,8 @@ def build(
     units = []
     for index, (spec, plan) in enumerate(zip(specs, _plans(specs, config, comm))):
         own = [lay_out(group, plan) for group in _grouped(spec, config.compute_dtype, stays)]
+        if index > 0:  # the root stays gathered from one update to the next
+            _add_secondary_shards(own, comm)
         gradients = [gradient_of(flat, config.reduce_dtype, arenas.reduced) for flat in own if flat.trainable]
         units.append(Unit(spec.name, own, gradients, index=index))
     flats = [flat for unit in units for flat in unit.flats]
@@ -234,6 +237,15 @@ def _lay_out(
         layout, plan, comm, transfer, dtype=dtype, master_dtype=master_dtype, trainable=trainable, packing=packing
     )
     return Flat(infos, params, layout, plan=plan, comm=comm, dtype=dtype, rest=rest, placeholders=placeholders)
+
+
+def _add_secondary_shards(flats: list[Flat], comm: Comm) -> None:
+    """Gives buffers whose values are gathered a second copy within the host, where the ranks have one."""
+    beside = comm.shard_group.host_group
+    for flat in flats:
+        if beside is not None and flat.rest.source is not None:
+            numel, transfer = flat.layout.full_numel, flat.rest.masters.transfer
+            flat.rest.secondary = SecondaryShard(numel, flat.dtype, comm, beside, transfer)
 
 
 def _sharing(units: list[Unit], parts: Partition) -> list[list[Unit]]:

@@ -102,6 +102,8 @@ def flags_of(prediction: Prediction) -> str:
         flags.append(f"--zero_shard_size {prediction.config.shard_size}")
     if prediction.config.gather_dtype is not None:
         flags.append("--zero_gather_dtype int8")
+    if prediction.config.secondary_shard:
+        flags.append("--zero_secondary_shard")
     return " ".join([*flags, *(["--gradient_checkpointing"] if prediction.gradient_checkpointing else [])])
 
 
@@ -112,14 +114,17 @@ def ways(config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[tuple[Zer
         config (`ZeroConfig`): of whose stage and offload others are tried; the rest is kept.
         gradient_checkpointing (`bool`): blocks are checkpointed in any case.
     """
-    plain = replace(config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0)
+    plain = replace(
+        config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0, secondary_shard=False
+    )
     for switch in (True,) if gradient_checkpointing or config.offload_activations else (False, True):
         for stage, offload in WAYS:
             shard_size = config.shard_size if stage else None  # stage 0 has no shard groups
             offload_dir = None if offload == "none" else config.offload_dir
             gather_dtype = config.gather_dtype if stage == 3 else None  # where parameters are gathered for each use
+            secondary = config.secondary_shard and stage == 3 and offload != "params"
             way = replace(plain, stage=stage, shard_size=shard_size, gather_dtype=gather_dtype)
-            yield replace(way, offload=offload, offload_dir=offload_dir), switch
+            yield replace(way, offload=offload, offload_dir=offload_dir, secondary_shard=secondary), switch
 
 
 def advise(

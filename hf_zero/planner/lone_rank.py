@@ -221,6 +221,7 @@ def lone_rank(
     shared_memory: bool,
     bucket_nbytes: int | str = "auto",
     shard_size: int | str | None = None,
+    secondary_shard: bool = False,
     ranks_per_host: int | None = None,
 ) -> Comm:
     """Makes the collectives of one of several ranks, without the others.
@@ -230,7 +231,7 @@ def lone_rank(
         num_ranks (`int`): how many there are.
         on_cpu (`bool`): whether they train on CPUs, or have an accelerator each.
         shared_memory (`bool`): whether those on the CPUs of one host share its memory.
-        bucket_nbytes, shard_size: as in `ZeroConfig`.
+        bucket_nbytes, shard_size, secondary_shard: as in `ZeroConfig`.
         ranks_per_host (`int`, *optional*): by default all those on CPUs, and 8 of those with an accelerator.
     """
     per_host = ranks_per_host or (num_ranks if on_cpu else RANKS_PER_HOST)
@@ -242,6 +243,8 @@ def lone_rank(
         shard_group, replicate_group = make(size, min(per_host, size)), make(num_ranks // size, across)
         replicate_group.stride = size
         comm.divide(shard_group, replicate_group, LoneAverage(shard_group, replicate_group, meter.timeline))
+    if secondary_shard and 1 < per_host < size and size % per_host == 0:
+        comm.shard_group.connect_host(make(per_host, per_host))
     return comm
 
 

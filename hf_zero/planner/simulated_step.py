@@ -110,6 +110,7 @@ class SimulatedStep:
                 shared_memory=config.shared_memory,
                 bucket_nbytes=config.bucket_nbytes,
                 shard_size=config.shard_size,
+                secondary_shard=config.secondary_shard,
                 ranks_per_host=ranks_per_host,
             )
             self.engine: ZeroEngine = build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))

@@ -63,6 +63,9 @@ class ZeroArgumentsMixin(_Arguments):
             gathers do not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
         zero_shard_size (`str`, *optional*): over how many neighbouring ranks the model is sharded; the groups of so
             many hold the same, and gathers stay within them. auto: the ranks of one host. By default all ranks.
+        zero_secondary_shard (`bool`): at stage 3 keeps a second copy of the parameters, divided over the ranks of each
+            host, so that gathers leave a host once after an update and backward's never do; it takes memory. On one
+            host it does nothing.
         zero_offload (`str`): what rests in the host's memory instead of the device's: none; optimizer: masters,
             optimizer state and gradients, updated by the CPU; params: at stage 3 the parameters too.
         zero_offload_fraction (`float`): of how much of the model `--zero_offload` holds, in whole blocks.
@@ -100,6 +103,7 @@ class ZeroArgumentsMixin(_Arguments):
     zero_shared_memory: bool = True
     zero_separate_reductions: bool = False
     zero_shard_size: str | None = None
+    zero_secondary_shard: bool = False
     zero_offload: str = "none"
     zero_offload_fraction: float = 1.0
     zero_offload_dir: str | None = None
@@ -185,6 +189,7 @@ class ZeroArgumentsMixin(_Arguments):
             shared_memory=self.zero_shared_memory,
             separate_reductions=self.zero_separate_reductions,
             shard_size=shard_size,
+            secondary_shard=self.zero_secondary_shard,
             offload=self.zero_offload,
             offload_fraction=self.zero_offload_fraction,
             offload_dir=self.zero_offload_dir,

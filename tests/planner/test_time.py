@@ -115,6 +115,20 @@ def test_in_shard_groups_a_shard_alone_goes_between_hosts():
     assert grouped.step_seconds() < whole.step_seconds()
 
 
+def test_backward_s_gathers_stay_on_a_host_with_a_second_copy():
+    settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
+    slow = replace(H100, device=replace(H100.device, network_gbits_per_s=1.0, latency_us=0))
+    plain, copied = (predict(subjects.llama(), cluster=slow, secondary_shard=on, **settings) for on in (False, True))
+    across = slow.exchange_seconds("gather", 10**9, 16) / slow.exchange_seconds("gather", 10**9, 8)
+    # the root and the last blocks are gathered in forward alone
+    assert 1 < plain.time.busy_ns["gather"] / copied.time.busy_ns["gather"] < 2 and across > 100
+    assert plain.time.busy_ns["reduce"] == copied.time.busy_ns["reduce"]
+    (copy,) = (each for each in copied.classes if each.name == "secondary shards")
+    assert copy.num_parts == 8 and copied.resting_nbytes == plain.resting_nbytes + copy.nbytes
+    alone = predict(subjects.llama(), secondary_shard=True, ranks_per_host=16, **settings)
+    assert alone.classes == predict(subjects.llama(), ranks_per_host=16, **settings).classes
+
+
 @pytest.mark.quick
 def test_a_way_that_is_not_possible_is_a_row_that_says_why():
     def predict_sizes(config, switch):

@@ -321,10 +321,12 @@ class Accelerator:
         patch.setattr(ZeroEngine, "after_block", from_now_on(ZeroEngine.after_block, is_over=True))
         patch.setattr(BackwardPass, "visit", from_now_on(BackwardPass.visit))
 
-    def _connect(self, device: torch.device, shard_size: int | None = None, **_):
+    def _connect(
+        self, device: torch.device, shard_size: int | None = None, secondary_shard: bool = False, **_
+    ) -> Comm:
         if dist.get_world_size() == 1:
             return Comm(DEVICE, TIMEOUT_SECONDS)
-        return connected(self._kind, DEVICE, shard_size)
+        return connected(self._kind, DEVICE, shard_size, secondary_shard)
 
     def _gather(self, original: Callable) -> Callable:
         def collect(comm, full: Tensor, shard: Tensor):
@@ -633,8 +635,9 @@ class Watch(TorchDispatchMode):
 _GROUPS: dict[tuple, dist.ProcessGroup] = {}
 
 
-def connected(kind: type[Comm], device: torch.device, shard_size: int | None) -> Comm:
-    """All ranks, through collectives of some kind, in shard groups of a size if there is one."""
+def connected(kind: type[Comm], device: torch.device, shard_size: int | None, secondary_shard: bool = False) -> Comm:
+    """All ranks, through collectives of some kind, in shard groups of a size if there is one. For a secondary shard
+    they are those of one host, too."""
 
     def make(group: dist.ProcessGroup) -> Comm:
         is_alone = dist.get_world_size(group) == 1
@@ -644,6 +647,8 @@ def connected(kind: type[Comm], device: torch.device, shard_size: int | None) ->
     if shard_size is not None:
         parts = [make(group) for group in groups_of(dist.group.WORLD, shard_size, TIMEOUT_SECONDS).values()]
         comm.divide(*parts, Average(*parts))
+    if secondary_shard and comm.num_ranks > 1:
+        comm.connect_host(make(dist.group.WORLD))
     return comm
 
 

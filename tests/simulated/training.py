@@ -96,6 +96,7 @@ SCENARIOS = {
     "shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16)),
     "stage 3, blocks kept, two ahead": Scenario(dict(stage=3, prefetch_units=2, keep_gathered=2)),
     "stage 3, gathers in 8 bits": Scenario(dict(stage=3, prefetch_units=2, gather_dtype=torch.int8)),
+    "stage 3, a secondary shard": Scenario(dict(stage=3, secondary_shard=True, compute_dtype=BF16)),
     "stage 3, shared sequences": Scenario(dict(stage=3, sequence_parallel=2), checkpointing="plain"),
     "stage 3, blocks skipped": Scenario(dict(stage=3), skips=True, model="switch"),
     "stage 3, checkpointing": Scenario(dict(stage=3), checkpointing="plain"),
@@ -285,8 +286,8 @@ def trains(name: str, seed: int = 0) -> Report:
 def _over(kind: type, scenario: Scenario) -> Record:
     """The same training on the CPU, through collectives of some kind."""
 
-    def connect(*_, shard_size=None, **__):
-        return connected(kind, HOST, shard_size)
+    def connect(*_, shard_size=None, secondary_shard=False, **__):
+        return connected(kind, HOST, shard_size, secondary_shard)
 
     with pytest.MonkeyPatch.context() as patch:
         keep_groups(patch)

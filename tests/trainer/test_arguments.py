@@ -39,6 +39,18 @@ REFUSED = {
         {"zero_gather_dtype": "int8", "zero_shard_size": 1},
         "gather_dtype: .* with shard_size 1 they are not; use stage 3 over several",
     ),
+    "a second copy of what is not gathered": (
+        {"zero_secondary_shard": True, "zero_stage": 2},
+        "secondary_shard: stage 2 gathers nothing for use; use stage 3, or leave it out",
+    ),
+    "a second copy of what stays on a host": (
+        {"zero_secondary_shard": True, "zero_shard_size": "auto"},
+        "secondary_shard: with shard_size auto no gather leaves a host; leave one of the two out",
+    ),
+    "a second copy on a device that has none": (
+        {"zero_secondary_shard": True, "zero_offload": "params"},
+        "secondary_shard: it rests on the device, .*offload 'optimizer', or leave it out",
+    ),
     "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*give 1 or more .*or auto"),
     "a bucket that is no number": ({"zero_bucket_mb": "large"}, "zero_bucket_mb: large is not a size; .*or auto"),
     "blocks that are no number": (
@@ -144,7 +156,7 @@ def test_flags_are_parsed_from_a_command_line(tmp_path):
 def test_the_help_of_every_setting_is_what_the_docstring_says():
     settings = [each for each in dataclasses.fields(ZeroTrainingArguments) if each.name.startswith("zero_")]
     helps = {each.name: each.metadata["help"] for each in settings}
-    assert len(helps) == 22 and all(text[0].isupper() and "`" not in text for text in helps.values())
+    assert len(helps) == 23 and all(text[0].isupper() and "`" not in text for text in helps.values())
     assert helps["zero_offload_fraction"] == "Of how much of the model --zero_offload holds, in whole blocks."
     assert helps["zero_save_fallback"].endswith("no room; without it the run waits for room.")
     assert helps["zero_resume_strict"] in " ".join(HfArgumentParser(ZeroTrainingArguments).format_help().split())
