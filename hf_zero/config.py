@@ -117,6 +117,7 @@ _KINDS = {
     "offload_fraction": (Real, "a number"),
     "timeout_seconds": (Real | None, "a number, or None"),
     "shard_size": (Integral | str | None, "a whole number, auto, or None"),
+    "tiled_mlp": (Integral | str, "a whole number, or auto"),
     "offload_dir": (str | os.PathLike | None, "the path of a folder, or None"),
     **dict.fromkeys(
         (
@@ -177,6 +178,10 @@ class ZeroConfig:
             its forward has labels: "on", where what else needs the logits is refused; "auto", only where they would
             take more than the largest block, and all at once where something else needs them; "off". With "on" and
             "auto" the forward's logits cannot be read when it has ended.
+        tiled_mlp (`int` or `str`): into how many tiles the position-wise MLPs of blocks divide the tokens of a
+            micro-batch. They compute a tile at a time, and again in the backward (Arctic Long Sequence Training, arXiv
+            2506.13996, section 3.1). "auto": so many that a tile has at most as many tokens as their inputs have
+            features. 1: all tokens at once.
         sequence_parallel (`int`): how many neighbouring ranks share each sequence, of which each computes a part
             (DeepSpeed-Ulysses, arXiv 2309.14509); they are given the same batches. 1: every rank has whole sequences.
         nonfinite (`str`): what a step does whose gradients hold an infinity or a NaN: "stop" raises on all ranks,
@@ -205,6 +210,7 @@ class ZeroConfig:
     partition_activations: bool = False
     offload_activations: bool = False
     chunked_loss: str = "off"
+    tiled_mlp: int | str = 1
     sequence_parallel: int = 1
     nonfinite: str = "stop"
     strict: bool = field(default_factory=_is_strict)
@@ -226,6 +232,8 @@ class ZeroConfig:
             raise ConfigError(f"prefetch_units: {self.prefetch_units} is negative; give 0 or more")
         if self.keep_gathered != "auto" and (not isinstance(self.keep_gathered, int) or self.keep_gathered < 0):
             raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is no number of blocks; give 0 or more, or auto")
+        if self.tiled_mlp != "auto" and (isinstance(self.tiled_mlp, str) or self.tiled_mlp < 1):
+            raise ConfigError(f"tiled_mlp: {self.tiled_mlp!r} is no number of tiles; give 1 or more, or auto")
         if self.sequence_parallel < 1:
             raise ConfigError(f"sequence_parallel: {self.sequence_parallel} is no number of ranks; give 1 or more")
         if self.sequence_parallel > 1 and self.partition_activations:
@@ -340,6 +348,7 @@ class ZeroSettings(TypedDict, total=False):
     partition_activations: bool
     offload_activations: bool
     chunked_loss: str
+    tiled_mlp: int | str
     sequence_parallel: int
     nonfinite: str
     strict: bool

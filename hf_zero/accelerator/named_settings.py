@@ -56,6 +56,7 @@ class ZeroAcceleratorSettings(TypedDict, total=False):
     zero_partition_activations: bool
     zero_offload_activations: bool
     zero_chunked_loss: str
+    zero_tiled_mlp: int | str
     zero_sequence_parallel: int
     zero_nonfinite: str
     zero_strict: bool

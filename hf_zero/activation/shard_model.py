@@ -10,6 +10,7 @@ from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switc
 from hf_zero.activation.chunked_loss import ChunkedLoss, find_head
 from hf_zero.activation.sequence import SequenceParallel, refuse_group_size, refuse_undividable
 from hf_zero.activation.store import Division, Store
+from hf_zero.activation.tiled_mlp import TiledMlp, refuse_untileable
 from hf_zero.comm.world import neighbours
 from hf_zero.config import ZeroConfig, ZeroSettings, choose
 from hf_zero.engine import ShardedModel, build, engine_of
@@ -83,6 +84,8 @@ def shard_with(
             f"chunked_loss: {type(model).__name__} has no head that is one plain linear layer, from whose weight the "
             "loss could be computed (an adapter, quantization or division of it counts too); leave chunked_loss out"
         )
+    if config.tiled_mlp != 1 and engine_of(model) is None:
+        refuse_untileable(model)
     if config.sequence_parallel > 1:
         if dist.is_initialized():
             refuse_group_size(config.sequence_parallel, dist.get_world_size(group))
@@ -94,6 +97,7 @@ def shard_with(
     if config.sequence_parallel > 1:
         _divide_sequences(engine)
     install_chunked_loss(engine)
+    install_tiled_mlp(engine)
     return engine
 
 
@@ -103,6 +107,13 @@ def install_chunked_loss(engine: ZeroEngine) -> None:
     head = find_head(engine.model) if engine.config.chunked_loss != "off" else None
     if head is not None and chunked_loss_of(engine.model) is None:
         engine.handles.append(ChunkedLoss(engine, *head, is_auto=engine.config.chunked_loss == "auto"))
+
+
+def install_tiled_mlp(engine: ZeroEngine) -> None:
+    """Lets the MLPs of the model's blocks be computed a tile of tokens at a time, if the engine's settings ask for
+    that, unless they are already."""
+    if engine.config.tiled_mlp != 1 and not any(isinstance(handle, TiledMlp) for handle in engine.handles):
+        engine.handles.append(TiledMlp(engine, engine.config.tiled_mlp))
 
 
 def _divide_sequences(engine: ZeroEngine) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_zero.activation.shard_model import install_chunked_loss, place_activations
+from hf_zero.activation.shard_model import install_chunked_loss, install_tiled_mlp, place_activations
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine, in_backward
@@ -117,6 +117,7 @@ class SimulatedStep:
             if config.offload_activations:
                 place_activations(self.engine)
             install_chunked_loss(self.engine)
+            install_tiled_mlp(self.engine)
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]
             self.optimizer = ShardedOptimizer(self.engine, MetaOptimizer(trained, make_optimizer, self.meter.timeline))
             # a step without a backward: everything that comes with the first one, and stays, is there then,

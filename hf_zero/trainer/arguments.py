@@ -82,6 +82,9 @@ class ZeroArgumentsMixin(_Arguments):
             tensor parallelism.
         zero_chunked_loss (`str`): whether a language model's loss is computed for a part of the vocabulary at a time:
             on, off, or auto: where its logits would take more than the largest block.
+        zero_tiled_mlp (`str`): into how many tiles the MLPs of blocks divide the tokens of a micro-batch; they compute
+            one at a time, and again in the backward. auto: so many that a tile has at most as many tokens as a token
+            has features; 1: all tokens at once.
         zero_sequence_parallel (`int`): how many neighbouring ranks share each sequence: they are given the same
             batches, and each computes a part of every sequence and some heads of its attention.
         zero_resume_strict (`bool`): resuming from the newest checkpoint refuses it when it is damaged, instead of
@@ -112,6 +115,7 @@ class ZeroArgumentsMixin(_Arguments):
     zero_offload_activations: bool = False
     zero_partition_activations: bool = False
     zero_chunked_loss: str = "auto"
+    zero_tiled_mlp: str = "1"
     zero_sequence_parallel: int = 1
     zero_resume_strict: bool = False
     zero_async_save: bool = False
@@ -169,6 +173,9 @@ class ZeroArgumentsMixin(_Arguments):
         kept = str(self.zero_keep_gathered)
         if kept != "auto" and not kept.isdecimal():
             raise ConfigError(f"zero_keep_gathered: {kept!r} is no number of blocks; give 0 or more, or auto")
+        tiles = str(self.zero_tiled_mlp)
+        if tiles != "auto" and (not tiles.isdecimal() or int(tiles) < 1):
+            raise ConfigError(f"zero_tiled_mlp: {tiles} is no number of tiles; give 1 or more, or auto")
         choose("zero_offload", self.zero_offload, OFFLOADS)
         choose("zero_nonfinite", self.zero_nonfinite, NONFINITE)
         words = {"True": "on", "False": "off"}  # YAML reads on and off so
@@ -198,6 +205,7 @@ class ZeroArgumentsMixin(_Arguments):
             offload_activations=self.zero_offload_activations,
             partition_activations=self.zero_partition_activations,
             chunked_loss=self.zero_chunked_loss,
+            tiled_mlp="auto" if tiles == "auto" else int(tiles),
             sequence_parallel=self.zero_sequence_parallel,
             nonfinite=self.zero_nonfinite,
         )

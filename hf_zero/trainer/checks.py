@@ -161,6 +161,8 @@ def _activations(settings: Settings) -> str | None:
             )
         if settings[name] and settings["torch_compile"]:
             return f"{name}: compiled blocks keep their inputs inside their graphs; leave --torch_compile out"
+    if str(settings["zero_tiled_mlp"]) != "1" and settings["torch_compile"]:
+        return "zero_tiled_mlp: compiled blocks keep inner activations inside their graphs; leave --torch_compile out"
     return None
 
 

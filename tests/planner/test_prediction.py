@@ -120,6 +120,12 @@ def test_rest_peak_and_traffic_of_shard_groups(stage, dtype):
     _check("llama", num_ranks=4, stage=stage, compute_dtype=dtype, shard_size=2)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.full("slow")
+def test_rest_peak_and_traffic_of_tiled_mlps(checkpointing):
+    _check("llama", checkpointing, stage=3, tiled_mlp=4)
+
+
 @pytest.mark.parametrize("dtype, checkpointing", [(None, False), (torch.bfloat16, True)])
 @pytest.mark.full("more cases", after=1)
 def test_rest_peak_and_traffic_of_gathers_in_few_bits(dtype, checkpointing):
