@@ -1,4 +1,4 @@
-"""Compares the losses of training on gathers in 8 bits with those of exact ones.
+"""Compares the losses of training on values that go between ranks in few bits with those of exact ones.
 
     python -m benchmarks.curves --steps 300 --num_processes 2
 
@@ -23,11 +23,19 @@ from benchmarks.machine import describe_machine, one_line
 ROOT = Path(__file__).parents[1]
 KEPT_BACK = ROOT / "docs" / "design.md"
 ROWS, LENGTH, PARTS, SEED = 4, 64, 6, 0
+GATHERS = {"gather_dtype": torch.int8}
+# by messages: ranks that share memory sum exactly
+SUMS = {bits: {"reduce_dtype": dtype, "shared_memory": False} for bits, dtype in ((8, torch.int8), (4, torch.int4))}
+HALF = {"compute_dtype": torch.bfloat16}
 WAYS = {
     "fp32": {},
-    "fp32, int8": {"gather_dtype": torch.int8},
-    "bf16": {"compute_dtype": torch.bfloat16},
-    "bf16, int8": {"compute_dtype": torch.bfloat16, "gather_dtype": torch.int8},
+    "fp32, gathers int8": GATHERS,
+    "fp32, sums int8": SUMS[8],
+    "fp32, sums int4": SUMS[4],
+    "fp32, both int8": GATHERS | SUMS[8],
+    "bf16": HALF,
+    "bf16, gathers int8": HALF | GATHERS,
+    "bf16, both int8": HALF | GATHERS | SUMS[8],
 }
 
 

@@ -20,7 +20,11 @@ from benchmarks.workload import SIZES
 from tests.hosts.network import Network, missing
 
 
-MODES = ("ddp", "fsdp2", "fsdp2-hybrid", "hf_zero-2", "hf_zero-3", "hf_zero-3@shared_memory=False")
+MODES = (
+    *("ddp", "fsdp2", "fsdp2-hybrid", "hf_zero-2", "hf_zero-2@shard_size=auto"),
+    *("hf_zero-3", "hf_zero-3@shared_memory=False", "hf_zero-3@shard_size=auto"),
+    *("hf_zero-3@gather_dtype=int8", "hf_zero-3@gather_dtype=int8@reduce_dtype=int8"),
+)
 CAPTION = (
     "Seconds of a step, medians over rounds with the fastest and the slowest; MiB that leave a host in a step, packet "
     "headers included, of the host that sends most."

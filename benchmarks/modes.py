@@ -237,12 +237,14 @@ class DeepSpeedOffload(DeepSpeed):
 
 
 class HFZero(Plain):
-    """hf_zero at one stage; `options` go to `hf_zero.shard` as they are, but for `in_backward`: no clipping, and the
-    update is made while backward runs, where the engine can."""
+    """hf_zero at one stage; `options` go to `hf_zero.shard` as they are, but for dtypes, which have torch's names, and
+    `in_backward`: no clipping, and the update is made while backward runs, where the engine can."""
 
     def __init__(self, model: nn.Module, workload: Workload, *, stage: int, options: dict | None = None) -> None:
         self.stage, self.options = stage, dict(options or {})
         self.in_backward = self.options.pop("in_backward", False)
+        for name in (name for name in self.options if name.endswith("_dtype")):
+            self.options[name] = getattr(torch, self.options[name])
         super().__init__(model, workload)
 
     def wrap(self, model: nn.Module) -> nn.Module:

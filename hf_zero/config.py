@@ -76,7 +76,9 @@ STAGES = {
 # What of a model's tensors goes to the host.
 OFFLOADS = {"none": (), "optimizer": ("optimizer",), "params": ("optimizer", "params")}
 
-REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.int4}
+# Those in which values go between ranks, and are not summed.
+REDUCE_BITS = {torch.int8: 8, torch.int4: 4}
 
 # In how many bits parameters may be gathered.
 GATHER_DTYPES = {"int8": torch.int8}
@@ -142,7 +144,9 @@ class ZeroConfig:
         stage (`int`): 0 (plain data parallel), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
         compute_dtype (`torch.dtype`, *optional*): dtype of the compute copy; `None` keeps every parameter's own.
             Parameters that are cast keep a master in `master_dtype`.
-        reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated.
+        reduce_dtype (`torch.dtype`): dtype in which gradients are summed over the ranks and accumulated. `torch.int8`
+            or `torch.int4`: they go between hosts, or ranks that send messages, in 8 or 4 bits, with a scale for each
+            256 values, and are summed and accumulated in fp32 (ZeRO++, arXiv 2306.10209, section 3.3).
         gather_dtype (`torch.dtype`, *optional*): `torch.int8`: at stage 3 parameters are gathered in 8 bits, with a
             scale for each 256 values (ZeRO++, arXiv 2306.10209, section 3.1), and all ranks compute with the rounded
             values; `None`: as they are.
@@ -225,7 +229,8 @@ class ZeroConfig:
                 f"compute_dtype: {self.compute_dtype!r} is not a floating dtype; give torch.bfloat16, float16 or None"
             )
         if self.reduce_dtype not in REDUCE_DTYPES.values():
-            raise ConfigError(f"reduce_dtype: {self.reduce_dtype} is not one of torch.float32, torch.bfloat16")
+            valid = ", ".join(map(str, REDUCE_DTYPES.values()))
+            raise ConfigError(f"reduce_dtype: {self.reduce_dtype} is not one of {valid}")
         if self.bucket_nbytes != "auto" and (not isinstance(self.bucket_nbytes, int) or self.bucket_nbytes < 4096):
             raise ConfigError(f"bucket_nbytes: {self.bucket_nbytes!r} is no size; give 4096 bytes or more, or auto")
         if self.prefetch_units < 0:
@@ -313,6 +318,16 @@ class ZeroConfig:
                 f"delayed_update: with offload_fraction {self.offload_fraction} parameters would be of two steps; "
                 "give 1, or no delay"
             )
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are summed over the ranks and accumulated."""
+        return torch.float32 if self.reduce_dtype in REDUCE_BITS else self.reduce_dtype
+
+    @property
+    def reduce_bits(self) -> int | None:
+        """In how many bits a gradient's values go between ranks; `None`: as they are."""
+        return REDUCE_BITS.get(self.reduce_dtype)
 
     def plan(self, num_ranks: int) -> StagePlan:
         """Returns the stage plan for a number of ranks. With one rank all stages are the same, unless `strict`, since

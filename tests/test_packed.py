@@ -1,16 +1,21 @@
-"""Training on gathers in few bits: all ranks compute with the same rounded values, and what is kept is exact."""
+"""Training on values in few bits. Of gathers: all ranks compute with the same rounded values, and what is kept is
+exact. Of reductions: what is sent is rounded, and all stages sum the same."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hf_zero
+from hf_zero.checkpoint import save_checkpoint
 from hf_zero.comm.blockwise import packed_nbytes
+from hf_zero.errors import NonFiniteError
 from tests import models
 from tests.comm.test_blockwise import _rounded
 from tests.distributed import run_ranks
-from tests.test_groups import on_two_hosts
+from tests.test_groups import _assert_equal_on_all_ranks, on_two_hosts
+from tests.test_parity import ATOL
 from tests.tiers import more
-from tests.training import Sharded, adamw, assert_close, assert_equal, train
+from tests.training import Sharded, adamw, assert_close, assert_equal, train, train_accumulating
 
 
 NAME = "llama"
@@ -169,3 +174,88 @@ def _sends_few_bytes(compute_dtype: torch.dtype | None) -> None:
 @pytest.mark.full("more cases", after=1)
 def test_a_gather_sends_a_byte_for_each_value_and_a_scale_for_256(compute_dtype):
     run_ranks(_sends_few_bytes, 2, compute_dtype)
+
+
+def _reduces_alike(dtype: torch.dtype, folder: str) -> None:
+    """The same bits at all stages and in each run, near to those of exact sums; what is sent is counted."""
+    settings = {"shared_memory": False, "reduce_dtype": dtype}
+    bits = {torch.int8: 8, torch.int4: 4}[dtype]
+    exact = train(Sharded(models.build(NAME), adamw, 2, shared_memory=False), NAME, num_steps=3)
+    wanted = None
+    for stage, way in [
+        (0, {}),
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (3, {"bucket_nbytes": 4096}),
+        (2, {"offload": "optimizer"}),
+    ]:
+        subject = Sharded(models.build(NAME), adamw, stage, **settings, **way)
+        sent = subject.engine.comm.counters.sent_nbytes
+        found = train(subject, NAME, num_steps=3)
+        shards = [flat.layout.shard_numel for flat in subject.engine.flats]
+        assert sent["reduce"] == 3 * sum(packed_nbytes(numel, bits) for numel in shards) * (dist.get_world_size() - 1)
+        if wanted is not None:
+            assert_equal(found, wanted, f"stage {stage} {way}")
+        wanted = found
+    _stops_at_an_infinity(subject)
+    save_checkpoint(subject.model, subject.optimizer, folder)
+    resumed = Sharded(models.build(NAME), adamw, 3, **settings)
+    hf_zero.load_weights(resumed.model, folder)
+    hf_zero.load_state(resumed.model, resumed.optimizer, folder)
+    assert_equal(train(resumed, NAME, num_steps=2), train(subject, NAME, num_steps=2), "resumed")
+    assert not torch.equal(exact.losses, wanted.losses)
+    # a step of Adam is no longer than the learning rate, 1e-3, whatever becomes of a gradient
+    assert_close(wanted, exact, str(dtype), loss=0.02, norm=0.05 if bits == 8 else 0.5, weight=0.0, atol=6e-3)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.int8, *more(torch.int4)])
+def test_all_stages_sum_the_same_rounded_gradients(dtype, tmp_path):
+    run_ranks(_reduces_alike, 2, dtype, str(tmp_path / "checkpoint"))
+
+
+def _stops_at_an_infinity(subject: Sharded) -> None:
+    """One value of one rank is infinite, in the range of either rank."""
+    weight = subject.model.model.layers[1].mlp.up_proj.weight
+    for row in (0, -1):
+
+        def spoil(grad: torch.Tensor, row: int = row) -> torch.Tensor:
+            grad = grad.clone()
+            grad[row, 3] = float("inf") if dist.get_rank() else 1.0
+            return grad
+
+        before, handle = subject.weights(), weight.register_hook(spoil)
+        subject(**models.batch(NAME, seed=dist.get_rank())).loss.backward()
+        handle.remove()
+        with pytest.raises(NonFiniteError):
+            subject.optimizer.step()
+        subject.optimizer.zero_grad()
+        assert all(torch.equal(values, before[name]) for name, values in subject.weights().items())
+
+
+def _trains_in_groups(way: str) -> None:
+    """Groups and hosts round what leaves them; every run has the same bits, on all ranks."""
+    settings = {"reduce_dtype": torch.int8, "shared_memory": way != "messages"}
+    exact = train(Sharded(models.build(NAME), adamw, 3), NAME, num_steps=3)
+    for shard_size in (None, 2):
+        runs = []
+        for stage in (1, 2, 3, 3):
+            with on_two_hosts(way == "two hosts"):
+                subject = Sharded(models.build(NAME), adamw, stage, shard_size=shard_size, **settings)
+            runs.append(train(subject, NAME, num_steps=3))
+            assert_equal(runs[-1], runs[0], f"stage {stage}, groups of {shard_size}")
+            _assert_equal_on_all_ranks(subject, way)
+        if way == "shared memory":  # nothing is sent
+            assert_close(runs[0], exact, way, atol=ATOL)
+        else:
+            assert (runs[0].losses - exact.losses).abs().max() > 1e-5
+            assert_close(runs[0], exact, way, loss=0.02, norm=0.05, weight=0.0, atol=6e-3)
+    with on_two_hosts(way == "two hosts"):
+        both = Sharded(models.build(NAME), adamw, 3, compute_dtype=torch.bfloat16, **settings, **INT8)
+    train_accumulating(both, NAME, num_steps=2)
+
+
+@pytest.mark.parametrize("way", ["two hosts", *more("shared memory", "messages")])
+def test_what_leaves_a_host_or_a_group_is_rounded(way):
+    run_ranks(_trains_in_groups, 4, way)

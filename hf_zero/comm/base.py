@@ -93,19 +93,23 @@ class Bucket:
         self.nbytes = nbytes
         self._device = device
 
-    def pieces(self, numel: int, num_rows: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-        """Cuts `num_rows` equal ranges of `numel` elements into the pieces (start, stop) that fit together."""
+    def pieces(
+        self, numel: int, num_rows: int, dtype: torch.dtype, *, align_to: int = ALIGN_NUMEL
+    ) -> list[tuple[int, int]]:
+        """Cuts `num_rows` equal ranges of `numel` elements into the pieces (start, stop) that fit together. They begin
+        at multiples of `align_to`, where so many elements fit."""
         step = self.nbytes // dtype.itemsize // num_rows
-        step = step // ALIGN_NUMEL * ALIGN_NUMEL or max(1, step)
+        step = step // align_to * align_to or max(1, step)
         return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
     def rows(self, num_rows: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns the first bytes of the buffer as a contiguous matrix, `(num_rows, numel)`."""
-        if self.memory is None:
-            # one element of each row must fit, be the ranks ever so many
-            nbytes = max(self.nbytes, num_rows * MAX_ITEMSIZE)
+        needed = num_rows * numel * dtype.itemsize
+        if self.memory is None or self.memory.numel() < needed:
+            # one element of each row must fit, or one block in few bits, be the ranks ever so many
+            nbytes = max(self.nbytes, num_rows * MAX_ITEMSIZE, needed)
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self.memory[: num_rows * numel * dtype.itemsize].view(dtype).view(num_rows, numel)
+        return self.memory[:needed].view(dtype).view(num_rows, numel)
 
 
 class SharedMemory(Protocol):
@@ -129,7 +133,9 @@ class Averages(Protocol):
     def memory(self) -> Tensor | None:
         """The memory that it has for that; `None` while there is none."""
 
-    def __call__(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def __call__(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         """Does what `Comm.average` says."""
 
 
@@ -246,7 +252,8 @@ class Comm:
         own = [*self.shard_group.buckets, *self.shard_group.packing]
         if self.replicate_group is None:
             return own
-        return [*own, *self.replicate_group.sum_buckets]  # over all ranks nothing is averaged
+        # over all ranks nothing is averaged
+        return [*own, *self.replicate_group.sum_buckets, *self.replicate_group.packing]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates memory, 1-D, that other ranks can read directly, for tensors that are gathered or reduced. It
@@ -272,7 +279,9 @@ class Comm:
             full.copy_(shard)
         return DONE
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         """Averages `full` over the ranks, and gives every rank its own range of the result.
 
         The sum is taken in `dtype` and in one order, then divided by the number of ranks.
@@ -283,6 +292,8 @@ class Comm:
             dtype (`torch.dtype`): of the sum, whatever the dtypes of the tensors.
             accumulate (`bool`): adds to `out` instead of overwriting it; `out` is then not a part of `full`.
             what (`str`): the unit's name, for messages.
+            bits (`int`, *optional*): what is sent is rounded to 8 or 4 bits, block by block, see
+                `hf_zero.comm.blockwise`; what is read in the memory of another rank is not. `dtype` is then fp32.
         """
         if full.data_ptr() != out.data_ptr():
             if accumulate:
@@ -291,16 +302,25 @@ class Comm:
                 out.copy_(full)
         return DONE
 
-    def average(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def average(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         """Averages `full` over all data-parallel ranks, and gives every rank its range of the shard group.
 
         Args:
-            full, out, dtype, accumulate, what: as for `reduce_scatter` over the shard group.
+            full, out, dtype, accumulate, what, bits: as for `reduce_scatter` over the shard group.
         """
         average = self.reduce_scatter if self._average is None else self._average
-        return average(full, out, dtype=dtype, accumulate=accumulate, what=what)
+        return average(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
 
-    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
+    def exchange(
+        self,
+        sends: list[tuple[Tensor, int]],
+        receives: list[tuple[Tensor, int]],
+        *,
+        what: str,
+        verb: str = "exchange",
+    ) -> Pending:
         """Sends tensors to some ranks and receives tensors from some. All ranks call it, also a rank that moves
         nothing.
 
@@ -309,6 +329,7 @@ class Comm:
             receives (`list[tuple[Tensor, int]]`): contiguous tensors to overwrite, each with the rank that it comes
                 from; between two ranks in the order in which that one sends them.
             what (`str`): the unit's name, for messages.
+            verb (`str`): under which the bytes are counted.
         """
         return DONE
 

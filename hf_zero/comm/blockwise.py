@@ -5,10 +5,14 @@
 half a scale at most: 1/254 (1/14) of the largest magnitude of its block, and by what rounding to the dtype of the
 result adds. A block in which a value is not finite comes back as NaN. Blocks are counted from where a row begins.
 A layout whose parameters and shards begin at multiples of 256 has no block in which two parameters lie.
+
+[Note: sums of rounded values] For a reduction every rank rounds what it has for another one, and sends it there. The
+other one adds up what has come, and what it has itself, which nobody has rounded, in fp32 and as a tree over the
+ranks. So an average over N ranks is off by half a scale of each of the other N - 1, divided by N, at most.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,11 +63,45 @@ def unpack_rows(packed: Tensor, values: Tensor, bits: int) -> None:
         bits (`int`): 8 or 4.
     """
     for part, codes, scales in _parts(values, packed, bits, writes=True):
-        if bits == 8:
-            integers = codes.view(torch.int8)
+        part.copy_(_multiplied(codes, scales, bits))
+
+
+def average_rows(
+    packed: Tensor, own: Tensor, place: int, out: Tensor, bits: int, *, count: int, accumulate: bool
+) -> None:
+    """Averages rows of values of which all but one were packed, see [Note: sums of rounded values].
+
+    Args:
+        packed (`Tensor`): `(rows - 1, packed_nbytes(numel, bits))`, as `pack_rows` has written it.
+        own (`Tensor`): `(numel,)`, floating: the row that was not packed.
+        place (`int`): which of the rows that is.
+        out (`Tensor`): `(numel,)`, receives the average; it may be `own`.
+        bits (`int`): 8 or 4.
+        count (`int`): by what the sum is divided.
+        accumulate (`bool`): whether to add to `out` instead of overwriting it.
+    """
+    low = 0
+    for part, codes, scales in _parts(own.expand(len(packed), -1), packed, bits):
+        came, exact = _multiplied(codes, scales, bits), part[:1].to(torch.float32)
+        rows = torch.cat([came[:place], exact, came[place:]])
+        distance = 1
+        while distance < len(rows):  # neighbours first, then neighbours of these sums
+            rows[: len(rows) - distance : 2 * distance].add_(rows[distance :: 2 * distance])
+            distance *= 2
+        target = out[low : low + rows[0].numel()]
+        average, low = rows[0].view(-1)[: target.numel()].div_(count), low + target.numel()
+        if accumulate:
+            target.add_(average)
         else:
-            integers = torch.cat([codes & 15, codes >> 4], -1).to(torch.int8) - 8
-        part.copy_(integers.to(torch.float32).mul_(scales.unsqueeze(-1)))
+            target.copy_(average)
+
+
+def _multiplied(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    if bits == 8:
+        integers = codes.view(torch.int8)
+    else:
+        integers = torch.cat([codes & 15, codes >> 4], -1).to(torch.int8) - 8
+    return integers.to(torch.float32).mul_(scales.unsqueeze(-1))
 
 
 def _parts(
@@ -139,6 +177,75 @@ class PackedGather:
             self._free[nbytes].append(_ReadableBucket(nbytes, self._comm))
             self._comm.packing.append(self._free[nbytes][-1])
         return self._free[nbytes].pop()
+
+
+# Begins to send bytes to other ranks, and to receive bytes from them: the arguments are those of `Comm.exchange`.
+Exchange = Callable[[list[tuple[Tensor, int]], list[tuple[Tensor, int]]], Pending]
+
+
+class PackedReduction:
+    """A reduce-scatter under way whose values go in few bits, in pieces, see [Note: sums of rounded values].
+
+    Args:
+        full, out, accumulate: as for `Comm.reduce_scatter`.
+        bits (`int`): 8 or 4.
+        rank (`int`): this one.
+        members (`Sequence[int]`): the ranks, in the order of their ranges in `full`.
+        count (`int`): by what the sum is divided.
+        exchange (`Exchange`): among the ranks.
+        memory (`list[Tensor]`): bytes, 1-D and equally many. As many pieces are under way at a time.
+    """
+
+    def __init__(
+        self,
+        full: Tensor,
+        out: Tensor,
+        *,
+        bits: int,
+        rank: int,
+        members: Sequence[int],
+        count: int,
+        accumulate: bool,
+        exchange: Exchange,
+        memory: list[Tensor],
+    ):
+        self._ranges, self._out, self._bits = full.view(-1, out.numel()), out, bits
+        self._place, self._count, self._accumulate = members.index(rank), count, accumulate
+        self._exchange = exchange
+        self._others = [other for other in members if other != rank]
+        num_blocks = memory[0].numel() // least_nbytes(len(self._ranges), bits)
+        starts = range(0, out.numel(), num_blocks * BLOCK_NUMEL)
+        self._to_begin = deque(slice(start, min(start + starts.step, out.numel())) for start in starts)
+        self._free = deque(memory)
+        self._under_way: deque[tuple[slice, Tensor, Tensor, Pending]] = deque()
+        self._begin()
+
+    def finish(self) -> None:
+        """Returns when the average is in place; on an accelerator, when that has been queued."""
+        while self._under_way:
+            part, memory, came, exchanging = self._under_way.popleft()
+            exchanging.wait()
+            own, out = self._ranges[self._place, part], self._out[part]
+            average_rows(came, own, self._place, out, self._bits, count=self._count, accumulate=self._accumulate)
+            self._free.append(memory)
+            self._begin()
+
+    def _begin(self) -> None:
+        while self._free and self._to_begin:
+            part, memory = self._to_begin.popleft(), self._free.popleft()
+            nbytes = packed_nbytes(part.stop - part.start, self._bits)
+            going, came = memory[: 2 * len(self._others) * nbytes].view(2, len(self._others), nbytes)
+            values, place = self._ranges[:, part], self._place
+            for others, rows in ((values[:place], going[:place]), (values[place + 1 :], going[place:])):
+                if len(others):
+                    pack_rows(others, rows, self._bits)
+            sends, receives = list(zip(going, self._others)), list(zip(came, self._others))
+            self._under_way.append((part, memory, came, self._exchange(sends, receives)))
+
+
+def least_nbytes(num_ranks: int, bits: int) -> int:
+    """Returns how much memory a piece of a `PackedReduction` takes: a block for each other rank, and one from each."""
+    return 2 * (num_ranks - 1) * packed_nbytes(BLOCK_NUMEL, bits)
 
 
 class _ReadableBucket(Bucket):

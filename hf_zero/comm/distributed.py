@@ -43,10 +43,17 @@ class DistributedComm(Comm):
         self._peers = dist.get_process_group_ranks(group)
         self._side_groups: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
-    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
+    def exchange(
+        self,
+        sends: list[tuple[Tensor, int]],
+        receives: list[tuple[Tensor, int]],
+        *,
+        what: str,
+        verb: str = "exchange",
+    ) -> Pending:
         ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in receives]
         ops += [dist.P2POp(dist.isend, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in sends]
-        self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
         with self._reaching(f"exchange of unit {what!r}"):
             works = dist.batch_isend_irecv(ops) if ops else []
 

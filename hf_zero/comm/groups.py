@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import Comm, Pending
+from hf_zero.comm.blockwise import PackedGather
 from hf_zero.errors import ConfigError
 
 
@@ -154,6 +155,7 @@ class Average:
     def __init__(self, shard_group: Comm, replicate_group: Comm):
         self._shard_group = shard_group
         self._replicate_group = replicate_group
+        self._packed = PackedGather(replicate_group)
         self._last = Pending()
         self._backend: Any = torch.get_device_module(shard_group.device) if shard_group.runs_ahead else torch.cpu
         self._stream = self._backend.Stream() if shard_group.runs_ahead else None
@@ -164,32 +166,38 @@ class Average:
         """The memory for shards that cannot be summed where they rest; `None` while there is none."""
         return self._shard
 
-    def __call__(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def __call__(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         """Does what `Comm.average` says."""
         if self._stream is None:
             self._last.wait()  # one at a time: they share memory
-            self._last = self._begin(full, out, dtype, accumulate, what)
+            self._last = self._begin(full, out, dtype, accumulate, what, bits)
             return self._last
         # queued at once, on a stream of its own: neither the host nor what computes meanwhile waits for it
         self._stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._stream):
-            self._begin(full, out, dtype, accumulate, what).wait()
+            self._begin(full, out, dtype, accumulate, what, bits).wait()
             done = self._backend.Event()
             done.record(self._stream)
         return Pending(done.wait)
 
-    def _begin(self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def _begin(
+        self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None
+    ) -> Pending:
         # sums of a group go on in the dtype of the sum, and where the other groups can read them
         is_in_place = not accumulate and out.dtype is dtype and not self._replicate_group.reads_collected
         total = out if is_in_place else self._memory_for(out.numel(), dtype)
-        within = self._shard_group.reduce_scatter(full, total, dtype=dtype, accumulate=False, what=what)
+        within = self._shard_group.reduce_scatter(full, total, dtype=dtype, accumulate=False, what=what, bits=bits)
 
         def finish() -> None:
             within.wait()
             part = total.chunk(self._replicate_group.num_ranks)[self._replicate_group.rank]
             across = self._replicate_group
-            across.reduce_scatter(total, part, dtype=dtype, accumulate=False, what=what).wait()
-            across.all_gather(total, part, what=what).wait()
+            across.reduce_scatter(total, part, dtype=dtype, accumulate=False, what=what, bits=bits).wait()
+            is_exact = bits is None or across.shared_memory is not None  # what is not sent is not rounded
+            gather = across.all_gather if is_exact else self._packed.all_gather
+            gather(total, part, what=what).wait()
             if accumulate:
                 out.add_(total)
             elif not is_in_place:

@@ -186,7 +186,14 @@ class LoopbackComm(NativeComm):
         self._streams = {way: self._backend.Stream() for way in ("gather", "reduce", "small")}
         self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
 
-    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
+    def exchange(
+        self,
+        sends: list[tuple[Tensor, int]],
+        receives: list[tuple[Tensor, int]],
+        *,
+        what: str,
+        verb: str = "exchange",
+    ) -> Pending:
         def act(everyones: list[list[tuple[Tensor, int]]]) -> None:
             sent = {
                 rank: iter([each for each, target in own if target == self.rank]) for rank, own in enumerate(everyones)
@@ -194,7 +201,7 @@ class LoopbackComm(NativeComm):
             for tensor, rank in receives:
                 tensor.copy_(next(sent[rank]))
 
-        self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
         return Pending(self._copies("small", sends, act).wait)
 
     def broadcast_(self, tensor: Tensor) -> None:

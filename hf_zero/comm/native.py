@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import Bucket, Pending
+from hf_zero.comm.blockwise import PackedReduction, least_nbytes
 from hf_zero.comm.distributed import DistributedComm, bytes_of
 from hf_zero.errors import ConfigError
 
@@ -132,17 +133,36 @@ class NativeComm(DistributedComm):
         self.counters.add("gather", shard.numel() * shard.element_size() * (self.num_ranks - 1), what)
         return Pending(partial(self._finish, work, under_way))
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         self._stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._stream), self._reaching(f"reduce of unit {what!r}"):
-            if full.dtype is dtype:
+            if bits is not None:
+                self._reduce_packed(full, out, bits, accumulate, what)
+            elif full.dtype is dtype:
                 self._reduce_in_place(full, out, accumulate)
             else:
                 self._reduce_in_pieces(full.view(self.num_ranks, -1), out, dtype, accumulate)
             done = self._backend.Event()
             done.record(self._stream)
-        self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
+        if bits is None:  # else the exchange has counted
+            self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
         return Pending(done.wait)
+
+    def _reduce_packed(self, full: Tensor, out: Tensor, bits: int, accumulate: bool, what: str) -> None:
+        least = least_nbytes(self.num_ranks, bits)
+        PackedReduction(
+            full,
+            out,
+            bits=bits,
+            rank=self.rank,
+            members=range(self.num_ranks),
+            count=self.num_ranks,
+            accumulate=accumulate,
+            exchange=partial(self.exchange, what=what, verb="reduce"),
+            memory=[bucket.rows(1, max(bucket.nbytes, least), torch.uint8)[0] for bucket in self._buckets],
+        ).finish()
 
     def _reduce_in_place(self, full: Tensor, out: Tensor, accumulate: bool) -> None:
         goes_there = not accumulate and out.dtype is full.dtype

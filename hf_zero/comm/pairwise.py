@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_zero.comm.base import DONE, Bucket, Pending
+from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedReduction, least_nbytes
 from hf_zero.comm.distributed import DistributedComm
 
 
@@ -50,10 +51,12 @@ class PairwiseComm(DistributedComm):
             own.copy_(shard)
         return pending
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
         # The first piece travels while the caller computes; the others follow when it is waited for.
-        pieces = self._staging.pieces(out.numel(), self.num_ranks - 1, full.dtype)
+        pieces = self._staging.pieces(out.numel(), self.num_ranks - 1, full.dtype) if bits is None else []
         first = self._exchange(full, pieces[0], what) if pieces else DONE
 
         def finish():
@@ -63,11 +66,33 @@ class PairwiseComm(DistributedComm):
                 summands = [self._summand(full, peer, piece) for peer in range(self.num_ranks)]
                 average(summands, out[start:stop], self._scratch_of(dtype), accumulate)
 
-        self._reducing = Pending(finish)
+        packed = None if bits is None else self._reduce_packed(full, out, bits, accumulate, what)
+        self._reducing = Pending(finish if packed is None else packed.finish)
         return self._reducing
 
-    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
-        return self._begin_messages("exchange", what, receives, sends)
+    def _reduce_packed(self, full: Tensor, out: Tensor, bits: int, accumulate: bool, what: str) -> PackedReduction:
+        nbytes = max(self._staging.nbytes // 2, least_nbytes(self.num_ranks, bits))
+        return PackedReduction(
+            full,
+            out,
+            bits=bits,
+            rank=self.rank,
+            members=range(self.num_ranks),
+            count=self.num_ranks,
+            accumulate=accumulate,
+            exchange=lambda sends, receives: self._begin_messages("reduce", what, receives, sends),
+            memory=list(self._staging.rows(2, nbytes, torch.uint8)),
+        )
+
+    def exchange(
+        self,
+        sends: list[tuple[Tensor, int]],
+        receives: list[tuple[Tensor, int]],
+        *,
+        what: str,
+        verb: str = "exchange",
+    ) -> Pending:
+        return self._begin_messages(verb, what, receives, sends)
 
     def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
         """Returns the part of the staging buffer that receives `peer`'s summand of a piece."""
@@ -176,17 +201,28 @@ class StagedComm(PairwiseComm):
             whole[:, start:stop].copy_(copies)
         return DONE
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         whole = full.view(self.num_ranks, -1)
         widest = max(full.dtype, out.dtype, key=lambda dtype: dtype.itemsize)
-        for start, stop in self._copies[0].pieces(out.numel(), self.num_ranks, widest):
+        for start, stop in self._copies[0].pieces(out.numel(), self.num_ranks, widest, align_to=BLOCK_NUMEL):
             copies = self._copies[0].rows(self.num_ranks, stop - start, full.dtype).copy_(whole[:, start:stop])
             average = self._copies[1].rows(1, stop - start, out.dtype)[0].copy_(out[start:stop])
-            super().reduce_scatter(copies.view(-1), average, dtype=dtype, accumulate=accumulate, what=what).wait()
+            super().reduce_scatter(
+                copies.view(-1), average, dtype=dtype, accumulate=accumulate, what=what, bits=bits
+            ).wait()
             out[start:stop].copy_(average)
         return DONE
 
-    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
+    def exchange(
+        self,
+        sends: list[tuple[Tensor, int]],
+        receives: list[tuple[Tensor, int]],
+        *,
+        what: str,
+        verb: str = "exchange",
+    ) -> Pending:
         # [Note: no rank waits for one that waits] All ranks go from distance to distance and from piece to piece, and
         # wait for both neighbours at each: those that are furthest behind are always met by theirs.
         for distance in range(1, self.num_ranks):
@@ -196,7 +232,7 @@ class StagedComm(PairwiseComm):
             for there, here in zip_longest(going, coming):
                 sending = [] if there is None else [(self._copy_of(there, 0).copy_(there), target)]
                 receiving = [] if here is None else [(self._copy_of(here, 1), source)]
-                super().exchange(sending, receiving, what=what).wait()
+                super().exchange(sending, receiving, what=what, verb=verb).wait()
                 if here is not None:
                     here.copy_(receiving[0][0])
         return DONE

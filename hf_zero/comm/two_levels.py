@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_zero.comm.base import Comm, Pending
+from hf_zero.comm.base import DONE, Comm, Pending
+from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedReduction, least_nbytes, packed_nbytes
 from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
 from hf_zero.comm.peers import Kind, Peer, Peers
 from hf_zero.comm.shared import HostMemory
@@ -96,17 +97,24 @@ class TwoLevelComm(PairwiseComm):
         tag = tag_of("gather", what)
         return self._begin(tag, self._gather_within(full, shard, tag, f"gather of unit {what!r} within a host"))
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         if self._memory.number_of(full) is None:
-            return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
-        self._count("reduce", what, out.numel() * full.element_size(), out.numel() * dtype.itemsize)
+            return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
+        sent_nbytes = out.numel() * dtype.itemsize if bits is None else packed_nbytes(out.numel(), bits)
+        self._count("reduce", what, out.numel() * full.element_size(), sent_nbytes)
         # sums are sent once neighbours have theirs, so those of several models in one loss would meet
         scratch, tag = self._scratch_of(dtype), tag_of(f"reduce {self._number}", what)
         finish = partial(average, scratch=scratch, accumulate=accumulate, count=self.num_ranks)
-        if dtype is full.dtype:
+        if dtype is full.dtype and bits is None:
             return self._begin(tag, self._reduce(full, out, scratch, finish, tag, f"reduce of unit {what!r}"))
         self._reducing.wait()  # one at a time has the staging buffer
-        steps = self._reduce_in_pieces(full, out, scratch, finish, tag, f"reduce of unit {what!r}")
+        if bits is None:
+            steps = self._reduce_in_pieces(full, out, scratch, finish, tag, f"reduce of unit {what!r}")
+        else:
+            make = partial(PackedReduction, bits=bits, accumulate=accumulate, count=self.num_ranks)
+            steps = self._reduce_sums_packed(full, out, scratch, make, tag, f"reduce of unit {what!r}")
         self._reducing = self._begin(tag, steps)
         return self._reducing
 
@@ -191,6 +199,34 @@ class TwoLevelComm(PairwiseComm):
             yield self._have_come(self._post(receives, sends, tag, what), what)
             sums[self.rank] = own[self.rank]
             finish(list(sums.values()), out[start:stop])
+        yield from self._read(tag, what)
+
+    def _reduce_sums_packed(
+        self, full: Tensor, out: Tensor, scratch: Tensor, make: Callable[..., PackedReduction], tag: int, what: str
+    ) -> Steps:
+        """Adds up exactly what the ranks of this host have, and sends the sums in few bits."""
+        fulls = yield from self._ready(full, tag, what)
+        column = self._columns[self.rank]
+        works: list[tuple[int, dist.Work]] = []
+
+        def exchange(sends: list, receives: list) -> Pending:
+            works[:] = self._post(receives, sends, tag, what)
+            return DONE
+
+        sums_nbytes = len(column) * BLOCK_NUMEL * scratch.itemsize
+        block_nbytes = sums_nbytes + least_nbytes(len(column), 8)
+        memory = self._staging.rows(1, max(self._staging.nbytes, block_nbytes), torch.uint8)[0]
+        num_blocks = memory.numel() // block_nbytes
+        for part in out.split(num_blocks * BLOCK_NUMEL):
+            start = part.storage_offset() - out.storage_offset()
+            sums = memory[: len(column) * part.numel() * scratch.itemsize].view(scratch.dtype).view(len(column), -1)
+            for rank, place in zip(column, sums):
+                summands = [self._range(values, rank)[start : start + part.numel()] for values in fulls.values()]
+                average(summands, place, scratch, accumulate=False, count=1)
+            there = memory[num_blocks * sums_nbytes :]
+            packed = make(sums.view(-1), part, members=column, rank=self.rank, exchange=exchange, memory=[there])
+            yield self._have_come(list(works), what)
+            packed.finish()
         yield from self._read(tag, what)
 
     def _ready(self, full: Tensor, tag: int, what: str) -> Generator[Condition, None, dict[int, Tensor]]:

@@ -126,7 +126,7 @@ def build(
         own = [lay_out(group, plan) for group in _grouped(spec, config.compute_dtype, stays)]
         if index > 0:  # the root stays gathered from one update to the next
             _add_secondary_shards(own, comm)
-        gradients = [gradient_of(flat, config.reduce_dtype, arenas.reduced) for flat in own if flat.trainable]
+        gradients = [gradient_of(flat, config, arenas.reduced) for flat in own if flat.trainable]
         units.append(Unit(spec.name, own, gradients, index=index))
     flats = [flat for unit in units for flat in unit.flats]
     for flat in flats:
@@ -225,13 +225,15 @@ def _lay_out(
     is_cast = config.compute_dtype is not None and trainable
     is_half = dtype in (torch.bfloat16, torch.float16)
     master_dtype = torch.float32 if is_cast and is_half else dtype
-    if is_opaque(params[0]) or not dtype.is_floating_point or dtype is not (config.compute_dtype or dtype):
+    can_be_rounded = not is_opaque(params[0]) and dtype.is_floating_point and dtype is (config.compute_dtype or dtype)
+    if not can_be_rounded:
         packing = None  # bytes are not numbers, and what its authors keep in fp32 is not for fewer bits
+    is_rounded = packing is not None or (can_be_rounded and config.reduce_bits is not None)
     layout = Layout.of(
         [tuple(info.shape) for info in infos],
         comm.shard_group.num_ranks,
         comm.num_replicas,
-        align_to=ALIGN_NUMEL if packing is None else BLOCK_NUMEL,  # no two parameters share a scale
+        align_to=BLOCK_NUMEL if is_rounded else ALIGN_NUMEL,  # no two parameters share a scale
     )
     rest = rest_of(
         layout, plan, comm, transfer, dtype=dtype, master_dtype=master_dtype, trainable=trainable, packing=packing

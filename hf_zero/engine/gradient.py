@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Pending
-from hf_zero.config import MemoryTier, Residency
+from hf_zero.comm.blockwise import BLOCK_NUMEL
+from hf_zero.config import MemoryTier, Residency, ZeroConfig
 from hf_zero.engine.flat import Flat
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.arena import Arena, Slot
@@ -25,6 +26,7 @@ class Gradient:
         sum_dtype (`torch.dtype`): in which gradients are summed over the ranks.
         dtype (`torch.dtype`): in which they rest.
         arena (`Arena`): for averages that rest on the device and not where they were collected.
+        bits (`int`, *optional*): in how many bits values go between ranks; `None`: as they are.
     """
 
     rests_at = MemoryTier.DEVICE
@@ -38,8 +40,9 @@ class Gradient:
     row_norms: list[Tensor] | None = None  # of the owned range, as the last norm was taken; None where none was
     _other: Tensor | None = None  # the second of two places on the host, see `hand_over`
 
-    def __init__(self, flat: Flat, sum_dtype: torch.dtype, dtype: torch.dtype, arena: Arena):
+    def __init__(self, flat: Flat, sum_dtype: torch.dtype, dtype: torch.dtype, arena: Arena, bits: int | None):
         self.flat = flat
+        self.bits = bits
         self.sum_dtype = sum_dtype
         self.dtype = dtype
         self._arena = arena
@@ -146,7 +149,7 @@ class Gradient:
         flat = self.flat
         replicated = flat.plan.grad is Residency.REPLICATED
         out = result[slice(*flat.owned)] if replicated else result
-        pending = flat.comm.average(full, out, dtype=self.sum_dtype, accumulate=adds, what=what)
+        pending = flat.comm.average(full, out, dtype=self.sum_dtype, accumulate=adds, what=what, bits=self.bits)
         if not replicated:
             return pending
         pending.wait()
@@ -245,10 +248,12 @@ class GradientOnHost(Gradient):
         return Pending(finish)
 
 
-def gradient_of(flat: Flat, sum_dtype: torch.dtype, arena: Arena) -> Gradient:
+def gradient_of(flat: Flat, config: ZeroConfig, arena: Arena) -> Gradient:
     """Chooses where the gradient of a buffer rests, and its dtype: the dtype of the sum, or of a master with lower
     precision."""
-    sum_dtype = torch.float64 if flat.dtype is torch.float64 else sum_dtype
+    sum_dtype = torch.float64 if flat.dtype is torch.float64 else config.sum_dtype
+    # where each parameter has scales of its own; what is summed in fp64 goes as it is
+    is_rounded = flat.layout.align_to == BLOCK_NUMEL and sum_dtype is torch.float32
     dtype = min(sum_dtype, flat.rest.masters.dtype, key=lambda dtype: dtype.itemsize)
     kind: type[Gradient] = GradientInArena
     if flat.rest.masters.tier is not MemoryTier.DEVICE:
@@ -257,7 +262,7 @@ def gradient_of(flat: Flat, sum_dtype: torch.dtype, arena: Arena) -> Gradient:
         kind = GradientInPlace
     else:
         arena.expect(flat.rest.masters.numel, dtype)
-    return kind(flat, sum_dtype, dtype, arena)
+    return kind(flat, sum_dtype, dtype, arena, config.reduce_bits if is_rounded else None)
 
 
 class GradientSlots:

@@ -104,6 +104,8 @@ def flags_of(prediction: Prediction) -> str:
         flags.append("--zero_gather_dtype int8")
     if prediction.config.secondary_shard:
         flags.append("--zero_secondary_shard")
+    if prediction.config.reduce_bits is not None:
+        flags.append(f"--zero_reduce_dtype int{prediction.config.reduce_bits}")
     return " ".join([*flags, *(["--gradient_checkpointing"] if prediction.gradient_checkpointing else [])])
 
 

@@ -17,6 +17,7 @@ from hf_zero.comm.base import (
     Counters,
     native_bucket_nbytes,
 )
+from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.comm.bus import Transfer
 from hf_zero.comm.groups import Average, refuse_uneven
 from hf_zero.comm.native import NativeComm
@@ -52,10 +53,13 @@ class _Alone(Comm):
             done = super().all_gather(full, shard, what=what)
         return self._begin_exchange("gather", full.numel() * full.element_size(), done)
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         with self._timeline.inside(None):
-            done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
-        return self._begin_exchange("reduce", full.numel() * dtype.itemsize, done)
+            done = super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
+        nbytes = full.numel() * dtype.itemsize if bits is None else packed_nbytes(full.numel(), bits)
+        return self._begin_exchange("reduce", nbytes, done)
 
     def _begin_exchange(self, kind: str, nbytes: int, done: Pending) -> Pending:
         if self.stride is not None:
@@ -73,8 +77,15 @@ class _Alone(Comm):
     def broadcast_(self, tensor: Tensor) -> None:
         pass
 
-    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], *, what: str) -> Pending:
-        self.counters.add("exchange", sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+    def exchange(
+        self,
+        sends: list[tuple[Tensor, int]],
+        receives: list[tuple[Tensor, int]],
+        *,
+        what: str,
+        verb: str = "exchange",
+    ) -> Pending:
+        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
         return DONE
 
     def side_group(self, purpose: str) -> Comm:
@@ -128,13 +139,23 @@ class _TwoLevels(_Pairwise):
 
     reads_gathered = True
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
-        if dtype is not full.dtype:  # sums are staged
+    def __init__(self, num_ranks: int, timeline: Timeline, bucket_nbytes: int, num_hosts: int):
+        super().__init__(num_ranks, timeline, bucket_nbytes)
+        self.num_hosts = num_hosts
+
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
+        if dtype is not full.dtype and bits is None:  # sums are staged
             return super().reduce_scatter(full, out, dtype=dtype, accumulate=accumulate, what=what)
         self._scratch_of(dtype)
-        nbytes = out.numel() * dtype.itemsize
-        self.counters.add("reduce", nbytes * (self.num_ranks - 1), what)
-        return self._begin_exchange("reduce", nbytes * self.num_ranks, DONE)
+        nbytes = sent_nbytes = out.numel() * dtype.itemsize
+        if bits is not None:
+            self._staging.rows(1, self._staging.nbytes, torch.uint8)
+            nbytes, sent_nbytes = out.numel() * full.element_size(), packed_nbytes(out.numel(), bits)
+        num_read = self.num_ranks - self.num_hosts  # ranges that neighbours have for it and for its counterparts
+        self.counters.add("reduce", num_read * nbytes + (self.num_hosts - 1) * sent_nbytes, what)
+        return self._begin_exchange("reduce", sent_nbytes * self.num_ranks, DONE)
 
 
 class _Memory(HostMemory):
@@ -188,11 +209,13 @@ class LoneAverage(Average):
         super().__init__(shard_group, replicate_group)
         self._timeline = timeline
 
-    def __call__(self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str) -> Pending:
+    def __call__(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
         if self._shard_group.is_on_cpu:
-            return super().__call__(full, out, dtype=dtype, accumulate=accumulate, what=what)
+            return super().__call__(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
         with self._timeline.behind(AVERAGE):
-            self._begin(full, out, dtype, accumulate, what).wait()
+            self._begin(full, out, dtype, accumulate, what, bits).wait()
             return self._timeline.mark(ALL_REDUCE)
 
 
@@ -258,8 +281,10 @@ def _lone_rank(
         return _Native(num_ranks, meter.timeline, chosen if bucket_nbytes == "auto" else int(bucket_nbytes))
     if shared_memory and per_host >= num_ranks:
         return _Shared(num_ranks, SHARED_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes), meter)
-    kind = _TwoLevels if shared_memory and per_host > 1 and num_ranks % per_host == 0 else _Pairwise
-    return kind(num_ranks, meter.timeline, MESSAGES_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes))
+    nbytes = MESSAGES_NBYTES if bucket_nbytes == "auto" else int(bucket_nbytes)
+    if shared_memory and per_host > 1 and num_ranks % per_host == 0:
+        return _TwoLevels(num_ranks, meter.timeline, nbytes, num_ranks // per_host)
+    return _Pairwise(num_ranks, meter.timeline, nbytes)
 
 
 class LoneBus(Bus):

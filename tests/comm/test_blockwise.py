@@ -8,6 +8,8 @@ from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedGather, pack_rows, packed_
 from hf_zero.comm.loopback import run_loopback
 from tests.comm.test_pairwise import CPU
 from tests.distributed import run_ranks
+from tests.test_groups import on_two_hosts
+from tests.tiers import more
 
 
 HIGHEST = {8: 127, 4: 7}
@@ -124,3 +126,79 @@ def test_every_way_between_ranks_brings_the_same(num_ranks, dtype, numel):
         for found in way:
             for tensor, expected in zip(found, wanted, strict=True):
                 assert torch.equal(tensor, expected)
+
+
+def _reductions_of(comm, dtype: torch.dtype, numel: int, bits: int) -> list[torch.Tensor]:
+    """Two averages: one that overwrites, one that is added to ones."""
+    found, sent = [], comm.counters.sent_nbytes
+    before = sent.get("reduce", 0)
+    for turn in range(2):
+        full = comm.empty(numel * comm.num_ranks, dtype)
+        full.copy_(_values(comm.rank, numel * comm.num_ranks, dtype, turn))
+        out = torch.ones(numel)
+        settings = {"dtype": torch.float32, "accumulate": turn == 1, "what": "unit", "bits": bits}
+        pending = comm.reduce_scatter(full, out, **settings)
+        comm.progress()
+        pending.wait()
+        found.append(out)
+    num_hosts, num_local, num_read = comm.num_ranks, 1, 0
+    if comm.reads_collected:
+        num_hosts = 2 if comm.shared_memory is None else 1
+        num_local = comm.num_ranks // num_hosts
+        num_read = (num_local - 1) * num_hosts * numel * dtype.itemsize
+    assert sent["reduce"] - before == 2 * (num_read + packed_nbytes(numel, bits) * (num_hosts - 1))
+    return found
+
+
+def _reductions(way: str, dtype: torch.dtype, numel: int, bits: int) -> list[torch.Tensor]:
+    with on_two_hosts(way == "two hosts"):
+        comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**13, shared_memory=way != "messages")
+    return _reductions_of(comm, dtype, numel, bits)
+
+
+def _averages(rank: int, num_ranks: int, dtype: torch.dtype, numel: int, bits: int | None) -> list[torch.Tensor]:
+    """What a rank gets, in other words; with `bits`, what others have for it is rounded."""
+    found = []
+    for turn in range(2):
+        sums = [_values(other, numel * num_ranks, dtype, turn).chunk(num_ranks)[rank] for other in range(num_ranks)]
+        if bits is not None:
+            sums = [each if other == rank else _rounded(each.float(), bits) for other, each in enumerate(sums)]
+        sums = [each.float() for each in sums]
+        while len(sums) > 1:
+            sums = [sum(sums[start : start + 2][1:], sums[start]) for start in range(0, len(sums), 2)]
+        found.append(torch.full((numel,), float(turn)).add_(sums[0] / num_ranks))
+    return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "num_ranks, dtype, numel, bits",
+    [(2, torch.float32, 4000, 8), *more((3, torch.bfloat16, 4000, 4), (5, torch.float32, 16, 8))],
+)
+def test_sums_of_rounded_values_are_the_same_whichever_way_they_go(num_ranks, dtype, numel, bits):
+    ways = [run_ranks(_reductions, num_ranks, "messages", dtype, numel, bits)]
+    ways.append(run_loopback(num_ranks, lambda comm: _reductions_of(comm, dtype, numel, bits), CPU))
+    together = run_ranks(_reductions, num_ranks, "shared memory", dtype, numel, bits)
+    for rank in range(num_ranks):
+        wanted = _averages(rank, num_ranks, dtype, numel, bits)
+        exact = _averages(rank, num_ranks, dtype, numel, None)
+        for way in ways:
+            assert all(map(torch.equal, way[rank], wanted))
+        assert all(map(torch.equal, together[rank], exact)), "where memory is shared nothing is sent, nor rounded"
+        # half a scale for each other rank, and what sums in fp32 round
+        others = [each for each in range(num_ranks) if each != rank]
+        ranges = [_values(other, numel * num_ranks, dtype, 0).chunk(num_ranks)[rank].float() for other in others]
+        for index, off in enumerate((wanted[0] - exact[0]).abs().split(BLOCK_NUMEL)):
+            largest = sum(each.split(BLOCK_NUMEL)[index].abs().max().item() for each in ranges)
+            assert 0 < off.max() <= largest / HIGHEST[bits] / 2 / num_ranks + 1e-6
+
+
+@pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, 8), *more((torch.float32, 4))])
+def test_hosts_sum_exactly_and_send_their_sums_rounded(dtype, bits):
+    numel = 4000
+    for rank, found in enumerate(run_ranks(_reductions, 4, "two hosts", dtype, numel, bits)):
+        for turn, average in enumerate(found):
+            ranges = [_values(other, numel * 4, dtype, turn).float().chunk(4)[rank] for other in range(4)]
+            sums = [ranges[0] + ranges[1], ranges[2] + ranges[3]]
+            sums[rank // 2 ^ 1] = _rounded(sums[rank // 2 ^ 1], bits)
+            assert torch.equal(average, torch.full((numel,), float(turn)).add_((sums[0] + sums[1]) / 4))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm import connect
+from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.comm.shared import SharedComm
 from hf_zero.comm.two_levels import TwoLevelComm
 from tests.comm.test_pairwise import CPU
@@ -65,14 +66,14 @@ def test_the_values_are_those_of_one_host(num_hosts, num_local):
                 torch.testing.assert_close(tensor, expected, rtol=0, atol=atol)
 
 
-def _sends(shared_memory: bool) -> int:
+def _sends(shared_memory: bool, bits: int | None = None) -> int:
     """Returns the bytes of a gather and a reduction that this rank counts, whichever way they go."""
     comm = connect(CPU, timeout_seconds=60.0, bucket_nbytes=2**20, shared_memory=shared_memory)
     full = comm.empty(2**20, SINGLE)
     own = full.chunk(comm.num_ranks)[comm.rank]
     for _ in range(4):
         comm.all_gather(full, own, what="unit").wait()
-        comm.reduce_scatter(full, own, dtype=SINGLE, accumulate=False, what="unit").wait()
+        comm.reduce_scatter(full, own, dtype=SINGLE, accumulate=False, what="unit", bits=bits).wait()
     return comm.counters.total_sent_nbytes
 
 
@@ -90,6 +91,12 @@ def test_what_leaves_a_host_leaves_it_once():
     for nbytes in sent[False]:
         assert 2 * expected <= nbytes < 2.2 * expected
     assert counted[True] == counted[False]
+    with Network(2) as network:
+        run_new_ranks(_sends, 4, True, 8, hosts=network.hosts)
+        in_8_bits = [host.sent_nbytes() for host in network.hosts]
+    expected = 4 * (2**21 + 2 * packed_nbytes(2**18, 8))  # 1.25 of 2 parts
+    for nbytes in in_8_bits:
+        assert expected <= nbytes < 1.1 * expected
 
 
 def _kind(folder: str | None = None) -> tuple[str, list[str]]:

@@ -128,8 +128,9 @@ def test_rest_peak_and_traffic_of_tiled_mlps(checkpointing):
 
 @pytest.mark.parametrize("dtype, checkpointing", [(None, False), (torch.bfloat16, True)])
 @pytest.mark.full("more cases", after=1)
-def test_rest_peak_and_traffic_of_gathers_in_few_bits(dtype, checkpointing):
-    _check("llama", checkpointing, stage=3, compute_dtype=dtype, gather_dtype=torch.int8)
+def test_rest_peak_and_traffic_of_values_in_few_bits(dtype, checkpointing):
+    settings = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
+    _check("llama", checkpointing, stage=3, compute_dtype=dtype, **settings)
 
 
 @pytest.mark.full("more cases", after=1)

@@ -144,6 +144,7 @@ def _paths(section: dict, prefix: str = "") -> set[str]:
             {"zero_secondary_shard": "True", "zero_stage": "3"},
         ),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}, {"zero_stage": "3"}),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, {"zero_reduce_dtype": "int4", "zero_stage": "0"}),
         ({"wandb": {"enabled": True, "project": "x"}}, {"report_to": "wandb"}),
         ({"wandb": {"enabled": False}}, {}),
         ({"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "/nvme"}}}, {}),

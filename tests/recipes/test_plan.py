@@ -130,6 +130,10 @@ def test_all_ways_are_printed_for_programs(config_file, capsys):
             "of gathers in 8 bits is not modeled",
         ),
         (
+            ["--gpu", "h100", "--gpus_per_host", "4", "--zero_reduce_dtype", "int4"],
+            "of sums in few bits is not modeled",
+        ),
+        (
             ["--gpu", "h100", "--gpus_per_host", "4", "--zero_shard_size", "3"],
             "4 ranks cannot form groups of 3; give a",
         ),
