@@ -19,6 +19,7 @@ from hf_zero.planner import Prediction, predict
 from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.tensor_meter import TensorMeter
+from tests.test_groups import on_two_hosts
 
 
 BUCKET_NBYTES = 2**16
@@ -29,6 +30,11 @@ AdamW = partial(torch.optim.AdamW, fused=True)
 def _collect() -> None:
     while gc.collect():
         pass
+
+
+def _train_on_two_hosts(*args) -> dict[str, int]:
+    with on_two_hosts(True):
+        return _train(*args)
 
 
 def _train(make: Callable[[], Any], name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str, int]:
@@ -91,8 +97,15 @@ def _check(name: str, checkpointing: bool = False, num_ranks: int = 2, **setting
     _compare(predicted, partial(subjects.build, name), name, checkpointing, settings)
 
 
-def _compare(predicted: Prediction, make: Callable[[], Any], name: str, checkpointing: bool, settings: dict) -> None:
-    for found in run_ranks(_train, predicted.num_ranks, make, name, checkpointing, settings):
+def _compare(
+    predicted: Prediction,
+    make: Callable[[], Any],
+    name: str,
+    checkpointing: bool,
+    settings: dict,
+    train: Callable = _train,
+) -> None:
+    for found in run_ranks(train, predicted.num_ranks, make, name, checkpointing, settings):
         assert predicted.resting_nbytes == pytest.approx(found["rest"], rel=REST)
         assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=PEAK)
         assert predicted.sent_nbytes == found["sent"]
@@ -124,6 +137,15 @@ def test_rest_peak_and_traffic_of_shard_groups(stage, dtype):
 @pytest.mark.full("slow")
 def test_rest_peak_and_traffic_of_tiled_mlps(checkpointing):
     _check("llama", checkpointing, stage=3, tiled_mlp=4)
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("dtype, checkpointing", [(None, False), (torch.bfloat16, True)])
+def test_rest_peak_and_traffic_of_a_second_copy_on_each_of_two_hosts(dtype, checkpointing):
+    settings = {"stage": 3, "compute_dtype": dtype, "secondary_shard": True}
+    predicted = _predicted("llama", checkpointing, settings | {"ranks_per_host": 2}, num_ranks=4)
+    make = partial(subjects.build, "llama")
+    _compare(predicted, make, "llama", checkpointing, settings, _train_on_two_hosts)
 
 
 @pytest.mark.parametrize("dtype, checkpointing", [(None, False), (torch.bfloat16, True)])
