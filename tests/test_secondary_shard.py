@@ -21,7 +21,7 @@ from tests.simulated import training
 from tests.simulated.training import SCENARIOS
 from tests.test_groups import on_two_hosts
 from tests.tiers import in_core
-from tests.training import Sharded, adamw, assert_equal, loss_of
+from tests.training import Sharded, adamw, assert_equal, loss_of, train_accumulating
 
 
 NAME = "llama"
@@ -106,6 +106,23 @@ def _trains_alike(name: str, shared_memory: bool) -> None:
 @pytest.mark.parametrize("name, shared_memory", in_core(CORE, [(name, on) for name in WAYS for on in (True, False)]))
 def test_no_bit_depends_on_it(name, shared_memory):
     run_ranks(_trains_alike, 4, name, shared_memory)
+
+
+def _goes_through_updates(shared_memory: bool) -> None:
+    """Steps with nothing but an update between them: no forward may see the values before it."""
+    records = []
+    for secondary_shard in (False, True):
+        own = {"shared_memory": shared_memory, "secondary_shard": secondary_shard}
+        with on_two_hosts(True):
+            subject = Sharded(models.build(NAME), adamw, 3, compute_dtype=torch.bfloat16, **own)
+        records.append(train_accumulating(subject, NAME, num_steps=3, num_micro=2))
+    assert_equal(records[1], records[0], "several steps")
+
+
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_forward_sees_the_values_after_the_update(shared_memory):
+    run_ranks(_goes_through_updates, 4, shared_memory)
 
 
 def _frozen_never_leaves(dtype: torch.dtype | None) -> None:
