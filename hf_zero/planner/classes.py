@@ -11,11 +11,12 @@ from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientInPlace
 
 
+SECONDARY = "secondary shards"
 # Under which name of `MemoryReport` a class counts.
 _FIELDS = {
     "parameters": "parameter_nbytes",
     "frozen parameters": "parameter_nbytes",
-    "secondary shards": "parameter_nbytes",
+    SECONDARY: "parameter_nbytes",
     "scales of quantized parameters": "parameter_nbytes",
     "masters": "optimizer_nbytes",
     "optimizer state": "optimizer_nbytes",
@@ -111,7 +112,7 @@ def _secondary_shards(engine: ZeroEngine) -> list[TensorClass]:
     for flat in engine.flats:
         if flat.rest.secondary is not None:
             numel[flat.dtype, flat.rest.secondary.num_parts] += flat.rest.secondary.shard.numel
-    return [TensorClass("secondary shards", dtype, n * dtype.itemsize, parts) for (dtype, parts), n in numel.items()]
+    return [TensorClass(SECONDARY, dtype, n * dtype.itemsize, parts) for (dtype, parts), n in numel.items()]
 
 
 def _held(flat: Flat, residency: Residency) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.planner.advice import GIB, USABLE_SHARE, Refused, flags_of, tried, ways
+from hf_zero.planner.classes import SECONDARY
 from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.timeline import NANO, StepTime
 from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
@@ -94,7 +95,8 @@ class Throughput:
         size, num_ranks = self.prediction.shard_size, self.prediction.num_ranks
         stride = size if kind == "all_reduce" else 1
         within = self.cluster.is_within_hosts(num_ranks // size if kind == "all_reduce" else size, stride)
-        return "within the host" if within else "between hosts"
+        has_copy = kind == "gather" and any(each.name == SECONDARY for each in self.prediction.classes)
+        return "within the host" if within else "between hosts, backward's within" if has_copy else "between hosts"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns numbers and names alone, for JSON."""

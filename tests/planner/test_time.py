@@ -125,6 +125,8 @@ def test_backward_s_gathers_stay_on_a_host_with_a_second_copy():
     assert plain.time.busy_ns["reduce"] == copied.time.busy_ns["reduce"]
     (copy,) = (each for each in copied.classes if each.name == "secondary shards")
     assert copy.num_parts == 8 and copied.resting_nbytes == plain.resting_nbytes + copy.nbytes
+    assert " ms between hosts, backward's within, " in Throughput(copied, slow, 1, 1).render()
+    assert "backward's" not in Throughput(plain, slow, 1, 1).render()
     alone = predict(subjects.llama(), secondary_shard=True, ranks_per_host=16, **settings)
     assert alone.classes == predict(subjects.llama(), ranks_per_host=16, **settings).classes
 
