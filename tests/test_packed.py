@@ -1,11 +1,14 @@
 """Training on values in few bits. Of gathers: all ranks compute with the same rounded values, and what is kept is
 exact. Of reductions: what is sent is rounded, and all stages sum the same."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.activation import shard_model
 from hf_zero.checkpoint import save_checkpoint
 from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.errors import NonFiniteError
@@ -241,8 +244,9 @@ def _trains_in_groups(way: str) -> None:
     for shard_size in (None, 2):
         runs = []
         for stage in (1, 2, 3, 3):
-            with on_two_hosts(way == "two hosts"):
+            with on_two_hosts(way == "two hosts"), mock.patch.object(shard_model.logger, "warning") as warning:
                 subject = Sharded(models.build(NAME), adamw, stage, shard_size=shard_size, **settings)
+            assert warning.called is (way == "shared memory" and dist.get_rank() == 0)
             runs.append(train(subject, NAME, num_steps=3))
             assert_equal(runs[-1], runs[0], f"stage {stage}, groups of {shard_size}")
             _assert_equal_on_all_ranks(subject, way)

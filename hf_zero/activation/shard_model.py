@@ -1,5 +1,6 @@
 """`hf_zero.shard`: it builds the engine and decides where activations rest."""
 
+import logging
 from typing import Unpack
 
 import torch
@@ -18,6 +19,8 @@ from hf_zero.engine.divided import is_divided
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.errors import ConfigError, UnsupportedError
 
+
+logger = logging.getLogger(__name__)
 
 # What `shard` takes by name, for messages.
 _NAMES = dict.fromkeys(("stage", "compute_dtype", "device", "group", *ZeroSettings.__annotations__))
@@ -92,6 +95,12 @@ def shard_with(
         if engine_of(model) is None:
             refuse_undividable(model, config.sequence_parallel)
     engine = build.shard_parameters(model, config, device=device, group=group)
+    if config.reduce_bits is not None and engine.comm.shared_memory is not None and engine.comm.rank == 0:
+        logger.warning(
+            "hf_zero: reduce_dtype %s changes nothing: all ranks share the memory of one host, where nothing is sent "
+            "and sums are exact",
+            config.reduce_dtype,
+        )
     if moves_activations:
         place_activations(engine)
     if config.sequence_parallel > 1:
