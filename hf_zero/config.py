@@ -177,7 +177,8 @@ class ZeroConfig:
             and seen by the one after (ZeRO-Offload, section 5.2); 0: never.
         partition_activations (`bool`): inputs of checkpointed blocks that are replicated over tensor-parallel ranks
             are divided among them until the recomputation (ZeRO-R P_a, arXiv 1910.02054, section 6.1).
-        offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory (P_a+cpu).
+        offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory (P_a+cpu), and of other
+            blocks all that autograd saves, in storages of 1 MiB and more.
         chunked_loss (`str`): whether a language model's loss is computed for a part of the vocabulary at a time, where
             its forward has labels: "on", where what else needs the logits is refused; "auto", only where they would
             take more than the largest block, and all at once where something else needs them; "off". With "on" and

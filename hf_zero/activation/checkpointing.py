@@ -29,11 +29,10 @@ def refuse_without_switch(model: nn.Module) -> None:
     Raises:
         `UnsupportedError`: naming its class.
     """
-    is_trained = any(param.requires_grad for param in model.parameters())
-    if is_trained and not any(hasattr(module, FLAG) for module in model.modules()):
+    if not any(hasattr(module, FLAG) for module in model.modules()):
         raise UnsupportedError(
             f"{type(model).__name__}: no module has a {FLAG!r} switch, so inputs of checkpointed blocks cannot be "
-            "told from other activations; leave offload_activations and partition_activations out"
+            "told from other activations; leave partition_activations out"
         )
 
 
@@ -72,10 +71,11 @@ class Checkpointing(Uncopyable):
                 "offload_activations and partition_activations: compiled blocks keep their inputs inside their "
                 "graphs; leave compilation out, or these settings"
             )
-        if not any(getattr(module, FLAG) for module in self._modules):
+        divides = self._engine.config.partition_activations
+        if divides and not any(getattr(module, FLAG) for module in self._modules):
             raise LifecycleError(
-                "offload_activations and partition_activations act on the inputs of checkpointed blocks, and none is "
-                "checkpointed; call model.gradient_checkpointing_enable() before training, or leave them out"
+                "partition_activations acts on the inputs of checkpointed blocks, and none is checkpointed; call "
+                "model.gradient_checkpointing_enable() before training, or leave it out"
             )
 
     def remove(self) -> None:

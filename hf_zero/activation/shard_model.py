@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_zero.activation.checkpointing import Checkpointing, refuse_without_switch
 from hf_zero.activation.chunked_loss import ChunkedLoss, find_head
+from hf_zero.activation.saved_tensors import SavedTensors
 from hf_zero.activation.sequence import SequenceParallel, refuse_group_size, refuse_undividable
 from hf_zero.activation.store import Division, Store
 from hf_zero.activation.tiled_mlp import TiledMlp, refuse_untileable
@@ -17,6 +18,7 @@ from hf_zero.config import ZeroConfig, ZeroSettings, choose
 from hf_zero.engine import ShardedModel, build, engine_of
 from hf_zero.engine.divided import is_divided
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError, UnsupportedError
 
 
@@ -79,9 +81,7 @@ def shard_with(
         raise ConfigError(f"shard: {str(model)[:60]!r} is of type {type(model).__name__}; give a torch.nn.Module")
     moves_activations = config.partition_activations or config.offload_activations
     if moves_activations:
-        refuse_without_switch(model)
-        if config.partition_activations and any(param.requires_grad for param in model.parameters()):
-            _refuse_undivided(model)
+        _refuse_kept(model, config)
     if config.chunked_loss == "on" and find_head(model) is None:
         raise UnsupportedError(
             f"chunked_loss: {type(model).__name__} has no head that is one plain linear layer, from whose weight the "
@@ -139,10 +139,13 @@ def sequence_parallel_of(engine: ZeroEngine) -> SequenceParallel | None:
 
 
 def place_activations(engine: ZeroEngine) -> None:
-    """Installs the hooks for the inputs of checkpointed blocks that the engine's settings ask for, unless they are
-    there."""
+    """Installs the hooks for the inputs of checkpointed blocks, and for what other blocks save, that the engine's
+    settings ask for, unless they are there."""
     if checkpointing_of(engine) is None:
-        engine.handles.append(Checkpointing(engine, _make_store(engine)))
+        store = _make_store(engine)
+        engine.handles.append(Checkpointing(engine, store))
+        if not engine.config.partition_activations:
+            engine.handles.append(SavedTensors(engine, store))
 
 
 def chunked_loss_of(model: nn.Module) -> ChunkedLoss | None:
@@ -162,6 +165,20 @@ def _make_store(engine: ZeroEngine) -> Store:
     bus = engine.bus if config.offload_activations else None
     parts = engine.divided_over if config.partition_activations else None
     return Store(bus, Division(parts, counters) if parts is not None else None)
+
+
+def _refuse_kept(model: nn.Module, config: ZeroConfig) -> None:
+    """Refuses a trained model whose activations cannot be moved as the settings ask for."""
+    if not any(param.requires_grad for param in model.parameters()):
+        return
+    if config.partition_activations:
+        refuse_without_switch(model)
+        _refuse_undivided(model)
+    elif engine_of(model) is None and not partition(model).stacks:
+        raise UnsupportedError(
+            f"offload_activations: {type(model).__name__} has no repeated blocks (ModuleList, Sequential), in which "
+            "activations are told apart; leave it out"
+        )
 
 
 def _refuse_undivided(model: nn.Module) -> None:

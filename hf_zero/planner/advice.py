@@ -119,7 +119,7 @@ def ways(config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[tuple[Zer
     plain = replace(
         config, offload="none", offload_dir=None, offload_fraction=1.0, delayed_update=0, secondary_shard=False
     )
-    for switch in (True,) if gradient_checkpointing or config.offload_activations else (False, True):
+    for switch in (True,) if gradient_checkpointing else (False, True):
         for stage, offload in WAYS:
             shard_size = config.shard_size if stage else None  # stage 0 has no shard groups
             offload_dir = None if offload == "none" else config.offload_dir

@@ -77,7 +77,8 @@ class ZeroArgumentsMixin(_Arguments):
         zero_autocast (`bool`): with `--bf16` or `--fp16`, keeps the parameters in the dtype that they were loaded in
             and casts them at each use, as `Trainer` does, instead of computing with half-precision copies of fp32
             masters; autograd keeps the casts, a whole model in half precision.
-        zero_offload_activations (`bool`): inputs of checkpointed blocks rest in the host's memory from forward to
+        zero_offload_activations (`bool`): inputs of checkpointed blocks, or without gradient checkpointing all that
+            blocks keep for the backward in tensors of 1 MiB and more, rest in the host's memory from forward to
             backward.
         zero_partition_activations (`bool`): inputs of checkpointed blocks are divided over the ranks of the model's
             tensor parallelism.

@@ -153,12 +153,12 @@ def _supported_optimizer(settings: Settings) -> str | None:
 def _activations(settings: Settings) -> str | None:
     # the newer name, and the older one
     is_checkpointed = any(settings.get(f"{name}_checkpointing") for name in ("activation", "gradient"))
+    if settings["zero_partition_activations"] and not is_checkpointed:
+        return (
+            "zero_partition_activations: says where inputs of checkpointed blocks rest, and nothing is checkpointed; "
+            "add --gradient_checkpointing"
+        )
     for name in ("zero_offload_activations", "zero_partition_activations"):
-        if settings[name] and not is_checkpointed:
-            return (
-                f"{name}: says where inputs of checkpointed blocks rest, and nothing is checkpointed; add "
-                "--gradient_checkpointing"
-            )
         if settings[name] and settings["torch_compile"]:
             return f"{name}: compiled blocks keep their inputs inside their graphs; leave --torch_compile out"
     if str(settings["zero_tiled_mlp"]) != "1" and settings["torch_compile"]:

@@ -10,7 +10,7 @@ from torch import nn
 import hf_zero
 from hf_zero.activation import checkpointing_of
 from hf_zero.engine import engine_of
-from hf_zero.errors import LifecycleError, UnsupportedError
+from hf_zero.errors import UnsupportedError
 from tests import models
 from tests.activation.subjects import (
     NOISE_NBYTES,
@@ -199,8 +199,6 @@ def _enabled_afterwards() -> None:
     """Trainer turns checkpointing on when the model is sharded already."""
     model = models.build("llama")
     engine = engine_of(hf_zero.shard(model, offload_activations=True))
-    with pytest.raises(LifecycleError, match="none is checkpointed; call model.gradient_checkpointing_enable()"):
-        model(**rank_batch("llama", 0))
     model.eval()(**rank_batch("llama", 0))
     checkpointed(model.train())
     for _ in range(2):
@@ -209,16 +207,16 @@ def _enabled_afterwards() -> None:
         loss.backward()
 
 
-@pytest.mark.support("Activations: offload without gradient checkpointing", area="ZeRO-R", refused=True, stages=(3,))
-def test_a_model_that_is_not_checkpointed_is_refused_when_it_is_trained():
+def test_a_model_may_be_checkpointed_when_it_is_sharded_already():
     run_ranks(_enabled_afterwards, 1)
 
 
-def test_a_model_that_cannot_be_checkpointed_is_refused():
+def test_a_model_that_cannot_be_checkpointed_is_refused_where_that_is_needed():
     with pytest.raises(UnsupportedError, match="no module has a 'gradient_checkpointing' switch"):
-        hf_zero.shard(model := models.build("mlp"), offload_activations=True)
+        hf_zero.shard(model := models.build("mlp"), partition_activations=True)
     assert engine_of(model) is None
-    hf_zero.shard(models.build("mlp").requires_grad_(False), offload_activations=True)  # a teacher has none to offload
+    for settings in ({"partition_activations": True}, {"offload_activations": True}):
+        hf_zero.shard(models.build("mlp").requires_grad_(False), **settings)  # a teacher has none to move
 
 
 def _saving_on_the_cpu(*args):

@@ -65,4 +65,5 @@ def test_checkpointing_that_is_asked_for_is_in_every_way():
     advice = _advise(1000, gradient_checkpointing=True)
     assert all(each.gradient_checkpointing for each in advice.predictions)
     activations = replace(ZeroConfig(), offload_activations=True)
-    assert all(each.gradient_checkpointing for each in _advise(1000, activations).predictions)
+    switches = [each.gradient_checkpointing for each in _advise(1000, activations).predictions]
+    assert sum(switches) == len(switches) / 2  # either way there are activations to offload

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from transformers.utils import is_bitsandbytes_available
 
+from hf_zero.activation import saved_tensors
 from hf_zero.recipes.cli import main
 from tests.trainer.harness import reset_accelerate
 
@@ -76,6 +77,14 @@ def test_inputs_of_checkpointed_blocks_on_the_host_are_planned(config_file, caps
     checkpointed = [config_file, *SETTINGS, "--gradient_checkpointing"]
     on_host = _plan(capsys, *checkpointed, "--zero_offload_activations")
     assert _mib(on_host, "activations") < _mib(_plan(capsys, *checkpointed), "activations")
+
+
+def test_saved_tensors_on_the_host_are_planned(config_file, capsys, monkeypatch):
+    plain = _plan(capsys, config_file, *SETTINGS)
+    assert _plan(capsys, config_file, *SETTINGS, "--zero_offload_activations") == plain  # they are small
+    monkeypatch.setattr(saved_tensors, "MIN_NBYTES", 1)
+    on_host = _plan(capsys, config_file, *SETTINGS, "--zero_offload_activations")
+    assert _mib(on_host, "activations") < _mib(plain, "activations")
 
 
 def test_memory_brings_a_table_and_advice(config_file, capsys):

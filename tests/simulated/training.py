@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero
-from hf_zero.activation import checkpointing_of
+from hf_zero.activation import checkpointing_of, saved_tensors
 from hf_zero.activation.store import Division
 from hf_zero.checkpoint.save import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
@@ -138,6 +138,7 @@ SCENARIOS = {
     "optimizer on disk, loading": Scenario(dict(stage=2, offload="optimizer", offload_dir="disk"), loads=True),
     "optimizer on disk, bf16": Scenario(dict(stage=2, offload="optimizer", offload_dir="disk", compute_dtype=BF16)),
     "activations on the host": Scenario(dict(stage=3, offload_activations=True), checkpointing="plain"),
+    "saved tensors on the host": Scenario(dict(stage=3, offload_activations=True)),
     "activations on the host, a backward that breaks off": Scenario(
         dict(stage=3, offload_activations=True), checkpointing="plain", fails=True, seed=3
     ),
@@ -312,6 +313,7 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             settings["offload_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
         if scenario.sets_apart:
             stack.enter_context(pytest.MonkeyPatch.context()).setattr(partition, "VOCABULARY_NUMEL", 0)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(saved_tensors, "MIN_NBYTES", 1)
         subject = Sharded(models.build(scenario.model), scenario.make_optimizer, **settings)
         if scenario.checkpointing:
             reentrant = {"use_reentrant": scenario.checkpointing == "reentrant"}

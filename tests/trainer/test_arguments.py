@@ -200,10 +200,21 @@ def test_an_output_dir_that_cannot_be_written_is_refused_before_a_model_is_loade
 
 
 @pytest.mark.parametrize("name", ["offload_activations", "partition_activations"])
-def test_settings_of_checkpointed_inputs_need_checkpointing(tmp_path, name):
-    with pytest.raises(ConfigError, match=f"zero_{name}: .* nothing is checkpointed; add --gradient_checkpointing"):
-        _arguments(tmp_path, **{f"zero_{name}": True})
+def test_settings_of_checkpointed_inputs(tmp_path, name):
+    if name == "partition_activations":
+        refused = f"zero_{name}: .* nothing is checkpointed; add --gradient_checkpointing"
+        with pytest.raises(ConfigError, match=refused):
+            _arguments(tmp_path, **{f"zero_{name}": True})
+    else:
+        assert _arguments(tmp_path, **{f"zero_{name}": True}).zero_config().offload_activations
     config = _arguments(tmp_path, gradient_checkpointing=True, **{f"zero_{name}": True}).zero_config()
     assert getattr(config, name) is True
     with pytest.raises(ConfigError, match=f"zero_{name}: compiled blocks .*; leave --torch_compile out"):
         _arguments(tmp_path, gradient_checkpointing=True, torch_compile=True, **{f"zero_{name}": True})
+
+
+@pytest.mark.parametrize("value, wanted", [("4", 4), (4, 4), ("auto", "auto")])
+def test_mlps_over_tiles_are_not_compiled(tmp_path, value, wanted):
+    assert _arguments(tmp_path, zero_tiled_mlp=value).zero_config().tiled_mlp == wanted
+    with pytest.raises(ConfigError, match="zero_tiled_mlp: compiled blocks keep .* leave --torch_compile out"):
+        _arguments(tmp_path, zero_tiled_mlp=value, torch_compile=True)

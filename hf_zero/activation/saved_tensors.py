@@ -1,0 +1,187 @@
+"""What autograd saves in blocks that are not checkpointed, sent to the host from forward to backward.
+
+A storage is moved as a whole, and once, however many tensors of it are saved. Parameters stay where they are, and so
+does what a block is given without gradients, such as masks, and what several blocks are given.
+"""
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hf_zero.activation.store import Store, Ticket
+from hf_zero.engine.away import in_backward
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.hooks import tensors_in
+from hf_zero.engine.patch import ForwardGuard, Patch, Uncopyable
+from hf_zero.errors import LifecycleError
+
+
+# Smaller storages stay on the device: a copy of one takes longer than its bytes.
+MIN_NBYTES = 2**20
+
+
+class SavedTensors(Uncopyable):
+    """Hands what autograd saves in a model's blocks to a store, until it is removed. Blocks inside of a checkpoint, or
+    of other hooks on saved tensors, are left to these.
+
+    Args:
+        engine (`ZeroEngine`): of the model.
+        store (`Store`): where the tensors rest.
+    """
+
+    def __init__(self, engine: ZeroEngine, store: Store):
+        self._store = store
+        self._device = engine.comm.device
+        self._around = [param for unit in engine.units if unit not in engine.modules for param in _params_of(unit)]
+        self._moved: dict[int, tuple[StorageWeakRef, ReferenceType[_Moved]]] = {}
+        self._given: dict[int, StorageWeakRef] = {}  # what the blocks of this forward were given so far
+        self._staying: set[int] = set()  # storages that the block under way leaves where they are
+        self._patches: list[Any] = [engine.model.register_forward_pre_hook(self._begin)]
+        for module in engine.modules.values():
+            guard = module.forward
+            if isinstance(guard, ForwardGuard):
+                self._patches.append(Patch(guard, "forward", _Saving(self, module, guard.forward)))
+            else:
+                self._patches.append(Patch(module, "forward", _Saving(self, module, module.forward)))
+
+    def remove(self) -> None:
+        """Gives the blocks their own forward back. What is in the store stays until its backward."""
+        while self._patches:
+            self._patches.pop().remove()
+
+    def _begin(self, *_) -> None:
+        if not in_backward():
+            self._given.clear()
+            self._moved = {key: entry for key, entry in self._moved.items() if not entry[0].expired()}
+
+    def begin_block(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        """Notes what a block is given and holds, before its forward."""
+        self._store.begin_call()
+        own = [*self._around, *module.parameters(), *module.buffers()]
+        self._staying = {_key(tensor) for tensor in own if not _is_subclass(tensor)}
+        for tensor in inputs:
+            if _is_subclass(tensor):
+                continue
+            key = _key(tensor)
+            if not tensor.requires_grad or key in self._given:
+                self._staying.add(key)
+            self._given[key] = StorageWeakRef(tensor.untyped_storage())
+
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Returns what brings a saved tensor back."""
+        if not self._goes(tensor):
+            kept = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+            return partial(_kept, kept, tensor._version)
+        # it follows the counter of the tensor's writes, and keeps none of its memory
+        counter = tensor.detach()
+        counter.data = tensor.new_empty(0)
+        moved = self._move(tensor)
+        moved.num_tensors += 1
+        form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return partial(_brought, moved, form, counter, tensor._version)
+
+    def _goes(self, tensor: Tensor) -> bool:
+        return (
+            not _is_subclass(tensor)
+            and tensor.device == self._device
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage().nbytes() >= MIN_NBYTES
+            and _key(tensor) not in self._staying
+        )
+
+    def _move(self, tensor: Tensor) -> "_Moved":
+        storage = tensor.untyped_storage()
+        key = _key(tensor)
+        known, found = self._moved.get(key, (None, None))
+        moved = found() if found is not None and known is not None and not known.expired() else None
+        if moved is None or moved.version != tensor._version:  # what was written since is other values
+            moved = _Moved(self._store, storage, tensor)
+            self._moved[key] = StorageWeakRef(storage), ref(moved)
+        return moved
+
+
+class _Moved:
+    """A storage that went to the store.
+
+    Args:
+        store (`Store`): where it rests.
+        storage: its bytes.
+        tensor (`Tensor`): of the storage.
+    """
+
+    def __init__(self, store: Store, storage: torch.UntypedStorage, tensor: Tensor):
+        self.version = tensor._version
+        self.num_tensors = 0  # that were saved of it
+        self._num_taken = 0
+        self._store = store
+        self._values: Tensor | None = None  # on the device, until all its tensors were taken
+        self._ticket: Ticket = store.save(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+
+    def take(self) -> Tensor:
+        """Returns all bytes, which are brought once for all tensors."""
+        values = self._store.take(self._ticket) if self._values is None else self._values
+        self._num_taken += 1
+        is_last = self._num_taken % self.num_tensors == 0
+        self._values = None if is_last else values
+        return values
+
+
+class _Saving(Uncopyable):
+    """The forward of a block whose saved tensors go to a store.
+
+    Args:
+        saved (`SavedTensors`): takes them.
+        module (`nn.Module`): the block.
+        forward (`Callable`): its own.
+    """
+
+    def __init__(self, saved: SavedTensors, module: nn.Module, forward: Callable):
+        update_wrapper(self, forward)
+        self._saved, self._module, self._forward = saved, module, forward
+
+    def __call__(self, *args, **kwargs):
+        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if is_hooked or in_backward() or not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        self._saved.begin_block(self._module, tensors_in(args, kwargs))
+        with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, lambda packed: packed()):
+            return self._forward(*args, **kwargs)
+
+
+def _params_of(unit) -> list[nn.Parameter]:
+    """Returns the parameters of a unit."""
+    return [param for flat in unit.flats for param in flat.params]
+
+
+def _is_subclass(tensor: Tensor) -> bool:
+    """Whether a tensor is more than its storage says."""
+    return type(tensor) not in (Tensor, nn.Parameter)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _kept(tensor: Tensor, version: int) -> Tensor:
+    _refuse_written(tensor, version)
+    return tensor
+
+
+def _brought(moved: _Moved, form: tuple, counter: Tensor, version: int) -> Tensor:
+    _refuse_written(counter, version)
+    dtype, shape, stride, offset = form
+    return moved.take().view(dtype).as_strided(shape, stride, offset)
+
+
+def _refuse_written(tensor: Tensor, version: int) -> None:
+    """Refuses a tensor that was written to since it was saved, as autograd does without hooks."""
+    if tensor._version != version:
+        raise LifecycleError(
+            f"backward: a tensor that it needs was modified by an inplace operation after it was saved (version "
+            f"{tensor._version}, expected {version}); do not write to what a block has computed with"
+        )
