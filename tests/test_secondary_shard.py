@@ -108,14 +108,15 @@ def test_no_bit_depends_on_it(name, shared_memory):
     run_ranks(_trains_alike, 4, name, shared_memory)
 
 
-def _goes_through_updates(shared_memory: bool) -> None:
+def _goes_through_updates(shared_memory: bool, shard_size: int | None = None) -> None:
     """Steps with nothing but an update between them: no forward may see the values before it."""
     records = []
     for secondary_shard in (False, True):
-        own = {"shared_memory": shared_memory, "secondary_shard": secondary_shard}
+        own = {"shared_memory": shared_memory, "shard_size": shard_size, "secondary_shard": secondary_shard}
         with on_two_hosts(True):
             subject = Sharded(models.build(NAME), adamw, 3, compute_dtype=torch.bfloat16, **own)
         records.append(train_accumulating(subject, NAME, num_steps=3, num_micro=2))
+        assert (subject.engine.comm.shard_group.host_group is not None) is secondary_shard
     assert_equal(records[1], records[0], "several steps")
 
 
@@ -123,6 +124,12 @@ def _goes_through_updates(shared_memory: bool) -> None:
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_forward_sees_the_values_after_the_update(shared_memory):
     run_ranks(_goes_through_updates, 4, shared_memory)
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_shard_groups_of_several_hosts_have_a_copy_on_each(shared_memory):
+    run_ranks(_goes_through_updates, 8, shared_memory, 4)  # four hosts of two ranks, two in each group
 
 
 def _frozen_never_leaves(dtype: torch.dtype | None) -> None:
