@@ -219,15 +219,15 @@ def test_all_stages_sum_the_same_rounded_gradients(dtype, tmp_path):
 
 
 def _stops_at_an_infinity(subject: Sharded) -> None:
-    """One value of one rank is infinite, in the range of either rank."""
-    weight = subject.model.model.layers[1].mlp.up_proj.weight
-    for row in (0, -1):
+    """One value of rank 1 is infinite, in the range of rank 0 and in its own."""
+    block = subject.model.model.layers[1]
 
-        def spoil(grad: torch.Tensor, row: int = row) -> torch.Tensor:
-            grad = grad.clone()
-            grad[row, 3] = float("inf") if dist.get_rank() else 1.0
-            return grad
+    def spoil(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad[2, 3] = float("inf") if dist.get_rank() else 1.0
+        return grad
 
+    for weight in (block.self_attn.q_proj.weight, block.mlp.down_proj.weight):
         before, handle = subject.weights(), weight.register_hook(spoil)
         subject(**models.batch(NAME, seed=dist.get_rank())).loss.backward()
         handle.remove()
