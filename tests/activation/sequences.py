@@ -94,7 +94,7 @@ def made(case: Case) -> nn.Module:
     if case.lora:
         import peft
 
-        kind = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        kind = {"r": 2, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"], "init_lora_weights": False}
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **kind))
     model.config.use_cache = case.kind == "whole"  # with a cache transformers makes no masks for packed sequences
     return model if case.use_reentrant is None else checkpointed(model, case.use_reentrant)

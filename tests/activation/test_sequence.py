@@ -28,6 +28,10 @@ FEW = [
     Case("gemma3_text", length=16),
     Case("gpt2", 1, kind="packed"),
 ]
+TILED = [
+    Case("llama", lora=True, use_reentrant=False, settings={"tiled_mlp": 3}),
+    Case("gpt2", 2, settings={"tiled_mlp": 2}),
+]
 OTHERS = [
     *(Case("llama", stage) for stage in (0, 1, 2, 3)),
     Case("llama", kind="whole", use_reentrant=True, settings={"offload_activations": True}),
@@ -40,6 +44,7 @@ OTHERS = [
     Case("mixtral", kind="packed"),
     Case("gpt_oss", attention="eager"),
     Case("gemma3_text", 2, settings={"chunked_loss": "on"}),
+    *TILED,
 ]
 FOUR = [Case("llama"), Case("qwen3", 2, kind="packed", use_reentrant=False), Case("mixtral", 1, length=16)]
 
