@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -12,9 +13,11 @@ import psutil
 import pytest
 from transformers import TrainerCallback
 
-from hf_zero import parent
+from hf_zero import ZeroAccelerator, ZeroTrainingArguments, parent
+from hf_zero.accelerator import accelerator
 from hf_zero.parent import end_with_launcher
-from hf_zero.trainer import restoring, signals
+from hf_zero.recipes import cli
+from hf_zero.trainer import arguments, restoring, signals
 from hf_zero.trainer.restoring import Resumed
 from hf_zero.trainer.signals import Stopped
 from tests.distributed import RemoteError, run_ranks, start_program
@@ -68,14 +71,24 @@ def test_a_signal_that_comes_while_checkpoints_are_looked_through_stops_after_th
 
 
 SCRIPT = """
-import sys, time
+import os, sys, time
 from pathlib import Path
-from hf_zero import ZeroTrainingArguments
+from hf_zero.parent import end_with_launcher
 
-args = ZeroTrainingArguments(output_dir=sys.argv[1])
-Path(sys.argv[1], f"ready{args.process_index}").touch()
+end_with_launcher()
+Path(sys.argv[1], f"ready{os.environ['RANK']}").touch()
 time.sleep(60)
 """
+
+
+def test_whatever_a_rank_begins_with_binds_it_to_its_launcher(tmp_path, monkeypatch):
+    bound = []
+    for module in (arguments, accelerator, cli):
+        monkeypatch.setattr(module, "end_with_launcher", partial(bound.append, module))
+    ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    ZeroAccelerator(cpu=True)
+    cli.main(["--help"])
+    assert bound == [arguments, accelerator, cli]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
