@@ -219,7 +219,7 @@ def check_command(words: list[str]) -> None:
 def _check_recipe(words: list[str]) -> None:
     from hf_zero.recipes.cli import make_tool_parser
     from hf_zero.recipes.plan import RunArguments
-    from hf_zero.recipes.planned_run import read_run
+    from hf_zero.recipes.planned_tasks import read_run
     from hf_zero.recipes.settings import parse_settings
     from hf_zero.recipes.tasks import TASKS, TOOLS
 

@@ -1,4 +1,4 @@
-"""What can be had from `hf_zero` and `hf_zero.trl`: by name, in any order, with no torch before it is asked for."""
+"""What can be had from `hf_zero` and its packages: by name, in any order, with no torch before it is asked for."""
 
 import ast
 import subprocess
@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 import hf_zero
+import hf_zero.trainer
 import hf_zero.trl
 from hf_zero.errors import ConfigError
 
 
-PACKAGES = {"hf_zero": hf_zero, "hf_zero.trl": hf_zero.trl}
+PACKAGES = {"hf_zero": hf_zero, "hf_zero.trainer": hf_zero.trainer, "hf_zero.trl": hf_zero.trl}
 
 
 def run(code: str) -> str:

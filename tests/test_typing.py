@@ -88,7 +88,7 @@ def test_type_checkers_know_the_public_names(folder):
     assert types[0] == "hf_zero.engine.sharded_model.ShardedModel"
     assert types[1] == "hf_zero.optim.sharded.ShardedOptimizer"
     assert re.fullmatch(r"def \(.*\) -> hf_zero\.trainer\.trainer\.ZeroTrainer", types[2])
-    assert types[3] == "hf_zero.trainer.arguments.ZeroTrainingArguments"
+    assert types[3] == "hf_zero.trainer.training_arguments.ZeroTrainingArguments"
     assert re.fullmatch(r"def \(.*\) -> hf_zero\.trl\.\w+\.ZeroSFTTrainer", types[4])
     assert types[5] == "hf_zero.accelerator.accelerator.ZeroAccelerator"
     assert re.match(r"contextlib\._GeneratorContextManager\[None", types[6])

@@ -226,7 +226,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, steps, width, sink):
         ctx.steps, ctx.width, ctx.sink = steps, width, sink
-        tiles = _Tiles(hidden, weight, bias, width)
+        tiles = Tiles(hidden, weight, bias, width)
         largest = hidden.new_full(targets.shape, -torch.inf, dtype=torch.float32)
         summed, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
         for rows in tiles.ranges():
@@ -252,7 +252,7 @@ class _Loss(torch.autograd.Function):
             destination, is_filled = ctx.sink.destination()
         elif needs_weight:
             returned = destination = torch.empty_like(weight)
-        tiles = _Tiles(hidden, weight, bias, ctx.width)
+        tiles = Tiles(hidden, weight, bias, ctx.width)
         for rows in tiles.ranges():
             grad_logits = _grad_logits(tiles.logits(rows), ctx.steps, targets, rows, log_sum, grad)
             if needs_hidden:
@@ -267,7 +267,7 @@ class _Loss(torch.autograd.Function):
         return grad_hidden, returned, grad_bias, None, None, None, None
 
 
-class _Tiles:
+class Tiles:
     """The logits of all tokens for one range of the vocabulary after the other, in the same memory.
 
     Args:

@@ -9,18 +9,25 @@ from hf_zero.engine.opaque import is_alias, is_opaque, tensors_beside
 from hf_zero.planner.lone_rank import META
 
 
-def replica_of(model: nn.Module) -> nn.Module:
+def replica_of(model: nn.Module, blocks: tuple[str, int] | None = None) -> nn.Module:
     """Copies a model on the meta device: nothing of the original changes, and no memory is taken.
 
     Args:
         model (`nn.Module`): not sharded; its weights may still be in files, or be nowhere.
+        blocks (`tuple[str, int]`, *optional*): the path of the list of blocks, of which only the first so many are
+            copied; by default all.
     """
-    memo: dict[int, object] = {}
+    path, num_blocks = blocks or ("", None)
+    left_out = list(model.get_submodule(path))[num_blocks:] if num_blocks is not None else []
+    memo: dict[int, object] = {id(block): nn.Identity() for block in left_out}
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=META)
     for param in model.parameters():
         memo[id(param)] = _opaque(param, memo) if is_opaque(param) else _plain(param)
-    return copy.deepcopy(model, memo)
+    replica = copy.deepcopy(model, memo)
+    if left_out:
+        del replica.get_submodule(path)[num_blocks:]
+    return replica
 
 
 def _plain(param: nn.Parameter) -> nn.Parameter:

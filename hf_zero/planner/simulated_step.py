@@ -22,7 +22,7 @@ from hf_zero.engine.partition import refuse_what_cannot_be_summed
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.planner.lone_rank import META, LoneBus, lone_rank
-from hf_zero.planner.meter import Meter, device_attention
+from hf_zero.planner.meter import Meter, device_attention, few_ranges
 from hf_zero.planner.quantized import device_products
 from hf_zero.planner.replica import replica_of
 from hf_zero.planner.timeline import Timeline
@@ -97,10 +97,7 @@ class SimulatedStep:
         self.meter = Meter()
         self._on_cpu = on_cpu
         with self.meter:
-            replica = replica_of(model).train()  # as a model that was loaded is not
-            if blocks is not None:
-                path, num_blocks = blocks
-                del replica.get_submodule(path)[num_blocks:]
+            replica = replica_of(model, blocks).train()  # as a model that was loaded is not
             if gradient_checkpointing:
                 _checkpoint_blocks(replica)
             comm = lone_rank(
@@ -143,7 +140,7 @@ class SimulatedStep:
         for module in self.engine.modules.values():
             watch.follow(module)
         timeline, on_cpu = self.meter.timeline, self._on_cpu
-        with self.meter, device_attention(on_cpu), device_products(on_cpu), timeline.record():
+        with self.meter, device_attention(on_cpu), device_products(on_cpu), few_ranges(timeline), timeline.record():
             inputs = {
                 key: torch.empty_like(value, device=META) if isinstance(value, Tensor) else value
                 for key, value in batch.items()

@@ -111,6 +111,7 @@ class Timeline:
         self.recording = False
         self._lane = COMPUTE
         self._number = 0
+        self._times = 1
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -129,6 +130,15 @@ class Timeline:
             yield
         finally:
             self._lane = before
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Counts what is computed inside so many times."""
+        before, self._times = self._times, self._times * times
+        try:
+            yield
+        finally:
+            self._times = before
 
     @contextmanager
     def behind(self, lane: str) -> Iterator[None]:
@@ -155,9 +165,9 @@ class Timeline:
         if not isinstance(last, Work) or last.lane != self._lane:
             last = Work(self._lane)
             self.events.append(last)
-        last.flops += flops
-        last.nbytes += nbytes
-        last.again_flops += flops if again else 0
+        last.flops += flops * self._times
+        last.nbytes += nbytes * self._times
+        last.again_flops += flops * self._times if again else 0
 
     def begin(self, kind: str, nbytes: int, num_ranks: int, done: Pending, stride: int = 1) -> Pending:
         """Records that an exchange or a copy begins.

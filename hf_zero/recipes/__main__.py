@@ -1,7 +1,7 @@
 import sys
 
-from hf_zero.recipes.cli import main
+from hf_zero.recipes.cli import console
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(console())

@@ -5,7 +5,7 @@ import sys
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
-from hf_zero.recipes.early import refuse_early, say_importing
+from hf_zero.recipes.early import pass_over_unused, refuse_early, say_importing
 from hf_zero.recipes.listing import listed, summaries
 from hf_zero.recipes.parser import Parser, parser_for, program, unknown_task_message
 from hf_zero.recipes.silence import silence
@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
 
 def console() -> int:
     """The script `hf-zero`."""
+    pass_over_unused(sys.argv[1:])
     return main(sys.argv[1:])
 
 
@@ -82,13 +83,13 @@ def _run_task_of(task: str, argv: list[str]) -> None:
 
     settings = resolve_settings(task, argv)
     if settings.preprocess:
-        from hf_zero.recipes.plan import preprocess
+        from hf_zero.recipes.untrained import preprocess
 
         preprocess(settings)
         return
     check_resume(settings)
     if settings.dry_run:
-        from hf_zero.recipes.plan import dry_run
+        from hf_zero.recipes.untrained import dry_run
 
         dry_run(settings)
         return

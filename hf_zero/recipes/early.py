@@ -8,6 +8,10 @@ from hf_zero.recipes.parser import given_of, program, read_yaml
 
 
 FILES = ("train_file", "test_file")
+# What transformers imports beside a model wherever it is installed, for seconds, and a plan does not use; unless it is
+# of a run, whose task may need anything, or an optimizer is named, or a quantization.
+UNUSED_BY_PLANS = ("scipy", "sklearn", "torchao")
+MAY_USE_THEM = ("--config", "--optim", "--load_in_4bit", "--load_in_8bit")
 
 
 def refuse_early(argv: list[str]) -> None:
@@ -40,6 +44,18 @@ def check_exists(name: str, key: str) -> None:
     """
     if not Path(name).expanduser().exists():
         raise DataError(f"{name}: no such file; check {key}")
+
+
+def pass_over_unused(argv: list[str]) -> None:
+    """Lets packages that a plan does not use count as not installed, in a process that has just been started for it.
+
+    Args:
+        argv (`list[str]`): the whole command line, which may be of something else than a plan.
+    """
+    may_use_them = any(flag.partition("=")[0] in MAY_USE_THEM for flag in argv)
+    if argv[:1] == ["plan"] and not may_use_them and "torch" not in sys.modules:
+        for name in UNUSED_BY_PLANS:
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as the import system has it
 
 
 def say_importing(what: str) -> None:

@@ -8,15 +8,19 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from hf_zero.checkpoint import class_of
 from hf_zero.config import ZeroConfig, choose
 from hf_zero.errors import ConfigError
+from hf_zero.planner.prediction import FUSED_ADAMW
 from hf_zero.recipes.loading import one_line, quiet, resolve_config
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, adapt, quantization_of
-from hf_zero.trainer.card import MIB
-from hf_zero.trainer.checks import SUPPORTED_OPTIMS
+from hf_zero.trainer.optims import SUPPORTED_OPTIMS
+
+
+# The classes and arguments that Trainer has for these, as far as memory follows from them.
+ADAMW = {"adamw_torch_fused": FUSED_ADAMW, "adamw_torch": partial(torch.optim.AdamW)}
 
 
 def empty_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -153,6 +157,10 @@ def optimizer_of(optim: str) -> partial:
         ConfigError: it does not run on shards, or its package is not installed.
     """
     choose("optim", optim, dict.fromkeys(sorted(SUPPORTED_OPTIMS)))
+    if optim in ADAMW:
+        return ADAMW[optim]
+    from transformers import Trainer, TrainingArguments  # which takes seconds
+
     try:
         training = TrainingArguments(output_dir=str(Path.cwd()), optim=optim, use_cpu=True)
         kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(training)
@@ -181,4 +189,4 @@ def reference_line(
     itemsize = (config.compute_dtype or dtype).itemsize
     nbytes = sum(part.shape.numel() for part in parts) * itemsize
     nbytes /= shard_size if config.stage == 3 else 1
-    return f"  {'the reference model, beside these':<32}  {nbytes / MIB:>12.2f} MiB"
+    return f"  {'the reference model, beside these':<32}  {nbytes / 2**20:>12.2f} MiB"

@@ -1,26 +1,16 @@
-"""The tool `plan` and the key `--dry_run`: one process predicts the memory of each rank, and trains nothing."""
+"""The tool `plan`: one process predicts the memory of each rank, and trains nothing. It answers in seconds, so what
+only a run needs (Trainer, data sets, TRL) is not imported here; a test says so."""
 
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
-import datasets
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from torch import Tensor
 
 from hf_zero.config import choose
-from hf_zero.engine import engine_of
-from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
-from hf_zero.planner import Prediction, advise, predict_with
+from hf_zero.planner import Prediction, advise
 from hf_zero.planner.advice import GIB
 from hf_zero.recipes.cluster import ClusterArguments, time_of
-from hf_zero.recipes.data import Data
-from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.empty_models import (
     adapted,
     cast_batch,
@@ -33,20 +23,11 @@ from hf_zero.recipes.empty_models import (
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, load_config, resolve_config
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, check_adapter, check_quantization
-from hf_zero.recipes.planned_run import PlannedRun, RowArguments, as_on_device, has_fused_head, planned, read_run
-from hf_zero.recipes.settings import Settings, yaml_text
-from hf_zero.recipes.tasks import TASKS
-from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainer
+from hf_zero.recipes.planned_run import PlannedRun, RowArguments
+from hf_zero.trainer import ZeroArgumentsMixin
 
 
 POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not needed")
-# What is not done where nothing is trained, whatever is asked of the run.
-QUIET = {
-    **{"push_to_hub": False, "report_to": "none", "resume_from_checkpoint": None},
-    **{"precompute_ref_log_probs": False, "use_vllm": False},  # where the trainer has them
-}
-# What only the device of the run may know, beside.
-NO_DEVICE = {"use_cpu": True, "bf16": False, "fp16": False, "zero_autocast": False, "tf32": None}
 
 
 @dataclass
@@ -151,6 +132,8 @@ def run_config(argv: list[str]) -> None:
     Raises:
         ConfigError: a key or a value is not valid, or such a run is not planned.
     """
+    from hf_zero.recipes.planned_tasks import planned, read_run  # with Trainer and what the task needs
+
     settings, own = read_run(argv, RunArguments)
     on_cpu, asked = settings.training["use_cpu"], settings.num_processes
     if asked is None or asked > 0:  # else it is refused below
@@ -201,189 +184,3 @@ def _memory_nbytes(arguments: DeviceArguments, *, on_cpu: bool) -> int:
     if on_cpu or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(0).total_memory
-
-
-def dry_run(settings: Settings) -> None:
-    """Prints the configuration, the data, the units and the predicted memory of a run.
-
-    Data, model and trainer are made as the run would make them, so what it would refuse is refused here.
-
-    Args:
-        settings ([`Settings`]): Of the run.
-
-    Raises:
-        ConfigError: If it is one of several processes.
-    """
-    if (settings.launched or 1) > 1:
-        raise ConfigError(
-            f"--dry_run: one process tells it, and the launcher has started {settings.launched}; leave the launcher "
-            "out, with --num_processes for the memory to expect"
-        )
-    with _made(settings, QUIET) as (trainer, data):
-        _print_section("configuration", yaml_text(settings.non_default()).splitlines())
-        _print_section("data", [*data.notes, "first row:", *_indented(data.sample)])
-        _print_section("model", units_table(trainer.model))
-        if settings.training.get("precompute_ref_log_probs"):
-            trainer.ref_model = None  # the run has none beside the model
-        max_length = {**settings.training, **vars(settings.arguments)}.get("max_length")
-        has_head = has_fused_head(settings.task, trainer.args)
-        told = predicted(trainer, settings.num_processes or 1, max_length, has_head=has_head)
-        _print_section("memory of each rank", told)
-    print("\ndry run: nothing was trained or written")
-
-
-def preprocess(settings: Settings) -> None:
-    """Makes the rows of a run ready, and prints how many there are. Its weights stay in their files.
-
-    `datasets` keeps the rows in its cache, under names that depend on the files, the tokenizer, the settings and the
-    code that they depend on; the run finds them there.
-
-    Args:
-        settings ([`Settings`]): Of the run.
-
-    Raises:
-        ConfigError: If it is one of several processes, or the rows are a stream.
-    """
-    if (settings.launched or 1) > 1:
-        raise ConfigError(
-            f"--preprocess: one process does it, and the launcher has started {settings.launched}; leave the launcher "
-            "out, with --dataset_num_proc for more of them"
-        )
-    if settings.arguments.dataset_streaming:
-        raise ConfigError("--preprocess: dataset_streaming reads rows while training goes on; leave one of them out")
-    if hasattr(settings.arguments, "attn_implementation"):
-        settings = replace(settings, arguments=replace(settings.arguments, attn_implementation=None))
-    with _made(settings, {**QUIET, **NO_DEVICE}) as (_, data):
-        print(*data.notes, sep="\n")
-    print(f"preprocessed: the run finds these rows in {datasets.config.HF_DATASETS_CACHE}")
-
-
-@contextmanager
-def _made(settings: Settings, changes: Mapping[str, Any]) -> Iterator[tuple[ZeroTrainer, Data]]:
-    """The trainer and the data of a run, with other training arguments, and without an output folder."""
-    task = TASKS[settings.task].load()
-    with tempfile.TemporaryDirectory(prefix="hf_zero_") as folder:
-        # Trainer makes the output folder when it is made.
-        known = {key: value for key, value in changes.items() if key in settings.training}
-        changed = replace(settings, training={**settings.training, **known, "output_dir": folder})
-        training = changed.training_arguments()
-        data = task.load_data(settings.arguments, training)
-        model = task.load_model(settings.arguments, training, data)
-        data.notes += freeze_parameters(model, settings.arguments)
-        yield task.make_trainer(model, settings.arguments, training, data), data
-
-
-def units_table(model: nn.Module) -> list[str]:
-    """Returns one line for each unit, or for each group of equal units that follow one another.
-
-    Args:
-        model (`nn.Module`): Not sharded; its weights may still be in files.
-    """
-    specs = partition(model).units
-    rows: list[tuple[list[str], tuple[int, int]]] = []
-    for spec in specs:
-        params = list(spec.params.values())
-        counts = _numel(params), _numel(param for param in params if param.requires_grad)
-        if len(rows) > 1 and rows[-1][1] == counts:
-            rows[-1][0].append(spec.name)
-        else:
-            rows.append(([spec.name], counts))
-    named = [(_span(names), len(names), *counts) for names, counts in rows]
-    width = max(len(name) for name, *_ in named)
-    total, trained = (sum(len(names) * counts[at] for names, counts in rows) for at in (0, 1))
-    lines = [f"{name:<{width}}  {_per_unit(count, num, num_trained)}" for name, count, num, num_trained in named]
-    return [*lines, f"in all {total:,} parameters in {len(specs)} units, {trained:,} of them trained"]
-
-
-def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, has_head: bool = False) -> list[str]:
-    """Returns the lines about the predicted memory of each rank, with that of a reference model if there is one.
-
-    Args:
-        trainer ([`ZeroTrainer`]): That has not trained.
-        num_ranks (`int`): How many ranks there would be.
-        max_length (`int`, *optional*): What rows of tokens are cut to: the longest that a step may see.
-        has_head (`bool`): The loss is computed by TRL's head.
-    """
-    args = trainer.args
-    batch = next(iter(trainer.get_train_dataloader()))
-    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
-    if isinstance(batch, list):
-        batch = _generated(trainer, base, batch)
-    else:
-        batch = _widest(base, batch, max_length, args.train_batch_size)
-    on_cpu = args.device.type == "cpu"
-    with as_on_device(on_cpu, has_head=has_head):
-        prediction = predict_with(
-            trainer.model,
-            args.zero_config(),
-            num_ranks=num_ranks,
-            batch={**batch, "fused_lm_head": True} if has_head else dict(batch),
-            make_optimizer=_make_optimizer(trainer),
-            gradient_checkpointing=args.gradient_checkpointing,
-            on_cpu=on_cpu,
-        )
-    width = f" x {batch['input_ids'].shape[1]} tokens" if "input_ids" in batch else ""
-    of_batch = f"a micro-batch: {len(next(iter(batch.values())))} rows{width}"
-    return [of_batch, *prediction.render().splitlines(), *_reference(trainer, prediction.shard_size)]
-
-
-def _widest(
-    model: PreTrainedModel, batch: Mapping[str, Tensor], max_length: int | None, batch_size: int
-) -> Mapping[str, Tensor]:
-    """Returns a batch of tokens with rows of the greatest possible length; other batches stay as they are."""
-    if "chosen_input_ids" in batch:  # the trainer puts both answers through the model together
-        answers = [batch[f"{name}_input_ids"] for name in ANSWERS]
-        batch = example_batch(model, sum(map(len, answers)), max(ids.shape[1] for ids in answers))
-    if "input_ids" not in batch or "pixel_values" in batch or max_length is None:
-        return batch
-    num_rows, width = batch["input_ids"].shape
-    longest = min(max_length, getattr(model.config, "max_position_embeddings", max_length))
-    if "cu_seq_lens_q" in batch:  # packed: all rows of the batch are one behind the other
-        longest *= batch_size
-    return example_batch(model, num_rows, max(width, longest))
-
-
-def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str, Any]]) -> Mapping[str, Tensor]:
-    """As many rows as a step takes at once, as long as the prompts of these rows with what is generated to them."""
-    tokenize, args = trainer.processing_class, trainer.args
-    prompts = [row["prompt"] for row in rows]
-    texts = [p if isinstance(p, str) else tokenize.apply_chat_template(p, tokenize=False) for p in prompts]
-    longest = max(len(ids) for ids in tokenize(texts)["input_ids"])
-    return example_batch(model, args.per_device_train_batch_size, longest + args.max_completion_length)
-
-
-def _reference(trainer: ZeroTrainer, shard_size: int) -> list[str]:
-    """Returns the line about the frozen reference model. Its forward is over before memory is at its peak."""
-    reference = getattr(trainer, "ref_model", None)
-    if reference is None:
-        return []
-    engine = engine_of(reference)
-    parts = engine.param_infos() if engine else reference.parameters()
-    dtype = next(trainer.model.parameters()).dtype
-    return [reference_line(parts, trainer.args.zero_config(), shard_size, dtype)]
-
-
-def _make_optimizer(trainer: ZeroTrainer) -> partial:
-    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    return partial(kind, **kwargs)
-
-
-def _numel(params: Iterable[nn.Parameter]) -> int:
-    return sum(param.numel() for param in params)
-
-
-def _span(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-
-
-def _per_unit(count: int, numel: int, num_trained: int) -> str:
-    trained = "" if num_trained == numel else f", {num_trained:,} of them trained"
-    return f"{numel:>14,} parameters{' each' if count > 1 else ''}{trained}"
-
-
-def _print_section(title: str, lines: list[str]) -> None:
-    print(f"\n{title}", *(f"  {line}" for line in lines), sep="\n")
-
-
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]

@@ -1,47 +1,18 @@
-"""A run of a task as `plan --config` sees it: model, batch and settings, without weights, rows or devices."""
+"""A run as `plan` sees it: model, batch and settings, without weights, rows or devices."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError
 from hf_zero.planner import Cluster, Prediction, predict_rows, predict_with
-from hf_zero.recipes.classification.models import head_of
-from hf_zero.recipes.empty_models import adapted, cast_batch, example_batch, optimizer_of, quantized
-from hf_zero.recipes.freezing import check_freezing, freeze_parameters
-from hf_zero.recipes.language_models import check_dtype
-from hf_zero.recipes.loading import DTYPES, one_line, quiet
-from hf_zero.recipes.lora import check_adapter, check_quantization
-from hf_zero.recipes.parser import given_of, parser_for, read_yaml, unknown_task_message
-from hf_zero.recipes.settings import Settings, parse_settings
-from hf_zero.recipes.tasks import TASKS
-from hf_zero.trainer import ZeroArgumentsMixin
-
-
-# How many rows of a batch the tasks make of one row of data.
-ROWS = dict.fromkeys(("classify", "sft", "pretrain", "kto", "grpo", "rloo"), 1)
-ROWS |= dict.fromkeys(("dpo", "orpo", "simpo", "reward"), 2)
-# Tasks whose losses are computed by TRL's head, which never holds all logits.
-FUSED_HEAD = ("sft", "pretrain", "dpo", "kto", "grpo", "rloo")
-GENERATING = ("grpo", "rloo")
 
 
 @dataclass
@@ -127,204 +98,6 @@ class PlannedRun:
 
     def _as_on_device(self) -> AbstractContextManager[None]:
         return as_on_device(self.on_cpu, has_head="fused_lm_head" in (self.batch or ()))
-
-
-def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
-    """Reads a command line with `--config`: keys of `plan`, and of the task of that file, which win over it.
-
-    Args:
-        argv (`list[str]`): what follows `plan`.
-        own (`type`): a dataclass of keys that are plan's alone.
-
-    Returns:
-        `tuple[Settings, Any]`: the run, and an instance of `own`.
-
-    Raises:
-        ConfigError: there is no such file or task, or a key is unknown.
-    """
-    given = given_of(argv, "config", "task")
-    if not given["config"]:
-        raise ConfigError("--config: expected a YAML file, or the name of a ready-made one")
-    task = given["task"] or read_yaml(given["config"]).get("task")
-    if task is None:
-        raise ConfigError(f"--config {given['config']}: names no task; add --task sft, or another one")
-    if task not in TASKS:
-        raise ConfigError(unknown_task_message(str(task), TASKS))
-    values, rest = parser_for("plan", "", [own]).parse_known_args(argv)
-    return parse_settings(task, rest, is_here=False), own(**vars(values))
-
-
-def planned(settings: Settings, config: PretrainedConfig | None, num_tokens: int | None = None) -> PlannedRun:
-    """What a run is, told by its settings and the config of its model.
-
-    Args:
-        settings ([`Settings`]): of the run.
-        config (`PretrainedConfig`, *optional*): of its model, where one is named.
-        num_tokens (`int`, *optional*): of a row, in place of what the settings say.
-
-    Raises:
-        ConfigError: a setting is not valid, or such a run is not planned.
-    """
-    arguments, training, task = settings.arguments, SimpleNamespace(**settings.training), settings.task
-    _check(settings)
-    assert config is not None
-    zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
-    model = _model(settings, config, zero.compute_dtype)
-    length = _length(settings, config, num_tokens)
-    num_rows = training.per_device_train_batch_size * ROWS[task]
-    notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
-    if task == "orpo":
-        notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
-    is_one_row = _is_one_row(training)
-    if is_one_row:
-        num_rows, length = 1, length * num_rows
-        if "flash" not in (arguments.attn_implementation or ""):
-            notes.append("not counted: the mask that keeps packed rows apart; flash attention needs none")
-    _note_images(config, notes)
-
-    def batch_of(rows: int) -> dict[str, Any]:
-        batch: dict[str, Any] = {**example_batch(model, rows, length), **_images(config, rows)}
-        if task == "reward":
-            del batch["labels"]
-        if has_fused_head(task, training):
-            batch["fused_lm_head"] = True
-        return cast_batch(batch, zero.compute_dtype)
-
-    freeze_parameters(model, arguments)
-    made = adapted(model, arguments, None, head_of(model) if task in ("classify", "reward") else ())
-    if made is not model and training.gradient_checkpointing:
-        made.enable_input_require_grads()
-    if has_fused_head(task, training):
-        _add_head(model)
-    return PlannedRun(
-        name=arguments.model_name_or_path,
-        model=made,
-        config=zero,
-        num_ranks=settings.num_processes or 1,
-        batch=batch_of(num_rows),
-        batch_of=None if is_one_row else batch_of,
-        rows_of_one=1 if is_one_row else ROWS[task],
-        make_optimizer=optimizer_of(getattr(training.optim, "value", training.optim)),
-        gradient_checkpointing=training.gradient_checkpointing,
-        on_cpu=training.use_cpu,
-        num_rows=num_rows,
-        num_tokens=length,
-        notes=notes,
-        has_reference=_has_reference(settings),
-        has_8_bit_products=getattr(arguments, "load_in_8bit", False),
-    )
-
-
-def _has_reference(settings: Settings) -> bool:
-    training = settings.training
-    if settings.arguments.use_peft or training.get("precompute_ref_log_probs"):
-        return False
-    return settings.task in ("dpo", "kto") or (settings.task in GENERATING and training["beta"] != 0)
-
-
-def has_fused_head(task: str, training: Any) -> bool:
-    """Whether the loss of a run is computed by TRL's head, which holds a part of the logits at a time.
-
-    Args:
-        task (`str`): A key of `TASKS`.
-        training (`TrainingArguments`): Of the run.
-    """
-    return task in FUSED_HEAD and not training.label_smoothing_factor
-
-
-def _check(settings: Settings) -> None:
-    """Refuses what contradicts itself, and what is not planned."""
-    arguments = settings.arguments
-    if settings.task not in ROWS:
-        raise ConfigError(
-            f"plan: {settings.task} is not planned, for what its teacher takes is not known; its student is, by "
-            f"`plan {arguments.model_name_or_path}`"
-        )
-    if not arguments.model_name_or_path:
-        raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
-    check_adapter(arguments)
-    check_freezing(arguments, use_peft=arguments.use_peft)
-    if hasattr(arguments, "load_in_4bit"):  # of language models
-        check_dtype(arguments)
-        check_quantization(arguments, use_peft=arguments.use_peft)
-    for name in ("per_device_train_batch_size", "num_processes"):
-        value = settings.num_processes if name == "num_processes" else settings.training[name]
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} {value}: expected 1 or more")
-
-
-def _model(settings: Settings, config: PretrainedConfig, compute_dtype: torch.dtype | None) -> PreTrainedModel:
-    arguments = settings.arguments
-    config.use_cache = False  # as `Trainer` has it
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if (name := getattr(arguments, "dtype", "float32")) != "float32":
-        options["dtype"] = (config.dtype or torch.float32) if name == "auto" else DTYPES[name]
-    if getattr(arguments, "attn_implementation", None) == "eager":  # all others take what sdpa takes
-        options["attn_implementation"] = "eager"
-    if settings.task == "reward":
-        config.num_labels = 1
-    kind, text = _auto_class(settings.task, config), config.get_text_config()
-    if kind is AutoModelForSequenceClassification and getattr(text, "pad_token_id", None) is None:
-        text.pad_token_id = 0  # the run has its tokenizer's
-    name = arguments.model_name_or_path
-    with one_line(name, "building the model of its config"), quiet(), torch.device("meta"):
-        model = kind.from_config(config, **options).train()
-    return quantized(model, arguments, compute_dtype) if hasattr(arguments, "load_in_4bit") else model
-
-
-def _auto_class(task: str, config: PretrainedConfig) -> Any:
-    if task == "classify" and type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        return AutoModelForImageClassification
-    if task in ("classify", "reward"):
-        return AutoModelForSequenceClassification
-    # whether rows have images is not known, and the model of a run with images holds more
-    takes_images = task == "sft" and hasattr(config, "vision_config")
-    return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
-
-
-def _note_images(config: PretrainedConfig, notes: list[str]) -> None:
-    vision = getattr(config, "vision_config", None)
-    if vision is not None and not isinstance(getattr(vision, "image_size", None), int):
-        notes.append("not counted: images, for how many patches they have is in the rows; --dry_run counts them")
-
-
-def _images(config: PretrainedConfig, num_rows: int) -> dict[str, torch.Tensor]:
-    """An image of each row, where the model takes images of one size."""
-    vision = getattr(config, "vision_config", None)
-    size = getattr(vision, "image_size", None)
-    if not isinstance(size, int):
-        return {}
-    shape = (num_rows, getattr(vision, "num_channels", 3), size, size)
-    return {"pixel_values": torch.empty(shape, dtype=torch.float32, device="meta")}
-
-
-def _length(settings: Settings, config: PretrainedConfig, num_tokens: int | None) -> int:
-    if num_tokens is not None:
-        if num_tokens < 1:
-            raise ConfigError(f"--num_tokens {num_tokens}: expected 1 or more")
-        return num_tokens
-    training = settings.training
-    if settings.task in GENERATING:
-        raise ConfigError(
-            f"plan: how long prompts are is in the rows of {settings.task}; give --num_tokens, of a prompt with its "
-            f"answer, such as {512 + training['max_completion_length']}"
-        )
-    length = {**training, **vars(settings.arguments)}.get("max_length")
-    if length is None:
-        raise ConfigError("max_length: rows of any length are not planned; give --num_tokens")
-    return min(length, getattr(config.get_text_config(), "max_position_embeddings", None) or length)
-
-
-def _is_one_row(training: Any) -> bool:
-    """Whether all rows of a batch are one behind the other."""
-    packs = getattr(training, "packing", False) and training.packing_strategy != "wrapped"
-    return bool(packs or getattr(training, "padding_free", False))
-
-
-def _add_head(model: PreTrainedModel) -> None:
-    from trl.trainer.utils import add_fused_lm_head
-
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
 
 
 _autocast_enabled = torch.is_autocast_enabled

@@ -1,4 +1,4 @@
-"""The training arguments: those of `TrainingArguments` and of ZeRO, with early checks."""
+"""The flags of ZeRO, with early checks. `TrainingArguments`, which takes seconds to import, is not needed for them."""
 
 import inspect
 import os
@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.comm.ranks import take_timeout
-from hf_zero.compat import check_overrides
 from hf_zero.config import CHUNKED_LOSS, GATHER_DTYPES, NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
-from hf_zero.trainer.checks import check_arguments, check_output_dir
 
 
 if TYPE_CHECKING:  # type checkers see what the mixin stands before
@@ -125,6 +122,8 @@ class ZeroArgumentsMixin(_Arguments):
     zero_save_fallback: str | None = None
 
     def __post_init__(self):
+        from hf_zero.trainer.checks import check_arguments, check_output_dir  # which imports Trainer
+
         end_with_launcher()
         self._take_launchers_precision()
         self.zero_config()
@@ -245,16 +244,3 @@ def _shard_size(value: int | str | None, stage: int) -> int | str | None:
             "3, or leave it out"
         )
     return size
-
-
-check_overrides(ZeroArgumentsMixin, TrainingArguments, ("place_model_on_device",))
-
-
-@dataclass
-class ZeroTrainingArguments(ZeroArgumentsMixin, TrainingArguments):
-    """`transformers.TrainingArguments` with the settings of `ZeroArgumentsMixin`."""
-
-
-@dataclass
-class ZeroSeq2SeqTrainingArguments(ZeroArgumentsMixin, Seq2SeqTrainingArguments):
-    """`transformers.Seq2SeqTrainingArguments` with the settings of `ZeroArgumentsMixin`."""

@@ -19,17 +19,10 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
 
 from hf_zero.errors import ConfigError, nearest
+from hf_zero.trainer.optims import SUPPORTED_OPTIMS
 
 
 Settings = Mapping[str, Any]  # fields of the training arguments, by name
-
-# The values of `--optim` whose optimizers run on shards, see `hf_zero.optim.granularity`.
-SUPPORTED_OPTIMS = frozenset(
-    "adamw_torch adamw_torch_fused adamw_torch_npu_fused sgd adagrad rmsprop lion_32bit paged_lion_32bit "
-    "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit adafactor schedule_free_adamw schedule_free_radam "
-    "schedule_free_sgd adamw_torch_8bit adamw_torch_4bit adamw_bnb_8bit adamw_8bit paged_adamw_8bit lion_8bit "
-    "paged_lion_8bit rmsprop_bnb_8bit ademamix ademamix_8bit".split()
-)
 
 WHOLE_NUMBERS = (int, int | None)
 NUMBERS = (*WHOLE_NUMBERS, float, float | None)

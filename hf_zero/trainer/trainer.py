@@ -25,7 +25,7 @@ from hf_zero.engine.partition import refuse_what_cannot_be_sharded
 from hf_zero.errors import ConfigError
 from hf_zero.optim import granularity_of, inner_optimizers, refuse_unknown
 from hf_zero.planner import render_classes, tensor_classes
-from hf_zero.trainer.arguments import ZeroArgumentsMixin, ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
+from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.batches import evened
 from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.losses import LossMixin, refuse_own_loss
@@ -36,6 +36,7 @@ from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.streams import whole_stream
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
+from hf_zero.trainer.training_arguments import ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
 
 
 OVERRIDES = (

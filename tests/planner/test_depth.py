@@ -1,11 +1,14 @@
 """Deep models are predicted from a few of their blocks, to the byte."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_zero.planner import predict, prediction
+from hf_zero.activation import chunked_loss
+from hf_zero.comm.base import Bucket
+from hf_zero.planner import lone_rank, predict, prediction, simulated_step
 from hf_zero.planner.topology import Cluster, device_named
 from tests.planner import subjects
 
@@ -51,6 +54,26 @@ def test_what_is_extended_is_what_the_whole_model_takes(settings, monkeypatch):
     assert extended.time.flops == whole.time.flops and extended.time.model_flops == whole.time.model_flops
     assert extended.time.busy_ns == pytest.approx(whole.time.busy_ns, rel=0.001)
     assert extended.time.step_seconds() == pytest.approx(whole.time.step_seconds(), rel=0.01)
+
+
+def test_equal_ranges_and_pieces_are_counted_and_not_repeated(monkeypatch):
+    """A chunked loss in nine ranges of the vocabulary, and reductions in many pieces."""
+    monkeypatch.setattr("hf_zero.activation.chunked_loss.MIN_WIDTH", 1)
+    monkeypatch.setattr("hf_zero.activation.chunked_loss.ACCELERATOR_NBYTES", 60 * 4 * subjects.ROWS * subjects.LENGTH)
+    starts: set[int] = set()
+    place_in = chunked_loss._place_in
+    monkeypatch.setattr(chunked_loss, "_place_in", lambda *args: starts.add(args[1].start) or place_in(*args))
+
+    def predicted():
+        settings = {"compute_dtype": torch.bfloat16, "chunked_loss": "on", "bucket_nbytes": 4096, "cluster": CLUSTER}
+        starts.clear()
+        return predict(subjects.llama(), num_ranks=8, batch=subjects.batch("llama"), **settings)
+
+    few = predicted()
+    assert len(starts) == 3
+    monkeypatch.setattr(simulated_step, "few_ranges", nullcontext)
+    monkeypatch.setattr(lone_rank, "_FewPieces", Bucket)
+    assert few == predicted() and len(starts) == 9
 
 
 def test_only_blocks_that_are_alike_are_left_out():

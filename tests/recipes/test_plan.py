@@ -2,12 +2,16 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
+from transformers import Trainer, TrainingArguments
 from transformers.utils import is_bitsandbytes_available
 
 from hf_zero.activation import saved_tensors
+from hf_zero.recipes import empty_models
 from hf_zero.recipes.cli import main
 from tests.trainer.harness import reset_accelerate
 
@@ -321,3 +325,28 @@ def test_a_run_file_that_is_not_there_is_one_line(capsys):
     assert "model 'run.yaml': is a YAML file, as of a run; plan that with --config run.yaml" in capsys.readouterr().err
     assert main(["plan", "--config", "nowhere.yaml"]) == 2
     assert "--config nowhere.yaml: no such file, nor a ready-made recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optim", empty_models.ADAMW)
+def test_adamw_is_the_class_that_trainer_has_for_it(optim, tmp_path):
+    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), optim=optim, use_cpu=True))
+    planned = empty_models.optimizer_of(optim)
+    assert planned.func is kind and planned.keywords.items() <= kwargs.items()
+    assert bool(planned.keywords.get("fused")) is bool(kwargs.get("fused"))
+
+
+@pytest.mark.quick
+def test_a_plan_imports_nothing_that_a_run_alone_needs(config_file):
+    """These take most of the seconds that a run needs to start."""
+    code = """
+import sys
+from hf_zero.recipes.cli import console
+assert console() == 0
+names = "bitsandbytes datasets pandas peft scipy sklearn torchao transformers.trainer transformers.training_args trl"
+heavy = set(names.split()) & {name for name, module in sys.modules.items() if module is not None}
+assert not heavy, heavy
+"""
+    plan = ["plan", str(config_file), *SETTINGS, "--gpu", "h100", "--gpus_per_host", "8", "--gradient_checkpointing"]
+    found = subprocess.run([sys.executable, "-c", code, *plan], capture_output=True, text=True, timeout=120)
+    assert not found.returncode, found.stderr
+    assert "at the peak" in found.stdout

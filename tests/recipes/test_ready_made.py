@@ -14,7 +14,7 @@ import yaml
 from hf_zero.planner import predict_with
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.data.chat import set_chat_template
-from hf_zero.recipes.planned_run import planned
+from hf_zero.recipes.planned_tasks import planned
 from hf_zero.recipes.settings import Settings, parse_settings
 from tests.public_models import CONFIGS, config_of, empty_model
 from tests.recipes.data import conftest, test_images

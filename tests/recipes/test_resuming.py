@@ -30,9 +30,9 @@ from hf_zero.recipes.earlier_run import (
     checkpoint_of,
     resume_message,
 )
-from hf_zero.recipes.plan import _reference
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
+from hf_zero.recipes.untrained import _reference
 from hf_zero.trainer import resumable
 
 
