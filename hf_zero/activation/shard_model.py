@@ -1,6 +1,8 @@
 """`hf_zero.shard`: it builds the engine and decides where activations rest."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -13,6 +15,7 @@ from hf_zero.activation.saved_tensors import SavedTensors
 from hf_zero.activation.sequence import SequenceParallel, refuse_group_size, refuse_undividable
 from hf_zero.activation.store import Division, Store
 from hf_zero.activation.tiled_mlp import TiledMlp, refuse_untileable
+from hf_zero.comm import Comm
 from hf_zero.comm.world import neighbours
 from hf_zero.config import ZeroConfig, ZeroSettings, choose
 from hf_zero.engine import ShardedModel, build, engine_of
@@ -104,7 +107,7 @@ def shard_with(
     if moves_activations:
         place_activations(engine)
     if config.sequence_parallel > 1:
-        _divide_sequences(engine)
+        divide_sequences(engine, partial(neighbours, engine.comm))
     install_chunked_loss(engine)
     install_tiled_mlp(engine)
     return engine
@@ -125,12 +128,17 @@ def install_tiled_mlp(engine: ZeroEngine) -> None:
         engine.handles.append(TiledMlp(engine, engine.config.tiled_mlp))
 
 
-def _divide_sequences(engine: ZeroEngine) -> None:
-    """Divides the sequences of an engine's model over neighbouring ranks, unless that is done."""
+def divide_sequences(engine: ZeroEngine, connect: Callable[[int], Comm]) -> None:
+    """Divides the sequences of an engine's model over neighbouring ranks, unless that is done.
+
+    Args:
+        engine (`ZeroEngine`): of the model.
+        connect (`Callable`): connects so many neighbouring ranks.
+    """
     if sequence_parallel_of(engine) is None:
         num_parts = engine.config.sequence_parallel
         refuse_group_size(num_parts, engine.comm.num_ranks)
-        engine.handles.append(SequenceParallel(engine, neighbours(engine.comm, num_parts)))
+        engine.handles.append(SequenceParallel(engine, connect(num_parts)))
 
 
 def sequence_parallel_of(engine: ZeroEngine) -> SequenceParallel | None:

@@ -106,6 +106,8 @@ def flags_of(prediction: Prediction) -> str:
         flags.append("--zero_secondary_shard")
     if prediction.config.reduce_bits is not None:
         flags.append(f"--zero_reduce_dtype int{prediction.config.reduce_bits}")
+    if prediction.config.sequence_parallel > 1:
+        flags.append(f"--zero_sequence_parallel {prediction.config.sequence_parallel}")
     return " ".join([*flags, *(["--gradient_checkpointing"] if prediction.gradient_checkpointing else [])])
 
 

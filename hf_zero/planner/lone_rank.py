@@ -26,7 +26,7 @@ from hf_zero.comm.peers import Kind
 from hf_zero.comm.shared import HostMemory, SharedComm
 from hf_zero.config import MemoryTier
 from hf_zero.planner.meter import Meter
-from hf_zero.planner.timeline import ALL_REDUCE, AVERAGE, HOST, Timeline
+from hf_zero.planner.timeline import ALL_REDUCE, AVERAGE, HEADS, HOST, Timeline
 from hf_zero.planner.topology import RANKS_PER_HOST
 
 
@@ -208,6 +208,36 @@ class _Shared(_Pairwise, SharedComm):
         self.counters.add(verb, numel * own.element_size() * (self.num_ranks - 1), what)
         take([own] * self.num_ranks)
         return DONE
+
+
+class LoneNeighbours(_Alone):
+    """The ranks that share each sequence, over connections of their own.
+
+    Args:
+        comm (`Comm`): all ranks, alone.
+        timeline (`Timeline`): gets the exchanges.
+        num_ranks (`int`): of the group.
+    """
+
+    def __init__(self, comm: Comm, timeline: Timeline, num_ranks: int):
+        super().__init__(num_ranks, timeline)
+        self.is_on_cpu = comm.is_on_cpu
+        self.counters.counted_by = comm.counters
+
+    def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
+        return super().all_gather_rows(vector, what=what).to(vector.device)  # a loss stays where it was computed
+
+    def exchange(
+        self,
+        sends: list[tuple[Tensor, int]],
+        receives: list[tuple[Tensor, int]],
+        *,
+        what: str,
+        verb: str = "exchange",
+    ) -> Pending:
+        done = super().exchange(sends, receives, what=what, verb=verb)
+        sent = sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
+        return self._timeline.begin(HEADS, sent * self.num_ranks // (self.num_ranks - 1), self.num_ranks, done)
 
 
 class LoneAverage(Average):

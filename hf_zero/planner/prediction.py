@@ -18,7 +18,7 @@ from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import UnitSpec, partition
-from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.errors import HfZeroError
 from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
 from hf_zero.planner.simulated_step import MakeOptimizer, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, step_time
@@ -154,7 +154,8 @@ def predict(
         num_ranks (`int`): how many ranks.
         stage (`int`): as for `hf_zero.shard`, like `compute_dtype` and `settings`, further fields of `ZeroConfig`.
         batch (`dict[str, Tensor]`, *optional*): what one rank's forward is given, with labels; on any device, of which
-            only shapes and dtypes count. Without it nothing is known of activations and traffic.
+            only shapes and dtypes count. Ranks that share sequences are given the same, whole. Without it nothing is
+            known of activations and traffic.
         make_optimizer (`Callable`, *optional*): makes the optimizer of some parameters; by default fused AdamW.
         gradient_checkpointing (`bool`): blocks keep their inputs alone.
         on_cpu (`bool`): the ranks train on CPUs, not on an accelerator each.
@@ -245,11 +246,6 @@ def _head_nbytes(few: tuple[list[Prediction], int]) -> int:
 def _of_few_blocks(model: nn.Module, config: ZeroConfig, **settings) -> tuple[list[Prediction], int]:
     """Returns the predictions for some blocks and for a period more, and how often the difference is to be added; one
     prediction for a model that is run as it is."""
-    if config.sequence_parallel > 1:
-        raise ConfigError(
-            f"sequence_parallel: a plan knows no ranks that share sequences; plan with sequences of a "
-            f"{config.sequence_parallel}th of the length, and leave it out"
-        )
     path = alike_blocks(model) if config.offload_fraction == 1 else None
     num_blocks = len(model.get_submodule(path)) if path is not None else 0
     kept = 1 if config.keep_gathered == "auto" else int(config.keep_gathered)

@@ -9,11 +9,18 @@ casts beside that, such as the outputs of layer norms on GPUs, is left out.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.activation.shard_model import install_chunked_loss, install_tiled_mlp, place_activations
+from hf_zero.activation import refuse_group_size, refuse_undividable
+from hf_zero.activation.shard_model import (
+    divide_sequences,
+    install_chunked_loss,
+    install_tiled_mlp,
+    place_activations,
+)
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine, in_backward
@@ -21,7 +28,7 @@ from hf_zero.engine.hooks import tensors_in
 from hf_zero.engine.partition import refuse_what_cannot_be_summed
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.planner.lone_rank import META, LoneBus, lone_rank
+from hf_zero.planner.lone_rank import META, LoneBus, LoneNeighbours, lone_rank
 from hf_zero.planner.meter import Meter, device_attention, few_ranges
 from hf_zero.planner.quantized import device_products
 from hf_zero.planner.replica import replica_of
@@ -94,6 +101,9 @@ class SimulatedStep:
     ):
         for name, param in model.named_parameters():
             refuse_what_cannot_be_summed(name, param)
+        if config.sequence_parallel > 1:
+            refuse_group_size(config.sequence_parallel, num_ranks)
+            refuse_undividable(model, config.sequence_parallel)
         self.meter = Meter()
         self._on_cpu = on_cpu
         with self.meter:
@@ -113,6 +123,8 @@ class SimulatedStep:
             self.engine: ZeroEngine = build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
             if config.offload_activations:
                 place_activations(self.engine)
+            if config.sequence_parallel > 1:
+                divide_sequences(self.engine, partial(LoneNeighbours, comm, self.meter.timeline))
             install_chunked_loss(self.engine)
             install_tiled_mlp(self.engine)
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]

@@ -8,7 +8,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.planner.advice import GIB, USABLE_SHARE, Refused, flags_of, tried, ways
 from hf_zero.planner.classes import SECONDARY
 from hf_zero.planner.prediction import Prediction
-from hf_zero.planner.timeline import NANO, StepTime
+from hf_zero.planner.timeline import ALL_REDUCE, HEADS, LANES, NANO, StepTime
 from hf_zero.planner.topology import LINK_SHARE, MEMORY_SHARE, Cluster
 
 
@@ -17,6 +17,7 @@ NAMES = {
     "gather": "all-gathers",
     "reduce": "reduce-scatters",
     "all_reduce": "all-reduces across groups",
+    "heads": "exchanges of heads",
     "up": "copies to the device",
     "down": "copies to the host",
     "host": "work on the host",
@@ -36,7 +37,8 @@ class Throughput:
         prediction (`Prediction`): with the time of a step.
         cluster (`Cluster`): where it runs.
         num_rows (`int`): rows of a micro-batch.
-        num_items (`int`): tokens of a micro-batch, or rows of a model that takes no tokens.
+        num_items (`int`): tokens of a micro-batch, or rows of a model that takes no tokens. Of what several ranks
+            share, this rank's part.
         unit (`str`): what is counted: "tokens" or "rows".
     """
 
@@ -81,7 +83,7 @@ class Throughput:
         for kind, name in NAMES.items():
             busy, exposed = time.busy_ns[kind], time.exposed_ns[kind]
             if busy:
-                link = f" {self._link(kind)}" if kind in ("gather", "reduce", "all_reduce") else ""
+                link = f" {self._link(kind)}" if kind in LANES else ""
                 lines.append(f"  {name:<32}  {busy / 1e6:>12.2f} ms{link}, {exposed / 1e6:.2f} of them exposed")
         lines += [
             f"  {'a step':<32}  {time.step_seconds() * 1e3:>12.2f} ms, {time.update_ns / 1e6:.2f} of them the update",
@@ -92,9 +94,12 @@ class Throughput:
         return "\n".join(lines)
 
     def _link(self, kind: str) -> str:
-        size, num_ranks = self.prediction.shard_size, self.prediction.num_ranks
-        stride = size if kind == "all_reduce" else 1
-        within = self.cluster.is_within_hosts(num_ranks // size if kind == "all_reduce" else size, stride)
+        size, num_ranks, stride = self.prediction.shard_size, self.prediction.num_ranks, 1
+        if kind == ALL_REDUCE:
+            size, stride = num_ranks // size, size
+        elif kind == HEADS:
+            size = self.prediction.config.sequence_parallel
+        within = self.cluster.is_within_hosts(size, stride)
         has_copy = kind == "gather" and any(each.name == SECONDARY for each in self.prediction.classes)
         return "within the host" if within else "between hosts, backward's within" if has_copy else "between hosts"
 

@@ -1,10 +1,11 @@
 """The events of a step in the order in which the engine issues them, and what they take on given links.
 
 [Note: lanes] A lane does one thing after another: "compute" has the device's kernels, "exchange" the collectives of a
-shard group, "across" those among replicas, "average" the stream on which these follow one another, "up" and "down" the
-copies between device and host, "host" the jobs on what has arrived there. Work of a lane begins when
-the lane is free and what the issuing lane had to do before is done, as kernels on streams do. A lane that waits for
-work of another stands still until that has ended. The process that issues takes no time.
+shard group, "across" those among replicas, "average" the stream on which these follow one another, "sequence" those
+among ranks that share sequences, "up" and "down" the copies between device and host, "host" the jobs on what has
+arrived there. Work of a lane begins when the lane is free and what the issuing lane had to do before is done, as
+kernels on streams do. A lane that waits for work of another stands still until that has ended. The process that issues
+takes no time.
 """
 
 from collections import Counter
@@ -17,12 +18,14 @@ from typing import Protocol
 from hf_zero.comm import Pending
 
 
-COMPUTE, EXCHANGE, ACROSS, AVERAGE = "compute", "exchange", "across", "average"
+COMPUTE, EXCHANGE, ACROSS, AVERAGE, SEQUENCE = "compute", "exchange", "across", "average", "sequence"
 UP, DOWN, HOST = "up", "down", "host"
 # Of averages over several shard groups: what goes among the ranks that hold the same shard.
 ALL_REDUCE = "all_reduce"
+# Around attention, among the ranks that share each sequence.
+HEADS = "heads"
 # In which lane work of a kind is done, where that has another name.
-LANES = {"gather": EXCHANGE, "reduce": EXCHANGE, ALL_REDUCE: ACROSS}
+LANES = {"gather": EXCHANGE, "reduce": EXCHANGE, ALL_REDUCE: ACROSS, HEADS: SEQUENCE}
 NANO = 10**9
 
 
@@ -49,8 +52,8 @@ class Begin:
 
     Args:
         number (`int`): by which it is waited for.
-        kind (`str`): "gather", "reduce", "all_reduce" (for each half of it), "up", "down".
-        nbytes (`int`): of the whole of a collective; of what is copied.
+        kind (`str`): "gather", "reduce", "all_reduce" (for each half of it), "heads", "up", "down".
+        nbytes (`int`): of the whole of a collective; of what is copied; of all heads that this rank has.
         num_ranks (`int`): that take part.
         lane (`str`): that issues it.
         stride (`int`): how far the ranks are apart.
@@ -266,7 +269,7 @@ class _Play:
         self._now: Counter[str] = Counter()  # when each lane is free, in nanoseconds
         self._ends: dict[int, tuple[int, str]] = {}  # of what has begun, with its kind
         self._busy: Counter[str] = Counter()
-        self._exposed: Counter[str] = Counter({kind: 0 for kind in ("gather", "reduce", ALL_REDUCE, UP, DOWN, HOST)})
+        self._exposed: Counter[str] = Counter({kind: 0 for kind in (*LANES, UP, DOWN, HOST)})
         self._passed = 0
 
     def take(self, event: Event) -> None:

@@ -171,7 +171,8 @@ def _with_progress(ways: list) -> Iterable:
 def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throughput:
     assert run.cluster is not None and run.batch is not None
     has_tokens = "input_ids" in run.batch
-    num_items = num_rows * (run.batch["input_ids"].shape[1] if has_tokens else 1)
+    of_group = num_rows * (run.batch["input_ids"].shape[1] if has_tokens else 1)
+    num_items = of_group // prediction.config.sequence_parallel
     unit = "tokens" if has_tokens else "rows"
     return Throughput(prediction, run.cluster, num_rows // run.rows_of_one, num_items, unit)
 

@@ -171,6 +171,8 @@ def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
     trained = prediction.num_trained / 1e6
     size = prediction.shard_size
     groups = f" in shard groups of {size}" if size < prediction.num_ranks else ""
+    shared = prediction.config.sequence_parallel
+    groups += f", {shared} of which share each sequence" if shared > 1 else ""
     return (
         f"{planned_run.name}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
         f"{planned_run.num_rows} x {planned_run.num_tokens} tokens; "

@@ -133,6 +133,22 @@ def test_rest_peak_and_traffic_of_shard_groups(stage, dtype):
     _check("llama", num_ranks=4, stage=stage, compute_dtype=dtype, shard_size=2)
 
 
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize(
+    "name, stage, dtype, checkpointing, chunked_loss",
+    [
+        ("llama", 3, torch.bfloat16, True, "on"),
+        ("llama", 3, None, False, "off"),
+        ("qwen3", 2, torch.bfloat16, False, "off"),
+        ("mixtral", 1, None, True, "off"),
+        ("gpt2", 3, None, False, "off"),
+    ],
+)
+def test_rest_peak_and_traffic_of_shared_sequences(name, stage, dtype, checkpointing, chunked_loss):
+    settings = {"stage": stage, "compute_dtype": dtype, "sequence_parallel": 2}
+    _check(name, checkpointing, chunked_loss=chunked_loss, **settings)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.full("slow")
 def test_rest_peak_and_traffic_of_tiled_mlps(checkpointing):

@@ -145,6 +145,27 @@ def test_a_way_that_is_not_possible_is_a_row_that_says_why():
         tried(lambda *_: predict_sizes(ZeroConfig(), False), [(ZeroConfig(), False)])
 
 
+def test_ranks_that_share_sequences_exchange_heads_and_share_the_work():
+    settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16, "cluster": H100}
+    whole, shared = (predict(subjects.llama(), sequence_parallel=parts, **settings) for parts in (1, 2))
+    assert shared.time.flops == pytest.approx(whole.time.flops / 2, rel=1e-3)
+    assert shared.step.activation_nbytes < 0.6 * whole.step.activation_nbytes
+    assert shared.resting_nbytes == pytest.approx(whole.resting_nbytes, rel=1e-3)
+    # of each block forth the heads of query, key and value, back those of the output, and in backward their gradients
+    tokens, of_keys = subjects.ROWS * subjects.LENGTH // 2, subjects.HIDDEN // 2
+    forth, back = 2 * tokens * (subjects.HIDDEN + 2 * of_keys), 2 * tokens * subjects.HIDDEN
+    seconds = sum(H100.exchange_seconds("heads", nbytes, 2) for nbytes in (forth, back))
+    assert shared.time.busy_ns["heads"] == pytest.approx(2 * subjects.LAYERS * seconds * 1e9, rel=0.01)
+    assert whole.time.busy_ns["heads"] == 0 < shared.time.exposed_ns["heads"]
+    settings["cluster"] = replace(H100, num_hosts=16, gpus_per_host=1)
+    far = predict(subjects.llama(), sequence_parallel=2, **settings)
+    assert far.time.busy_ns["heads"] > shared.time.busy_ns["heads"]
+    with pytest.raises(UnsupportedError, match="has 4 heads, which 8 ranks cannot divide equally"):
+        predict(subjects.llama(), sequence_parallel=8, **settings)
+    with pytest.raises(ConfigError, match="sequence_parallel: 16 ranks cannot form groups of 3"):
+        predict(subjects.llama(), sequence_parallel=3, **settings)
+
+
 def test_offload_goes_over_the_bus_and_works_on_the_host():
     settings = {"num_ranks": 8, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
     cluster = replace(H100, num_hosts=1)

@@ -106,6 +106,10 @@ def test_a_device_brings_the_time_of_a_step(config_file, capsys):
         assert float(re.search(rf"^  {name} +([\d.]+) ms", text, re.MULTILINE)[1]) > 0
     assert "tokens per second and device" in text and "MFU" in text and "not modeled: " in text
     assert "it fits into 90% of 80.0 GiB" in text
+    shared = _plan(capsys, *hosts, "--zero_sequence_parallel", "2")
+    assert "over 8 rank(s), 2 of which share each sequence, each:" in shared
+    assert re.search("exchanges of heads .* ms within the host", shared)
+    assert _mib(shared, "activations") < 0.6 * _mib(text, "activations")
 
 
 def test_hosts_change_memory_and_links(config_file, capsys):
