@@ -45,7 +45,8 @@ class Scenario:
         in_backward (`bool`): whether what rests on the host is updated in backward.
         saves (`bool`): whether a checkpoint is written while the next step runs.
         loads (`bool`): whether an earlier one is loaded: after the first step and an evaluation, or, with delayed
-            updates, after the last step, whose update is then under way.
+            updates, after the last step, whose update is then under way. Behind a backward that updates and breaks
+            off, that makes defined again which units have its values.
         skips (`bool`): whether ranks skip blocks, each its own.
         make_optimizer (`Callable`): gives the optimizer of a model.
         looks (`bool`): whether the masters are read between an update in backward and its step, and a last such update
@@ -120,7 +121,7 @@ SCENARIOS = {
         dict(stage=3, offload="optimizer"), in_backward=True, looks=True
     ),
     "optimizer on the host, in backward, which breaks off": Scenario(
-        dict(stage=3, offload="optimizer"), in_backward=True, fails=True
+        dict(stage=3, offload="optimizer"), in_backward=True, fails=True, loads=True
     ),
     "optimizer on the host, delayed": Scenario(dict(stage=3, offload="optimizer", delayed_update=1)),
     "optimizer on the host, delayed, loading": Scenario(
