@@ -271,20 +271,14 @@ class ZeroEngine(ModelUnits):
                 values.
         """
         if self.plan.is_offloaded:
-            run_on_all_ranks(self.comm, "saving", self._refuse_torn, LifecycleError)
+            run_on_all_ranks(self.comm, "saving", self.refuse_torn, LifecycleError)
         self.finish_updates()
         writes.compare_replicas(self)
         self.late_checks.settle()
 
-    def _refuse_torn(self) -> None:
-        if self.is_torn:
-            raise LifecycleError(
-                "saving: an optimizer step was interrupted while it updated units on the host, so some have its "
-                "values and others not; load the last checkpoint"
-            )
-
     def begin_update(self) -> None:
-        """Waits until no rank reads the masters, which are about to get new values. All ranks call it.
+        """Waits until no rank, and no copy to its device, reads the masters, which are about to get new values. All
+        ranks call it.
 
         Raises:
             `LifecycleError`: inside `hf_zero.gathered` or `computing_in`, after `unshard`, or when someone wrote to a
@@ -295,6 +289,7 @@ class ZeroEngine(ModelUnits):
         writes.refuse_lost(self)
         self.refuse_held("new values")
         self._wait_for_readers()
+        self.wait_for_copies()
 
     def _wait_for_readers(self) -> None:
         """Waits for all ranks, where they read one another's masters."""

@@ -190,6 +190,24 @@ class ModelUnits(Uncopyable):
         for updates in list(self.updates):
             updates.finish_update()
 
+    def wait_for_copies(self) -> None:
+        """Lets the host wait until no copy to the device reads parameters that rest in the host's memory, and that are
+        about to get new values. Who has waited for a gather has made the device wait, and not the host."""
+        if self.plan.compute_at is MemoryTier.HOST:
+            self.bus.synchronize()
+
+    def refuse_torn(self) -> None:
+        """Refuses to save after a step on the host that was interrupted.
+
+        Raises:
+            `LifecycleError`: when there was one, and nothing was loaded since.
+        """
+        if self.is_torn:
+            raise LifecycleError(
+                "saving: an optimizer step was interrupted while it updated units on the host, so some have its "
+                "values and others not; load the last checkpoint"
+            )
+
     def refuse_misuse(self) -> None:
         """Refuses parameters that were used or written to while their data was away.
 

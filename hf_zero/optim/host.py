@@ -232,6 +232,7 @@ class HostSteps:
             self._engine.wait_for_host()
             update.finish()
             self._engine.is_torn = self._was_torn
+            self._engine.wait_for_copies()
             self._engine.mark_updated(only_trained=True)
             self._engine.bus.synchronize()  # the masters may be written to from now on
 

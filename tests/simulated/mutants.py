@@ -24,7 +24,8 @@ ORDERING = {
     *("wait", "wait_stream", "wait_event", "record", "record_stream", "synchronize", "synchronize_before_end"),
     *("memory_barrier", "fence"),
     *("wait_for_all", "wait_for_jobs", "wait_for_all_gather", "wait_for_reductions", "wait_for_host"),
-    *("_wait_for_conflicts", "_wait_for_oldest", "_wait_for_readers", "_finish", "barrier"),
+    *("_wait_for_conflicts", "_wait_for_oldest", "_wait_for_readers", "wait_for_copies"),
+    *("_finish", "barrier"),
     *("result", "join"),  # of jobs and threads
     "receive_until",  # messages between ranks of one host
     *("hold", "_land", "_give_up"),  # what keeps memory until its last use, and what gives it up then

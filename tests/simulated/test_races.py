@@ -21,6 +21,7 @@ LATER = {
     "stage 3, shared sequences",
     "stage 3, loading",
     "parameters on the host, loading",
+    "parameters on the host, delayed",
     "optimizer on disk, loading",
     "optimizer on the host, in backward, which breaks off",
     "optimizer on the host, delayed, loading",

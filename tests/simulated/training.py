@@ -149,6 +149,7 @@ SCENARIOS = {
     "stage 2, the loss scaled": Scenario(dict(stage=2, compute_dtype=BF16), scales=True),
     "stage 3, loading": Scenario(dict(stage=3), loads=True),
     "parameters on the host, loading": Scenario(dict(stage=3, offload="params"), loads=True),
+    "parameters on the host, delayed": Scenario(dict(stage=3, offload="params", delayed_update=1)),
     "shared memory, stage 0": Scenario(dict(stage=0), world="shared memory"),
     "shared memory, stage 1, bf16": Scenario(dict(stage=1, compute_dtype=BF16), world="shared memory"),
     "shared memory, stage 2": Scenario(dict(stage=2), world="shared memory"),
@@ -366,6 +367,8 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             loss_of(subject(**_batch(scenario, 9, 0, device))).backward()
             subject.optimizer.step()
         else:
+            if subject.engine.config.delayed_update:
+                _evaluate(subject, scenario, device)  # which reads what the update under way replaces
             restored = hf_zero.ShardedModel(subject.model).unshard()
             weights = {name: param.detach().float() for name, param in restored.named_parameters()}
         return Record(torch.stack(losses), torch.stack(norms), weights)
