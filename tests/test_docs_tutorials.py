@@ -124,7 +124,7 @@ def models(tiny_llama, tiny_model, tiny_vit, tmp_path_factory) -> dict[str, Path
     }
 
 
-@pytest.mark.parametrize("name", in_core(["sft", "reward"], [*PAGES, IN_GRPO]))
+@pytest.mark.parametrize("name", in_core(["sft"], [*PAGES, IN_GRPO]))
 def test_a_page_runs_from_its_rows_to_an_answer(name, models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = PAGES["grpo"].replace("hf-zero grpo", "hf-zero rloo") if name == IN_GRPO else PAGES[name]

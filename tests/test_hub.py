@@ -207,7 +207,6 @@ def test_a_link_out_of_the_folder_is_refused(hub, push, folder, tmp_path):
     assert {"more.txt", "_notes.txt"} & set(hub.repos[NAME].files()) == {"more.txt"}
 
 
-@pytest.mark.quick
 def test_the_server_serves_ranges(hub, push, folder):
     assert push()[0] == 0
     path = next(folder.glob("*.safetensors"))

@@ -90,7 +90,7 @@ WAYS = [
     if scenario.settings["stage"] == 3 and scenario.settings.get("offload") != "params"
     if scenario.world == "accelerator" and not scenario.shares_batches
 ]
-CORE = [("stage 3, blocks skipped", True), ("stage 3, a vocabulary apart, loading", False)]
+CORE = [("stage 3, blocks skipped", True)]
 
 
 def _trains_alike(name: str, shared_memory: bool) -> None:

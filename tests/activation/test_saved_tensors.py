@@ -14,7 +14,6 @@ from hf_zero.errors import LifecycleError, UnsupportedError
 from tests import models
 from tests.activation.subjects import NOISE_NBYTES, held_between, rank_batch, store_of
 from tests.distributed import run_ranks
-from tests.tiers import more
 from tests.training import Sharded, adamw, assert_equal, loss_of, train, train_accumulating
 
 
@@ -46,7 +45,8 @@ def _same_bits(stage: int, name: str, dtype: torch.dtype | None, settings: dict)
 
 
 @offloaded
-@pytest.mark.parametrize("stage", [3, *more(1, 2)])
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_losses_and_weights_are_those_without_offload(stage):
     run_ranks(_same_bits, 2, stage, "llama", None, {})
 

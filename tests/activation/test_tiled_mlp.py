@@ -128,11 +128,14 @@ def _compare_stages(name: str, dtype: torch.dtype | None, trains) -> None:
         assert_close(records[3], plain, name)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize(
     "name, dtype, trains",
     [
         ("llama", None, train),
-        *more(("gpt2", None, train), ("llama", torch.bfloat16, train), ("llama", None, train_accumulating)),
+        ("gpt2", None, train),
+        ("llama", torch.bfloat16, train),
+        ("llama", None, train_accumulating),
     ],
 )
 def test_stages_give_equal_bits(name, dtype, trains):

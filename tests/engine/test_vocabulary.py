@@ -13,6 +13,7 @@ from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
 from tests.engine.reference import assert_stages_match
+from tests.tiers import in_core
 
 
 @contextmanager
@@ -157,26 +158,32 @@ def only_the_blocks_are_trained():
 
 
 ACTS = (
-    one_backward,
     two_forwards_before_a_backward,
+    embeddings_made_before_the_forward,
+    a_head_between_the_blocks,
+    the_embedding_called_behind_a_loss_of_the_heads_weight,
+    partial(checkpointed, use_reentrant=True),
+)
+MORE_ACTS = (
+    one_backward,
     an_evaluation_before_the_backward,
     the_heads_weight_outside_of_all_forwards,
     the_head_called_alone,
-    embeddings_made_before_the_forward,
     no_embeddings,
-    a_head_between_the_blocks,
     a_head_before_the_blocks,
-    the_embedding_called_behind_a_loss_of_the_heads_weight,
     partial(checkpointed, use_reentrant=False),
-    partial(checkpointed, use_reentrant=True),
 )
 
 
-def _all_ways() -> None:
+def _trains_as_plain_torch(acts: tuple) -> None:
     with _any_size():
         assert partition.partition(models.build("llama")).units[-1].name == "lm_head"
-        for act in ACTS:
+        for act in acts:
             assert_stages_match(partial(models.build, "llama"), act)
+
+
+def _models_of_other_kinds() -> None:
+    with _any_size():
         assert_stages_match(only_the_blocks_are_trained, one_backward)
         assert_stages_match(with_the_head_frozen, the_embedding_called_behind_a_loss_of_the_heads_weight)
         with pytest.raises(LifecycleError, match="lm_head.weight: is used before the blocks or between them"):
@@ -186,7 +193,16 @@ def _all_ways() -> None:
 
 
 @pytest.mark.direct
+@pytest.mark.parametrize(
+    "acts", [pytest.param(ACTS, id="some"), pytest.param(MORE_ACTS, id="others", marks=pytest.mark.full("more cases"))]
+)
+@pytest.mark.parametrize("num_ranks", in_core([2], [2, 1, 3]))
+def test_embedding_and_head_train_as_in_plain_torch_however_they_are_used(num_ranks, acts):
+    run_ranks(_trains_as_plain_torch, num_ranks, acts)
+
+
+@pytest.mark.direct
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("num_ranks", [2, 1, 3])
-def test_embedding_and_head_train_as_in_plain_torch_however_they_are_used(num_ranks):
-    run_ranks(_all_ways, num_ranks)
+def test_an_embedding_or_a_head_that_is_frozen_or_used_elsewhere_trains_as_in_plain_torch(num_ranks):
+    run_ranks(_models_of_other_kinds, num_ranks)

@@ -82,6 +82,7 @@ def test_sft_answers_test_rows_before_and_after(train, tiny_llama, tmp_path, sta
     assert "Answers to test rows" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.full("slow")
 def test_training_does_not_depend_on_samples(train, tmp_path):
     """Dropout of an adapter draws random numbers in each step."""
     weights = []

@@ -70,6 +70,7 @@ def test_a_second_call_changes_nothing():
     assert all(len(logging.getLogger(name).filters) == 1 for name in silence.LOGGED)
 
 
+@pytest.mark.full("slow")
 def test_importing_what_a_task_needs_prints_nothing():
     """In the order of the command line: silence first."""
     script = (

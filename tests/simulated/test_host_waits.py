@@ -128,12 +128,12 @@ def _refuses(stage: int) -> None:
                 subject.weights()
 
 
-def _all_refused() -> None:
-    for stage in (1, 3):
-        _learns_late(stage)
-        _refuses(stage)
+def _all_refused(stage: int) -> None:
+    _learns_late(stage)
+    _refuses(stage)
     _momentum_is_refused_at_once()
 
 
-def test_what_the_device_finds_out_is_refused_on_all_ranks_when_one_has_learned_of_it():
-    run_ranks(_all_refused, 2)
+@pytest.mark.parametrize("stage", in_core([3], [3, 1]))
+def test_what_the_device_finds_out_is_refused_on_all_ranks_when_one_has_learned_of_it(stage):
+    run_ranks(_all_refused, 2, stage)

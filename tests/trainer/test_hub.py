@@ -86,7 +86,7 @@ def assert_same(client, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.full("more cases", after=1)
+@pytest.mark.full("slow")
 def test_the_weights_of_the_last_step_are_there(pushed, server, assert_same, strategy):
     assert_same(pushed / strategy, f"alice/{strategy}")
     messages = server.repos[f"alice/{strategy}"].messages
@@ -96,6 +96,7 @@ def test_the_weights_of_the_last_step_are_there(pushed, server, assert_same, str
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.full("slow")
 def test_the_card_says_how_it_was_trained(pushed, server, strategy):
     card = server.repos[f"alice/{strategy}"].files()["README.md"].content.decode()
     head, text = card.split("\n---\n", 1)
@@ -111,6 +112,7 @@ def test_the_card_says_how_it_was_trained(pushed, server, strategy):
     ("strategy", "folders"),
     [("checkpoint", ["last-checkpoint"]), ("all_checkpoints", ["checkpoint-2", "checkpoint-4"])],
 )
+@pytest.mark.full("slow")
 def test_checkpoints_are_pushed_with_their_state(pushed, server, assert_same, strategy, folders):
     files = server.repos[f"alice/{strategy}"].files()
     assert sorted({name.split("/")[0] for name in files if "checkpoint" in name}) == folders
@@ -122,6 +124,7 @@ def test_checkpoints_are_pushed_with_their_state(pushed, server, assert_same, st
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.full("slow")
 def test_neither_the_repository_nor_the_disk_has_the_token(pushed, server, strategy):
     files = {name: blob.content for name, blob in server.repos[f"alice/{strategy}"].files().items()}
     assert not [name for name in files if name.endswith("training_args.bin")]
@@ -130,11 +133,13 @@ def test_neither_the_repository_nor_the_disk_has_the_token(pushed, server, strat
     assert not [name for name, content in {**files, **here}.items() if TOKEN.encode() in content]
 
 
+@pytest.mark.full("slow")
 def test_a_link_out_of_the_folder_is_not_followed(pushed, server):
     assert "elsewhere.txt" not in server.repos["alice/end"].files()
     assert (pushed / "end" / "elsewhere.txt").is_symlink()
 
 
+@pytest.mark.full("slow")
 def test_a_checkpoint_of_two_ranks_is_verified(pushed, client):
     answer = client.call("recipes", "verify", str(pushed / "end" / "checkpoint-4"))
     assert answer["code"] == 0, answer
@@ -142,11 +147,13 @@ def test_a_checkpoint_of_two_ranks_is_verified(pushed, client):
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save"])
+@pytest.mark.full("slow")
 def test_checkpoints_stay_here_otherwise(pushed, server, strategy):
     files = server.repos[f"alice/{strategy}"].files()
     assert not [name for name in files if "checkpoint" in name or name.startswith("zero/")]
 
 
+@pytest.mark.full("slow")
 def test_a_wrong_token_ends_both_ranks_with_one_line(ran):
     _, ranks = ran
     (said, *others), (other_said, *_) = (out.splitlines() for _, out, _ in ranks)

@@ -48,7 +48,6 @@ KINDS = {
 }
 ALWAYS = (
     "on fused experts (target_parameters)",
-    "with modules_to_save: classifier",
     "DoRA on embeddings",
     "tied head: saved embeddings, tied",
 )

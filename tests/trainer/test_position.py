@@ -1,6 +1,7 @@
 """A run goes on at the sample where it was, whatever its batches were before and are now."""
 
 import math
+from pathlib import Path
 
 import pytest
 from torch.utils.data import Dataset, SequentialSampler
@@ -8,6 +9,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from hf_zero.trainer.batches import Epochs, Position, Remaining
 from tests import models
 from tests.distributed import run_ranks
+from tests.tiers import in_core
 from tests.trainer.harness import Rows, make, seed_everything
 
 
@@ -109,21 +111,32 @@ def _rows_of(results) -> list[str]:
     return [str(row) for micros in steps for micro in micros for row in micro]
 
 
+# 24 rows; 2 ranks with batches of 2: step 8 lies in the second epoch, 8 rows into it
+EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 8}
+
+# Ranks, batch size, accumulation.
+CHANGES = [(1, 4, 1), (1, 3, 1), (3, 2, 1), (2, 5, 1), (2, 1, 3), (4, 1, 1)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A run that nothing interrupts: its checkpoint, and its rows."""
+    folder = tmp_path_factory.mktemp("whole")
+    order = _rows_of(run_ranks(_samples, 2, str(folder), 2, EPOCHS, timeout=240))
+    assert len(order) == 72
+    return folder / "checkpoint-8", order
+
+
 @pytest.mark.parametrize(
     "num_ranks, batch_size, accumulation",
-    [(1, 4, 1), (1, 3, 1), (3, 2, 1), (2, 5, 1), (2, 1, 3), (4, 1, 1)],
+    in_core(CHANGES[:-1], CHANGES),
 )
 def test_no_sample_comes_twice_or_is_left_out_when_the_number_of_ranks_changes(
-    tmp_path, num_ranks, batch_size, accumulation
+    whole, tmp_path, num_ranks, batch_size, accumulation
 ):
-    # 24 rows; 2 ranks with batches of 2: step 8 lies in the second epoch, 8 rows into it
-    settings = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 8}
-    whole = run_ranks(_samples, 2, str(tmp_path), 2, settings, timeout=240)
-    order = _rows_of(whole)
-    assert len(order) == 72
-    resume = str(tmp_path / "checkpoint-8")
-    settings = {**settings, "gradient_accumulation_steps": accumulation, "save_strategy": "no"}
-    resumed = run_ranks(_samples, num_ranks, str(tmp_path / "on"), batch_size, settings, resume, timeout=240)
+    checkpoint, order = whole
+    settings = {**EPOCHS, "gradient_accumulation_steps": accumulation, "save_strategy": "no"}
+    resumed = run_ranks(_samples, num_ranks, str(tmp_path), batch_size, settings, str(checkpoint), timeout=240)
     rows, per_step = _rows_of(resumed), num_ranks * batch_size * accumulation
     second, third = rows[: 24 - 8], rows[-24:] if 24 % (num_ranks * batch_size) == 0 else None
     assert second == order[32:48], "the rest of the epoch under way, in its order"

@@ -109,7 +109,7 @@ def _precomputed(folder, name, rows):
         assert_equal(runs[stage, 1], runs[stage, 0], f"stage {stage}, read again")
 
 
-@pytest.mark.full("more cases", after=1)
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("name, rows", [("DPO", "preference"), ("KTO", "unpaired")])
 @pytest.mark.support("TRL: {name}Trainer, reference computed beforehand", area="Trainers", stages=(1, 2, 3))
 def test_what_the_reference_says_may_be_computed_beforehand(tmp_path, name, rows):
