@@ -207,7 +207,11 @@ def load_language_model(
     what: str = "a causal language model",
     **options: Any,
 ) -> PreTrainedModel:
-    """A language model as it was saved, its weights still in their files.
+    """A language model without data: its weights are still in their files, those of a new one are drawn when it is
+    sharded.
+
+    The input row of the token that ends or begins texts is learned where that token pads too: padding itself has no
+    gradients, since nothing attends to it and no loss counts it.
 
     Args:
         arguments ([`LoadArguments`]): with the name of the model.
@@ -235,6 +239,9 @@ def load_language_model(
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise ConfigError(f"{path}: does not load as {what} ({reason})") from error
     check_vocabulary(model, named_model(arguments)[1], tokenizer)
+    embeddings = model.get_input_embeddings()
+    if getattr(embeddings, "padding_idx", None) in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        embeddings.padding_idx = None  # with which the row would begin at zero, and stay as it is
     return model
 
 

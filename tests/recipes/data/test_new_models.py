@@ -3,12 +3,15 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import hf_zero
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.language_models import config_of
+from hf_zero.recipes.language_models import config_of, load_language_model, load_tokenizer
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
 from tests.distributed import run_ranks
@@ -46,6 +49,28 @@ def test_a_new_model_begins_and_trains_alike_on_one_rank_and_on_two(argv, tmp_pa
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "2", output_loading_info=True)
     assert not any(report.values()), report
     assert AutoTokenizer.from_pretrained(tmp_path / "2")("The cat").input_ids
+
+
+@pytest.mark.parametrize("kind", ["new", "saved"])
+def test_the_token_that_ends_texts_is_learned_where_it_pads_too(kind, argv, tmp_path, language_models):
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    if kind == "saved":
+        model = AutoModelForCausalLM.from_pretrained(language_models["Llama"], pad_token_id=tokenizer.eos_token_id)
+        for part in (model, tokenizer):
+            part.save_pretrained(tmp_path / "saved")
+        argv = [f"--model_name_or_path={tmp_path / 'saved'}"]
+    settings = parse_settings("pretrain", argv)
+    plain = SimpleNamespace(bf16=False, fp16=False)
+    model = load_language_model(settings.arguments, plain, load_tokenizer(settings.arguments))
+    sharded = hf_zero.shard(model, stage=0)
+    # not tied: what the embedding is taught, it is taught as the input
+    embedding, ids = model.get_input_embeddings().weight, torch.tensor([[tokenizer.eos_token_id, 5, 6, 7]])
+    assert model.get_output_embeddings().weight is not embedding
+    assert embedding[tokenizer.eos_token_id].abs().min() > 0
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert sharded.full_grad("model.embed_tokens.weight")[tokenizer.eos_token_id].abs().min() > 0
 
 
 def test_what_follows_from_a_value_follows_from_the_new_one(argv, tmp_path, language_models):
