@@ -157,6 +157,26 @@ def test_what_is_frozen_leaves_a_host_once(dtype):
     run_ranks(_frozen_never_leaves, 4, dtype)
 
 
+def _frozen_beside_trained(shared_memory: bool) -> None:
+    """In one unit a buffer is gathered over all ranks, and behind it two of frozen parameters within hosts."""
+    records = []
+    for secondary_shard in (False, True):
+        model = models.build(NAME)
+        for name, p in model.named_parameters():
+            p.requires_grad_("layers" not in name or "attn" in name)
+            p.data = p.data.bfloat16() if "norm" in name else p.data
+        with on_two_hosts(True):
+            subject = Sharded(model, adamw, 3, shared_memory=shared_memory, secondary_shard=secondary_shard)
+        assert [flat.trainable for flat in subject.engine.blocks[0].flats] == [True, False, False]
+        records.append(train_accumulating(subject, NAME, num_steps=3, num_micro=1))
+    assert_equal(records[1], records[0], "frozen beside trained")
+
+
+@pytest.mark.parametrize("shared_memory", in_core([True], [True, False]))
+def test_frozen_parameters_beside_trained_ones(shared_memory):
+    run_ranks(_frozen_beside_trained, 4, shared_memory)
+
+
 def _goes_on(folder: Path) -> None:
     def start(secondary_shard: bool):
         with on_two_hosts(True):

@@ -94,7 +94,7 @@ class TwoLevelComm(PairwiseComm):
 
     def all_gather_within(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         """Fills `full`, in memory from `empty`, from the shards of this host's ranks, in their order."""
-        tag = tag_of("gather", what)
+        tag = tag_of("gather within", what)  # no READY of it is one of a gather over all ranks
         return self._begin(tag, self._gather_within(full, shard, tag, f"gather of unit {what!r} within a host"))
 
     def reduce_scatter(
