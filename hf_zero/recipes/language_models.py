@@ -81,21 +81,36 @@ def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
         CheckpointError: as for `check_model`.
     """
     check_dtype(arguments)
+    check_source(arguments, use_peft=use_peft)
     if named_model(arguments)[0] == "config_name":
-        _check_new(arguments, use_peft)
+        _check_tokenizer(arguments)
+    else:
+        check_model(arguments)
+
+
+def check_source(arguments: LoadArguments, *, use_peft: bool) -> None:
+    """Refuses keys of a new model where it is not one, and those of a model with weights where it is.
+
+    Args:
+        arguments ([`LoadArguments`]): As parsed.
+        use_peft (`bool`): Whether an adapter is trained.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if named_model(arguments)[0] != "config_name":
+        for name in ("config_overrides", "tokenizer_name"):
+            if getattr(arguments, name, None):
+                raise ConfigError(f"{name}: is that of a new model; give config_name too, or leave it out")
         return
-    for name in ("config_overrides", "tokenizer_name"):
-        if getattr(arguments, name, None):
-            raise ConfigError(f"{name}: is that of a new model; give config_name too, or leave it out")
-    check_model(arguments)
-
-
-def _check_new(arguments: Any, use_peft: bool) -> None:
     for name in ("model_name_or_path", "model_revision"):
         if value := getattr(arguments, name):
             raise ConfigError(f"config_name and {name} {value!r}: a new model has random weights; give one of them")
     if use_peft:
         raise ConfigError("use_peft: an adapter is trained on a model with weights, and config_name makes a new one")
+
+
+def _check_tokenizer(arguments: Any) -> None:
     if not arguments.tokenizer_name:
         raise ConfigError("tokenizer_name: not set; name the tokenizer of the new model, a folder or hub id")
     size, found = config_of(arguments).get_text_config().vocab_size, len(load_tokenizer(arguments))

@@ -21,7 +21,7 @@ from hf_zero.recipes.empty_models import (
     reference_line,
 )
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
-from hf_zero.recipes.loading import DTYPES, load_config, resolve_config
+from hf_zero.recipes.loading import DTYPES
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, check_adapter, check_quantization
 from hf_zero.recipes.planned_run import PlannedRun, RowArguments
 from hf_zero.trainer import ZeroArgumentsMixin
@@ -138,9 +138,7 @@ def run_config(argv: list[str]) -> None:
     on_cpu, asked = settings.training["use_cpu"], settings.num_processes
     if asked is None or asked > 0:  # else it is refused below
         settings = replace(settings, num_processes=own.check_cluster(asked or 1, on_cpu=on_cpu))
-    name = settings.arguments.model_name_or_path
-    config = load_config(resolve_config(name), settings.arguments.model_revision) if name else None
-    _tell(planned(settings, config, own.num_tokens), own)
+    _tell(planned(settings, num_tokens=own.num_tokens), own)
 
 
 def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:

@@ -18,8 +18,8 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.classification.models import head_of
 from hf_zero.recipes.empty_models import adapted, cast_batch, example_batch, optimizer_of, quantized
 from hf_zero.recipes.freezing import check_freezing, freeze_parameters
-from hf_zero.recipes.language_models import check_dtype
-from hf_zero.recipes.loading import DTYPES, one_line, quiet
+from hf_zero.recipes.language_models import check_dtype, check_source, config_of, named_model
+from hf_zero.recipes.loading import DTYPES, load_config, one_line, quiet, resolve_config
 from hf_zero.recipes.lora import check_adapter, check_quantization
 from hf_zero.recipes.parser import given_of, parser_for, read_yaml, unknown_task_message
 from hf_zero.recipes.planned_run import PlannedRun
@@ -61,12 +61,12 @@ def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
     return parse_settings(task, rest, is_here=False), own(**vars(values))
 
 
-def planned(settings: Settings, config: PretrainedConfig | None, num_tokens: int | None = None) -> PlannedRun:
+def planned(settings: Settings, config: PretrainedConfig | None = None, num_tokens: int | None = None) -> PlannedRun:
     """What a run is, told by its settings and the config of its model.
 
     Args:
         settings ([`Settings`]): of the run.
-        config (`PretrainedConfig`, *optional*): of its model, where one is named.
+        config (`PretrainedConfig`, *optional*): in place of that of its model, whose weights are not needed.
         num_tokens (`int`, *optional*): of a row, in place of what the settings say.
 
     Raises:
@@ -74,7 +74,7 @@ def planned(settings: Settings, config: PretrainedConfig | None, num_tokens: int
     """
     arguments, training, task = settings.arguments, SimpleNamespace(**settings.training), settings.task
     _check(settings)
-    assert config is not None
+    config = _config_of(arguments) if config is None else config
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
     model = _model(settings, config, zero.compute_dtype)
     length = _length(settings, config, num_tokens)
@@ -104,7 +104,7 @@ def planned(settings: Settings, config: PretrainedConfig | None, num_tokens: int
     if has_fused_head(task, training):
         _add_head(model)
     return PlannedRun(
-        name=arguments.model_name_or_path,
+        name=named_model(arguments)[1],
         model=made,
         config=zero,
         num_ranks=settings.num_processes or 1,
@@ -147,17 +147,25 @@ def _check(settings: Settings) -> None:
             f"plan: {settings.task} is not planned, for what its teacher takes is not known; its student is, by "
             f"`plan {arguments.model_name_or_path}`"
         )
-    if not arguments.model_name_or_path:
+    if not named_model(arguments)[1]:
         raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
     check_adapter(arguments)
     check_freezing(arguments, use_peft=arguments.use_peft)
     if hasattr(arguments, "load_in_4bit"):  # of language models
         check_dtype(arguments)
+        check_source(arguments, use_peft=arguments.use_peft)
         check_quantization(arguments, use_peft=arguments.use_peft)
     for name in ("per_device_train_batch_size", "num_processes"):
         value = settings.num_processes if name == "num_processes" else settings.training[name]
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value}: expected 1 or more")
+
+
+def _config_of(arguments: Any) -> PretrainedConfig:
+    key, name = named_model(arguments)
+    if key == "config_name":
+        return config_of(arguments)
+    return load_config(resolve_config(name), arguments.model_revision)
 
 
 def _model(settings: Settings, config: PretrainedConfig, compute_dtype: torch.dtype | None) -> PreTrainedModel:
@@ -173,8 +181,7 @@ def _model(settings: Settings, config: PretrainedConfig, compute_dtype: torch.dt
     kind, text = _auto_class(settings.task, config), config.get_text_config()
     if kind is AutoModelForSequenceClassification and getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = 0  # the run has its tokenizer's
-    name = arguments.model_name_or_path
-    with one_line(name, "building the model of its config"), quiet(), torch.device("meta"):
+    with one_line(named_model(arguments)[1], "building the model of its config"), quiet(), torch.device("meta"):
         model = kind.from_config(config, **options).train()
     return quantized(model, arguments, compute_dtype) if hasattr(arguments, "load_in_4bit") else model
 

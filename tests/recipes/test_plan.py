@@ -221,6 +221,8 @@ RUN = {
     **{"task": "sft", "max_length": 48, "per_device_train_batch_size": 2, "zero_stage": 3, "output_dir": "out"},
     **{"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "use_cpu": True, "bf16": True, "report_to": "none"},
 }
+# The defaults of keys that are for an adapter alone.
+NO_ADAPTER = {"lora_r": 16, "lora_dropout": 0.05}
 
 
 def _run_file(tmp_path, **settings):
@@ -237,21 +239,24 @@ def _planned_lines(text: str) -> list[str]:
     "settings",
     [
         {"load_in_4bit": True, "dtype": "bfloat16"},
-        pytest.param({"use_peft": False, "lora_r": 16, "lora_dropout": 0.05}, marks=pytest.mark.full("more cases")),
+        pytest.param({"use_peft": False, **NO_ADAPTER}, marks=pytest.mark.full("more cases")),
         pytest.param({"packing": True, "gradient_checkpointing": False}, marks=pytest.mark.full("more cases")),
+        {"task": "pretrain", "config_overrides": "num_hidden_layers=3", "use_peft": False, **NO_ADAPTER},
     ],
-    ids=["4-bits", "whole", "packed"],
+    ids=["4-bits", "whole", "packed", "new"],
 )
 def test_a_run_file_is_planned_as_its_dry_run_with_the_rows_is(tiny_llama, tmp_path, capsys, settings):
     for name in ("trl", "peft", "bitsandbytes"):
         pytest.importorskip(name, reason="what the run needs")
     rows = [{"text": "one two three four five " * 20}] * 8
-    path = _run_file(tmp_path, model_name_or_path=str(tiny_llama), train_file=str(tmp_path / "rows.jsonl"), **settings)
+    files, is_new = {"train_file": str(tmp_path / "rows.jsonl")}, settings.get("task") == "pretrain"
+    keys = ("config_name", "tokenizer_name") if is_new else ("model_name_or_path",)
+    path = _run_file(tmp_path, **settings, **files, **dict.fromkeys(keys, str(tiny_llama)))
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     planned = _planned_lines(_plan(capsys, "--config", path, "--num_processes=2"))
     assert len(planned) > 8 and any("at the peak" in line for line in planned)
     reset_accelerate()
-    assert main(["sft", "--config", str(path), "--num_processes=2", "--dry_run"]) == 0
+    assert main([settings.get("task", "sft"), "--config", str(path), "--num_processes=2", "--dry_run"]) == 0
     assert _planned_lines(capsys.readouterr().out) == planned
 
 
@@ -285,6 +290,8 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
         ({}, ["--memory=0"], "--memory 0.0: expected the GiB of one device"),
         ({}, ["--lora_r=0"], "lora_r 0: expected 1 or more"),
         ({"model_name_or_path": None}, [], "model_name_or_path: not set"),
+        ({"task": "pretrain", "config_name": "a"}, [], "config_name and model_name_or_path"),
+        ({"task": "pretrain", "tokenizer_name": "a"}, [], "tokenizer_name: is that of a new model"),
     ],
 )
 def test_a_run_that_cannot_be_planned_is_one_line(config_file, tmp_path, capsys, settings, argv, message):
