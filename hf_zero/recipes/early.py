@@ -9,9 +9,9 @@ from hf_zero.recipes.parser import given_of, program, read_yaml
 
 FILES = ("train_file", "test_file")
 # What transformers imports beside a model wherever it is installed, for seconds, and a plan does not use; unless it is
-# of a run, whose task may need anything, or an optimizer is named, or a quantization.
-UNUSED_BY_PLANS = ("scipy", "sklearn", "torchao")
-MAY_USE_THEM = ("--config", "--optim", "--load_in_4bit", "--load_in_8bit")
+# of a run, whose task may need anything, or an optimizer is named, or a quantization. Constructors ask for scipy.
+UNUSED_BY_PLANS = ("sklearn", "torchao")
+MAY_USE_THEM = ("config", "optim", "load_in_4bit", "load_in_8bit")
 
 
 def refuse_early(argv: list[str]) -> None:
@@ -52,7 +52,7 @@ def pass_over_unused(argv: list[str]) -> None:
     Args:
         argv (`list[str]`): the whole command line, which may be of something else than a plan.
     """
-    may_use_them = any(flag.partition("=")[0] in MAY_USE_THEM for flag in argv)
+    may_use_them = any(flag.lstrip("-").partition("=")[0].replace("-", "_") in MAY_USE_THEM for flag in argv)
     if argv[:1] == ["plan"] and not may_use_them and "torch" not in sys.modules:
         for name in UNUSED_BY_PLANS:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as the import system has it
