@@ -85,18 +85,9 @@ def shard_with(
     moves_activations = config.partition_activations or config.offload_activations
     if moves_activations:
         _refuse_kept(model, config)
-    if config.chunked_loss == "on" and find_head(model) is None:
-        raise UnsupportedError(
-            f"chunked_loss: {type(model).__name__} has no head that is one plain linear layer, from whose weight the "
-            "loss could be computed (an adapter, quantization or division of it counts too); leave chunked_loss out"
-        )
-    if config.tiled_mlp != 1 and engine_of(model) is None:
-        refuse_untileable(model)
-    if config.sequence_parallel > 1:
-        if dist.is_initialized():
-            refuse_group_size(config.sequence_parallel, dist.get_world_size(group))
-        if engine_of(model) is None:
-            refuse_undividable(model, config.sequence_parallel)
+    if config.sequence_parallel > 1 and dist.is_initialized():
+        refuse_group_size(config.sequence_parallel, dist.get_world_size(group))
+    refuse_unsuited(model, config)
     engine = build.shard_parameters(model, config, device=device, group=group)
     if config.reduce_bits is not None and engine.comm.shared_memory is not None and engine.comm.rank == 0:
         logger.warning(
@@ -111,6 +102,27 @@ def shard_with(
     install_chunked_loss(engine)
     install_tiled_mlp(engine)
     return engine
+
+
+def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:
+    """Refuses a model whose loss, MLPs or sequences cannot be divided as the settings ask for.
+
+    Args:
+        model (`nn.Module`): what is found before it is sharded is not looked for again.
+        config (`ZeroConfig`): the settings.
+
+    Raises:
+        `UnsupportedError`: naming the setting.
+    """
+    if config.chunked_loss == "on" and find_head(model) is None:
+        raise UnsupportedError(
+            f"chunked_loss: {type(model).__name__} has no head that is one plain linear layer, from whose weight the "
+            "loss could be computed (an adapter, quantization or division of it counts too); leave chunked_loss out"
+        )
+    if config.tiled_mlp != 1 and engine_of(model) is None:
+        refuse_untileable(model)
+    if config.sequence_parallel > 1 and engine_of(model) is None:
+        refuse_undividable(model, config.sequence_parallel)
 
 
 def install_chunked_loss(engine: ZeroEngine) -> None:

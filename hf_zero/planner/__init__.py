@@ -3,6 +3,8 @@
 from hf_zero.planner.advice import Advice, advise
 from hf_zero.planner.classes import TensorClass, by_field, render_classes, tensor_classes
 from hf_zero.planner.prediction import Prediction, predict, predict_rows, predict_with
+from hf_zero.planner.remedies import Remedy, remedy
+from hf_zero.planner.simulated_step import refuse_impossible
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
 from hf_zero.planner.timeline import StepTime
 from hf_zero.planner.topology import Cluster, Device, device_named
@@ -14,6 +16,7 @@ __all__ = [
     "Device",
     "Prediction",
     "Ranking",
+    "Remedy",
     "StepTime",
     "TensorClass",
     "Throughput",
@@ -24,6 +27,8 @@ __all__ = [
     "predict_rows",
     "predict_with",
     "rank_ways",
+    "refuse_impossible",
+    "remedy",
     "render_classes",
     "tensor_classes",
 ]

@@ -14,12 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hf_zero.activation import refuse_group_size, refuse_undividable
+from hf_zero.activation import refuse_group_size
 from hf_zero.activation.shard_model import (
     divide_sequences,
     install_chunked_loss,
     install_tiled_mlp,
     place_activations,
+    refuse_unsuited,
 )
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
@@ -101,9 +102,7 @@ class SimulatedStep:
     ):
         for name, param in model.named_parameters():
             refuse_what_cannot_be_summed(name, param)
-        if config.sequence_parallel > 1:
-            refuse_group_size(config.sequence_parallel, num_ranks)
-            refuse_undividable(model, config.sequence_parallel)
+        refuse_impossible(model, config, num_ranks)
         self.meter = Meter()
         self._on_cpu = on_cpu
         with self.meter:
@@ -183,6 +182,23 @@ class SimulatedStep:
             copied_nbytes=copied,
             shares_memory=self.engine.comm.shard_group.shared_memory is not None,
         )
+
+
+def refuse_impossible(model: nn.Module, config: ZeroConfig, num_ranks: int) -> None:
+    """Refuses settings with which so many ranks cannot train a model, as a run does before it shards.
+
+    Args:
+        model (`nn.Module`): not sharded.
+        config (`ZeroConfig`): the settings.
+        num_ranks (`int`): how many ranks.
+
+    Raises:
+        `ConfigError`: ranks form no equal groups.
+        `UnsupportedError`: naming the setting that does not suit the model.
+    """
+    if config.sequence_parallel > 1:
+        refuse_group_size(config.sequence_parallel, num_ranks)
+    refuse_unsuited(model, config)
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:

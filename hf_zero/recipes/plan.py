@@ -2,13 +2,14 @@
 only a run needs (Trainer, data sets, TRL) is not imported here; a test says so."""
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError
-from hf_zero.planner import Prediction, advise
+from hf_zero.planner import Prediction, advise, device_named, remedy
 from hf_zero.planner.advice import GIB
 from hf_zero.recipes.cluster import ClusterArguments, time_of
 from hf_zero.recipes.empty_models import (
@@ -156,13 +157,15 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
         print(reference_line(parts, planned_run.config, prediction.shard_size, parts[0].dtype))
     for note in planned_run.notes:
         print(f"  {note}")
+    memory, predict = _memory_nbytes(arguments, on_cpu=planned_run.on_cpu), cache(planned_run.predict)
     if cluster is not None:
         print(time_of(arguments, planned_run, prediction))
-        return
-    memory = _memory_nbytes(arguments, on_cpu=planned_run.on_cpu)
-    if memory:
+    elif memory:
         switch = planned_run.gradient_checkpointing
-        print(advise(planned_run.predict, planned_run.config, memory, gradient_checkpointing=switch).render())
+        print(advise(predict, planned_run.config, memory, gradient_checkpointing=switch).render())
+    found = remedy(predict, prediction, memory, refuse=planned_run.refuse) if memory else None
+    if found is not None:
+        print(found.render())
 
 
 def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
@@ -170,7 +173,7 @@ def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
     size = prediction.shard_size
     groups = f" in shard groups of {size}" if size < prediction.num_ranks else ""
     shared = prediction.config.sequence_parallel
-    groups += f", {shared} of which share each sequence" if shared > 1 else ""
+    groups += f", sequences shared by {shared}" if shared > 1 else ""
     return (
         f"{planned_run.name}: {prediction.num_parameters / 1e6:,.1f} M parameters, {trained:,.1f} M trained, "
         f"{planned_run.num_rows} x {planned_run.num_tokens} tokens; "
@@ -178,9 +181,12 @@ def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
     )
 
 
-def _memory_nbytes(arguments: DeviceArguments, *, on_cpu: bool) -> int:
+def _memory_nbytes(arguments: RunArguments, *, on_cpu: bool) -> int:
+    """Returns the memory of one device; 0 where it is not known."""
     if arguments.memory is not None:
         return int(arguments.memory * GIB)
+    if arguments.gpu is not None:
+        return device_named(arguments.gpu).memory_nbytes
     if on_cpu or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(0).total_memory

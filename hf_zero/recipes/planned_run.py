@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner import Cluster, Prediction, predict_rows, predict_with
+from hf_zero.planner import Cluster, Prediction, predict_rows, predict_with, refuse_impossible
 
 
 @dataclass
@@ -48,6 +48,8 @@ class PlannedRun:
         has_8_bit_products (`bool`): whether its base is in 8 bits.
         ranks_per_host (`int`, *optional*): how many ranks each host has, where that is said.
         cluster (`Cluster`, *optional*): where they are, to predict the time of a step too.
+        check (`Callable`): raises an `HfZeroError` for settings that such a run refuses, whatever its model, given
+            those of ZeRO and whether blocks are checkpointed.
     """
 
     name: str
@@ -67,6 +69,7 @@ class PlannedRun:
     has_8_bit_products: bool = False
     ranks_per_host: int | None = None
     cluster: Cluster | None = None
+    check: Callable[[ZeroConfig, bool], object] = lambda *_: None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,6 +88,15 @@ class PlannedRun:
         assert self.batch_of is not None
         with self._as_on_device():
             return predict_rows(self.model, config, self.batch_of, rows, **self._settings(gradient_checkpointing))
+
+    def refuse(self, config: ZeroConfig, gradient_checkpointing: bool) -> None:
+        """Refuses settings with which it cannot be trained, as far as that is seen without a step.
+
+        Raises:
+            HfZeroError: naming the setting.
+        """
+        self.check(config, gradient_checkpointing)
+        refuse_impossible(self.model, config, self.num_ranks)
 
     def _settings(self, gradient_checkpointing: bool | None) -> dict[str, Any]:
         switch = self.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing

@@ -1,5 +1,6 @@
 """The run of a task as `plan --config` sees it, told by its settings and the config of its model."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.classification.models import head_of
 from hf_zero.recipes.empty_models import adapted, cast_batch, example_batch, optimizer_of, quantized
@@ -26,6 +28,7 @@ from hf_zero.recipes.planned_run import PlannedRun
 from hf_zero.recipes.settings import Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroArgumentsMixin
+from hf_zero.trainer.checks import check_activations
 
 
 # How many rows of a batch the tasks make of one row of data.
@@ -34,6 +37,8 @@ ROWS |= dict.fromkeys(("dpo", "orpo", "simpo", "reward"), 2)
 # Tasks whose losses are computed by TRL's head, which never holds all logits.
 FUSED_HEAD = ("sft", "pretrain", "dpo", "kto", "grpo", "rloo")
 GENERATING = ("grpo", "rloo")
+# Tasks whose losses are sums over tokens, and so over parts of sequences.
+SHARING = ("sft", "pretrain")
 
 
 def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
@@ -76,6 +81,7 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     _check(settings)
     config = _config_of(arguments) if config is None else config
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
+    _check_way(settings, zero, training.gradient_checkpointing)
     model = _model(settings, config, zero.compute_dtype)
     length = _length(settings, config, num_tokens)
     num_rows = training.per_device_train_batch_size * ROWS[task]
@@ -119,7 +125,19 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         notes=notes,
         has_reference=_has_reference(settings),
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
+        check=partial(_check_way, settings),
     )
+
+
+def _check_way(settings: Settings, config: ZeroConfig, gradient_checkpointing: bool) -> None:
+    """Refuses settings of ZeRO as the trainer of the task does."""
+    names = ("offload_activations", "chunked_loss", "tiled_mlp", "sequence_parallel")
+    own = {f"zero_{name}": getattr(config, name) for name in names}
+    check_activations({**settings.training, **own, "gradient_checkpointing": gradient_checkpointing})
+    if config.sequence_parallel > 1 and settings.task not in SHARING:
+        raise ConfigError(
+            f"zero_sequence_parallel: the loss of {settings.task} is computed from whole sequences; leave it out"
+        )
 
 
 def _has_reference(settings: Settings) -> bool:

@@ -133,6 +133,20 @@ def check_output_dir(output_dir: str | None, name: str = "output_dir") -> None:
         )
 
 
+def check_activations(settings: Settings) -> None:
+    """Refuses settings for activations that other settings of a run forbid.
+
+    Args:
+        settings (`Mapping[str, Any]`): the fields of the training arguments.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    message = next(filter(None, (check(settings) for check in (_activations, _chunked_loss, _sequences))), None)
+    if message is not None:
+        raise ConfigError(message)
+
+
 def _supported_optimizer(settings: Settings) -> str | None:
     optim = _value(settings["optim"])
     if optim in SUPPORTED_OPTIMS:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner import Prediction, advise
-from hf_zero.planner.advice import USABLE_SHARE, WAYS
+from hf_zero.errors import UnsupportedError
+from hf_zero.planner import Prediction, advise, remedy
+from hf_zero.planner.advice import GIB, USABLE_SHARE, WAYS
 from hf_zero.planner.simulated_step import StepMemory
 
 
@@ -67,3 +68,70 @@ def test_checkpointing_that_is_asked_for_is_in_every_way():
     activations = replace(ZeroConfig(), offload_activations=True)
     switches = [each.gradient_checkpointing for each in _advise(1000, activations).predictions]
     assert sum(switches) == len(switches) / 2  # either way there are activations to offload
+
+
+# Which flags make a run fit
+
+
+def _of_parts(config: ZeroConfig, checkpointing: bool) -> Prediction:
+    """Eight ranks with model states of 24 GiB at stage 0, activations of 40 and logits of 6, which flags make less.
+    At the peak there are states and the larger of the others."""
+    states = 24 * GIB // (config.stage + 1) // (4 if config.offload != "none" else 1)
+    activations = 40 * GIB // config.sequence_parallel
+    activations //= 8 if checkpointing else 1
+    activations //= 2 if config.offload_activations else 1
+    logits = (1 if config.chunked_loss == "on" else 6) * GIB
+    step = StepMemory(
+        states,
+        0,
+        {"head": states + logits, "update": states + activations},
+        activation_nbytes=activations,
+        head_nbytes=logits,
+        sent_nbytes=1,
+        copied_nbytes=0,
+    )
+    return Prediction(config, 8, checkpointing, 10, 10, classes=[], checkpoint_nbytes=0, step=step)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "gib, settings, checkpointing, flags",
+    [
+        (46, {}, False, None),
+        (50, {"stage": 1}, False, "--zero_stage 2"),
+        (11.5, {}, True, "--zero_chunked_loss on"),
+        (15, {}, False, "--gradient_checkpointing"),
+        (11, {}, False, "--zero_chunked_loss on --gradient_checkpointing"),
+        (7.3, {"chunked_loss": "on"}, True, "--zero_offload_activations --zero_sequence_parallel 2"),
+        (4, {"chunked_loss": "on"}, True, "--zero_offload_activations --zero_offload optimizer"),
+    ],
+)
+def test_the_flags_that_make_a_run_fit_are_the_cheapest_and_none_too_many(gib, settings, checkpointing, flags):
+    asked = _of_parts(ZeroConfig(**{"chunked_loss": "auto", **settings}), checkpointing)
+    found = remedy(_of_parts, asked, int(gib * GIB / USABLE_SHARE) + 1)
+    if flags is None:
+        assert found is None
+        return
+    text = found.render()
+    assert f"it fits with {flags}: " in text and found.after.needed_nbytes <= gib * GIB
+    assert text.startswith(f"does not fit into {gib:.1f} GiB, which tensors may take: of ")
+    assert "activations take" in text and "logits take" in text and "model states take" in text
+
+
+def test_where_no_flag_helps_that_is_said():
+    asked = _of_parts(ZeroConfig(), True)
+    text = remedy(_of_parts, asked, GIB // 2).render()
+    assert "no flags make it fit: with --zero_chunked_loss on" in text and "use more ranks, shorter sequences" in text
+
+
+def test_flags_that_a_run_refuses_are_not_named():
+    asked = _of_parts(ZeroConfig(), False)
+
+    def refuse(config: ZeroConfig, checkpointing: bool) -> None:
+        if checkpointing:
+            raise UnsupportedError("no switch")
+
+    memory = int(15 * GIB / USABLE_SHARE) + 1
+    assert "--gradient_checkpointing" in remedy(_of_parts, asked, memory).render()
+    found = remedy(_of_parts, asked, memory, refuse=refuse)
+    assert "checkpointing" not in found.render() and found.fits

@@ -1,6 +1,7 @@
 """`plan`: from a config alone to bytes and advice."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -95,7 +96,21 @@ def test_memory_brings_a_table_and_advice(config_file, capsys):
     text = _plan(capsys, config_file, *SETTINGS, "--memory", "64")
     assert len(re.findall(r"^  [0-3]      ", text, re.MULTILINE)) == 14
     assert "recommended: --zero_stage 0 (nothing needs to be sharded)" in text
-    assert "nothing fits" in _plan(capsys, config_file, *SETTINGS, "--memory", "0.001")
+    text = _plan(capsys, config_file, *SETTINGS, "--memory", "0.001")
+    assert "nothing fits" in text and "no flags make it fit: with " in text
+
+
+def test_the_flags_that_make_it_fit_are_named_and_computed(config_file, capsys):
+    wide = [config_file, *SETTINGS, "--max_length=4096", "--per_device_train_batch_size=1", "--zero_chunked_loss=off"]
+    asked = _plan(capsys, *wide)
+    memory = str(0.9 * _mib(asked, "at the peak") / 0.9 / 1024)
+    text = _plan(capsys, *wide, "--memory", memory)
+    flags, needed = re.search(r"^it fits with (.*): ([\d.]+) MiB$", text, re.MULTILINE).groups()
+    assert f"of {_mib(asked, 'at the peak'):.1f} MiB " in text
+    with_them = _plan(capsys, *wide, *flags.split(), "--memory", memory)
+    assert f"{_mib(with_them, 'at the peak'):.1f}" == needed and "fits with" not in with_them
+    of_device = _plan(capsys, *wide, "--gpu", "h100", "--gpus_per_host", "8", "--memory", memory)
+    assert "it does not fit into" in of_device and f"it fits with {flags}: {needed} MiB" in of_device
 
 
 def test_a_device_brings_the_time_of_a_step(config_file, capsys):
@@ -107,7 +122,7 @@ def test_a_device_brings_the_time_of_a_step(config_file, capsys):
     assert "tokens per second and device" in text and "MFU" in text and "not modeled: " in text
     assert "it fits into 90% of 80.0 GiB" in text
     shared = _plan(capsys, *hosts, "--zero_sequence_parallel", "2")
-    assert "over 8 rank(s), 2 of which share each sequence, each:" in shared
+    assert "over 8 rank(s), sequences shared by 2, each:" in shared
     assert re.search("exchanges of heads .* ms within the host", shared)
     assert _mib(shared, "activations") < 0.6 * _mib(text, "activations")
 
@@ -348,16 +363,26 @@ def test_adamw_is_the_class_that_trainer_has_for_it(optim, tmp_path):
 
 @pytest.mark.quick
 def test_a_plan_imports_nothing_that_a_run_alone_needs(config_file):
-    """These take most of the seconds that a run needs to start."""
+    """These take most of the seconds that a run needs to start. What constructors of models ask for is there."""
     code = """
 import sys
-from hf_zero.recipes.cli import console
+from hf_zero.recipes.cli import console, main
 assert console() == 0
-names = "bitsandbytes datasets pandas peft scipy sklearn torchao transformers.trainer transformers.training_args trl"
+names = "bitsandbytes datasets pandas peft sklearn torchao transformers.trainer transformers.training_args trl"
 heavy = set(names.split()) & {name for name, module in sys.modules.items() if module is not None}
 assert not heavy, heavy
+assert main(["plan", "maskformer.json"]) == 0
 """
+    maskformer = {"architectures": ["MaskFormerForInstanceSegmentation"], "model_type": "maskformer"}
+    (config_file.parent / "maskformer.json").write_text(json.dumps(maskformer))
     plan = ["plan", str(config_file), *SETTINGS, "--gpu", "h100", "--gpus_per_host", "8", "--gradient_checkpointing"]
-    found = subprocess.run([sys.executable, "-c", code, *plan], capture_output=True, text=True, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", code, *plan],
+        cwd=config_file.parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert not found.returncode, found.stderr
     assert "at the peak" in found.stdout

@@ -1,0 +1,173 @@
+"""Which flags make a run fit that does not: those with which it is predicted again, and fits."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import HfZeroError, size_text
+from hf_zero.planner.advice import USABLE_SHARE
+from hf_zero.planner.prediction import Prediction
+
+
+# How many ranks may share each sequence.
+SHARING = (2, 4, 8)
+INSTEAD = "use more ranks, shorter sequences, a smaller micro-batch, or LoRA"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that makes a run smaller.
+
+    Args:
+        text (`str`): as it is given on the command line.
+        settings (`Mapping`): the fields of `ZeroConfig` that it sets.
+        checkpoints (`bool`): whether it checkpoints blocks.
+    """
+
+    text: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    checkpoints: bool = False
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Flags with which a run fits, or those with which it does not either.
+
+    Args:
+        flags (`list[Flag]`): none of them can be left out if it fits.
+        before (`Prediction`): the run as it was asked for.
+        after (`Prediction`): with them.
+        limit (`int`): how many bytes tensors may take.
+    """
+
+    flags: list[Flag]
+    before: Prediction
+    after: Prediction
+    limit: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits with the flags."""
+        return self.after.needed_nbytes <= self.limit
+
+    def render(self) -> str:
+        """Returns two lines: what takes the memory, and which flags to add."""
+        step, after = self.before.step, size_text(self.after.needed_nbytes)
+        taken = {"model states": self.before.resting_nbytes}
+        if step is not None:
+            taken |= {"activations": step.activation_nbytes, "logits": step.head_nbytes}
+        largest_first = sorted(taken.items(), key=lambda pair: -pair[1])
+        parts = ", ".join(f"{name} take {size_text(max(0, nbytes))}" for name, nbytes in largest_first)
+        needed = size_text(self.before.needed_nbytes)
+        lines = [f"does not fit into {size_text(self.limit)}, which tensors may take: of {needed} {parts}"]
+        flags = " ".join(flag.text for flag in self.flags)
+        if self.fits:
+            return "\n".join([*lines, f"it fits with {flags}: {after}"])
+        least = f"with {flags} it takes {after}" if flags else "none takes less"
+        return "\n".join([*lines, f"no flags make it fit: {least}; {INSTEAD}"])
+
+
+def ladder(prediction: Prediction) -> Iterator[Flag]:
+    """Yields the flags that a run may be given beside its own, in the order of what they cost a step: at first
+    nothing, then traffic of parameters, computation, copies to the host, fewer sequences, and updates on the host.
+
+    Args:
+        prediction (`Prediction`): of the run.
+    """
+    config, num_ranks = prediction.config, prediction.num_ranks
+    for stage in range(config.stage + 1, 4):
+        yield Flag(f"--zero_stage {stage}", {"stage": stage})
+    if config.chunked_loss != "on":
+        yield Flag("--zero_chunked_loss on", {"chunked_loss": "on"})
+    if config.tiled_mlp == 1:
+        yield Flag("--zero_tiled_mlp auto", {"tiled_mlp": "auto"})
+    if not prediction.gradient_checkpointing:
+        yield Flag("--gradient_checkpointing", checkpoints=True)
+    if not config.offload_activations:
+        yield Flag("--zero_offload_activations", {"offload_activations": True})
+    for parts in SHARING:
+        if parts > config.sequence_parallel and num_ranks % parts == 0:
+            yield Flag(f"--zero_sequence_parallel {parts}", {"sequence_parallel": parts})
+    if config.offload == "none":
+        yield Flag("--zero_offload optimizer", {"offload": "optimizer"})
+    if config.offload != "params":
+        yield Flag("--zero_offload params", {"offload": "params"})
+
+
+def remedy(
+    predict: Callable[[ZeroConfig, bool], Prediction],
+    prediction: Prediction,
+    memory_nbytes: int,
+    *,
+    refuse: Callable[[ZeroConfig, bool], object] = lambda *_: None,
+) -> Remedy | None:
+    """Finds the shortest beginning of the ladder with which a run fits, and leaves out of it what is not needed, what
+    costs most first. `None` where the run fits as it is, or what a step takes is not known.
+
+    Args:
+        predict (`Callable`): predicts the run, given its settings and whether blocks are checkpointed.
+        prediction (`Prediction`): as it was asked for.
+        memory_nbytes (`int`): what one device has, of which tensors may take `USABLE_SHARE`.
+        refuse (`Callable`): raises an `HfZeroError`, given the same, where a run cannot be trained so.
+    """
+    limit = int(USABLE_SHARE * memory_nbytes)
+    if prediction.needed_nbytes <= limit or prediction.step is None:
+        return None
+    trial = _Trial(predict, prediction, limit, refuse)
+    flags = trial.possible(ladder(prediction))
+    if not trial.fits(flags):
+        return Remedy(_last_of_each(flags), prediction, trial.predicted(flags) or prediction, limit)
+    too_few, enough = 0, len(flags)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if trial.fits(flags[:middle]) else (middle, enough)
+    kept = flags[:enough]
+    for flag in kept[-2::-1]:
+        fewer = [each for each in kept if each is not flag]
+        kept = fewer if trial.fits(fewer) else kept
+    return Remedy(kept, prediction, trial.predicted(kept) or prediction, limit)
+
+
+class _Trial:
+    """Predictions of a run with flags added, each made once. The arguments are those of `remedy`."""
+
+    def __init__(self, predict: Callable, asked: Prediction, limit: int, refuse: Callable):
+        self._predict, self._asked, self._limit, self._refuse = predict, asked, limit, refuse
+        self._found: dict[tuple[ZeroConfig, bool], Prediction | None] = {}
+
+    def possible(self, flags: Iterator[Flag]) -> list[Flag]:
+        """Returns the flags with which the run can be trained, each added to those before it."""
+        found: list[Flag] = []
+        for flag in flags:
+            try:
+                self._refuse(*self._with([*found, flag]))
+            except HfZeroError:
+                continue
+            found.append(flag)
+        return found
+
+    def fits(self, flags: list[Flag]) -> bool:
+        found = self.predicted(flags)
+        return found is not None and found.needed_nbytes <= self._limit
+
+    def predicted(self, flags: list[Flag]) -> Prediction | None:
+        """Returns the prediction, or `None` where the run cannot be trained so, or is not known."""
+        try:
+            way = self._with(flags)
+            if way not in self._found:
+                found = self._predict(*way)
+                self._found[way] = None if found.step is None else found
+            return self._found[way]
+        except HfZeroError:  # such as parameters on the host, and a stage below 3
+            return None
+
+    def _with(self, flags: list[Flag]) -> tuple[ZeroConfig, bool]:
+        settings = {key: value for flag in flags for key, value in flag.settings.items()}
+        switch = self._asked.gradient_checkpointing or any(flag.checkpoints for flag in flags)
+        return replace(self._asked.config, **settings), switch
+
+
+def _last_of_each(flags: list[Flag]) -> list[Flag]:
+    """Returns the flags without those that a later one sets again."""
+    return list({flag.text.split()[0]: flag for flag in flags}.values())
