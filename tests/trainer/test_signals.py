@@ -21,7 +21,7 @@ from hf_zero.trainer import arguments, restoring, signals
 from hf_zero.trainer.restoring import Resumed
 from hf_zero.trainer.signals import Stopped
 from tests.distributed import RemoteError, run_ranks, start_program
-from tests.trainer.harness import train
+from tests.trainer.harness import reset_accelerate, train
 
 
 class SendTwice(TrainerCallback):
@@ -85,8 +85,10 @@ def test_whatever_a_rank_begins_with_binds_it_to_its_launcher(tmp_path, monkeypa
     bound = []
     for module in (arguments, accelerator, cli):
         monkeypatch.setattr(module, "end_with_launcher", partial(bound.append, module))
+    reset_accelerate()
     ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     ZeroAccelerator(cpu=True)
+    reset_accelerate()
     cli.main(["--help"])
     assert bound == [arguments, accelerator, cli]
 
