@@ -101,7 +101,7 @@ def write_artifacts(
             tables=[*(() if args.push_to_hub else answers), *tables_of(log, found)],
             notes=[_without_folders(note, settings) for note in data.notes],
             sample="" if args.push_to_hub else data.sample,  # a page that is published shows no data
-            command=repeating_command(settings, "" if Path(given).is_absolute() else given),
+            command=_repeating_command(settings, "" if Path(given).is_absolute() else given),
             configuration=configuration,
         )
         write_whole(folder / REPORT_NAME, page.encode())
@@ -162,13 +162,8 @@ def configuration_of(folder: Path) -> Path | None:
     return next((path for name in (RESOLVED_NAME, HIDDEN_NAME) if (path := folder / name).exists()), None)
 
 
-def repeating_command(settings: Settings, folder: str) -> str:
-    """Returns the command line that repeats a run, from the folder in which it was started.
-
-    Args:
-        settings ([`Settings`]): Of the run.
-        folder (`str`): Where its configuration is.
-    """
+def _repeating_command(settings: Settings, folder: str) -> str:
+    """Returns the command line that repeats a run whose configuration is in a folder."""
     path = shlex.quote(str(Path(folder) / resolved_name(settings)))
     return f"{program()} {settings.task} --config {path} --resume {NEVER}"
 
@@ -179,7 +174,7 @@ def resolved_text(settings: Settings) -> str:
     values = {key: value for key, value in settings.values().items() if key not in set_by_user}
     values = {key: value for key, value in values.items() if value not in (None, [])}
     return (
-        f"# Repeats this run: {repeating_command(settings, settings.training['output_dir'])}\n"
+        f"# Repeats this run: {_repeating_command(settings, settings.training['output_dir'])}\n"
         f"{yaml_text(set_by_user)}\n"
         "# What was left at its default, so that a version with other defaults repeats it too.\n"
         f"{yaml_text(values)}"

@@ -135,14 +135,13 @@ def transfer_rate(device: torch.device, way: str) -> Rate:
     def copy() -> None:
         (bus.up(here, host) if way == "up" else bus.down(host, here)).synchronize()
 
-    found, link = _rate(host.nbytes, copy, device), pcie_of(device)
+    found, link = _rate(host.nbytes, copy, device), _pcie_of(device)
     _compare(target, _pattern(target, 0), f"copies {way}")
     return found if link is None else Rate(found.nbytes_per_second, *link)
 
 
-def pcie_of(device: torch.device) -> tuple[float, str] | None:
-    """Returns the bytes per second of a device's link to the host in one direction, and its name; `None` where nobody
-    tells."""
+def _pcie_of(device: torch.device) -> tuple[float, str] | None:
+    """Returns the bytes per second of a device's link to the host one way, and its name; `None` where nobody tells."""
     if device.type != "cuda":
         return None
     query = ["--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits"]

@@ -197,15 +197,11 @@ def run(file: str, arguments: Arguments) -> None:
     Raises:
         ConfigError: If it cannot be read, or holds no object.
     """
-    print(rendered(migrated(read_config(file))))
+    print(rendered(migrated(_read_config(file))))
 
 
-def read_config(file: str) -> dict[str, Any]:
-    """Reads the object in a JSON or YAML file.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+def _read_config(file: str) -> dict[str, Any]:
+    """Reads the object in a JSON or YAML file."""
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
         # a number such as 1e-5 is one in JSON, and a text in YAML
@@ -245,7 +241,7 @@ def migrated(config: Section) -> Migration:
     file, _ = found.get(DEEPSPEED_FILE, (None, {}))
     has_own_file = file not in (None, "none")  # whose defaults count, not accelerate's
     if has_own_file:
-        _apply_all(dict(_keys(read_config(file), deepspeed.rules)), deepspeed, result)
+        _apply_all(dict(_keys(_read_config(file), deepspeed.rules)), deepspeed, result)
     _apply_all(found, accelerate, result, with_defaults=not has_own_file)
     return result
 

@@ -110,7 +110,7 @@ class Parser(ArgumentParser):
                 raise ConfigError(f"--config {config}: {error}") from error
         namespace, unknown = self.parse_known_args(from_file + argv)  # of two equal flags argparse takes the last
         if unknown:
-            raise ConfigError(unknown_message("command line", unknown[0].split("=")[0], known))
+            raise ConfigError(_unknown_message("command line", unknown[0].split("=")[0], known))
         return vars(namespace)
 
 
@@ -190,7 +190,7 @@ def _yaml_flags(path: str, known: Iterable[str]) -> list[str]:
     flags: list[str] = []
     for key, value in content.items():
         if key not in known:
-            raise ConfigError(unknown_message(path, str(key), known))
+            raise ConfigError(_unknown_message(path, str(key), known))
         flags += _flag(key, value)
     return flags
 
@@ -207,14 +207,9 @@ def _text(value: Any) -> str:
     return json.dumps(value, default=str) if isinstance(value, dict) else str(value)
 
 
-def unknown_message(where: str, key: str, known: Iterable[str]) -> str:
-    """Returns the message about an unknown key.
-
-    Args:
-        where (`str`): the file it was found in, or "command line".
-        key (`str`): as it was written.
-        known (`Iterable[str]`): the keys that there are; what does the same here, or the nearest, is named.
-    """
+def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
+    """Returns the message about a key of a file, or of the "command line", that is unknown. It names the one that does
+    the same here, or the nearest."""
     if not key.startswith("-") and where == "command line":
         remedy = f"--config {key}" if Path(key).suffix in (".yaml", ".yml") else "--key value"
         return f"{where}: {key!r} belongs to no key; write {remedy}"

@@ -240,8 +240,8 @@ class Probes:
             "offload optimizer": partial(self.offload, "optimizer"),
             "offload params": partial(self.offload, "params"),
             "one rank": self.one_rank,
-            "all-gather": self.gather_speed,
-            "reduce-scatter": self.reduce_speed,
+            "all-gather": partial(self._exchange_speed, gather_rate),
+            "reduce-scatter": partial(self._exchange_speed, reduce_rate),
             "shared memory": self.shared_memory_speed,
             "host to device": partial(self.transfer_speed, "up"),
             "device to host": partial(self.transfer_speed, "down"),
@@ -327,12 +327,6 @@ class Probes:
         for name, param in loaded.named_parameters():
             if not torch.equal(param.detach().float(), saved.weights[name]):
                 raise Wrong(f"{name}: transformers loads other values than were saved")
-
-    def gather_speed(self) -> str:
-        return self._exchange_speed(gather_rate)
-
-    def reduce_speed(self) -> str:
-        return self._exchange_speed(reduce_rate)
 
     def shared_memory_speed(self) -> str:
         if self._ranks.comm.shared_memory is None:

@@ -223,7 +223,7 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     settings = parse_settings(task, argv)
     launched = launched_world_size(settings.num_processes)
     # where only rows are made ready, nothing is left in output_dir
-    check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
+    _check_training_settings(settings.training | ({"output_dir": "."} if settings.preprocess else {}))
     if not settings.preprocess:  # which one process does for any number of ranks
         num_ranks = launched or settings.num_processes or 1
         if str(size := settings.training["zero_shard_size"]).isdecimal():
@@ -232,41 +232,25 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     if (samples := getattr(settings.arguments, "samples", 0)) < 0:
         raise ConfigError(f"samples {samples}: expected 0 or more")
     if not TASKS[task].holds_out:
-        check_test_set(settings)
+        _check_test_set(settings)
     TASKS[task].load().check(settings.arguments, settings.training)
     if not settings.arguments.use_peft:
-        check_file_sizes(settings.arguments.model_name_or_path)
+        _check_file_sizes(settings.arguments.model_name_or_path)
     return replace(settings, launched=launched)
 
 
-def check_training_settings(settings: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
-    """Refuses settings that no task could work with.
-
-    Args:
-        settings (`Mapping[str, Any]`): The fields of the training arguments, parsed but not yet acted upon.
-        environment (`Mapping[str, str]`, *optional*): Instead of `os.environ`.
-
-    Raises:
-        ConfigError: If a setting of ZeRO is not valid, another sharding engine is asked for, `output_dir` cannot be
-            written, or a value cannot work. What only the training arguments know about each other is found when they
-            are made.
-    """
+def _check_training_settings(settings: Mapping[str, Any]) -> None:
+    """Refuses settings that no task could work with. What only the training arguments know about each other is found
+    when they are made."""
     ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, SimpleNamespace(**settings)))
-    refuse_other_engines(settings, environment)
+    refuse_other_engines(settings)
     check_output_dir(settings.get("output_dir"))
     check_arguments(settings)
     check_schedule(settings)
 
 
-def check_file_sizes(model: str | None) -> None:
-    """Refuses a model whose largest file exceeds the size limit for files of this process.
-
-    Args:
-        model (`str`, *optional*): A folder; of a hub id the files need not be here yet.
-
-    Raises:
-        ConfigError: If the process may not write files of that size.
-    """
+def _check_file_sizes(model: str | None) -> None:
+    """Refuses a model folder whose largest file exceeds the size limit for files of this process."""
     folder = Path(model or "").expanduser()
     if not folder.is_dir():
         return
@@ -279,15 +263,8 @@ def check_file_sizes(model: str | None) -> None:
         )
 
 
-def check_test_set(settings: Settings) -> None:
-    """Refuses evaluation where there is nothing to evaluate on.
-
-    Args:
-        settings ([`Settings`]): Of a run whose task holds out no rows to test on.
-
-    Raises:
-        ConfigError: If nothing is, naming the setting that asks for it.
-    """
+def _check_test_set(settings: Settings) -> None:
+    """Refuses evaluation where there is nothing to evaluate on, in a task that holds out no rows to test on."""
     arguments, training = settings.arguments, settings.training
     if arguments.test_file or arguments.dataset_test_split:
         return
@@ -305,12 +282,11 @@ def check_test_set(settings: Settings) -> None:
             )
 
 
-def launched_world_size(num_processes: int | None, environment: Mapping[str, str] | None = None) -> int | None:
+def launched_world_size(num_processes: int | None) -> int | None:
     """Reads the number of processes from the variables of a launcher such as torchrun, and checks `--num_processes`.
 
     Args:
         num_processes (`int`, *optional*): What the user asked for, if anything.
-        environment (`Mapping[str, str]`, *optional*): Instead of `os.environ`.
 
     Returns:
         `int` or `None`: The number of processes that the outer launcher started; None when there is none.
@@ -318,20 +294,19 @@ def launched_world_size(num_processes: int | None, environment: Mapping[str, str
     Raises:
         ConfigError: If the variables are incomplete or contradict each other or `num_processes`.
     """
-    environment = os.environ if environment is None else environment
     if num_processes is not None and num_processes < 1:
         raise ConfigError(f"--num_processes {num_processes}: expected 1 or more")
-    missing = [name for name in LAUNCHER_VARIABLES if name not in environment]
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if "WORLD_SIZE" in missing and "RANK" in missing:
         return None
     if missing:
         found = "WORLD_SIZE" if "WORLD_SIZE" not in missing else "RANK"
         raise ConfigError(
-            f"{found}={environment[found]} is set but {', '.join(missing)} not: "
+            f"{found}={os.environ[found]} is set but {', '.join(missing)} not: "
             "start with torchrun, which sets them all, or unset them and use --num_processes"
         )
     try:
-        world_size, rank = int(environment["WORLD_SIZE"]), int(environment["RANK"])
+        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     except ValueError as error:
         raise ConfigError(f"WORLD_SIZE and RANK: {error}; expected the integers that torchrun sets") from error
     if not 0 <= rank < world_size:

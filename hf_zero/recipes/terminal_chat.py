@@ -201,22 +201,17 @@ def run(folder: str, arguments: Arguments) -> None:
     """
     if arguments.prompt is not None and not arguments.prompt.strip():
         raise ConfigError("prompt: is empty; give a text")
-    on_ranks(converse, folder, arguments, interactive=converse_on_own_ranks)
+    on_ranks(_converse, folder, arguments, interactive=_converse_on_own_ranks)
 
 
-def converse_on_own_ranks(folder: str, arguments: Arguments) -> None:
-    """As `converse`, on ranks that hf_zero has started: Ctrl-C stops an answer there too."""
-    converse(folder, arguments, goes_on=True)
+def _converse_on_own_ranks(folder: str, arguments: Arguments) -> None:
+    """As `_converse`, on ranks that hf_zero has started: Ctrl-C stops an answer there too."""
+    _converse(folder, arguments, goes_on=True)
 
 
-def converse(folder: str, arguments: Arguments, *, goes_on: bool | None = None) -> None:
-    """Answers what is asked. All ranks call it: the first one reads and prints.
-
-    Args:
-        folder (`str`): see `run`.
-        arguments ([`Arguments`]): as parsed.
-        goes_on (`bool`, *optional*): see [`Keyboard`]; by default only where no launcher has started this process.
-    """
+def _converse(folder: str, arguments: Arguments, *, goes_on: bool | None = None) -> None:
+    """Answers what is asked. All ranks call it: the first one reads and prints. Without `goes_on` (see [`Keyboard`]),
+    Ctrl-C stops an answer only where no launcher has started this process."""
     goes_on = launched_world_size(None) is None if goes_on is None else goes_on
     with transport_errors("chat"):
         state = ranks_of(arguments)

@@ -54,7 +54,7 @@ def dry_run(settings: Settings) -> None:
     with _made(settings, QUIET) as (trainer, data):
         _print_section("configuration", yaml_text(settings.non_default()).splitlines())
         _print_section("data", [*data.notes, "first row:", *_indented(data.sample)])
-        _print_section("model", units_table(trainer.model))
+        _print_section("model", _units_table(trainer.model))
         if settings.training.get("precompute_ref_log_probs"):
             trainer.ref_model = None  # the run has none beside the model
         max_length = {**settings.training, **vars(settings.arguments)}.get("max_length")
@@ -105,12 +105,8 @@ def _made(settings: Settings, changes: Mapping[str, Any]) -> Iterator[tuple[Zero
         yield task.make_trainer(model, settings.arguments, training, data), data
 
 
-def units_table(model: nn.Module) -> list[str]:
-    """Returns one line for each unit, or for each group of equal units that follow one another.
-
-    Args:
-        model (`nn.Module`): Not sharded; its weights may still be in files.
-    """
+def _units_table(model: nn.Module) -> list[str]:
+    """Returns one line for each unit, or for each group of equal units that follow one another."""
     specs = partition(model).units
     rows: list[tuple[list[str], tuple[int, int]]] = []
     for spec in specs:

@@ -18,7 +18,7 @@ class Classes:
 
     Args:
         names (`list[str]`): By number, as the model's config will have them.
-        number_of (`dict[str, int]`): Of each label, as [`label_of`] gives it.
+        number_of (`dict[str, int]`): Of each label, as [`_label_of`] gives it.
     """
 
     names: list[str]
@@ -56,12 +56,8 @@ class Classes:
         return BadRow(f"class {label!r} is none of the training rows' or of the data set's: {shown}")
 
 
-def label_of(value: Any, column: str) -> str:
-    """Returns the label in a cell of any type.
-
-    Raises:
-        BadRow: there is none, or something that names no class.
-    """
+def _label_of(value: Any, column: str) -> str:
+    """Returns the label in a cell of any type; raises [`BadRow`] where it names no class."""
     if value is None or value == "":
         raise BadRow(f"nothing in column {column!r}")
     if not isinstance(value, (str, int)):
@@ -131,7 +127,7 @@ class Labelled:
                 row = rows.read(raw)
                 if row is None:
                     continue
-                values, label = inputs.take(row), label_of(row.get(label_column), label_column)
+                values, label = inputs.take(row), _label_of(row.get(label_column), label_column)
             except BadRow as error:
                 bad.add(rows.where(index), error)
                 continue

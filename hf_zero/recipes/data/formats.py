@@ -145,13 +145,8 @@ def text_format(column: str) -> Format:
     return Format("text", (column,), (column,), convert, is_chat=False)
 
 
-def tokenized_format(columns: Collection[str], tokenizer: PreTrainedTokenizerBase) -> Format:
-    """The format whose rows are tokenized already; no token is added to them. Labels count before masks, as for TRL.
-
-    Args:
-        columns (`Collection[str]`): those that the rows have.
-        tokenizer (`PreTrainedTokenizerBase`): whose token ids they hold.
-    """
+def _tokenized_format(columns: Collection[str], tokenizer: PreTrainedTokenizerBase) -> Format:
+    """The format of rows that are tokenized already: no token is added. Labels count before masks, as for TRL."""
     more = [LABELS] if LABELS in columns else [name for name in MASKS if name in columns]
     gives = (TOKENS, *more)
     counts = "completion" if MASKS[0] in more else None
@@ -181,7 +176,7 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
     Raises:
         DataError: the columns fit none, or several, or not the one that was named.
     """
-    known = (text_format(text_column), *FORMATS, tokenized_format(rows.columns, tokenizer))
+    known = (text_format(text_column), *FORMATS, _tokenized_format(rows.columns, tokenizer))
     formats = [form for form in known if form.name in names]
     fits = [form for form in formats if set(form.columns) <= set(rows.columns)]
     fits = [form for form in fits if form.name == TOKENIZED] or fits

@@ -115,13 +115,13 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
         return None
     streaming = arguments.dataset_streaming and is_train
     with quiet_datasets():
-        files = files_of(name, arguments.dataset_config, split_name) if is_local(name) else None
+        files = _files_of(name, arguments.dataset_config, split_name) if is_local(name) else None
         if files is None:
             rows = _load_split(name, arguments.dataset_config, split_name, streaming)
         elif streaming:
-            rows = stream_files(name, files, split_name)
+            rows = _stream_files(name, files, split_name)
         else:
-            rows = load_files(name, files, split_name, arguments.skip_bad_rows)
+            rows = _load_files(name, files, split_name, arguments.skip_bad_rows)
         rows = replace(rows, data=undecoded(rows.data))
         return _with_example(rows.first(arguments.max_train_rows if is_train else arguments.max_test_rows))
 
@@ -190,21 +190,9 @@ def check_path(name: str, key: str) -> None:
         raise DataError(f"{name}: a {path.suffix or 'nameless'} file, expected one of {', '.join(READERS)}")
 
 
-def files_of(name: str, config: str | None, split: str) -> list[Path] | None:
-    """The files of a local split, by the names that `datasets` goes by in a folder.
-
-    Args:
-        name (`str`): a file, which is one split, "train", or a folder.
-        config (`str`, *optional*): which configuration of the folder.
-        split (`str`): its name, or a slice of it.
-
-    Returns:
-        `list[Path]`, or `None` where the folder holds something else, such as images, for which `datasets` has a
-        loader.
-
-    Raises:
-        DataError: the split is not there.
-    """
+def _files_of(name: str, config: str | None, split: str) -> list[Path] | None:
+    """Returns the files of a local split, by the names that `datasets` goes by in a folder; `None` where the folder
+    holds something else, such as images, for which `datasets` has a loader."""
     path = Path(name).expanduser()
     if path.is_file():
         found = {"train": [path]}
@@ -220,16 +208,9 @@ def files_of(name: str, config: str | None, split: str) -> list[Path] | None:
     return files if len(kinds) == 1 and kinds <= set(READERS) else None
 
 
-def load_files(name: str, files: list[Path], split: str, skip_bad_rows: bool) -> Rows:
-    """Reads files of one kind.
-
-    Args:
-        name (`str`): what the user calls them.
-        files (`list[Path]`): one or more.
-        split (`str`): all of them, or a slice of it.
-        skip_bad_rows (`bool`): leaves out rows of CSV files that have more fields than the header. Other bad rows
-            are met when rows are used.
-    """
+def _load_files(name: str, files: list[Path], split: str, skip_bad_rows: bool) -> Rows:
+    """Reads files of one kind. Rows of CSV files with more fields than the header may be left out here; other bad rows
+    are met when rows are used."""
     reader, options, form = _reader(files[0])
     tables, num_unreadable = [], 0
     for file in files:
@@ -243,12 +224,8 @@ def load_files(name: str, files: list[Path], split: str, skip_bad_rows: bool) ->
     return Rows(data, name, tuple(parts), form, num_unreadable=num_unreadable).slice(split)
 
 
-def stream_files(name: str, files: list[Path], split: str) -> Rows:
-    """Reads files of one kind while their rows are used.
-
-    Raises:
-        ConfigError: a slice, which takes the number of rows to be known.
-    """
+def _stream_files(name: str, files: list[Path], split: str) -> Rows:
+    """Reads files of one kind while their rows are used."""
     if "[" in split:
         raise ConfigError(
             f"{name}: split {split!r} with dataset_streaming: streams have no slices; use max_train_rows"
