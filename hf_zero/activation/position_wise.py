@@ -2,7 +2,8 @@
 
 The module is called on the meta device, and each operation on what comes from its input has to be known to keep
 positions apart: elementwise operations, products with weights, changes of shape, reductions and choices behind the
-dimensions of the positions. Any other operation ends the proof.
+dimensions of the positions. Any other operation ends the proof. So does one that is another, or is given another
+number, where there are more positions: a number that is taken from the shape is not in the operations otherwise.
 """
 
 import inspect
@@ -18,8 +19,9 @@ from hf_zero.engine.divided import is_dtensor
 from hf_zero.engine.opaque import is_opaque
 
 
-# Sizes of the input's leading dimensions.
+# Sizes of the input's leading dimensions, with which the operations have to be the same.
 POSITIONS = (3, 7)
+MORE_POSITIONS = (2, 4099)
 # They read elements in the order of the shape, and write them in the same order.
 _SAME_ORDER = {"view", "_unsafe_view", "reshape", "clone", "detach", "alias", "contiguous", "_to_copy", "lift_fresh"}
 _RANDOM = {"native_dropout", "bernoulli", "bernoulli_", "rand_like", "empty_like", "zeros_like", "ones_like"}
@@ -31,6 +33,7 @@ _ALONG = {
 }
 _PRODUCTS = {"mm", "addmm", "linear"}
 NOT_KNOWN = "is not known to keep positions apart"
+FOLLOWS_SHAPE = "what it computes follows the number of positions"
 NO_SAME_SHAPE = "its forward does not map a tensor to one of the same shape"
 
 
@@ -46,13 +49,15 @@ class _PositionTrace(TorchDispatchMode):
         own (`list[Tensor]`): the module's tensors.
 
     Attributes:
+        steps (`list`): the operations, each with what it was given besides tensors, as far as that is no shape.
         num_products (`int`): how many products with weights there were.
         width (`int`): the most features that one of them gave.
     """
 
     def __init__(self, given: Tensor, own: list[Tensor]):
         super().__init__()
-        self._own = {id(tensor) for tensor in own}
+        self._kept_values = {_memory_of(tensor) for tensor in (given, *own)}
+        self.steps: list[tuple] = []
         self._positions = tuple(given.shape[:-1])
         self._num_leading = {id(given): given.dim() - 1}
         self._kept = [given]  # so that no other tensor gets the `id` of one that is known
@@ -66,14 +71,18 @@ class _PositionTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name, leaves = func.overloadpacket.__name__, tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if name not in _SAME_ORDER:
+            self.steps.append((func, [leaf for leaf in leaves if not isinstance(leaf, Tensor)]))
         if any(self.leading(tensor) is not None for tensor in tensors):
-            name = func.overloadpacket.__name__
             for result in tree_leaves(out):
                 if isinstance(result, Tensor):
                     self._follow(func, name, args, kwargs, tensors, result)
-        if func._schema.is_mutable and args and id(args[0]) in self._own:
-            raise _Mixes(f"{func.overloadpacket.__name__} writes to its own tensors")
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Mixes(f"{name} {NOT_KNOWN}")  # it is drawn once in a call, and there is a call for each tile
+        if any(_memory_of(tensor) in self._kept_values for tensor in _written(func, args, kwargs)):
+            raise _Mixes(f"{name} writes to its input, or to its own tensors")
         return out
 
     def _follow(self, func, name: str, args: tuple, kwargs: dict, tensors: list[Tensor], result: Tensor) -> None:
@@ -143,6 +152,19 @@ class _PositionTrace(TorchDispatchMode):
         return count
 
 
+def _memory_of(tensor: Tensor) -> int:
+    """Returns what tells a tensor's memory, which it shares with its views, from others."""
+    return tensor.untyped_storage()._cdata
+
+
+def _written(func, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    """Yields the tensors that an operation is given and writes to."""
+    given = dict(zip((arg.name for arg in func._schema.arguments), args)) | kwargs
+    for arg in func._schema.arguments:
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            yield from (leaf for leaf in tree_leaves(given.get(arg.name)) if isinstance(leaf, Tensor))
+
+
 def position_wise_mlp(module: nn.Module) -> str | None:
     """Tries to prove that a module is a position-wise MLP.
 
@@ -160,7 +182,7 @@ def position_wise_mlp(module: nn.Module) -> str | None:
         return "its weights are quantized, or divided over tensor-parallel ranks"
     reasons: list[str] = []
     for hidden_size in sorted({size for param in params if param.dim() > 1 for size in param.shape}):
-        found = [_try(module, hidden_size, shape) for shape in (POSITIONS, POSITIONS[-1:])]
+        found = [_try(module, hidden_size, num_dims) for num_dims in (len(POSITIONS), 1)]
         if not any(found):
             return None
         reasons += filter(None, found)
@@ -180,8 +202,19 @@ def has_one_argument(module: nn.Module) -> bool:
     return len(needed) == 1 and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY and num_matrices > 1
 
 
-def _try(module: nn.Module, hidden_size: int, positions: tuple[int, ...]) -> str:
-    """Calls a module without data. Returns what stands in the way; an empty text where it is an MLP."""
+def _try(module: nn.Module, hidden_size: int, num_dims: int) -> str:
+    """Calls a module without data, with positions of so many dimensions. Returns what stands in the way; an empty text
+    where it is an MLP."""
+    steps: list[list] = []
+    for positions in (POSITIONS, MORE_POSITIONS):
+        reason = _call(module, hidden_size, positions[-num_dims:], steps)
+        if reason:
+            return reason
+    return "" if steps[0] == steps[1] else FOLLOWS_SHAPE
+
+
+def _call(module: nn.Module, hidden_size: int, positions: tuple[int, ...], steps: list[list]) -> str:
+    """Calls a module without data, and adds its operations to `steps`. Returns as `_try` does."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     on_meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     dtype = next((param.dtype for param in module.parameters() if param.dim() > 1), None)
@@ -198,6 +231,7 @@ def _try(module: nn.Module, hidden_size: int, positions: tuple[int, ...]) -> str
         return NO_SAME_SHAPE
     if trace.num_products < 2 or trace.width <= hidden_size:
         return "it has no inner activations that are wider than its output"
+    steps.append(trace.steps)
     return ""
 
 

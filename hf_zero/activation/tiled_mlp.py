@@ -144,12 +144,16 @@ class _TiledForward(Uncopyable):
         if len(args) + len(kwargs) > 1 or not isinstance(given, Tensor) or given.dim() not in (2, 3):
             return self._compute(*args, **kwargs)
         size = self._tokens_of_tile(given)
-        if given.shape[:-1].numel() <= size:
+        if given.shape[:-1].numel() <= size or self._has_parameter_hooks():
             return self._compute(given)
         params = [param for param in self._mlp.parameters() if param.requires_grad]
         if not torch.is_grad_enabled() or not (params or given.requires_grad):
             return self.forward(given, size)
         return _Compute.apply(_Keep.apply(given, self, size, *params), self, size)
+
+    def _has_parameter_hooks(self) -> bool:
+        """Whether somebody has put hooks on its parameters, which would be given the gradients of a tile each."""
+        return any(param._backward_hooks or param._post_accumulate_grad_hooks for param in self._mlp.parameters())
 
     def _tokens_of_tile(self, given: Tensor) -> int:
         if self._num_tiles == "auto":
@@ -201,7 +205,8 @@ class _TiledForward(Uncopyable):
                 wanted = [tile, *params] if needs is not None else params
                 found = list(torch.autograd.grad(out, wanted, part, materialize_grads=True))
                 own = found[-len(params) :]
-                sums = [total.add_(new) for total, new in zip(sums, own)] if sums else own
+                # two parameters may have been given one tensor
+                sums = [total + new for total, new in zip(sums, own)] if sums else own
             if needs is not None:
                 needs[rows] = found[0].view(-1, needs.shape[-1])
             del out, part, found, tile
@@ -251,7 +256,7 @@ class _Keep(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
         (given,) = ctx.saved_tensors
-        needs = torch.empty_like(given).view(-1, given.shape[-1]) if ctx.needs_input_grad[0] else None
+        needs = given.new_empty(given.shape[:-1].numel(), given.shape[-1]) if ctx.needs_input_grad[0] else None
         # gradients that a caller asked for (`torch.autograd.grad`) are returned, and collected nowhere
         is_asked = not torch.autograd.Variable._execution_engine.is_checkpoint_valid()
         params = list(ctx.params) if is_asked else []

@@ -197,6 +197,55 @@ def test_hooks_on_the_mlp_run_once():
     assert seen == [(2, 6, HIDDEN)]
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_hooks_on_parameters_see_whole_gradients(after):
+    """They are called once for each backward, so all tokens are then computed at once."""
+    found = []
+    for num_tiles in (1, 4):
+        model = _blocks().eval()
+        sharded = hf_zero.shard(model, stage=2, tiled_mlp=num_tiles)
+        weight, seen = model[0].mlp.down.weight, []
+        if after:
+            weight.register_post_accumulate_grad_hook(lambda param, seen=seen: seen.append(param.grad.sum()))
+        else:
+            weight.register_hook(lambda grad, seen=seen: (seen.append(grad.sum()), grad.clamp(-0.01, 0.01))[1])
+        model(torch.linspace(-1, 1, 12 * HIDDEN).view(1, 12, HIDDEN)).square().sum().backward()
+        found.append((torch.stack(seen), sharded.full_grad("0.mlp.down.weight")))
+    torch.testing.assert_close(*found)
+
+
+class Shifted(Mlp):
+    """An MLP whose weight is a sum of two parameters, as adapters may make it."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(HIDDEN, INNER))
+
+    def forward(self, hidden):
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return nn.functional.linear(gate * up, self.down.weight + self.shift)
+
+
+def test_gradients_that_two_parameters_share_are_added_once():
+    model, results = _blocks(Shifted), []
+    tiled = copy.deepcopy(model)
+    hf_zero.shard(tiled, stage=2, tiled_mlp=3)
+    x = torch.randn(7, HIDDEN)
+    for each in (model, tiled):
+        wanted = [each[0].mlp.down.weight, each[0].mlp.shift]
+        results.append(torch.autograd.grad(each(x).square().sum(), wanted))
+    torch.testing.assert_close(*results)
+
+
+def test_inputs_of_any_strides_are_computed():
+    model = _blocks().eval()
+    tiled = copy.deepcopy(model)
+    hf_zero.shard(tiled, stage=2, tiled_mlp=3)
+    given = torch.randn(HIDDEN, 4, 2).permute(2, 1, 0).requires_grad_()
+    grads = [torch.autograd.grad(each(given).square().sum(), given)[0] for each in (model, tiled)]
+    torch.testing.assert_close(*grads)
+
+
 def test_gradients_that_are_asked_for_are_returned():
     plain = _blocks().eval()
     tiled = copy.deepcopy(plain)
@@ -269,7 +318,36 @@ class Counting(Mlp):
         return super().forward(hidden)
 
 
-@pytest.mark.parametrize("kind", [Mixing, BatchNormed, Averaging, Counting])
+class CountingInPart(Counting):
+    def forward(self, hidden):
+        self.calls[0] += 1
+        return Mlp.forward(self, hidden)
+
+
+class Dividing(Mlp):
+    def forward(self, hidden):
+        return super().forward(hidden) / hidden.shape[1]
+
+
+class Branching(Mlp):
+    def forward(self, hidden):
+        return super().forward(hidden if hidden.shape[1] < 1000 else 2 * hidden)
+
+
+class Drawing(Mlp):
+    def forward(self, hidden):
+        return super().forward(hidden) * torch.rand(1, device=hidden.device)
+
+
+class Overwriting(Mlp):
+    def forward(self, hidden):
+        return super().forward(nn.functional.relu(hidden.view(-1, HIDDEN), inplace=True).view(hidden.shape))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*(Mixing, BatchNormed, Averaging, Counting, CountingInPart, Dividing, Branching, Drawing, Overwriting)],
+)
 def test_what_is_not_proven_position_wise_is_refused(kind):
     with pytest.raises(UnsupportedError, match="no block of Sequential has an MLP that is proven to compute each"):
         hf_zero.shard(_blocks(kind), stage=3, tiled_mlp=2)
