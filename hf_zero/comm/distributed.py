@@ -51,18 +51,23 @@ class DistributedComm(Comm):
         what: str,
         verb: str = "exchange",
     ) -> Pending:
-        ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in receives]
-        ops += [dist.P2POp(dist.isend, bytes_of(tensor), self._peers[rank], self.group) for tensor, rank in sends]
+        group = self._group_of(verb)
+        ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], group) for tensor, rank in receives]
+        ops += [dist.P2POp(dist.isend, bytes_of(tensor), self._peers[rank], group) for tensor, rank in sends]
         self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
-        with self._reaching(f"exchange of unit {what!r}"):
+        with self._reaching(f"{verb} of unit {what!r}"):
             works = dist.batch_isend_irecv(ops) if ops else []
 
         def finish():
-            with self._reaching(f"exchange of unit {what!r}"):
+            with self._reaching(f"{verb} of unit {what!r}"):
                 for work in works:
                     work.wait()
 
         return Pending(finish)
+
+    def _group_of(self, verb: str) -> dist.ProcessGroup:
+        """Returns the group, one of several of these ranks, through which messages of a kind go."""
+        return self.group
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         rows = self._gather_small(vector.detach().contiguous().view(-1), what)

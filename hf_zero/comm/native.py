@@ -150,6 +150,9 @@ class NativeComm(DistributedComm):
             self.counters.add("reduce", out.numel() * dtype.itemsize * (self.num_ranks - 1), what)
         return Pending(done.wait)
 
+    def _group_of(self, verb: str) -> dist.ProcessGroup:
+        return self._reduce_group if verb == "reduce" else self.group
+
     def _reduce_packed(self, full: Tensor, out: Tensor, bits: int, accumulate: bool, what: str) -> None:
         least = least_nbytes(self.num_ranks, bits)
         PackedReduction(

@@ -71,7 +71,7 @@ class PairwiseComm(DistributedComm):
         return self._reducing
 
     def _reduce_packed(self, full: Tensor, out: Tensor, bits: int, accumulate: bool, what: str) -> PackedReduction:
-        nbytes = max(self._staging.nbytes // 2, least_nbytes(self.num_ranks, bits))
+        nbytes = max(self._staging.nbytes // 8 * 4, least_nbytes(self.num_ranks, bits))  # scales are fp32 in them
         return PackedReduction(
             full,
             out,

@@ -119,6 +119,27 @@ def _shares_communicators() -> None:
     assert others.group not in (first.group, apart._reduce_group)
 
 
+def _keeps_reductions_apart() -> None:
+    """Also those that are sent in few bits, which is by messages."""
+    comm, groups = NativeComm(dist.group.WORLD, CPU, 60.0, SMALL, separate_reductions=True), []
+    exchange = dist.P2POp.__new__
+
+    def noted(cls, op, tensor, peer=None, group=None, *args, **kwargs):
+        groups.append(group)
+        return exchange(cls, op, tensor, peer, group, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.P2POp, "__new__", noted)
+        full, out = torch.linspace(-1, 1, 2048), torch.empty(1024)
+        comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="few", bits=8).wait()
+    assert groups and all(group is comm._reduce_group for group in groups)
+    torch.testing.assert_close(out, full.view(2, -1)[comm.rank], rtol=0, atol=1 / 127)
+
+
+def test_reductions_in_few_bits_go_through_their_own_communicator():
+    run_ranks(_keeps_reductions_apart, 2)
+
+
 def test_models_over_the_same_ranks_share_a_communicator():
     run_ranks(_shares_communicators, 2)
 

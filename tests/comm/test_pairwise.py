@@ -269,3 +269,15 @@ def _exchanges(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["pairwise", "staged", "native"])
 def test_an_exchange_brings_each_message_to_its_place(kind, num_ranks):
     run_ranks(_exchanges, num_ranks, kind)
+
+
+def _reduces_in_few_bits() -> None:
+    for bucket_nbytes in (5_002, 5_000, 4_096):
+        comm, out = _connect(bucket_nbytes), torch.empty(4_000)
+        full = torch.linspace(-1, 1, 8_000)
+        comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="few", bits=8).wait()
+        torch.testing.assert_close(out, _mine(full), rtol=0, atol=1 / 127)
+
+
+def test_buckets_of_any_size_hold_what_is_sent_in_few_bits():
+    run_ranks(_reduces_in_few_bits, 2)
