@@ -63,9 +63,9 @@ class SavedTensors(Uncopyable):
         """Notes what a block is given and holds, before its forward."""
         self._store.begin_call()
         own = [*self._around, *module.parameters(), *module.buffers()]
-        self._staying = {_key(tensor) for tensor in own if not _is_subclass(tensor)}
+        self._staying = {_key(tensor) for tensor in own if _is_plain(tensor)}
         for tensor in inputs:
-            if _is_subclass(tensor):
+            if not _is_plain(tensor):
                 continue
             key = _key(tensor)
             if not tensor.requires_grad or key in self._given:
@@ -87,9 +87,8 @@ class SavedTensors(Uncopyable):
 
     def _goes(self, tensor: Tensor) -> bool:
         return (
-            not _is_subclass(tensor)
+            _is_plain(tensor)
             and tensor.device == self._device
-            and tensor.layout is torch.strided
             and tensor.untyped_storage().nbytes() >= MIN_NBYTES
             and _key(tensor) not in self._staying
         )
@@ -158,9 +157,11 @@ def _params_of(unit) -> list[nn.Parameter]:
     return [param for flat in unit.flats for param in flat.params]
 
 
-def _is_subclass(tensor: Tensor) -> bool:
-    """Whether a tensor is more than its storage says."""
-    return type(tensor) not in (Tensor, nn.Parameter)
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no more than its storage, shape and strides say: none of a subclass, sparse, or one that is
+    to be conjugated or negated when it is read."""
+    is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_dense and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _key(tensor: Tensor) -> int:

@@ -215,3 +215,30 @@ def test_unshard_gives_the_blocks_their_forward_back():
     loss_of(model(**models.batch("llama", seed=0))).backward()
     sharded.unshard()
     assert "forward" not in model.model.layers[0].__dict__
+
+
+class Conjugating(nn.Module):
+    """A block whose product saves the conjugate of a complex tensor, and which may be given a sparse one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, hidden, sparse):
+        values = torch.view_as_complex(torch.stack([hidden, self.weight * hidden], -1))
+        return torch.sparse.mm(sparse, (values * (values.sin().conj() * self.weight)).imag)
+
+
+def test_complex_and_sparse_tensors_come_back_as_they_were():
+    grads = []
+    for away in (False, True):
+        model = nn.Sequential()
+        model.blocks = nn.ModuleList([Conjugating(), Conjugating()])
+        sharded = hf_zero.shard(model, stage=3, strict=True, offload_activations=away)
+        hidden = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+        for block in model.blocks:
+            hidden = block(hidden, torch.eye(4).to_sparse())
+        hidden.square().sum().backward()
+        grads.append([sharded.full_grad(name) for name, _ in model.named_parameters()])
+    assert grads[0][0].abs().min() > 0
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
