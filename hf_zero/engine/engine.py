@@ -270,9 +270,9 @@ class ZeroEngine(ModelUnits):
             `LifecycleError`: on all ranks, when a step was interrupted, or two that hold the same shard have other
                 values.
         """
+        self.finish_updates()
         if self.plan.is_offloaded:
             run_on_all_ranks(self.comm, "saving", self.refuse_torn, LifecycleError)
-        self.finish_updates()
         writes.compare_replicas(self)
         self.late_checks.settle()
 

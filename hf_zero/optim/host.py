@@ -176,6 +176,7 @@ class HostSteps:
         self._swap = swap
         self._update: HostUpdate | None = None  # begun in a backward, or delayed; None between the two
         self._was_torn = False  # when the update under way began, see `ModelUnits.is_torn`
+        self._broke_off = False  # it is torn since an update in backward broke off: until a step was taken
 
     @property
     def is_spent(self) -> bool:
@@ -203,7 +204,8 @@ class HostSteps:
             )
         update, self._update = self._update, None
         update = update or HostUpdate(optimizers, when, self._swap)
-        self._was_torn, self._engine.is_torn = self._engine.is_torn, True  # until `end`
+        self._was_torn, self._engine.is_torn = self._engine.is_torn and not self._broke_off, True  # until `end`
+        self._broke_off = False
         for unit, own in grads.items():
             if unit not in update.done:
                 self._engine.bus.later(partial(update.update, unit, own, scale), lane="update")
@@ -226,6 +228,7 @@ class HostSteps:
         update = self._update
         if self.is_spent:
             self._engine.wait_for_host()
+            self._note_broken(update)
         elif update is not None:
             self._update = None
             self._was_torn, self._engine.is_torn = self._engine.is_torn, True
@@ -243,10 +246,18 @@ class HostSteps:
             early, self._update = self._update, None
             try:
                 self._engine.wait_for_host()
+                self._note_broken(early)
             finally:
                 early.is_over = True
             early.finish()
             self._engine.mark_updated(only_trained=True)
+
+    def _note_broken(self, update: HostUpdate) -> None:
+        """Notes that an update in backward has ended before all units had its values. They are the same on all
+        ranks."""
+        is_broken = update.is_over or not update.is_finite
+        if is_broken and update.done and not self._engine.is_torn:
+            self._broke_off = self._engine.is_torn = True
 
     @contextmanager
     def in_backward(self, optimizers: list, gradients_of: Callable[[list[Unit]], Gradients]) -> Iterator[None]:

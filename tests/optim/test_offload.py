@@ -450,6 +450,40 @@ def test_nothing_is_saved_after_an_update_that_was_interrupted(delayed_update, t
     step(4)
 
 
+def test_nothing_is_saved_after_an_update_in_backward_that_broke_off(tmp_path):
+    """Until a whole step has been taken, or a checkpoint was loaded."""
+    model = models.build("mlp")
+    engine = engine_of(hf_zero.shard(model, stage=3, offload="optimizer"))
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
+
+    def step(seed: int, hook=lambda _: None) -> None:
+        with optimizer.in_backward():
+            handle = model.blocks[1].register_forward_hook(
+                lambda _module, _args, out: out.register_hook(hook) and None
+            )
+            loss = model(**models.batch("mlp", seed=seed))
+            handle.remove()
+            loss.backward()
+        optimizer.step()
+
+    def interrupt(_) -> None:
+        engine.bus.wait_for_jobs()  # what was posted has its new values
+        raise KeyboardInterrupt
+
+    step(0)
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
+    for goes_on in (step, lambda _: hf_zero.load_state(engine, optimizer, tmp_path / "whole")):
+        with pytest.raises(KeyboardInterrupt):
+            step(1, interrupt)
+        for _ in range(2):  # also once the next forward has cleared up
+            with pytest.raises(LifecycleError, match="step was interrupted while it updated .* load the last"):
+                hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
+            with torch.no_grad():
+                model(**models.batch("mlp", seed=2))
+        goes_on(3)
+        hf_zero.save_pretrained(engine, tmp_path / "again")
+
+
 def _fails() -> None:
     Failing.calls = 0 if dist.get_rank() == 0 else -1000
     subject = Sharded(models.build("llama"), lambda m: Failing(m.parameters(), lr=1e-3), 2, offload="optimizer")
