@@ -128,10 +128,10 @@ def measure(
     this machine, or on `hosts`."""
     raw = {name: {"bytes": None, "rounds": [], "error": None} for name in modes}
     for name in modes:
-        _attempt(raw, name, "count_bytes", workload, options, hosts)
+        attempt(raw, name, "count_bytes", workload, options, hosts)
     for number in range(options.rounds):
         for name in rotated(modes, number):
-            _attempt(raw, name, "time_steps", workload, options, hosts)
+            attempt(raw, name, "time_steps", workload, options, hosts)
     return raw
 
 
@@ -142,7 +142,7 @@ def rotated(modes: list[str], number: int) -> list[str]:
     return order[::-1] if number % 2 else order
 
 
-def _attempt(
+def attempt(
     raw: dict, name: str, task: str, workload: Workload, options: argparse.Namespace, hosts: Sequence[Host]
 ) -> None:
     """Runs one task of one mode; a mode that fails is left out from then on, the others go on."""

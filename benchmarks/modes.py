@@ -7,6 +7,7 @@ A mode is built from a whole fp32 model with the weights all ranks share. `updat
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 
@@ -21,8 +22,13 @@ from benchmarks.workload import Workload
 from hf_zero.engine import engine_of
 
 
+IGNORED = -100  # the label of a token that does not count
+
+
 class Plain:
     """The training step without any communication: the floor in time. On several ranks the models drift apart."""
+
+    num_sharing = 1  # how many neighbouring ranks are given the same sequences
 
     def __init__(self, model: nn.Module, workload: Workload) -> None:
         self.device = next(model.parameters()).device.type
@@ -178,9 +184,16 @@ class DeepSpeed(Plain):
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        settings = self.settings(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.workload.learning_rate, fused=True)
-        engine, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self.config())
+        engine, self.optimizer, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self.config(), **settings
+        )
         return engine
+
+    def settings(self, model: nn.Module) -> dict:
+        """Changes the model, and returns what else `initialize` is given."""
+        return {}
 
     def build_optimizer(self):
         return self.optimizer
@@ -236,6 +249,65 @@ class DeepSpeedOffload(DeepSpeed):
         return placement.deepspeed_host_nbytes(self.model, self.optimizer)
 
 
+class DeepSpeedTiled(DeepSpeed):
+    """The loss of a tile of the sequence at a time, backward within forward (arXiv 2506.13996, section 3.1)."""
+
+    tile_numel = 2**20  # logits of a tile: as many bytes as hf_zero's ranges of the vocabulary take on a CPU
+
+    def settings(self, model: nn.Module) -> dict:
+        model.forward = functools.partial(self.tiled_forward, model)
+        return {}
+
+    def tiled_forward(self, model: nn.Module, input_ids, labels, position_ids=None):
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        hidden = model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+        num_tiles = max(1, hidden.shape[:2].numel() * self.workload.shape.vocab // self.tile_numel)
+        # the head is the embedding, whose gradient is complete when the backward has come to the latter
+        model.lm_head.weight.ds_grad_is_ready = False
+        loss = TiledFusedLogitsLoss.apply(_summed_loss, model, hidden, labels, None, num_tiles, [], "sum")
+        model.lm_head.weight.ds_grad_is_ready = True
+        return CausalLMOutputWithPast(loss=loss / (labels != IGNORED).sum())
+
+    def batch_of(self, batch: dict) -> dict:
+        return {**batch, "labels": nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]}
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        return self.model(**self.batch_of(batch)).loss
+
+
+class DeepSpeedUlysses(DeepSpeedTiled):
+    """The same with sequences that all ranks share: each rank has a part of the positions, and some of the heads."""
+
+    @property
+    def num_sharing(self) -> int:
+        return dist.get_world_size()
+
+    def settings(self, model: nn.Module) -> dict:
+        import deepspeed
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        deepspeed.init_distributed("gloo")  # it takes the group that there is
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model,
+            core_attn_implementation="sdpa",
+            sequence_parallel_size=self.num_sharing,
+            micro_batch_size=self.workload.batch,
+        )
+        return {**super().settings(model), "mpu": mpu}
+
+    def batch_of(self, batch: dict) -> dict:
+        whole = super().batch_of(batch)
+        whole["position_ids"] = torch.arange(whole["labels"].shape[1]).expand_as(whole["labels"])
+        return {name: values.chunk(self.num_sharing, 1)[dist.get_rank()] for name, values in whole.items()}
+
+
+def _summed_loss(model: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model.lm_head(hidden).float()
+    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
 class HFZero(Plain):
     """hf_zero at one stage; `options` go to `hf_zero.shard` as they are, but for dtypes, which have torch's names, and
     `in_backward`: no clipping, and the update is made while backward runs, where the engine can."""
@@ -245,6 +317,7 @@ class HFZero(Plain):
         self.in_backward = self.options.pop("in_backward", False)
         for name in (name for name in self.options if name.endswith("_dtype")):
             self.options[name] = getattr(torch, self.options[name])
+        self.num_sharing = self.options.get("sequence_parallel", 1)
         super().__init__(model, workload)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -292,7 +365,12 @@ _SIMPLE = {
 }
 
 
-_DEEPSPEED = {"deepspeed": DeepSpeed, "deepspeed-offload": DeepSpeedOffload}
+_DEEPSPEED = {
+    "deepspeed": DeepSpeed,
+    "deepspeed-offload": DeepSpeedOffload,
+    "deepspeed-tiled": DeepSpeedTiled,
+    "deepspeed-ulysses": DeepSpeedUlysses,
+}
 
 
 def build_mode(name: str, model: nn.Module, workload: Workload) -> Plain:

@@ -16,7 +16,14 @@ SIMPLE_MODES = (
     "fsdp2-hybrid",
     "fsdp2-offload",
 )
-STAGED_MODES = {"deepspeed": (1, 2, 3), "deepspeed-offload": (2, 3), "hf_zero": (0, 1, 2, 3)}
+STAGED_MODES = {
+    "deepspeed": (1, 2, 3),
+    "deepspeed-offload": (2, 3),
+    "deepspeed-tiled": (3,),
+    "deepspeed-ulysses": (3,),
+    "hf_zero": (0, 1, 2, 3),
+}
+CHECKPOINTING = "+checkpointing"  # at the end of a name: gradient checkpointing of every block
 ALL_MODES = SIMPLE_MODES + tuple(f"{family}-{stage}" for family, stages in STAGED_MODES.items() for stage in stages)
 
 
@@ -25,25 +32,27 @@ class ModeName:
     family: str
     stage: int | None = None
     options: dict = field(default_factory=dict)
+    checkpointing: bool = False
 
 
 def parse_mode(name: str) -> ModeName:
     """Reads a mode's name: one of `ALL_MODES`, for hf_zero with options of `hf_zero.shard` as `@name=value`.
 
     One further option, `@in_backward=True`, is about the training step: gradients are not clipped, and the update is
-    made inside `optimizer.in_backward()`.
+    made inside `optimizer.in_backward()`. `+checkpointing` behind any name recomputes every block in backward.
 
     Raises:
         ValueError: for any other name, listing the modes.
     """
-    base, *options = name.split("@")
+    checkpointing = name.endswith(CHECKPOINTING)
+    base, *options = name.removesuffix(CHECKPOINTING).split("@")
     family, _, stage = base.rpartition("-")
     if base not in ALL_MODES or (options and family != "hf_zero"):
         raise ValueError(f"unknown mode {name!r}; the modes are {', '.join(ALL_MODES)}")
     if base in SIMPLE_MODES:
-        return ModeName(base)
+        return ModeName(base, checkpointing=checkpointing)
     pairs = [option.partition("=") for option in options]
-    return ModeName(family, int(stage), {key: _value(text) for key, _, text in pairs})
+    return ModeName(family, int(stage), {key: _value(text) for key, _, text in pairs}, checkpointing)
 
 
 def missing_package(name: str) -> str | None:

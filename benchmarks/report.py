@@ -38,7 +38,7 @@ def summarize(
 
 def _summarize_mode(raw: Raw) -> dict:
     """Medians over rounds of each round's median; a step takes as long as its slowest rank, bytes are the largest."""
-    rounds = [_round_median(ranks, "step_seconds") for ranks in raw["rounds"]]
+    rounds = [round_median(ranks, "step_seconds") for ranks in raw["rounds"]]
     everyone = [rank for ranks in raw["rounds"] for rank in ranks]
     tensors = [rank["tensors"] for rank in raw["bytes"]]
     known = all(tensors)
@@ -67,7 +67,7 @@ def _summarize_mode(raw: Raw) -> dict:
     }
 
 
-def _round_median(ranks: list[dict], key: str) -> float:
+def round_median(ranks: list[dict], key: str) -> float:
     return median(max(step) for step in zip(*(rank[key] for rank in ranks), strict=True))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import counters
 from benchmarks.modes import Plain, build_mode
+from benchmarks.names import parse_mode
 from benchmarks.workload import Workload
 from tests.tensor_meter import MeterError, TensorMeter
 
@@ -28,6 +30,8 @@ class Stepper:
     def build(cls, name: str, workload: Workload, rank: int, device: str = "cpu") -> Stepper:
         if device == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        if parse_mode(name).checkpointing:
+            workload = replace(workload, recompute=True)
         return cls(build_mode(name, workload.build_model(device), workload), rank, device=device)
 
     @classmethod
@@ -53,7 +57,8 @@ class Stepper:
         Args:
             look: also notes the host's bytes, between backward and update.
         """
-        batches = self.workload.micro_batches(self.rank, self.first_step + len(self.losses), self.device)
+        rank = self.rank // self.mode.num_sharing
+        batches = self.workload.micro_batches(rank, self.first_step + len(self.losses), self.device)
         phase = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         total = 0.0
         for index, batch in enumerate(batches):

@@ -43,6 +43,8 @@ SIZES = {
     "tiny": Size(hidden=256, layers=8, heads=4, intermediate=704, vocab=8192),
     "mini": Size(hidden=512, layers=8, heads=8, intermediate=1408, vocab=16000),
     "small": Size(hidden=768, layers=12, heads=12, intermediate=2048, vocab=32000),
+    # As many parameters under a vocabulary of four times as many words.
+    "small-128k": Size(hidden=512, layers=14, heads=8, intermediate=1360, vocab=128256),
     "medium": Size(hidden=1024, layers=24, heads=16, intermediate=2944, vocab=32000),
     # The shape of Llama 3.2 1B: for a GPU.
     "1b": Size(hidden=2048, layers=16, heads=32, intermediate=8192, vocab=128256, kv_heads=8),

@@ -70,6 +70,7 @@ class TensorMeter:
 
     _events: list[tuple] = field(default_factory=list)
     _saved: tuple[int, int] | None = None  # (duplicate of stderr, log file) while counting
+    _num_read: int = 0  # bytes of the log
 
     def start(self) -> None:
         report, level = _flags()
@@ -92,13 +93,20 @@ class TensorMeter:
         report.value = False
         level.value = self._level
         sys.stderr.flush()
+        os.dup2(self._saved[0], 2)
+        self.read()
+        for descriptor in self._saved:
+            os.close(descriptor)
+        self._saved, self._num_read = None, 0
+
+    def read(self) -> None:
+        """Reads what has been logged so far, so that `span` answers while the meter goes on counting."""
+        sys.stderr.flush()
         stderr, log_file = self._saved
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        self._saved = None
-        os.lseek(log_file, 0, os.SEEK_SET)
-        with os.fdopen(log_file, "rb") as log:
-            self._read(log)
+        text = os.pread(log_file, os.fstat(log_file).st_size - self._num_read, self._num_read)
+        self._num_read += len(text)
+        for line in text.splitlines(keepends=True):
+            self._note(line, stderr)
 
     def __enter__(self) -> TensorMeter:
         self.start()
@@ -107,16 +115,15 @@ class TensorMeter:
     def __exit__(self, *_) -> None:
         self.stop()
 
-    def _read(self, log) -> None:
-        """Turns the log into ("mark", name) and (change, total) events; anything else was meant for stderr."""
-        for line in log:
-            if found := _LINE.search(line):
-                nbytes = int(found[2]) if found[1] == b"alloc" else -int(found[2])
-                self._events.append((nbytes, int(found[3])))
-            elif found := _MARK.match(line.rstrip()):
-                self._events.append(("mark", found[1].decode()))
-            elif not _CHATTER.match(line):
-                os.write(2, line)
+    def _note(self, line: bytes, stderr: int) -> None:
+        """Turns a line into a ("mark", name) or a (change, total) event; anything else was meant for stderr."""
+        if found := _LINE.search(line):
+            nbytes = int(found[2]) if found[1] == b"alloc" else -int(found[2])
+            self._events.append((nbytes, int(found[3])))
+        elif found := _MARK.match(line.rstrip()):
+            self._events.append(("mark", found[1].decode()))
+        elif not _CHATTER.match(line):
+            os.write(stderr, line)
 
     def span(self, first: str, last: str) -> Span:
         """What happened between two marks, each set once.

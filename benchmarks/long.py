@@ -1,0 +1,170 @@
+"""Finds how long sequences may be: peak tensor bytes and step time by length, mode by mode.
+
+    python -m benchmarks.long --json out.json
+    python -m benchmarks.long --sizes small-128k --rounds 2 --timed 512 --modes fsdp2,hf_zero-3@chunked_loss=on
+
+See `benchmarks/README.md` for what each figure means and how it is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from statistics import median
+
+from benchmarks import compare
+from benchmarks.launch import run_group
+from benchmarks.machine import describe_machine, one_line
+from benchmarks.names import parse_mode
+from benchmarks.report import MIB, markdown, round_median
+from benchmarks.workload import SIZES, Workload
+from hf_zero.config import ZeroSettings
+from tests.distributed import RemoteError
+
+
+DEFAULT_SIZES = "small,small-128k"
+DEFAULT_LENGTHS = "512,1024,2048,4096,8192,16384"
+_CHUNKED = "hf_zero-3@chunked_loss=on"
+# The ladder: each flag added to those before it.
+_MODES = (
+    "ddp",
+    "fsdp2",
+    "fsdp2+checkpointing",
+    "deepspeed-3",
+    "deepspeed-tiled-3",
+    "deepspeed-ulysses-3",
+    "deepspeed-ulysses-3+checkpointing",
+    "hf_zero-3",
+    _CHUNKED,
+    f"{_CHUNKED}@tiled_mlp=auto",
+    f"{_CHUNKED}@offload_activations=True",
+    f"{_CHUNKED}@sequence_parallel=2",
+    f"{_CHUNKED}+checkpointing",
+    f"{_CHUNKED}@tiled_mlp=auto+checkpointing",
+    f"{_CHUNKED}@sequence_parallel=2+checkpointing",
+    f"{_CHUNKED}@tiled_mlp=auto@sequence_parallel=2+checkpointing",
+)
+
+
+def default_modes() -> list[str]:
+    """The modes whose settings `hf_zero.shard` knows."""
+    return [name for name in _MODES if parse_mode(name).options.keys() <= ZeroSettings.__annotations__.keys()]
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_arguments(argv)
+    compare.set_environment(options)
+    report = {"machine": describe_machine(), "settings": vars(options) | {"json": None}, "results": {}}
+    print(one_line(report["machine"]))
+    modes = compare.present_modes(options.modes)
+    for size in options.sizes:
+        counted = {name: _count(name, size, options) for name in modes}
+        print(f"\n## {size} ({SIZES[size].num_parameters / 1e6:.1f} M, {SIZES[size].vocab} words), {options.dtype}\n")
+        print(f"{peaks_table(counted, options.lengths)}\n\n{longest_table(counted, options)}", flush=True)
+        timed = {length: _time(modes, size, length, options) for length in options.timed if options.rounds}
+        for length, raw in timed.items():
+            print(f"\n{length} tokens:\n\n{time_table(raw, options.reference)}", flush=True)
+        report["results"][size] = {"counted": counted, "timed": timed}
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any("error" in entry for size in report["results"].values() for entry in size["counted"].values()))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.long", description=__doc__.splitlines()[0])
+    compare.add_arguments(parser, modes=",".join(default_modes()), references="fsdp2")
+    parser.set_defaults(rounds=0, steps=1, warmup=1, timeout=1800)
+    parser.add_argument("--sizes", default=DEFAULT_SIZES, help="default: %(default)s")
+    parser.add_argument("--lengths", default=DEFAULT_LENGTHS, help="tokens whose bytes are counted (%(default)s)")
+    parser.add_argument("--timed", default="512,2048", help="tokens of the steps that --rounds times (%(default)s)")
+    parser.add_argument("--budget_mib", type=int, default=2048, help="in which the longest sequence is sought")
+    parser.add_argument("--most_mib", type=int, default=3072, help="above it a rank's bytes are not counted")
+    parser.add_argument("--computed", action="store_true", help="counts with the matrix products, which take long")
+    options = compare.checked(parser, parser.parse_args(argv))
+    options.sizes = options.sizes.split(",") if not options.smoke else ["smoke"]
+    options.reference = options.compare[0]
+    if options.smoke:
+        options.lengths, options.timed, options.budget_mib = "64,128", "32", 3
+    for name in ("lengths", "timed"):
+        setattr(options, name, sorted({int(length) for length in getattr(options, name).split(",")}))
+    if unknown := [size for size in options.sizes if size not in SIZES]:
+        parser.error(f"--sizes {unknown[0]}: the sizes are {', '.join(SIZES)}")
+    if options.dtype == "both":
+        parser.error("--dtype both: one at a time")
+    return options
+
+
+def _count(name: str, size: str, options: argparse.Namespace) -> dict:
+    """What `long_worker.count_lengths` finds of a mode, or its error."""
+    workload = Workload(size=size, dtype=options.dtype, seq=options.lengths[0], seed=options.seed)
+    spec = {"mode": name, "workload": workload.to_dict(), "lengths": options.lengths, "skips": not options.computed}
+    spec |= {"budget_nbytes": options.budget_mib * MIB, "most_nbytes": options.most_mib * MIB}
+    spec |= {"warmup": max(2, options.warmup), "device": options.device, "threads": options.threads}
+    start = time.monotonic()
+    try:
+        ranks = run_group(
+            "benchmarks.long_worker:count_lengths",
+            spec,
+            num_processes=options.num_processes,
+            timeout=options.timeout,
+        )
+    except RemoteError as error:
+        print(f"{name} {size}: {error}", file=sys.stderr)
+        return {"error": str(error)}
+    found, seconds = ranks[0], time.monotonic() - start
+    print(f"  {size} {name}: longest {found['longest']}, {seconds:.1f} s in all", file=sys.stderr, flush=True)
+    return found
+
+
+def _time(modes: list[str], size: str, length: int, options: argparse.Namespace) -> dict[str, dict]:
+    """Times all modes round by round, as `benchmarks.compare` does."""
+    workload = Workload(size=size, dtype=options.dtype, seq=length, seed=options.seed)
+    raw: dict[str, dict] = {name: {"rounds": [], "error": None} for name in modes}
+    for number in range(options.rounds):
+        for name in compare.rotated(modes, number):
+            compare.attempt(raw, name, "time_steps", workload, options, ())
+    return raw
+
+
+def peaks_table(counted: dict[str, dict], lengths: list[int]) -> str:
+    """MiB of the rank that has most, by length."""
+    header = ["peak MiB at", *(str(length) for length in lengths)]
+    rows = []
+    for name, entry in counted.items():
+        peaks = entry.get("peaks", {})
+        rows.append([name, *(f"{peaks[length] / MIB:.0f}" if length in peaks else "-" for length in lengths)])
+    return markdown(header, rows)
+
+
+def longest_table(counted: dict[str, dict], options: argparse.Namespace) -> str:
+    """The longest sequence within the budget; below it what a rank holds at rest, at the first length."""
+    reference = counted.get(options.reference, {}).get("longest")
+    header = [f"within {options.budget_mib} MiB", "longest", f"/ {options.reference}", "rest MiB"]
+    rows = []
+    for name, entry in counted.items():
+        if "error" in entry:
+            rows.append([name, "failed", "-", "-"])
+            continue
+        more = "" if entry["is_bounded"] else ">= "
+        ratio = f"{more}{entry['longest'] / reference:.1f}" if reference else "-"
+        rest = entry["rests"][options.lengths[0]] / MIB if entry["rests"] else 0
+        rows.append([name, f"{more}{entry['longest']}", ratio, f"{rest:.0f}"])
+    return markdown(header, rows)
+
+
+def time_table(raw: dict[str, dict], reference: str) -> str:
+    """Medians over rounds of the slowest rank's median step, and of the ratios within each round."""
+    present = {name: entry["rounds"] for name, entry in raw.items() if not entry["error"]}
+    seconds = {name: [round_median(ranks, "step_seconds") for ranks in rounds] for name, rounds in present.items()}
+    rows = []
+    for name, rounds in seconds.items():
+        ratios = [mine / theirs for mine, theirs in zip(rounds, seconds.get(reference, ()))]
+        spread = f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
+        rows.append([name, f"{median(rounds) * 1e3:.0f}", spread])
+    return markdown(["mode", "step ms", f"/ {reference}"], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
