@@ -17,40 +17,36 @@ from statistics import median
 from benchmarks import compare
 from benchmarks.launch import run_group
 from benchmarks.machine import describe_machine, one_line
-from benchmarks.names import parse_mode
 from benchmarks.report import MIB, markdown, round_median
 from benchmarks.workload import SIZES, Workload
-from hf_zero.config import ZeroSettings
 from tests.distributed import RemoteError
 
 
 DEFAULT_SIZES = "small,small-128k"
-DEFAULT_LENGTHS = "512,1024,2048,4096,8192,16384"
-_CHUNKED = "hf_zero-3@chunked_loss=on"
-# The ladder: each flag added to those before it.
-_MODES = (
+WARMUP_TOKENS = 64  # of the steps before those that are counted
+SKIPPED_NUMEL = 2**16  # elements of tensors that are not computed while bytes are counted
+DEFAULT_LENGTHS = "512,2048,4096,8192,16384"
+_CHUNKED = "hf_zero-3@chunked_loss=auto"
+_TILED = f"{_CHUNKED}@tiled_mlp=auto"
+_OFFLOADED = f"{_TILED}@offload_activations=True"
+# The last ones are a ladder: each flag added to those before it.
+DEFAULT_MODES = (
     "ddp",
     "fsdp2",
     "fsdp2+checkpointing",
     "deepspeed-3",
-    "deepspeed-tiled-3",
-    "deepspeed-ulysses-3",
+    "deepspeed-tiled-3+checkpointing",
     "deepspeed-ulysses-3+checkpointing",
     "hf_zero-3",
-    _CHUNKED,
-    f"{_CHUNKED}@tiled_mlp=auto",
     f"{_CHUNKED}@offload_activations=True",
     f"{_CHUNKED}@sequence_parallel=2",
+    _CHUNKED,
+    _TILED,
     f"{_CHUNKED}+checkpointing",
-    f"{_CHUNKED}@tiled_mlp=auto+checkpointing",
-    f"{_CHUNKED}@sequence_parallel=2+checkpointing",
-    f"{_CHUNKED}@tiled_mlp=auto@sequence_parallel=2+checkpointing",
+    f"{_TILED}+checkpointing",
+    f"{_OFFLOADED}+checkpointing",
+    f"{_OFFLOADED}@sequence_parallel=2+checkpointing",
 )
-
-
-def default_modes() -> list[str]:
-    """The modes whose settings `hf_zero.shard` knows."""
-    return [name for name in _MODES if parse_mode(name).options.keys() <= ZeroSettings.__annotations__.keys()]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,28 +56,40 @@ def main(argv: list[str] | None = None) -> int:
     print(one_line(report["machine"]))
     modes = compare.present_modes(options.modes)
     for size in options.sizes:
-        counted = {name: _count(name, size, options) for name in modes}
-        print(f"\n## {size} ({SIZES[size].num_parameters / 1e6:.1f} M, {SIZES[size].vocab} words), {options.dtype}\n")
-        print(f"{peaks_table(counted, options.lengths)}\n\n{longest_table(counted, options)}", flush=True)
+        print(f"\n## {size} ({SIZES[size].num_parameters / 1e6:.1f} M, {SIZES[size].vocab} words), {options.dtype}")
+        counted: dict[str, dict] = {}
+        report["results"][size] = {"counted": counted}
+        for name in () if options.times else modes:
+            counted[name] = _count(name, size, options)
+            _write(report, options)  # a run that is broken off keeps what it has
+        if counted:
+            print(f"\n{peaks_table(counted, options.lengths)}\n\n{longest_table(counted, options)}", flush=True)
         timed = {length: _time(modes, size, length, options) for length in options.timed if options.rounds}
         for length, raw in timed.items():
             print(f"\n{length} tokens:\n\n{time_table(raw, options.reference)}", flush=True)
-        report["results"][size] = {"counted": counted, "timed": timed}
-        if options.json:
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        report["results"][size] |= {"timed": timed}
+        _write(report, options)
     return int(any("error" in entry for size in report["results"].values() for entry in size["counted"].values()))
+
+
+def _write(report: dict, options: argparse.Namespace) -> None:
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long", description=__doc__.splitlines()[0])
-    compare.add_arguments(parser, modes=",".join(default_modes()), references="fsdp2")
+    compare.add_arguments(parser, modes=",".join(DEFAULT_MODES), references="fsdp2")
     parser.set_defaults(rounds=0, steps=1, warmup=1, timeout=1800)
     parser.add_argument("--sizes", default=DEFAULT_SIZES, help="default: %(default)s")
     parser.add_argument("--lengths", default=DEFAULT_LENGTHS, help="tokens whose bytes are counted (%(default)s)")
     parser.add_argument("--timed", default="512,2048", help="tokens of the steps that --rounds times (%(default)s)")
     parser.add_argument("--budget_mib", type=int, default=2048, help="in which the longest sequence is sought")
-    parser.add_argument("--most_mib", type=int, default=3072, help="above it a rank's bytes are not counted")
-    parser.add_argument("--computed", action="store_true", help="counts with the matrix products, which take long")
+    parser.add_argument(
+        "--most_mib", type=int, default=3584, help="a rank's, with the host's: above it none are counted"
+    )
+    parser.add_argument("--times", action="store_true", help="times steps alone, without counting bytes")
+    parser.add_argument("--computed", action="store_true", help="counts while all is computed, which takes long")
     options = compare.checked(parser, parser.parse_args(argv))
     options.sizes = options.sizes.split(",") if not options.smoke else ["smoke"]
     options.reference = options.compare[0]
@@ -99,7 +107,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def _count(name: str, size: str, options: argparse.Namespace) -> dict:
     """What `long_worker.count_lengths` finds of a mode, or its error."""
     workload = Workload(size=size, dtype=options.dtype, seq=options.lengths[0], seed=options.seed)
-    spec = {"mode": name, "workload": workload.to_dict(), "lengths": options.lengths, "skips": not options.computed}
+    spec = {
+        "mode": name,
+        "workload": workload.to_dict(),
+        "lengths": options.lengths,
+        "skips": 0 if options.computed else SKIPPED_NUMEL,
+    }
     spec |= {"budget_nbytes": options.budget_mib * MIB, "most_nbytes": options.most_mib * MIB}
     spec |= {"warmup": max(2, options.warmup), "device": options.device, "threads": options.threads}
     start = time.monotonic()
@@ -111,7 +124,7 @@ def _count(name: str, size: str, options: argparse.Namespace) -> dict:
             timeout=options.timeout,
         )
     except RemoteError as error:
-        print(f"{name} {size}: {error}", file=sys.stderr)
+        print(f"{name} {size}: {error}", file=sys.stderr, flush=True)
         return {"error": str(error)}
     found, seconds = ranks[0], time.monotonic() - start
     print(f"  {size} {name}: longest {found['longest']}, {seconds:.1f} s in all", file=sys.stderr, flush=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import gc
-from dataclasses import replace
+import mmap
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks import counters
 from benchmarks.worker import Stepper
@@ -17,83 +20,140 @@ from tests.tensor_meter import TensorMeter
 
 
 _aten = torch.ops.aten
-# They take nearly all of a step's time, and no memory but their results.
-PRODUCTS = (
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
 PRODUCTS_INTO = (_aten.mm.out, _aten.addmm.out, _aten.bmm.out)
-PRODUCTS_IN_PLACE = (_aten.addmm_.default, _aten.baddbmm_.default)
+IN_PLACE = (_aten.addmm_, _aten.baddbmm_, _aten.add_, _aten.sub_, _aten.mul_, _aten.div_, _aten.exp_)
+_NO_SHAPE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-class SkippedProducts(TorchDispatchMode):
-    """Leaves out matrix products and attention: their results are zeros, in the same shape and layout. All else of a
-    step runs, so every tensor is allocated and freed where it always is."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class SkippedWork(TorchDispatchMode):
+    """Leaves out what operators compute that make tensors of so many elements or more: these are allocated, in the
+    same shape and layout, and are zeros, for which the system needs no memory. Matrix products into given tensors,
+    which ranks may share, write zeros. All else of a step runs: every tensor is allocated and freed where it is."""
+
+    def __init__(self, min_numel: int):
+        super().__init__()
+        self._min_numel = min_numel
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if types or func.namespace != "aten":
+            return func(*args, **kwargs)
         if func in PRODUCTS_INTO:
             return kwargs["out"].zero_()
-        if func in PRODUCTS_IN_PLACE:
+        if func.overloadpacket in IN_PLACE and args[0].numel() >= self._min_numel:
             return args[0]
-        if func in PRODUCTS:
-            shapes = func(*_on_meta(args), **_on_meta(kwargs))
-            return tree_map_only(torch.Tensor, _zeros_like, shapes)
-        return func(*args, **kwargs)
+        if not _makes_tensors(func) or not any(isinstance(each, torch.Tensor) for each in tree_leaves(args)):
+            return func(*args, **kwargs)
+        shapes = func(*_on_meta(args), **_on_meta(kwargs))
+        made = [each for each in tree_leaves(shapes) if isinstance(each, torch.Tensor)]
+        if max((each.numel() for each in made), default=0) < self._min_numel or not all(
+            each.is_floating_point() or each.numel() < self._min_numel for each in made
+        ):
+            return func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, _zeros, shapes)
+
+
+@functools.cache
+def _makes_tensors(func: torch._ops.OpOverload) -> bool:
+    """Whether all that an operator returns is new, and its shapes depend on shapes alone."""
+    schema = func._schema
+    return not _NO_SHAPE & set(func.tags) and all(
+        each.alias_info is None for each in (*schema.arguments, *schema.returns)
+    )
 
 
 def _on_meta(values):
     return tree_map_only(torch.Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), values)
 
 
-def _zeros_like(meta: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype).zero_()
+def _zeros(meta: torch.Tensor) -> torch.Tensor:
+    """Zeros like a tensor without values. Whole pages are given back to the system, which hands out zeros in place."""
+    made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+    begin, size = made.untyped_storage().data_ptr(), mmap.PAGESIZE
+    end = begin + made.untyped_storage().nbytes()
+    first, last = -(-begin // size) * size, end // size * size
+    if first >= last:
+        return made.zero_()
+    if _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise")
+    ctypes.memset(begin, 0, first - begin)
+    ctypes.memset(last, 0, end - last)
+    return made
 
 
 def count_lengths(spec: dict, rank: int) -> dict:
     """Counts the bytes of one step at each length, and finds the longest sequence within a budget.
 
     Args:
-        spec: as for `benchmarks.worker`; and `lengths`, ascending; `budget_nbytes`; `most_nbytes`, above which the
-            bytes of a length are only estimated; `skips`: without matrix products.
+        spec: as for `benchmarks.worker`, whose steps come first; and `lengths`, ascending; `budget_nbytes`;
+            `most_nbytes`, which a step may take with what it sends to the host: longer sequences are not tried;
+            `skips`: from how many elements on tensors are not computed, see `SkippedWork`; 0 computes all.
         rank: of this process.
 
     Returns:
-        `peaks` and `rests`: bytes by length, of the rank that has most. `longest`: the longest sequence within the
-        budget, and `is_bounded`: whether a longer one was found not to fit.
+        `peaks`, `rests` and `hosts`: bytes by length, of the rank that has most, without those on the host and of
+        these alone. `longest`: the longest sequence within the budget, and `is_bounded`: whether a longer one was
+        found not to fit.
     """
     meter = TensorMeter()
-    with meter:
+    with meter, contextlib.ExitStack() as stack:
         stepper = Stepper.of(spec, rank)
         stepper.run(spec["warmup"])
-        counted = _Counted(stepper, meter, spec["skips"])
+        if spec["skips"]:
+            stack.enter_context(SkippedWork(spec["skips"]))
+        counted = _Counted(stepper, meter)
         for length in spec["lengths"]:
-            if counted.estimate(length) > spec["most_nbytes"]:
+            if counted.line("wholes").at(length) > spec["most_nbytes"]:
                 break
             counted.count(length)
-        longest, is_bounded = _longest(counted, spec["lengths"], spec["budget_nbytes"])
-    return {"peaks": counted.peaks, "rests": counted.rests, "longest": longest, "is_bounded": is_bounded}
+        longest, is_bounded = _longest(counted, spec["budget_nbytes"], spec["most_nbytes"])
+    found = {"peaks": counted.peaks, "rests": counted.rests, "hosts": counted.hosts}
+    return {**found, "longest": longest, "is_bounded": is_bounded}
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Bytes as they grow with the length of sequences: a straight line."""
+
+    base: float
+    slope: float
+
+    def at(self, length: int) -> float:
+        return self.base + self.slope * length
+
+    def reaches(self, nbytes: int) -> float:
+        """The length at which there are so many bytes."""
+        return (nbytes - self.base) / self.slope if self.slope > 0 else float("inf")
 
 
 class _Counted:
     """The lengths that were counted, with the same numbers on all ranks."""
 
-    def __init__(self, stepper: Stepper, meter: TensorMeter, skips: bool):
+    def __init__(self, stepper: Stepper, meter: TensorMeter):
         self.peaks: dict[int, int] = {}
         self.rests: dict[int, int] = {}
-        self._stepper, self._meter, self._skips = stepper, meter, skips
+        self.hosts: dict[int, int] = {}
+        self._stepper, self._meter = stepper, meter
 
-    def estimate(self, length: int) -> float:
-        """The peak at a length, in proportion to the two longest ones below it; 0 where there are none."""
-        below = sorted(self.peaks)[-2:]
-        if len(below) < 2:
-            return 0.0
-        (first, last), (low, high) = below, (self.peaks[each] for each in below)
-        return high + (high - low) * (length - last) / (last - first)
+    @property
+    def wholes(self) -> dict[int, int]:
+        """What a step takes with what it sends to the host, by length."""
+        return {length: peak + self.hosts[length] for length, peak in self.peaks.items()}
+
+    def line(self, name: str, near: int | None = None) -> _Line:
+        """The line through two counted lengths: the longest, or those whose bytes are nearest to `near`."""
+        by_length = getattr(self, name)
+        order = sorted(by_length, reverse=True)
+        if near is not None:
+            order.sort(key=lambda length: abs(by_length[length] - near))
+        if len(order) < 2:
+            return _Line(0.0, 0.0)
+        first, last = sorted(order[:2])
+        slope = (by_length[last] - by_length[first]) / (last - first)
+        return _Line(by_length[first] - slope * first, slope)
 
     def count(self, length: int) -> int:
         """Takes a step at a length and returns its peak."""
@@ -104,29 +164,38 @@ class _Counted:
         gc.collect()
         dist.barrier()
         self._meter.mark(f"begin-{name}")
-        with SkippedProducts() if self._skips else contextlib.nullcontext():
-            stepper.step(look=True)
+        stepper.step(look=True)
         dist.barrier()
         self._meter.mark(f"end-{name}")
         self._meter.read()
         span = self._meter.span(f"begin-{name}", f"end-{name}")
         beside = counters.shared_nbytes() - stepper.host_nbytes  # what is offloaded does not count
-        most = torch.tensor([span.peak_nbytes + beside, span.end_nbytes + beside], dtype=torch.float64)
+        found = (span.peak_nbytes + beside, span.end_nbytes + beside, stepper.host_nbytes)
+        most = torch.tensor(found, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        self.peaks[length], self.rests[length] = (int(value) for value in most)
+        for by_length, value in zip((self.peaks, self.rests, self.hosts), most):
+            by_length[length] = int(value)
         return self.peaks[length]
 
 
-def _longest(counted: _Counted, lengths: list[int], budget_nbytes: int) -> tuple[int, bool]:
-    """Finds the longest sequence that fits by bisection, to a thirty-second of it and multiples of 64 tokens."""
-    fitting = [length for length, peak in counted.peaks.items() if peak <= budget_nbytes]
-    above = [length for length in lengths if length not in fitting]
-    low, high = max(fitting, default=0), min(above, default=None)
-    if high is None:
-        return low, False
-    while high - low > max(64, low // 32):
-        middle = (low + high) // 2 // 64 * 64
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if counted.count(middle) <= budget_nbytes else (low, middle)
-    return low, True
+def _longest(counted: _Counted, budget_nbytes: int, most_nbytes: int) -> tuple[int, bool]:
+    """Finds the longest sequence that fits, to a thirty-second of it and multiples of 64 tokens.
+
+    Peaks grow with the length by a straight line in which there are few bends, so what is tried next is where the line
+    through the two nearest peaks reaches the budget.
+    """
+    while True:
+        low = max((length for length, peak in counted.peaks.items() if peak <= budget_nbytes), default=0)
+        high = min((length for length in counted.peaks if length > low), default=None)
+        step = max(64, low // 32 // 64 * 64)
+        if high is not None and high - low <= step:
+            return low, True
+        guess = counted.line("peaks", near=budget_nbytes).reaches(budget_nbytes)
+        if high is None:
+            guess = min(guess, 2 * low)
+        elif not low < guess < high:
+            guess = (low + high) / 2
+        length = max(low + step, int(guess) // 64 * 64)
+        if counted.line("wholes").at(length) > most_nbytes:
+            return low, False
+        counted.count(length)
