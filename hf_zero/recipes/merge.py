@@ -63,7 +63,7 @@ def run(folder: str, arguments: Arguments) -> None:
             "or is for another base model"
         )
     merged = merged.to(dtype or merged.dtype)
-    _publish(merged, _tokenizer(adapter, source), output)
+    _publish(merged, _tokenizer(adapter, source, merged.main_input_name), output)
     print(f"{output}: {type(merged).__name__}, {len(changed)} of {len(after)} tensors differ from {source}; it loads")
 
 
@@ -84,7 +84,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _tokenizer(adapter: Path, source: str):
+def _tokenizer(adapter: Path, source: str, main_input: str):
     """Loads the tokenizer or processor, of texts or images, of the adapter, or that of the base model; `None` if
     neither has one."""
     with quiet():
@@ -97,7 +97,8 @@ def _tokenizer(adapter: Path, source: str):
         if (adapter / IMAGE_PROCESSOR_NAME).is_file():
             with one_line(adapter, "loading the image processor"):
                 return AutoImageProcessor.from_pretrained(adapter)
-        for kind in (AutoTokenizer, AutoImageProcessor):
+        kinds = (AutoTokenizer, AutoImageProcessor)
+        for kind in kinds[::-1] if main_input == "pixel_values" else kinds:  # a base may have both
             with suppress(OSError, ValueError, KeyError):
                 return kind.from_pretrained(source)
     return None  # the base model has none: its inputs are neither text nor images

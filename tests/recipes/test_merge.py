@@ -78,10 +78,11 @@ def test_the_merged_model_computes_what_the_adapted_one_does(merge, trained, tmp
 
 @pytest.mark.parametrize("whose", ["base", "adapter"])
 @pytest.mark.full("more cases", after=1)
-def test_a_model_of_images_keeps_its_processor(whose, tmp_path, capsys):
+def test_a_model_of_images_keeps_its_processor(whose, tmp_path, capsys, tiny_model):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     base = ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes))
     base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "base")  # as a base of images and texts has
     base = ViTForImageClassification.from_pretrained(tmp_path / "base")
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["classifier"], init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
