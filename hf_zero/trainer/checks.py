@@ -168,6 +168,8 @@ def _activations(settings: Settings) -> str | None:
     for name in ("zero_offload_activations", "zero_partition_activations"):
         if settings[name] and settings["torch_compile"]:
             return f"{name}: compiled blocks keep their inputs inside their graphs; leave --torch_compile out"
+    if settings["zero_offload_activations"] and settings.get("activation_offloading"):
+        return "activation_offloading: TRL's and zero_offload_activations move the same tensors; leave one of them out"
     if str(settings["zero_tiled_mlp"]) != "1" and settings["torch_compile"]:
         return "zero_tiled_mlp: compiled blocks keep inner activations inside their graphs; leave --torch_compile out"
     return None
