@@ -4,7 +4,7 @@ To go on, it has to be the same run, by its settings and by the config of its mo
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,7 @@ from typing import Any
 
 import yaml
 from accelerate.utils import gather_object
-from transformers import PretrainedConfig
 
-from hf_zero.checkpoint.format import read_json
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.artifacts import (
@@ -26,10 +24,10 @@ from hf_zero.recipes.artifacts import (
     WEIGHTS,
     configuration_of,
 )
-from hf_zero.recipes.language_models import config_of, named_model
+from hf_zero.recipes.language_models import named_model
 from hf_zero.recipes.lm_evaluation import LmEvalArguments
-from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, load_config
 from hf_zero.recipes.metrics import LOG_NAME, read_log
+from hf_zero.recipes.same_model import Change, check_same_model, first_change, in_words
 from hf_zero.recipes.settings import AUTO, NEVER, Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -56,10 +54,6 @@ NOT_OF_THE_MODEL = (
     *("dataloader_pin_memory", "skip_memory_metrics", *FREE),
 )
 ORDER = ("seed", "data_seed", "train_sampling_strategy")
-# Numbers of a config that say no size: a tokenizer or a task may set them.
-NO_SIZES = ("_id", "_ids", "_index", "label2id")
-
-Change = tuple[str, Any, Any]  # a key, its value now and its value before
 
 
 def check_resume(settings: Settings) -> None:
@@ -93,14 +87,16 @@ def check_resume(settings: Settings) -> None:
 
 
 def _check_model_stays(settings: Settings, folder: Path) -> None:
-    (key, model), with_model = named_model(settings.arguments), not settings.overwrite_output_dir
-    path = Path(model).expanduser().resolve()
+    with_model = not settings.overwrite_output_dir
     moved = {left.resolve() for left in left_in(folder, with_model=with_model)}
-    if moved.intersection((path, *path.parents)) or with_model and path == folder.resolve():
-        raise ConfigError(
-            f"{key} {model!r}: lies in output_dir {str(folder)!r}, whose checkpoints and model --resume "
-            "never moves away; give another output_dir"
-        )
+    named = [named_model(settings.arguments), ("tokenizer_name", getattr(settings.arguments, "tokenizer_name", None))]
+    for key, name in named:
+        path = Path(name or "").expanduser().resolve()
+        if name and (moved.intersection((path, *path.parents)) or with_model and path == folder.resolve()):
+            raise ConfigError(
+                f"{key} {name!r}: lies in output_dir {str(folder)!r}, whose checkpoints and model --resume "
+                "never moves away; give another output_dir"
+            )
 
 
 def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | None:
@@ -310,90 +306,9 @@ def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = No
     if keys is None:
         ignored = {*NOT_OF_THE_MODEL, "num_processes", "output_dir"}
         keys = [key for key in now if key not in ignored]
-    return _first_change(now, before, keys)
-
-
-def _first_change(now: dict[str, Any], before: dict[str, Any], keys: Iterable[str]) -> Change | None:
-    return next(((key, now[key], before[key]) for key in keys if key in before and now[key] != before[key]), None)
-
-
-def in_words(changed: Change) -> str:
-    """Returns a change in words."""
-    return f"{changed[0]}: {changed[1]!r} now, {changed[2]!r} there"
+    return first_change(now, before, keys)
 
 
 def _compared(settings: Settings) -> list[str]:
     own = [field.name for field in fields(settings.arguments) if field.name not in FREE]
     return ["task", *own, *getattr(TASKS[settings.task].load(), "decisive", ()), *ORDER]
-
-
-def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:
-    """Refuses to go on from the checkpoints of another model. Configs that cannot be read are left to loading.
-
-    Args:
-        settings ([`Settings`]): Of the run.
-        checkpoints (`Iterable[Path]`): In the order in which they would be taken; the first with a config is compared.
-
-    Raises:
-        ConfigError: Naming the checkpoint, and what differs.
-    """
-    for checkpoint in checkpoints:
-        found = _difference(settings.arguments, checkpoint)
-        if found is not None:
-            raise ConfigError(
-                f"output_dir {settings.training['output_dir']!r}: {checkpoint} is of another model ({found}); give "
-                f"another output_dir, or --resume {NEVER}, which moves it aside"
-            )
-        if any((checkpoint / name).is_file() for name in ("config.json", ADAPTER_CONFIG_NAME)):
-            return
-
-
-def _difference(arguments: Any, checkpoint: Path) -> str | None:
-    if (checkpoint / ADAPTER_CONFIG_NAME).is_file():
-        return _of_adapter(arguments, checkpoint)
-    before = _config(partial(load_config, str(checkpoint))) if (checkpoint / "config.json").is_file() else None
-    if before is not None and arguments.use_peft:
-        return "it is no adapter, and use_peft trains one"
-    now = before and _config(partial(config_of, arguments))
-    if not before or not now:
-        return None
-    text = now.get_text_config()
-    if before.model_type != now.model_type and before.model_type == text.model_type:
-        now = text  # of a model of texts and images, AutoModelForCausalLM makes the part for texts
-    sizes_now, sizes_before = ({"model_type": config.model_type, **_sizes(config)} for config in (now, before))
-    changed = _first_change(sizes_now, sizes_before, sizes_now)
-    return changed and in_words(changed)
-
-
-def _of_adapter(arguments: Any, checkpoint: Path) -> str | None:
-    if not arguments.use_peft:
-        return "it is an adapter, and use_peft is not set"
-    try:
-        rank = read_json(checkpoint / ADAPTER_CONFIG_NAME).get("r")
-    except (CheckpointError, OSError):
-        return None
-    return None if rank == arguments.lora_r else in_words(("lora_r", arguments.lora_r, rank))
-
-
-def _config(load: Callable[[], PretrainedConfig]) -> PretrainedConfig | None:
-    try:
-        return load()
-    except ConfigError:
-        return None
-
-
-def _sizes(config: PretrainedConfig, prefix: str = "") -> dict[str, Any]:
-    """Returns the numbers of a config that determine shapes, with those of the model's parts."""
-    sizes = {
-        prefix + key: value
-        for key, value in config.to_dict().items()
-        if not key.endswith(NO_SIZES) and _is_size(value)
-    }
-    for name in config.sub_configs:
-        if isinstance(part := getattr(config, name, None), PretrainedConfig):
-            sizes |= _sizes(part, f"{prefix}{name}.")
-    return sizes
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int or isinstance(value, (list, tuple)) and all(type(each) is int for each in value)

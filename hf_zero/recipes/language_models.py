@@ -2,11 +2,14 @@
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
@@ -18,14 +21,25 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hf_zero.checkpoint import load_pretrained
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.recipes import loading
-from hf_zero.recipes.loading import DTYPES, check_model, load_config, quiet, resolve_config, resolve_model
+from hf_zero.recipes.file_limit import check_file_size
+from hf_zero.recipes.loading import (
+    DTYPES,
+    check_model,
+    load_config,
+    quiet,
+    reason_of,
+    resolve_config,
+    resolve_model,
+)
 from hf_zero.recipes.lora import QuantizationArguments, quantization_of
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.trainer import ZeroTrainingArguments
 
 
+CAUSAL = "a causal language model"
+LARGEST_FILE = 50 * 10**9  # bytes; larger models are saved in several
 PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask keeps apart
 
 
@@ -83,7 +97,7 @@ def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
     check_dtype(arguments)
     check_source(arguments, use_peft=use_peft)
     if named_model(arguments)[0] == "config_name":
-        _check_tokenizer(arguments)
+        _check_new(arguments)
     else:
         check_model(arguments)
 
@@ -110,15 +124,21 @@ def check_source(arguments: LoadArguments, *, use_peft: bool) -> None:
         raise ConfigError("use_peft: an adapter is trained on a model with weights, and config_name makes a new one")
 
 
-def _check_tokenizer(arguments: Any) -> None:
+def _check_new(arguments: Any) -> None:
     if not arguments.tokenizer_name:
         raise ConfigError("tokenizer_name: not set; name the tokenizer of the new model, a folder or hub id")
-    size, found = config_of(arguments).get_text_config().vocab_size, len(load_tokenizer(arguments))
-    if found > size:
+    tokenizer, config = load_tokenizer(arguments), config_of(arguments)
+    size, found = getattr(config.get_text_config(), "vocab_size", None), len(tokenizer)
+    if size is not None and found > size:
         raise ConfigError(
             f"tokenizer_name {arguments.tokenizer_name}: has {found} tokens, the new model {size}; give "
             f"--config_overrides vocab_size={found}, or more"
         )
+    options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
+    with _loading(f"config_name {arguments.config_name}", CAUSAL):
+        model = _new_model(AutoModelForCausalLM, config, tokenizer, arguments.dtype, **options)
+    nbytes = sum(param.nbytes for param in model.parameters())
+    check_file_size(arguments.config_name, min(nbytes, LARGEST_FILE))
 
 
 def check_dtype(arguments: LoadArguments) -> None:
@@ -137,11 +157,14 @@ def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: it does not load, or has no such token.
     """
-    if isinstance(arguments, NewModelArguments) and arguments.tokenizer_name:
-        path = str(Path(arguments.tokenizer_name).expanduser())
-    else:
+    if not isinstance(arguments, NewModelArguments) or not arguments.tokenizer_name:
         path = resolve_model(arguments.model_name_or_path)
-    return _with_end(path, loading.load_tokenizer(path, arguments.model_revision))
+        return _with_end(path, loading.load_tokenizer(path, arguments.model_revision))
+    path = str(Path(arguments.tokenizer_name).expanduser())
+    try:
+        return _with_end(path, loading.load_tokenizer(path))
+    except ConfigError as error:
+        raise ConfigError(f"tokenizer_name {error}; give the folder or hub id of a tokenizer") from error
 
 
 def _with_end(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -163,23 +186,33 @@ def config_of(arguments: SourceArguments) -> PretrainedConfig:
     config, overrides = load_config(path), getattr(arguments, "config_overrides", None)
     if overrides:
         config = _changed(config, path, overrides)
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)  # it says how weights are stored, and there are none
     config._name_or_path = ""  # or the model would pass for one that was fine-tuned
     return config
 
 
 def _changed(config: PretrainedConfig, path: str, overrides: str) -> PretrainedConfig:
     """The same, as if its file said something else: what follows from a value follows from the new one."""
+    num_layers = getattr(config, "num_hidden_layers", None)
     try:
         config.update_from_string(overrides)  # which knows the kind of each value
         keys = [pair.partition("=")[0] for pair in overrides.split(",")]
         stored, _ = PretrainedConfig.get_config_dict(path)
-        if "num_hidden_layers" in keys:
-            stored.pop("layer_types", None)
+        if num_layers != getattr(config, "num_hidden_layers", None):
+            stored = {key: value for key, value in stored.items() if not _is_per_layer(key, value, num_layers)}
         changed = {config.attribute_map.get(key, key): getattr(config, key) for key in keys}
         return type(config).from_dict({**stored, **changed})
-    except (ValueError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"config_overrides {overrides!r}: {reason}; write key=value,key=value") from error
+    except Exception as error:  # each class of configs computes with what it is given
+        is_value = isinstance(error, StrictDataclassError)
+        remedy = "give what such a model can have" if is_value else "write key=value,key=value"
+        raise ConfigError(f"config_overrides {overrides!r}: {reason_of(error)}; {remedy}") from error
+
+
+def _is_per_layer(key: str, value: Any, num_layers: int | None) -> bool:
+    """Whether a value of a config has an entry for each layer, such as `layer_types` and `no_rope_layers`."""
+    is_named_so = "layer" in key or key.endswith("_types")
+    return is_named_so and isinstance(value, list) and len(value) == num_layers
 
 
 def takes_images(config: PretrainedConfig) -> bool:
@@ -204,8 +237,7 @@ def load_processor(arguments: SourceArguments) -> ProcessorMixin:
         try:
             processor = AutoProcessor.from_pretrained(path, revision=arguments.model_revision)
         except (OSError, ValueError, RuntimeError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"{path}: its processor does not load ({reason})") from error
+            raise ConfigError(f"{path}: its processor does not load ({reason_of(error)})") from error
     if not isinstance(processor, ProcessorMixin):
         raise ConfigError(f"{path}: no processor for images and texts in it; save there the one that belongs to it")
     tokenizer = _with_end(path, processor.tokenizer)
@@ -219,7 +251,7 @@ def load_language_model(
     training: ZeroTrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
     auto_class: type = AutoModelForCausalLM,
-    what: str = "a causal language model",
+    what: str = CAUSAL,
     **options: Any,
 ) -> PreTrainedModel:
     """A language model without data: its weights are still in their files, those of a new one are drawn when it is
@@ -241,23 +273,28 @@ def load_language_model(
     """
     key, path = named_model(arguments)
     options = {**load_options(arguments, training), **options}
-    with quiet():
-        try:
-            if key == "config_name":
-                model = _new_model(auto_class, config_of(arguments), tokenizer, **options)
-            else:
-                path = resolve_model(path)
-                model = load_pretrained(auto_class, path, **options)
-        except (CheckpointError, ConfigError):
-            raise
-        except (OSError, ValueError, RuntimeError, ImportError, AssertionError, TypeError) as error:
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            raise ConfigError(f"{path}: does not load as {what} ({reason})") from error
+    with _loading(path, what):
+        if key == "config_name":
+            model = _new_model(auto_class, config_of(arguments), tokenizer, **options)
+        else:
+            model = load_pretrained(auto_class, resolve_model(path), **options)
     check_vocabulary(model, named_model(arguments)[1], tokenizer)
     embeddings = model.get_input_embeddings()
     if getattr(embeddings, "padding_idx", None) in (tokenizer.eos_token_id, tokenizer.bos_token_id):
         embeddings.padding_idx = None  # with which the row would begin at zero, and stay as it is
     return model
+
+
+@contextmanager
+def _loading(name: str, what: str) -> Iterator[None]:
+    """Turns what transformers says of a model into one line."""
+    with quiet():
+        try:
+            yield
+        except Exception as error:  # what a config says may fail in any line of the model's code
+            if isinstance(error, HfZeroError) and not isinstance(error, UnsupportedError):
+                raise
+            raise ConfigError(f"{name}: does not load as {what} ({reason_of(error)})") from error
 
 
 def _new_model(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -175,11 +176,21 @@ def one_line(folder: str | Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {what} failed ({type(error).__name__}: {reason})") from error
 
 
+def reason_of(error: Exception) -> str:
+    """Returns on one line what an error of a library says: its first line, or all where that is a heading."""
+    if isinstance(error, StrictDataclassError):
+        return " ".join(str(error).split())
+    said = str(error).strip()
+    if not said or isinstance(error, (LookupError, AttributeError)):  # which say a name alone
+        said = repr(error)
+    return said.splitlines()[0]
+
+
 def load_config(path: str, revision: str | None = None) -> PretrainedConfig:
     """Reads the config of a model.
 
     Args:
-        path (`str`): a folder or hub id.
+        path (`str`): a folder, a hub id or a config file.
         revision (`str`, *optional*): of the hub id.
 
     Raises:
@@ -188,10 +199,8 @@ def load_config(path: str, revision: str | None = None) -> PretrainedConfig:
     try:
         with quiet():
             return AutoConfig.from_pretrained(path, revision=revision or "main")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: its config does not load ({(str(error).strip() or repr(error)).splitlines()[0]})"
-        ) from error
+    except Exception as error:  # each class of configs computes with what the file says
+        raise ConfigError(f"{path}: its config does not load ({reason_of(error)})") from error
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
@@ -231,8 +240,8 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
     with quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{path}: its tokenizer does not load ({str(error).splitlines()[0]})") from error
+        except Exception as error:  # a file that is damaged is a plain Exception of tokenizers
+            raise ConfigError(f"{path}: its tokenizer does not load ({reason_of(error)})") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

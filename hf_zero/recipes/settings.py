@@ -1,7 +1,6 @@
 """The settings of a run, read from the command line and a YAML file, and the checks before it starts."""
 
 import os
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -15,7 +14,8 @@ import yaml
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES, refuse_other_engines
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
-from hf_zero.errors import ConfigError, size_text
+from hf_zero.errors import ConfigError
+from hf_zero.recipes.file_limit import check_file_size
 from hf_zero.recipes.parser import Parser, parser_for
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
@@ -234,8 +234,9 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     if not TASKS[task].holds_out:
         _check_test_set(settings)
     TASKS[task].load().check(settings.arguments, settings.training)
-    if not settings.arguments.use_peft:
-        _check_file_sizes(settings.arguments.model_name_or_path)
+    if not settings.arguments.use_peft and settings.arguments.model_name_or_path:
+        folder = Path(settings.arguments.model_name_or_path).expanduser()  # of a hub id the files may not be here yet
+        check_file_size(str(folder), max((path.stat().st_size for path in folder.glob("*.safetensors")), default=0))
     return replace(settings, launched=launched)
 
 
@@ -247,20 +248,6 @@ def _check_training_settings(settings: Mapping[str, Any]) -> None:
     check_output_dir(settings.get("output_dir"))
     check_arguments(settings)
     check_schedule(settings)
-
-
-def _check_file_sizes(model: str | None) -> None:
-    """Refuses a model folder whose largest file exceeds the size limit for files of this process."""
-    folder = Path(model or "").expanduser()
-    if not folder.is_dir():
-        return
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    largest = max((path.stat().st_size for path in folder.glob("*.safetensors")), default=0)
-    if resource.RLIM_INFINITY != limit < largest:
-        raise ConfigError(
-            f"ulimit -f: a file may have {size_text(limit)} here, and the largest one of {model} has "
-            f"{size_text(largest)}; raise the limit (ulimit -f unlimited)"
-        )
 
 
 def _check_test_set(settings: Settings) -> None:

@@ -6,7 +6,7 @@ A task trains. It is a module, or a [`TrlTask`], with
 - `check(arguments, training)`, which refuses what cannot work before a process is started; `training` is a mapping
   still, of fields to values;
 - `load_data(arguments, training)`, which gives its [`Data`]: no model is loaded yet;
-- `load_model(arguments, training, data)`: the model, its weights still in files where that can be;
+- `load_model(arguments, training, data)`: the model, its weights still in files, or not drawn yet, where that can be;
 - `make_trainer(model, arguments, training, data)`;
 - `before(trainer, data, say)` and `after(trainer, data, watch, arguments, say)`, called by all ranks around the
   training; only rank 0's `say` prints;

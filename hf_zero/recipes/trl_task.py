@@ -317,7 +317,7 @@ class TrlTask:
         return data
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
-        """The model to train, its weights still in their files; TRL puts the adapter on it, if there is to be one.
+        """The model to train, without data yet; TRL puts the adapter on it, if there is to be one.
 
         Raises:
             ConfigError: It does not load, or does not fit the settings.

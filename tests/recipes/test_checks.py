@@ -16,7 +16,6 @@ from hf_zero import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes import launch
-from hf_zero.recipes import settings as recipe_settings
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.settings import make_parser
 from hf_zero.trainer import checks
@@ -276,9 +275,16 @@ def test_a_folder_that_refuses_a_file_is_no_output_dir_whatever_its_mode_says(re
     assert "is not writable for this user (Read-only file system); give another folder" in refusal("sft")
 
 
+def test_activations_are_moved_by_one_of_two(refusal):
+    line = refusal("sft", "--zero_offload_activations", "--activation_offloading")
+    assert line.startswith(
+        "activation_offloading: TRL's and zero_offload_activations move the same tensors; leave one"
+    )
+
+
 def test_a_limit_of_file_sizes_below_the_model_is_refused(refusal, monkeypatch):
     limits = {resource.RLIMIT_FSIZE: (2048, resource.RLIM_INFINITY)}
-    monkeypatch.setattr(recipe_settings.resource, "getrlimit", limits.get)
+    monkeypatch.setattr(resource, "getrlimit", limits.get)
     line = refusal("pretrain")
     assert re.match(r"ulimit -f: a file may have 2.0 KiB here, and the largest one of .* has \d+\.\d KiB; raise", line)
 

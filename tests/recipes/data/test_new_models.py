@@ -2,17 +2,22 @@
 
 import json
 import math
+import resource
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, ViTConfig
 
 import hf_zero
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError
+from hf_zero.recipes.earlier_run import check_resume
 from hf_zero.recipes.language_models import config_of, load_language_model, load_tokenizer
-from hf_zero.recipes.settings import parse_settings
+from hf_zero.recipes.same_model import check_same_model
+from hf_zero.recipes.settings import parse_settings, resolve_settings
 from hf_zero.recipes.tasks import TASKS
 from tests.distributed import run_ranks
 from tests.recipes.data.conftest import SENTENCES, write_lines
@@ -46,6 +51,12 @@ def test_a_new_model_begins_and_trains_alike_on_one_rank_and_on_two(argv, tmp_pa
     config = AutoConfig.from_pretrained(tmp_path / "2")
     assert (config.num_hidden_layers, config.hidden_size, len(config.layer_types)) == (3, 48, 3)
     assert config.eos_token_id == tokenizer.eos_token_id
+    settings = parse_settings("pretrain", [*argv, f"--output_dir={tmp_path}"])
+    check_same_model(settings, [tmp_path / "2"])
+    stored = (tmp_path / "new.json").read_text(encoding="utf-8")
+    (tmp_path / "new.json").write_text(stored.replace('"silu"', '"gelu"'))
+    with pytest.raises(ConfigError, match="2 is of another model .hidden_act: 'gelu' now, 'silu' there"):
+        check_same_model(settings, [tmp_path / "2"])
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "2", output_loading_info=True)
     assert not any(report.values()), report
     assert AutoTokenizer.from_pretrained(tmp_path / "2")("The cat").input_ids
@@ -80,6 +91,26 @@ def test_what_follows_from_a_value_follows_from_the_new_one(argv, tmp_path, lang
     more = [f"--config_name={tmp_path / 'llama.json'}", "--config_overrides=hidden_size=64"]
     config = config_of(parse_settings("pretrain", [*argv, *more]).arguments)
     assert (config.hidden_size, config.head_dim, config._name_or_path) == (64, 16, "")
+    stored = {**config.to_dict(), "model_type": "smollm3", "no_rope_layers": [1, 0], "layer_types": None}
+    stored["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "llama.json").write_text(json.dumps(stored))
+    more[1] = "--config_overrides=num_hidden_layers=5"
+    config = config_of(parse_settings("pretrain", [*argv, *more]).arguments)
+    assert config.no_rope_layers == [1, 1, 1, 0, 1] and "quantization_config" not in config.to_dict()
+
+
+def test_the_size_limit_of_files_is_that_of_the_new_model(argv, tmp_path, monkeypatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.safetensors").write_bytes(bytes(2**21))
+    for limit, refusal in (
+        (2**20, nullcontext()),
+        (2**12, pytest.raises(ConfigError, match="ulimit -f: .*new.json")),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_FSIZE: (limit, limit)}.get)
+        with refusal:
+            resolve_settings("pretrain", [*argv, "--output_dir=out"])
 
 
 @pytest.mark.quick(cases=2)
@@ -92,16 +123,43 @@ def test_what_follows_from_a_value_follows_from_the_new_one(argv, tmp_path, lang
         (["--config_name=nowhere"], "config_name 'nowhere': no such folder"),
         (["--config_overrides=layers=3"], "config_overrides 'layers=3': key layers .*; write key=value,key=value"),
         (["--config_overrides=vocab_size=9"], r"has \d+ tokens, the new model 9; give --config_overrides vocab_size="),
+        (
+            ["--tokenizer_name=nowhere"],
+            r"tokenizer_name nowhere: its tokenizer does not load .*; give the folder or hub",
+        ),
+        (["--resume=never", "--output_dir=tokenizer"], "tokenizer_name .*tokenizer': lies in output_dir 'tokenizer'"),
+        (
+            ["--config_name=MODEL", "--config_overrides=num_attention_heads=7"],
+            r"num_attention_heads=7': .*\(32\).*\(7\).*; give what such a model can have",
+        ),
+        (
+            ["--config_overrides=hidden_act=none"],
+            r"config_name .*new.json: does not load as a causal .*KeyError\('none'\)",
+        ),
+        (
+            ["--config_name=uneven.json", "--config_overrides="],
+            r"uneven.json: its config does not load .*\(32\).*\(7\)",
+        ),
+        (
+            ["--config_name=image.json", "--config_overrides="],
+            "config_name image.json: does not load as a causal langu",
+        ),
         (["--use_peft"], "use_peft: an adapter is trained on a model with weights, and config_name makes a new one"),
         (["--max_length=4096"], "max_length 4096: .*new.json has 128 positions"),
     ],
 )
 def test_a_new_model_that_cannot_be_made_is_refused_before_a_process_is_started(
-    argv, given, message, tmp_path, language_models
+    argv, given, message, tmp_path, language_models, monkeypatch
 ):
     folder = shutil.copytree(language_models["Llama"], tmp_path / "model")
     given = [flag.replace("MODEL", str(folder)) for flag in given]
-    settings = parse_settings("pretrain", [*argv, *given])
+    LlamaConfig(hidden_size=32, num_attention_heads=4).to_json_file(tmp_path / "uneven.json")
+    stored = (tmp_path / "uneven.json").read_text(encoding="utf-8")
+    (tmp_path / "uneven.json").write_text(stored.replace('"num_attention_heads": 4', '"num_attention_heads": 7'))
+    ViTConfig(hidden_size=16, num_attention_heads=2).to_json_file(tmp_path / "image.json")
+    monkeypatch.chdir(tmp_path)
+    settings = parse_settings("pretrain", [*argv, "--output_dir=out", *given])
     with pytest.raises(ConfigError, match=message) as caught:
         TASKS["pretrain"].load().check(settings.arguments, settings.training)
+        check_resume(settings)
     assert "\n" not in str(caught.value)
