@@ -7,11 +7,13 @@ import signal
 import time
 from html.parser import HTMLParser
 from multiprocessing.process import BaseProcess
+from unittest import mock
 
 import pytest
 import yaml
 from safetensors.torch import load_file
 
+from hf_zero.recipes import artifacts
 from hf_zero.recipes.metrics import read_log
 from hf_zero.recipes.settings import parse_settings
 from tests.distributed import run_ranks, start_program
@@ -42,8 +44,8 @@ def argv_of(tiny_model, csv_file, output_dir, **settings) -> list[str]:
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
-def _train(argv: list[str]) -> list[dict]:
-    """Trains on this rank; returns what a reporting callback was given."""
+def _train(argv: list[str], draws: bool = True) -> list[dict]:
+    """Trains on this rank; returns what a reporting callback was given. Charts take longer than the training."""
     from transformers import TrainerCallback
     from transformers.integrations import integration_utils
 
@@ -60,7 +62,8 @@ def _train(argv: list[str]) -> list[dict]:
     integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = Reporter
     try:
         settings = parse_settings("classify", [*argv, "--report_to", "tensorboard"])
-        train(settings, settings.training_arguments())
+        with mock.patch.object(artifacts, "_draw", artifacts._draw if draws else lambda *_: []):
+            train(settings, settings.training_arguments())
     finally:
         integration_utils.INTEGRATION_TO_CALLBACK["tensorboard"] = before
     return reported
@@ -250,7 +253,7 @@ def test_ctrl_c_saves_and_the_same_command_ends_where_the_unbroken_run_did(whole
     assert 0 < int(saved[2]) < STEPS
     newest = max((path.name for path in folder.glob("checkpoint-*")), key=lambda name: int(name.split("-")[1]))
     assert newest == f"checkpoint-{saved[2]}"
-    run_ranks(_train, 2, argv, timeout=TIMEOUT)
+    run_ranks(_train, 2, argv, False, timeout=TIMEOUT)
     expected, found = (load_file(path / "model.safetensors") for path in (whole[0], folder))
     assert all(found[name].allclose(expected[name], rtol=1e-5, atol=1e-6) for name in expected)
     losses = [[e["loss"] for e in read_log(path / "training_log.jsonl") if "loss" in e] for path in (whole[0], folder)]
