@@ -1,6 +1,7 @@
 """Counting the bytes of long sequences, at a size that says nothing about them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +11,10 @@ from benchmarks.names import parse_mode
 from benchmarks.workload import Workload
 from hf_zero.config import ZeroSettings
 from tests.benchmarks.test_compare import run_here
+from tests.generated import check_part
 
 
+ROOT = Path(__file__).parents[2]
 FLAGS = "hf_zero-3@chunked_loss=on@sequence_parallel=2+checkpointing"
 
 
@@ -61,3 +64,31 @@ def test_settings_that_cannot_be_measured_are_refused():
     ):
         done = run_here(long.main, *arguments)
         assert done.returncode == 2 and reason in done.stderr
+
+
+# Lines of the page's ladder, and the modes that were measured: the loss is chunked at all of these lengths by `auto`.
+_CHUNKED = "hf_zero-3@chunked_loss=on"
+LADDER = {
+    "FSDP2": "fsdp2",
+    "FSDP2 with gradient checkpointing": "fsdp2+checkpointing",
+    "`--zero_stage 3 --zero_chunked_loss off`": "hf_zero-3",
+    "`--zero_chunked_loss auto`, the default of trainers": _CHUNKED,
+    "the same with `--zero_sequence_parallel 2`": f"{_CHUNKED}@sequence_parallel=2",
+    "`--gradient_checkpointing` and the chunked loss": f"{_CHUNKED}+checkpointing",
+    "the same with `--zero_sequence_parallel 2`, too": f"{_CHUNKED}@sequence_parallel=2+checkpointing",
+}
+
+
+def test_the_ladder_of_the_page_is_what_was_measured(request):
+    raw = json.loads((ROOT / "benchmarks" / "results" / "2026-11-23-long-small-128k.json").read_text())
+    assert raw["settings"]["budget_mib"] == 2048 and raw["settings"]["num_processes"] == 2
+    counted = raw["results"]["small-128k"]["counted"]
+    lines = ["| set | longest sequence | of FSDP2's | MiB at 2,048 | MiB at 8,192 |", "|---|--:|--:|--:|--:|"]
+    for name, mode in LADDER.items():
+        entry, more = counted[mode], "" if counted[mode]["is_bounded"] else "≥ "
+        ratio = entry["longest"] / counted["fsdp2"]["longest"]
+        peaks = (f"{entry['peaks'][at] / 2**20:,.0f}" if at in entry["peaks"] else "-" for at in ("2048", "8192"))
+        lines.append(f"| {name} | {more}{entry['longest']:,} | {more}{ratio:.1f} | {' | '.join(peaks)} |")
+    check_part(ROOT / "docs" / "long.md", "ladder", "\n".join(lines), request.config.getoption("--write-docs"))
+    longest = [counted[mode]["longest"] for mode in LADDER.values()]
+    assert longest[2:] == sorted(longest[2:])
