@@ -25,6 +25,7 @@ _NAMES_OF_OPERATORS = {
 _OTHER_OPERATORS = (
     *("__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__rtruediv__", "__pow__"),
     *("__matmul__", "__len__", "__iter__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__"),
+    *("__eq__", "__ne__", "__abs__", "__mod__", "__floordiv__"),
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"),
 )
 
@@ -250,6 +251,7 @@ def _add_operators() -> None:
         setattr(DeferredLogits, operator, noted(operator, name))
     for operator in _OTHER_OPERATORS:
         setattr(DeferredLogits, operator, computed(operator))
+    DeferredLogits.__hash__ = Tensor.__hash__  # type: ignore[method-assign, assignment]
 
 
 _add_operators()

@@ -5,6 +5,7 @@ from collections import defaultdict
 import torch
 from torch import nn
 
+from hf_zero.engine.partition import vocabulary_module
 from hf_zero.errors import ConfigError
 
 
@@ -101,7 +102,7 @@ class MuonWithAdamW:
             adamw (`dict`, *optional*): further or other settings of `torch.optim.AdamW`.
         """
         outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        head = getattr(model, "get_output_embeddings", lambda: None)()
+        head = vocabulary_module(model, "get_output_embeddings")
         outer.add(id(getattr(head, "weight", None)))
         params = [p for p in model.parameters() if p.requires_grad]
         hidden = [p for p in params if p.dim() == 2 and id(p) not in outer]

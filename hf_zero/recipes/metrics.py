@@ -15,6 +15,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_zero.engine import require_engine
+from hf_zero.engine.partition import vocabulary_module
 from hf_zero.trainer import ZeroTrainer
 from hf_zero.trainer.card import MIB, NO_METRICS
 
@@ -319,15 +320,11 @@ def training_flops(model: nn.Module, num_tokens: float, num_rows: float) -> floa
 
 def _looked_up(model: nn.Module) -> nn.Parameter | None:
     """Returns the weight of the input embedding, or `None` if the output layer shares it."""
-    embedding = getattr(_of(model, "get_input_embeddings"), "weight", None)
-    return None if embedding is getattr(_of(model, "get_output_embeddings"), "weight", None) else embedding
-
-
-def _of(model: nn.Module, getter: str) -> nn.Module | None:
-    try:
-        return getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None  # images have none
+    embedding, head = (
+        getattr(vocabulary_module(model, method), "weight", None)
+        for method in ("get_input_embeddings", "get_output_embeddings")
+    )
+    return None if embedding is head else embedding
 
 
 def _expert_share(config: object) -> float:
