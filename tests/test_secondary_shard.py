@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hf_zero
 from hf_zero.checkpoint import load_state, load_weights, save_pretrained, save_state
 from hf_zero.comm.groups import ranks_beside
-from hf_zero.engine import engine_of
+from hf_zero.engine import build, engine_of
 from tests import models
 from tests.checkpoint import models as tiny
 from tests.checkpoint.test_training import train as train_whole_batches
@@ -201,15 +202,34 @@ def test_a_run_goes_on_with_it_and_without(tmp_path):
     run_ranks(_goes_on, 4, tmp_path)
 
 
-def _says(hosts: list[str]) -> list[str]:
+def _counts_the_copy() -> None:
+    with on_two_hosts(True):
+        engine = Sharded(models.build(NAME), adamw, 3, secondary_shard=True).engine
+    numel = sum(flat.layout.shard_numel for flat in engine.flats if flat.trainable)
+    blocks = sum(flat.layout.full_numel for unit in engine.blocks for flat in unit.flats)
+    nbytes = blocks  # a buffer; the second copy on this rank takes twice that
+    pages = {"SC_AVPHYS_PAGES": 4 * (12 * numel + 2 * nbytes + 6 * nbytes), "SC_PAGE_SIZE": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_zero.engine.build.os.sysconf", pages.__getitem__)
+        assert build._fitting(nbytes, engine.units, engine.comm) == 3
+
+
+@pytest.mark.full("more cases", after=0)
+def test_blocks_that_stay_gathered_leave_room_for_it():
+    run_ranks(_counts_the_copy, 4)
+
+
+def _says(hosts: list[str], shard_size: int | None = None) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("hf_zero.comm.world")
     logger.addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_zero.comm.ranks.hosts", lambda group: hosts)
-        subject = Sharded(models.build(NAME), adamw, 3, shared_memory=False, secondary_shard=True)
+        of_group = dist.get_process_group_ranks
+        patch.setattr("hf_zero.comm.ranks.hosts", lambda group: [hosts[rank] for rank in of_group(group)])
+        settings = {"shared_memory": False, "secondary_shard": True, "shard_size": shard_size}
+        subject = Sharded(models.build(NAME), adamw, 3, **settings)
     logger.removeHandler(handler)
     assert subject.engine.comm.host_group is None
     assert all(flat.rest.secondary is None for flat in subject.engine.flats)
@@ -221,6 +241,8 @@ def test_where_it_can_do_nothing_one_rank_says_so():
     assert run_ranks(_says, 2, ["a", "a"]) == [[], []]
     (line,), others = run_ranks(_says, 2, ["a", "b"])
     assert "secondary_shard does nothing: the hosts have 1, 1 of the ranks" in line and not others
+    (line,), *others = run_ranks(_says, 4, ["a", "a", "b", "b"], 2)
+    assert "does nothing: the ranks of each shard group are on one host" in line and not any(others)
 
 
 @pytest.mark.quick

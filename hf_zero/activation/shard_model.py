@@ -88,8 +88,9 @@ def shard_with(
     if config.sequence_parallel > 1 and dist.is_initialized():
         refuse_group_size(config.sequence_parallel, dist.get_world_size(group))
     refuse_unsuited(model, config)
+    is_new = engine_of(model) is None
     engine = build.shard_parameters(model, config, device=device, group=group)
-    if config.reduce_bits is not None and engine.comm.shared_memory is not None and engine.comm.rank == 0:
+    if is_new and config.reduce_bits is not None and engine.comm.shared_memory is not None and engine.comm.rank == 0:
         logger.warning(
             "hf_zero: reduce_dtype %s changes nothing: all ranks share the memory of one host, where nothing is sent "
             "and sums are exact",

@@ -283,15 +283,15 @@ def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm, aren
 
 
 def _fitting(nbytes: int, units: list[Unit], comm: Comm) -> int:
-    """Counts the buffers of `nbytes` that fit half of what is free on every rank beside gradients and Adam's state."""
+    """Counts the buffers of `nbytes` that fit half of what is free on every rank beside what is to come."""
+    free = 0
     if comm.device.type != "cpu":
         free = torch.get_device_module(comm.device).mem_get_info(comm.device)[0]
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // comm.num_ranks  # were all on this host
-    else:
-        free = 0
     here = [gradient for unit in units for gradient in unit.gradients if gradient.rests_at is MemoryTier.DEVICE]
     to_come = sum(12 * gradient.flat.layout.shard_numel for gradient in here)
+    to_come += sum(flat.rest.secondary_nbytes for unit in units for flat in unit.flats)
     own = torch.tensor([max(0, free - to_come) // 2 // nbytes], device=comm.device)
     return int(comm.all_gather_vector(own).min())
 

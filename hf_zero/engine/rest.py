@@ -102,6 +102,12 @@ class Rest:
         gathering = self.source.all_gather(full, what, arriving, gather)
         return gathering if secondary is None else secondary.filled_by(gathering, full)
 
+    @property
+    def secondary_nbytes(self) -> int:
+        """The bytes of this rank's secondary shard."""
+        shard = None if self.secondary is None else self.secondary.shard
+        return 0 if shard is None else shard.numel * shard.dtype.itemsize
+
     def outdate_secondary(self) -> None:
         """Notes that the values change: the next gather takes them from all ranks."""
         if self.secondary is not None:
