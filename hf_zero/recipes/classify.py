@@ -96,8 +96,9 @@ def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
         first = load_rows(replace(arguments, dataset_streaming=True, dataset_train_split=base), "train")
         _inputs(first, arguments)
     check_model(arguments)
+    limit = positions_of(config_of(arguments))
     if arguments.max_length != Arguments.max_length:  # the default is cut to what the model takes
-        check_positions(arguments.model_name_or_path, positions_of(config_of(arguments)), arguments.max_length)
+        check_positions(arguments.model_name_or_path, limit, arguments.max_length)
 
 
 def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:

@@ -1,6 +1,8 @@
 """Classes of texts and images, from all kinds of sources to a model that tells them apart."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import datasets
@@ -261,3 +263,20 @@ def test_images_without_pillow_are_refused(load, tiny_vit, image_folder, monkeyp
     monkeypatch.setattr("hf_zero.recipes.data.images.is_vision_available", lambda: False)
     with pytest.raises(ConfigError, match=r"pip install 'hf-zero\[vision\]'"):
         load(dataset_name=image_folder, model_name_or_path=tiny_vit)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_hidden_layers": "2"}, "model: its config does not load .*num_hidden_layers"),
+        ({"hidden_act": "none"}, r"model: does not load for text-classification \(KeyError\('none'\)\)"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_in_one_line(load, tiny_model, csv_file, tmp_path, changed, message):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, **changed}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as caught:
+        data = load(model_name_or_path=folder, train_file=csv_file)
+        load.model(data)
+    assert "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.classification.inputs import Images, Texts
 from hf_zero.recipes.classification.labelled import Classes
-from hf_zero.recipes.loading import attach, is_adapter, load_base, quiet
+from hf_zero.recipes.loading import attach, is_adapter, load_base, quiet, reason_of
 
 
 NUM_VERIFIED = 64  # test rows that the reloaded model has to predict alike
@@ -54,8 +54,8 @@ def load_classifier(
                 output_loading_info=True,
                 **where,
             )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{path}: does not load for {inputs.task} ({str(error).splitlines()[0]})") from error
+        except Exception as error:  # what a config says may fail in any line of the model's code
+            raise ConfigError(f"{path}: does not load for {inputs.task} ({reason_of(error)})") from error
     _refuse_other_base(path, model, info)
     if isinstance(inputs, Texts):
         model.config.pad_token_id = inputs.processor.pad_token_id
