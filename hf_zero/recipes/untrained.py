@@ -29,7 +29,8 @@ from hf_zero.trainer import ZeroTrainer
 # What is not done where nothing is trained, whatever is asked of the run.
 QUIET = {
     **{"push_to_hub": False, "report_to": "none", "resume_from_checkpoint": None},
-    **{"precompute_ref_log_probs": False, "use_vllm": False},  # where the trainer has them
+    # where the trainer has them
+    **{"precompute_ref_log_probs": False, "use_vllm": False, "activation_offloading": False},
 }
 # What only the device of the run may know, beside.
 NO_DEVICE = {"use_cpu": True, "bf16": False, "fp16": False, "zero_autocast": False, "tf32": None}

@@ -19,10 +19,9 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
 
 from hf_zero.errors import ConfigError, nearest
+from hf_zero.trainer.activation_checks import ACTIVATION_CHECKS, Settings
 from hf_zero.trainer.optims import SUPPORTED_OPTIMS
 
-
-Settings = Mapping[str, Any]  # fields of the training arguments, by name
 
 WHOLE_NUMBERS = (int, int | None)
 NUMBERS = (*WHOLE_NUMBERS, float, float | None)
@@ -133,20 +132,6 @@ def check_output_dir(output_dir: str | None, name: str = "output_dir") -> None:
         )
 
 
-def check_activations(settings: Settings) -> None:
-    """Refuses settings for activations that other settings of a run forbid.
-
-    Args:
-        settings (`Mapping[str, Any]`): the fields of the training arguments.
-
-    Raises:
-        ConfigError: naming both.
-    """
-    message = next(filter(None, (check(settings) for check in (_activations, _chunked_loss, _sequences))), None)
-    if message is not None:
-        raise ConfigError(message)
-
-
 def _supported_optimizer(settings: Settings) -> str | None:
     optim = _value(settings["optim"])
     if optim in SUPPORTED_OPTIMS:
@@ -155,42 +140,6 @@ def _supported_optimizer(settings: Settings) -> str | None:
         f"optim: {optim} is not known to run on shards; use one of {', '.join(sorted(SUPPORTED_OPTIMS))}, or for Muon "
         "optimizer_cls_and_kwargs=(hf_zero.MuonWithAdamW, {...})"
     )
-
-
-def _activations(settings: Settings) -> str | None:
-    # the newer name, and the older one
-    is_checkpointed = any(settings.get(f"{name}_checkpointing") for name in ("activation", "gradient"))
-    if settings["zero_partition_activations"] and not is_checkpointed:
-        return (
-            "zero_partition_activations: says where inputs of checkpointed blocks rest, and nothing is checkpointed; "
-            "add --gradient_checkpointing"
-        )
-    for name in ("zero_offload_activations", "zero_partition_activations"):
-        if settings[name] and settings["torch_compile"]:
-            return f"{name}: compiled blocks keep their inputs inside their graphs; leave --torch_compile out"
-    if settings["zero_offload_activations"] and settings.get("activation_offloading"):
-        return "activation_offloading: TRL's and zero_offload_activations move the same tensors; leave one of them out"
-    if str(settings["zero_tiled_mlp"]) != "1" and settings["torch_compile"]:
-        return "zero_tiled_mlp: compiled blocks keep inner activations inside their graphs; leave --torch_compile out"
-    return None
-
-
-def _chunked_loss(settings: Settings) -> str | None:
-    if settings["zero_chunked_loss"] != "on":
-        return None
-    if settings["label_smoothing_factor"]:
-        return "zero_chunked_loss: label smoothing is computed from all logits; use auto, or no label_smoothing_factor"
-    if settings["zero_autocast"]:
-        return "zero_chunked_loss: the head's weight is cast at each use with --zero_autocast; leave one of them out"
-    return None
-
-
-def _sequences(settings: Settings) -> str | None:
-    others = ("torch_compile", "label_smoothing_factor", "use_liger_kernel", "zero_partition_activations")
-    found = next((name for name in (*others, "eval_use_gather_object") if settings.get(name)), None)
-    if settings["zero_sequence_parallel"] == 1 or found is None:
-        return None
-    return f"zero_sequence_parallel: parts of sequences are not trained with {found}; leave one of them out"
 
 
 def _precision(settings: Settings) -> str | None:
@@ -360,9 +309,7 @@ def _offload_folder(settings: Settings) -> str | None:
 # In this order: a later check may rely on the earlier ones.
 CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _supported_optimizer,
-    _activations,
-    _chunked_loss,
-    _sequences,
+    *ACTIVATION_CHECKS,
     _precision,
     _kinds,
     _ranges,

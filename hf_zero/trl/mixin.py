@@ -35,6 +35,10 @@ class ZeroTrlArgumentsMixin(ZeroArgumentsMixin):
 
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
+        if getattr(self, "activation_offloading", False) and (self.use_cpu or not torch.accelerator.is_available()):
+            raise ConfigError(
+                "activation_offloading: TRL's moves tensors off an accelerator, and the run has none; leave it out"
+            )
         if getattr(self, "use_vllm", False):
             self._check_vllm()
         for name in ("use_transformers_continuous_batching", "use_transformers_paged"):

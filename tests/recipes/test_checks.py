@@ -17,7 +17,7 @@ from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes import launch
 from hf_zero.recipes.cli import main
-from hf_zero.recipes.settings import make_parser
+from hf_zero.recipes.settings import make_parser, parse_settings
 from hf_zero.trainer import checks
 from tests import models
 
@@ -36,6 +36,12 @@ ARGUMENTS = [
     ("seed", "-1", "seed: -1 is out of range; expected 0 to 4294967295"),
     ("ddp_timeout", "0", "ddp_timeout: 0 is out of range"),
     ("num_train_epochs", "-1", "num_train_epochs: -1.0 is out of range; expected 0 or more, or give --max_steps"),
+    (
+        "gradient_checkpointing_kwargs",
+        '{"offloads": 1}',
+        "gradient_checkpointing_kwargs: nobody reads offloads; expected some of",
+    ),
+    ("gradient_checkpointing_kwargs", "{", "gradient_checkpointing_kwargs: '{' is no JSON"),
     ("save_steps", "0", "save_steps: 0.0 is no interval; give 1 or more, or --save_strategy no"),
     ("save_steps", "2.5", "save_steps: 2.5 is neither a whole number nor a fraction below 1; give 2"),
     ("logging_steps", "0", "logging_steps: 0.0 is no interval; give 1 or more, or --logging_strategy no"),
@@ -275,11 +281,15 @@ def test_a_folder_that_refuses_a_file_is_no_output_dir_whatever_its_mode_says(re
     assert "is not writable for this user (Read-only file system); give another folder" in refusal("sft")
 
 
-def test_activations_are_moved_by_one_of_two(refusal):
+def test_activations_are_moved_once_and_off_an_accelerator(refusal):
+    with pytest.raises(
+        ConfigError, match="activation_offloading: TRL's moves tensors off an accelerator, and the run"
+    ):
+        parse_settings("sft", ["--activation_offloading", "--use_cpu", "--output_dir=out"]).training_arguments()
     line = refusal("sft", "--zero_offload_activations", "--activation_offloading")
-    assert line.startswith(
-        "activation_offloading: TRL's and zero_offload_activations move the same tensors; leave one"
-    )
+    assert line.startswith("activation_offloading: TRL's and zero_offload_activations move the same tensors; leave")
+    line = refusal("sft", "--zero_offload_activations", '--gradient_checkpointing_kwargs={"offload": true}')
+    assert line.startswith("gradient_checkpointing_kwargs: its offload and zero_offload_activations move the same")
 
 
 def test_a_limit_of_file_sizes_below_the_model_is_refused(refusal, monkeypatch):

@@ -1,0 +1,89 @@
+"""Checks of the training arguments that say how activations are kept, divided or computed again."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hf_zero.errors import ConfigError
+
+
+Settings = Mapping[str, Any]  # fields of the training arguments, by name
+
+# What Trainer, TRL's SFTTrainer and torch.utils.checkpoint.checkpoint read of a checkpointing's arguments.
+CHECKPOINT_KEYS = (
+    *("every_n_layers", "offload", "selective", "use_reentrant", "preserve_rng_state"),
+    *("context_fn", "determinism_check", "debug", "early_stop"),
+)
+
+
+def check_activations(settings: Settings) -> None:
+    """Refuses settings for activations that other settings of a run forbid.
+
+    Args:
+        settings (`Mapping[str, Any]`): the fields of the training arguments.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    message = next(filter(None, (check(settings) for check in ACTIVATION_CHECKS)), None)
+    if message is not None:
+        raise ConfigError(message)
+
+
+def _activations(settings: Settings) -> str | None:
+    # the newer name, and the older one
+    is_checkpointed = any(settings.get(f"{name}_checkpointing") for name in ("activation", "gradient"))
+    if settings["zero_partition_activations"] and not is_checkpointed:
+        return (
+            "zero_partition_activations: says where inputs of checkpointed blocks rest, and nothing is checkpointed; "
+            "add --gradient_checkpointing"
+        )
+    for name in ("zero_offload_activations", "zero_partition_activations"):
+        if settings[name] and settings["torch_compile"]:
+            return f"{name}: compiled blocks keep their inputs inside their graphs; leave --torch_compile out"
+    if settings["zero_offload_activations"] and settings.get("activation_offloading"):
+        return "activation_offloading: TRL's and zero_offload_activations move the same tensors; leave one of them out"
+    if str(settings["zero_tiled_mlp"]) != "1" and settings["torch_compile"]:
+        return "zero_tiled_mlp: compiled blocks keep inner activations inside their graphs; leave --torch_compile out"
+    return None
+
+
+def _checkpointing(settings: Settings) -> str | None:
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        given = settings.get(name) or {}
+        try:
+            given = json.loads(given) if isinstance(given, str) else given
+        except ValueError as error:
+            return f"{name}: {given!r} is no JSON ({error}); write it as '{{\"use_reentrant\": false}}'"
+        unknown = [key for key in given if key not in CHECKPOINT_KEYS]
+        if unknown:
+            return f"{name}: nobody reads {unknown[0]}; expected some of {', '.join(CHECKPOINT_KEYS)}"
+        if given.get("offload") and settings["zero_offload_activations"]:
+            return f"{name}: its offload and zero_offload_activations move the same tensors; leave one of them out"
+    return None
+
+
+def _chunked_loss(settings: Settings) -> str | None:
+    if settings["zero_chunked_loss"] != "on":
+        return None
+    if settings["label_smoothing_factor"]:
+        return "zero_chunked_loss: label smoothing is computed from all logits; use auto, or no label_smoothing_factor"
+    if settings["zero_autocast"]:
+        return "zero_chunked_loss: the head's weight is cast at each use with --zero_autocast; leave one of them out"
+    return None
+
+
+def _sequences(settings: Settings) -> str | None:
+    others = ("torch_compile", "label_smoothing_factor", "use_liger_kernel", "zero_partition_activations")
+    found = next((name for name in (*others, "eval_use_gather_object") if settings.get(name)), None)
+    if settings["zero_sequence_parallel"] == 1 or found is None:
+        return None
+    return f"zero_sequence_parallel: parts of sequences are not trained with {found}; leave one of them out"
+
+
+ACTIVATION_CHECKS: tuple[Callable[[Settings], str | None], ...] = (
+    _activations,
+    _checkpointing,
+    _chunked_loss,
+    _sequences,
+)
