@@ -169,7 +169,7 @@ class _TiledForward(Uncopyable):
         """
         out: Tensor | None = None
         with torch.no_grad(), _casting(given, autocast_dtype(given.device.type)):
-            for rows, tile in _tiles(given, size):
+            for rows, tile in tiles_of(given, size):
                 part = self._compute(tile)
                 if out is None:
                     out = part.new_empty(given.shape)
@@ -193,7 +193,7 @@ class _TiledForward(Uncopyable):
         """
         sums: list[Tensor] = []
         grads = grad.reshape(-1, grad.shape[-1])
-        for rows, tile in _tiles(given, size):
+        for rows, tile in tiles_of(given, size):
             tile = tile.detach().requires_grad_(needs is not None)
             with torch.enable_grad():
                 out = self._compute(tile)
@@ -213,7 +213,7 @@ class _TiledForward(Uncopyable):
         return sums
 
 
-def _tiles(given: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+def tiles_of(given: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Returns the tiles of all tokens: their range, and their values, of as many dimensions as `given`."""
     rows = given.reshape(-1, given.shape[-1])
     for start in range(0, len(rows), size):

@@ -2,6 +2,7 @@
 
 from hf_zero.planner.advice import Advice, advise
 from hf_zero.planner.classes import TensorClass, by_field, render_classes, tensor_classes
+from hf_zero.planner.longest import Longest, longest_sequence
 from hf_zero.planner.prediction import Prediction, predict, predict_rows, predict_with
 from hf_zero.planner.remedies import Remedy, remedy
 from hf_zero.planner.simulated_step import refuse_impossible
@@ -14,6 +15,7 @@ __all__ = [
     "Advice",
     "Cluster",
     "Device",
+    "Longest",
     "Prediction",
     "Ranking",
     "Remedy",
@@ -23,6 +25,7 @@ __all__ = [
     "advise",
     "by_field",
     "device_named",
+    "longest_sequence",
     "predict",
     "predict_rows",
     "predict_with",

@@ -6,9 +6,10 @@ with all its scores.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_zero.activation import tiled_mlp
 from hf_zero.activation.chunked_loss import Tiles
 from hf_zero.config import MemoryTier
 from hf_zero.engine.away import in_backward
@@ -24,6 +26,8 @@ from hf_zero.planner.quantized import PRODUCTS
 from hf_zero.planner.timeline import Timeline
 from hf_zero.planner.work import work_of
 
+
+T = TypeVar("T")
 
 _aten = torch.ops.aten
 _PLAIN = F.scaled_dot_product_attention
@@ -146,25 +150,27 @@ class Meter(TorchDispatchMode):
 
 
 @contextmanager
-def few_ranges(timeline: Timeline) -> Iterator[None]:
-    """Makes a chunked loss compute the first range of the vocabulary, the second one in place of all that are equal
+def few_parts(timeline: Timeline) -> Iterator[None]:
+    """Makes a chunked loss and tiled MLPs compute their first two parts, the third one in place of all that are equal
     to it, and the last. They take the same memory one after the other.
 
     Args:
-        timeline (`Timeline`): counts the second one as often as there are such.
+        timeline (`Timeline`): counts the third one as often as there are such.
     """
-    plain = Tiles.ranges
-
-    def ranges(tiles: Tiles) -> Iterator[slice]:
-        every = list(plain(tiles))
-        yield from every[:1]
-        if len(every) > 2:
-            with timeline.repeated(len(every) - 2):
-                yield every[1]
-        yield from every[1:][-1:]
-
-    with patch.object(Tiles, "ranges", ranges):
+    ranges, tiles = Tiles.ranges, tiled_mlp.tiles_of
+    few_ranges = patch.object(Tiles, "ranges", lambda own: _few(ranges(own), timeline))
+    few_tiles = patch.object(tiled_mlp, "tiles_of", lambda *args: _few(tiles(*args), timeline))
+    with few_ranges, few_tiles:
         yield
+
+
+def _few(parts: Iterable[T], timeline: Timeline) -> Iterator[T]:
+    every = list(parts)
+    yield from every[:2]  # gradients are first written, and then added
+    if len(every) > 3:
+        with timeline.repeated(len(every) - 3):
+            yield every[2]
+    yield from every[2:][-1:]
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from hf_zero.engine.partition import refuse_what_cannot_be_summed
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.planner.lone_rank import META, LoneBus, LoneNeighbours, lone_rank
-from hf_zero.planner.meter import Meter, device_attention, few_ranges
+from hf_zero.planner.meter import Meter, device_attention, few_parts
 from hf_zero.planner.quantized import device_products
 from hf_zero.planner.replica import replica_of
 from hf_zero.planner.timeline import Timeline
@@ -151,7 +151,7 @@ class SimulatedStep:
         for module in self.engine.modules.values():
             watch.follow(module)
         timeline, on_cpu = self.meter.timeline, self._on_cpu
-        with self.meter, device_attention(on_cpu), device_products(on_cpu), few_ranges(timeline), timeline.record():
+        with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline), timeline.record():
             inputs = {
                 key: torch.empty_like(value, device=META) if isinstance(value, Tensor) else value
                 for key, value in batch.items()

@@ -155,7 +155,7 @@ def time_of(arguments: Any, run: PlannedRun, prediction: Prediction) -> str:
             watch=_with_progress,
         )
     if arguments.json:
-        return json_of(throughput, ranking)
+        return json_of(throughput, ranking, run.num_tokens)
     if ranking is not None:
         return f"{throughput.render()}\n{ranking.render()}"
     fits = "fits" if throughput.fits(memory) else "does not fit"
@@ -177,9 +177,10 @@ def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throu
     return Throughput(prediction, run.cluster, num_rows // run.rows_of_one, num_items, unit)
 
 
-def json_of(throughput: Throughput, ranking: Ranking | None) -> str:
-    """Returns what was predicted as JSON."""
+def json_of(throughput: Throughput, ranking: Ranking | None, num_tokens: int) -> str:
+    """Returns what was predicted, of rows of so many tokens, as JSON."""
     found: dict[str, Any] = {"device": throughput.cluster.device.name, "num_ranks": throughput.cluster.num_ranks}
+    found["max_length"] = num_tokens
     found["prediction"] = throughput.as_dict()
     if ranking is not None:
         found["ways"] = [{**way.as_dict(), "fits": way.fits(ranking.memory_nbytes)} for way in ranking.ways]

@@ -2,7 +2,7 @@
 only a run needs (Trainer, data sets, TRL) is not imported here; a test says so."""
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -22,12 +22,13 @@ from hf_zero.recipes.empty_models import (
     reference_line,
 )
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
-from hf_zero.recipes.loading import DTYPES
+from hf_zero.recipes.loading import DTYPES, positions_of
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, check_adapter, check_quantization
 from hf_zero.recipes.planned_run import PlannedRun, RowArguments
 from hf_zero.trainer import ZeroArgumentsMixin
 
 
+AUTO = "auto"
 POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not needed")
 
 
@@ -58,7 +59,9 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
     fp16: bool = field(default=False, metadata={"help": "Likewise in fp16."})
     dtype: str = field(default="float32", metadata={"help": "The dtype that the weights are loaded in."})
     optim: str = field(default="adamw_torch_fused", metadata={"help": "The optimizer."})
-    max_length: int = field(default=1024, metadata={"help": "Tokens of a sequence."})
+    max_length: str = field(
+        default="1024", metadata={"help": "Tokens of a sequence; auto: the most with which the run fits a device."}
+    )
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Sequences of a rank's micro-batch."})
     gradient_checkpointing: bool = field(default=False, metadata={"help": "Blocks keep their inputs alone."})
     use_cpu: bool = field(default=False, metadata={"help": "Ranks train on CPUs, not on a GPU each."})
@@ -72,7 +75,10 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
     ddp_timeout: int = field(default=1800, metadata={"help": "Of no account here."})
 
     def __post_init__(self):
-        for key in ("max_length", "per_device_train_batch_size", "num_processes"):
+        length = str(self.max_length)
+        if length != AUTO and not (length.isdecimal() and int(length)):
+            raise ConfigError(f"--max_length {length}: expected 1 or more, or {AUTO}")
+        for key in ("per_device_train_batch_size", "num_processes"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"--{key} {getattr(self, key)}: expected 1 or more")
         super().__post_init__()
@@ -98,30 +104,36 @@ def run(model: str, arguments: Arguments) -> None:
     """
     if model.endswith((".yaml", ".yml")):
         raise ConfigError(f"model {model!r}: is a YAML file, as of a run; plan that with --config {model}")
-    config = arguments.zero_config()
-    num_rows, num_tokens = arguments.per_device_train_batch_size, arguments.max_length
+    config, num_rows = arguments.zero_config(), arguments.per_device_train_batch_size
     subject = quantized(empty_model(model, dtype=DTYPES[arguments.dtype]), arguments, config.compute_dtype)
     freeze_parameters(subject, arguments)
     with_adapter = adapted(subject, arguments, task_type=None)
+    make_optimizer = optimizer_of(arguments.optim)
 
-    def batch_of(num_rows: int) -> dict[str, Tensor]:
+    def batch_of(num_tokens: int, num_rows: int) -> dict[str, Tensor]:
         return cast_batch(example_batch(subject, num_rows, num_tokens), config.compute_dtype)
 
-    planned_run = PlannedRun(
-        model,
-        with_adapter,
-        config,
-        arguments.num_processes,
-        batch_of(num_rows),
-        optimizer_of(arguments.optim),
-        gradient_checkpointing=arguments.gradient_checkpointing,
-        on_cpu=arguments.use_cpu,
-        num_rows=num_rows,
-        num_tokens=num_tokens,
-        batch_of=batch_of,
-        has_8_bit_products=arguments.load_in_8bit,
-    )
-    _tell(planned_run, arguments)
+    def of_length(num_tokens: int) -> PlannedRun:
+        return PlannedRun(
+            model,
+            with_adapter,
+            config,
+            arguments.num_processes,
+            batch_of(num_tokens, num_rows),
+            make_optimizer,
+            gradient_checkpointing=arguments.gradient_checkpointing,
+            on_cpu=arguments.use_cpu,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            batch_of=partial(batch_of, num_tokens),
+            resized=of_length,
+            num_positions=positions_of(subject.config),
+            has_8_bit_products=arguments.load_in_8bit,
+        )
+
+    takes_longest = arguments.max_length == AUTO
+    planned_run = of_length(1 if takes_longest else int(arguments.max_length))
+    _tell(replace(planned_run, takes_longest=takes_longest), arguments)
 
 
 def run_config(argv: list[str]) -> None:
@@ -145,7 +157,12 @@ def run_config(argv: list[str]) -> None:
 def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     """Prints what a run takes, and which settings fit."""
     cluster = arguments.cluster(planned_run.dtype)
-    planned_run = replace(planned_run, ranks_per_host=arguments.gpus_per_host, cluster=cluster)
+    memory = _memory_nbytes(arguments, on_cpu=planned_run.on_cpu)
+    planned_run = replace(planned_run, ranks_per_host=arguments.gpus_per_host)
+    longest = planned_run.longest(memory) if planned_run.takes_longest else None
+    if longest is not None:
+        planned_run = planned_run.of_length(longest.num_tokens)
+    planned_run = replace(planned_run, cluster=cluster)
     prediction = planned_run.predict()
     if arguments.json:
         print(time_of(arguments, planned_run, prediction))
@@ -155,9 +172,9 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     if planned_run.has_reference:
         parts = list(planned_run.model.parameters())
         print(reference_line(parts, planned_run.config, prediction.shard_size, parts[0].dtype))
-    for note in planned_run.notes:
+    for note in [*planned_run.notes, *([longest.render()] if longest is not None else [])]:
         print(f"  {note}")
-    memory, predict = _memory_nbytes(arguments, on_cpu=planned_run.on_cpu), cache(planned_run.predict)
+    predict = cache(planned_run.predict)
     if cluster is not None:
         print(time_of(arguments, planned_run, prediction))
     elif memory:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,16 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner import Cluster, Prediction, predict_rows, predict_with, refuse_impossible
+from hf_zero.errors import ConfigError
+from hf_zero.planner import (
+    Cluster,
+    Longest,
+    Prediction,
+    longest_sequence,
+    predict_rows,
+    predict_with,
+    refuse_impossible,
+)
 
 
 @dataclass
@@ -42,6 +51,9 @@ class PlannedRun:
         num_tokens (`int`): of a row.
         batch_of (`Callable`, *optional*): makes a batch of so many rows; `None` where what a batch takes does not
             follow from how many rows it has.
+        resized (`Callable`, *optional*): makes the same run with rows of so many tokens.
+        num_positions (`int`, *optional*): of the model, where it has a last one.
+        takes_longest (`bool`): whether rows are to be as long as fits, and are one token long so far.
         rows_of_one (`int`): how many rows of a batch are made of one row of data.
         notes (`list[str]`): what is not counted.
         has_reference (`bool`): whether a frozen twin of the model stands beside it.
@@ -63,6 +75,9 @@ class PlannedRun:
     num_rows: int
     num_tokens: int
     batch_of: Callable[[int], dict[str, Any]] | None = None
+    resized: "Callable[[int], PlannedRun] | None" = None
+    num_positions: int | None = None
+    takes_longest: bool = False
     rows_of_one: int = 1
     notes: list[str] = field(default_factory=list)
     has_reference: bool = False
@@ -88,6 +103,28 @@ class PlannedRun:
         assert self.batch_of is not None
         with self._as_on_device():
             return predict_rows(self.model, config, self.batch_of, rows, **self._settings(gradient_checkpointing))
+
+    def longest(self, memory_nbytes: int) -> Longest:
+        """Finds the longest rows with which it fits.
+
+        Args:
+            memory_nbytes (`int`): of one device; 0 where it is not known.
+
+        Raises:
+            ConfigError: the memory is not known, rows have no tokens, or none fit.
+        """
+        if not memory_nbytes:
+            raise ConfigError("max_length auto: how much memory a device has is not known; add --memory with its GiB")
+        if self.resized is None or "input_ids" not in (self.batch or ()):
+            raise ConfigError("max_length auto: what a row takes does not depend on its tokens; leave it out")
+        return longest_sequence(
+            lambda num_tokens: self.of_length(num_tokens).predict(), memory_nbytes, self.num_positions
+        )
+
+    def of_length(self, num_tokens: int) -> "PlannedRun":
+        """The same with rows of so many tokens."""
+        assert self.resized is not None
+        return replace(self.resized(num_tokens), ranks_per_host=self.ranks_per_host)
 
     def refuse(self, config: ZeroConfig, gradient_checkpointing: bool) -> None:
         """Refuses settings with which it cannot be trained, as far as that is seen without a step.

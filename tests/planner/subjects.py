@@ -77,9 +77,9 @@ def build(name: str) -> PreTrainedModel:
     return model
 
 
-def batch(name: str) -> dict[str, Tensor]:
+def batch(name: str, length: int = LENGTH) -> dict[str, Tensor]:
     """Rows of full length, none padded."""
-    ids = torch.randint(5, VOCAB, (ROWS, LENGTH))
+    ids = torch.randint(5, VOCAB, (ROWS, length))
     labels = torch.randint(0, 3, (ROWS,)) if name == "bert" else ids.clone()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import UnsupportedError
-from hf_zero.planner import Prediction, advise, remedy
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.planner import Prediction, advise, longest_sequence, remedy
 from hf_zero.planner.advice import GIB, USABLE_SHARE, WAYS
 from hf_zero.planner.simulated_step import StepMemory
 
@@ -135,3 +135,37 @@ def test_flags_that_a_run_refuses_are_not_named():
     assert "--gradient_checkpointing" in remedy(_of_parts, asked, memory).render()
     found = remedy(_of_parts, asked, memory, refuse=refuse)
     assert "checkpointing" not in found.render() and found.fits
+
+
+# The longest sequence
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "mib, positions, tokens, limit",
+    [
+        (8.5, None, 1280, "1344 would take 8.6 MiB of the 8.5 MiB that tensors may take"),
+        (9, 100_000, 1536, "1600 would take 9.1 MiB of the 9.0 MiB that tensors may take"),  # another slope from 1024
+        (9, 1000, 960, "has no more positions"),
+        (9, 50, 50, "has no more positions"),
+        (7.1, None, 64, "128 would take"),
+    ],
+)
+def test_the_longest_sequence_that_fits_is_found_with_what_limits_it(mib, positions, tokens, limit):
+    asked = []
+
+    def predict(num_tokens: int) -> Prediction:
+        asked.append(num_tokens)
+        needed = int(2**20 * (7 + max(num_tokens, 2 * num_tokens - 1024) / 1024))
+        step = StepMemory(0, 0, {"update": needed}, activation_nbytes=0, head_nbytes=0, sent_nbytes=1, copied_nbytes=0)
+        return Prediction(ZeroConfig(), 8, False, 10, 10, classes=[], checkpoint_nbytes=0, step=step)
+
+    found = longest_sequence(predict, int(mib * 2**20 / USABLE_SHARE) + 1, positions)
+    assert found.num_tokens == tokens and found.prediction.needed_nbytes <= mib * 2**20
+    assert found.more is None or predict(tokens + 64) == found.more
+    assert found.render().startswith(f"max_length auto: {tokens} tokens take ") and limit in found.render()
+    assert len(asked) == len({*asked}) + (found.more is not None) < 16
+    with pytest.raises(
+        ConfigError, match="max_length auto: .* tokens take .*, and tensors may take 6.0 MiB; use more"
+    ):
+        longest_sequence(predict, int(6 * 2**20 / USABLE_SHARE) + 1, positions)

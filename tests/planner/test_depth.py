@@ -57,7 +57,7 @@ def test_what_is_extended_is_what_the_whole_model_takes(settings, monkeypatch):
 
 
 def test_equal_ranges_and_pieces_are_counted_and_not_repeated(monkeypatch):
-    """A chunked loss in nine ranges of the vocabulary, and reductions in many pieces."""
+    """A chunked loss in nine ranges of the vocabulary, MLPs over eight tiles, and reductions in many pieces."""
     monkeypatch.setattr("hf_zero.activation.chunked_loss.MIN_WIDTH", 1)
     monkeypatch.setattr("hf_zero.activation.chunked_loss.ACCELERATOR_NBYTES", 60 * 4 * subjects.ROWS * subjects.LENGTH)
     starts: set[int] = set()
@@ -66,12 +66,13 @@ def test_equal_ranges_and_pieces_are_counted_and_not_repeated(monkeypatch):
 
     def predicted():
         settings = {"compute_dtype": torch.bfloat16, "chunked_loss": "on", "bucket_nbytes": 4096, "cluster": CLUSTER}
+        settings["tiled_mlp"] = 8
         starts.clear()
         return predict(subjects.llama(), num_ranks=8, batch=subjects.batch("llama"), **settings)
 
     few = predicted()
-    assert len(starts) == 3
-    monkeypatch.setattr(simulated_step, "few_ranges", nullcontext)
+    assert len(starts) == 4
+    monkeypatch.setattr(simulated_step, "few_parts", nullcontext)
     monkeypatch.setattr(lone_rank, "_FewPieces", Bucket)
     assert few == predicted() and len(starts) == 9
 

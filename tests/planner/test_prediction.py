@@ -15,7 +15,7 @@ import torch
 
 import hf_zero
 from hf_zero.engine import engine_of, has_sources
-from hf_zero.planner import Prediction, predict
+from hf_zero.planner import Prediction, longest_sequence, predict
 from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.tensor_meter import TensorMeter
@@ -37,7 +37,9 @@ def _train_on_two_hosts(*args) -> dict[str, int]:
         return _train(*args)
 
 
-def _train(make: Callable[[], Any], name: str, checkpointing: bool, settings: dict[str, Any]) -> dict[str, int]:
+def _train(
+    make: Callable[[], Any], name: str, checkpointing: bool, settings: dict[str, Any], length: int = subjects.LENGTH
+) -> dict[str, int]:
     """A third step, measured: bytes at rest, at the peak, sent, and of the host and of state there."""
     _collect()
     with TensorMeter() as meter:
@@ -53,7 +55,7 @@ def _train(make: Callable[[], Any], name: str, checkpointing: bool, settings: di
             _collect()
             meter.mark(f"step-{step}")
             before = engine.comm.counters.total_sent_nbytes
-            model(**subjects.batch(name)).loss.backward()
+            model(**subjects.batch(name, length)).loss.backward()
             optimizer.clip_grad_norm_(1.0)
             _collect()
             meter.mark(f"rest-{step}")
@@ -75,14 +77,21 @@ def _train(make: Callable[[], Any], name: str, checkpointing: bool, settings: di
     }
 
 
-def _predicted(name: str, checkpointing: bool, settings: dict[str, Any], num_ranks: int = 2, model: Any = None):
+def _predicted(
+    name: str,
+    checkpointing: bool,
+    settings: dict[str, Any],
+    num_ranks: int = 2,
+    model: Any = None,
+    length: int = subjects.LENGTH,
+):
     if model is None:
         with torch.device("meta"):
             model = subjects.build(name)
     return predict(
         model,
         num_ranks=num_ranks,
-        batch=subjects.batch(name),
+        batch=subjects.batch(name, length),
         make_optimizer=AdamW,
         gradient_checkpointing=checkpointing,
         on_cpu=True,
@@ -131,6 +140,24 @@ def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):
 @pytest.mark.parametrize("stage, dtype", [(3, torch.bfloat16), (2, None)])
 def test_rest_peak_and_traffic_of_shard_groups(stage, dtype):
     _check("llama", num_ranks=4, stage=stage, compute_dtype=dtype, shard_size=2)
+
+
+@pytest.mark.full("slow")
+@pytest.mark.parametrize("checkpointing, chunked_loss", [(False, "off"), (True, "on")])
+def test_the_longest_sequence_that_is_predicted_fits_in_a_real_step(checkpointing, chunked_loss):
+    settings = {"stage": 3, "compute_dtype": torch.bfloat16, "chunked_loss": chunked_loss}
+    with torch.device("meta"):
+        model = subjects.build("llama")
+
+    def predicted(length: int) -> Prediction:
+        return _predicted("llama", checkpointing, settings, model=model, length=length)
+
+    found = longest_sequence(predicted, 24 * 2**20, model.config.max_position_embeddings)
+    assert found.prediction.peak_nbytes <= found.limit < found.more.peak_nbytes
+    args = (partial(subjects.build, "llama"), "llama", checkpointing, settings, found.num_tokens)
+    for each in run_ranks(_train, 2, *args):
+        assert each["peak"] == pytest.approx(found.prediction.peak_nbytes, rel=PEAK)
+        assert each["peak"] <= found.limit * (1 + PEAK)
 
 
 @pytest.mark.full("more cases", after=1)

@@ -100,17 +100,28 @@ def test_memory_brings_a_table_and_advice(config_file, capsys):
     assert "nothing fits" in text and "no flags make it fit: with " in text
 
 
+def test_the_longest_sequence_that_fits_is_planned(config_file, capsys):
+    asked = [config_file, *SETTINGS[:-2], "--per_device_train_batch_size=1", "--gpu=h100", "--gpus_per_host=8"]
+    text = _plan(capsys, *asked, "--max_length=auto", "--memory=0.02")
+    tokens = int(re.search(r"^  max_length auto: (\d+) tokens take .* that tensors may take$", text, re.MULTILINE)[1])
+    assert tokens % 64 == 0 and f" 1 x {tokens} tokens;" in text
+    assert _mib(text, "at the peak") <= 0.02 * 0.9 * 1024 and "it fits into 90% of 0.0 GiB" in text
+    more = _plan(capsys, *asked, f"--max_length={tokens + 64}", "--memory=0.02")
+    assert _mib(more, "at the peak") > 0.02 * 0.9 * 1024 and "it does not fit into" in more
+    all_positions = json.loads(_plan(capsys, *asked, "--max_length=auto", "--json"))
+    assert all_positions["max_length"] == 2048
+
+
 def test_the_flags_that_make_it_fit_are_named_and_computed(config_file, capsys):
-    wide = [config_file, *SETTINGS, "--max_length=4096", "--per_device_train_batch_size=1", "--zero_chunked_loss=off"]
+    wide = [config_file, *SETTINGS, "--max_length=1024", "--per_device_train_batch_size=1", "--zero_chunked_loss=off"]
+    wide += ["--gpu=h100", "--gpus_per_host=8"]
     asked = _plan(capsys, *wide)
-    memory = str(0.9 * _mib(asked, "at the peak") / 0.9 / 1024)
-    text = _plan(capsys, *wide, "--memory", memory)
+    memory = ["--memory", str(_mib(asked, "at the peak") / 1024)]  # of which tensors may take 90 %
+    text = _plan(capsys, *wide, *memory)
     flags, needed = re.search(r"^it fits with (.*): ([\d.]+) MiB$", text, re.MULTILINE).groups()
-    assert f"of {_mib(asked, 'at the peak'):.1f} MiB " in text
-    with_them = _plan(capsys, *wide, *flags.split(), "--memory", memory)
-    assert f"{_mib(with_them, 'at the peak'):.1f}" == needed and "fits with" not in with_them
-    of_device = _plan(capsys, *wide, "--gpu", "h100", "--gpus_per_host", "8", "--memory", memory)
-    assert "it does not fit into" in of_device and f"it fits with {flags}: {needed} MiB" in of_device
+    assert f"of {_mib(asked, 'at the peak'):.1f} MiB " in text and "it does not fit into" in text
+    with_them = _plan(capsys, *wide, *flags.split(), *memory)
+    assert f"{_mib(with_them, 'at the peak'):.1f}" == needed and "it fits into 90% of" in with_them
 
 
 def test_a_device_brings_the_time_of_a_step(config_file, capsys):
@@ -174,6 +185,12 @@ def test_all_ways_are_printed_for_programs(config_file, capsys):
         (["--gpu", "h100", "--hosts", "2", "--num_processes", "3"], "--num_processes 3: 2 hosts have equally many"),
         (["--gpus_per_host", "8", "--num_processes", "4"], "1 hosts of 8 are 8 ranks; leave one of them out"),
         (["--gpu", "h100", "--utilization", "1.5"], "--utilization 1.5: expected a share, above 0 and at most 1"),
+        (
+            ["--max_length", "auto"],
+            "max_length auto: how much memory a device has is not known; add --memory with its",
+        ),
+        (["--max_length", "auto", "--memory=0.001"], "max_length auto: 64 tokens take "),
+        (["--max_length", "long"], "--max_length long: expected 1 or more, or auto"),
         (["--memory", "0"], "--memory 0.0: expected the GiB of one device"),
         (["--use_peft", "--lora_target_modules", "nowhere"], "lora_target_modules ['nowhere']: "),
         (["--lora_r", "8"], "lora_r: describes an adapter, and none is trained"),
