@@ -82,6 +82,11 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     from hf_zero.recipes.settings import resolve_settings
 
     settings = resolve_settings(task, argv)
+    if settings.takes_longest:
+        from hf_zero.recipes.auto_length import with_longest
+
+        is_first = os.environ.get("RANK", "0") == "0"
+        settings = with_longest(settings, print if is_first else lambda _: None)
     if settings.preprocess:
         from hf_zero.recipes.untrained import preprocess
 

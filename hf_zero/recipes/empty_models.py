@@ -186,7 +186,11 @@ def reference_line(
         shard_size (`int`): how many ranks form a shard group.
         dtype (`torch.dtype`): in which it computes, if the settings do not say.
     """
-    itemsize = (config.compute_dtype or dtype).itemsize
-    nbytes = sum(part.shape.numel() for part in parts) * itemsize
-    nbytes /= shard_size if config.stage == 3 else 1
+    nbytes = reference_nbytes(parts, config, shard_size, dtype)
     return f"  {'the reference model, beside these':<32}  {nbytes / 2**20:>12.2f} MiB"
+
+
+def reference_nbytes(parts: Iterable[Any], config: ZeroConfig, shard_size: int, dtype: torch.dtype) -> float:
+    """Returns the bytes of a frozen reference model on each rank. The arguments are those of `reference_line`."""
+    itemsize = (config.compute_dtype or dtype).itemsize
+    return sum(part.shape.numel() for part in parts) * itemsize / (shard_size if config.stage == 3 else 1)

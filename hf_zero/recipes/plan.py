@@ -4,13 +4,11 @@ only a run needs (Trainer, data sets, TRL) is not imported here; a test says so.
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-import torch
 from torch import Tensor
 
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError
 from hf_zero.planner import Prediction, advise, device_named, remedy
-from hf_zero.planner.advice import GIB
 from hf_zero.recipes.cluster import ClusterArguments, time_of
 from hf_zero.recipes.empty_models import (
     adapted,
@@ -24,7 +22,7 @@ from hf_zero.recipes.empty_models import (
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, positions_of
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, check_adapter, check_quantization
-from hf_zero.recipes.planned_run import PlannedRun, RowArguments
+from hf_zero.recipes.planned_run import PlannedRun, RowArguments, device_nbytes
 from hf_zero.trainer import ZeroArgumentsMixin
 
 
@@ -200,10 +198,6 @@ def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:
 
 def _memory_nbytes(arguments: RunArguments, *, on_cpu: bool) -> int:
     """Returns the memory of one device; 0 where it is not known."""
-    if arguments.memory is not None:
-        return int(arguments.memory * GIB)
-    if arguments.gpu is not None:
+    if arguments.memory is None and arguments.gpu is not None:
         return device_named(arguments.gpu).memory_nbytes
-    if on_cpu or not torch.cuda.is_available():
-        return 0
-    return torch.cuda.get_device_properties(0).total_memory
+    return device_nbytes(arguments.memory, on_cpu=on_cpu)

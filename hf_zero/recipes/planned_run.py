@@ -22,6 +22,10 @@ from hf_zero.planner import (
     predict_with,
     refuse_impossible,
 )
+from hf_zero.planner.advice import GIB, USABLE_SHARE
+from hf_zero.planner.lone_rank import planned_shard_size
+from hf_zero.planner.topology import RANKS_PER_HOST
+from hf_zero.recipes.empty_models import reference_nbytes
 
 
 @dataclass
@@ -118,8 +122,18 @@ class PlannedRun:
         if self.resized is None or "input_ids" not in (self.batch or ()):
             raise ConfigError("max_length auto: what a row takes does not depend on its tokens; leave it out")
         return longest_sequence(
-            lambda num_tokens: self.of_length(num_tokens).predict(), memory_nbytes, self.num_positions
+            lambda num_tokens: self.of_length(num_tokens).predict(),
+            memory_nbytes - int(self._reference_nbytes() / USABLE_SHARE),
+            self.num_positions,
         )
+
+    def _reference_nbytes(self) -> float:
+        """What a frozen twin takes, which no prediction counts."""
+        if not self.has_reference:
+            return 0
+        parts = list(self.model.parameters())
+        size = planned_shard_size(self.config.shard_size, self.num_ranks, self.ranks_per_host or RANKS_PER_HOST)
+        return reference_nbytes(parts, self.config, size, parts[0].dtype)
 
     def of_length(self, num_tokens: int) -> "PlannedRun":
         """The same with rows of so many tokens."""
@@ -147,6 +161,20 @@ class PlannedRun:
 
     def _as_on_device(self) -> AbstractContextManager[None]:
         return as_on_device(self.on_cpu, has_head="fused_lm_head" in (self.batch or ()))
+
+
+def device_nbytes(gib: float | None, *, on_cpu: bool) -> int:
+    """Returns the memory of one device; 0 where it is not known.
+
+    Args:
+        gib (`float`, *optional*): as it was given.
+        on_cpu (`bool`): ranks train on CPUs.
+    """
+    if gib is not None:
+        return int(gib * GIB)
+    if on_cpu or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(0).total_memory
 
 
 _autocast_enabled = torch.is_autocast_enabled

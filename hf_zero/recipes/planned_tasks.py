@@ -1,5 +1,6 @@
 """The run of a task as `plan --config` sees it, told by its settings and the config of its model."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,7 +22,7 @@ from hf_zero.recipes.classification.models import head_of
 from hf_zero.recipes.empty_models import adapted, cast_batch, example_batch, optimizer_of, quantized
 from hf_zero.recipes.freezing import check_freezing, freeze_parameters
 from hf_zero.recipes.language_models import check_dtype, check_source, config_of, named_model
-from hf_zero.recipes.loading import DTYPES, load_config, one_line, quiet, resolve_config
+from hf_zero.recipes.loading import DTYPES, load_config, one_line, positions_of, quiet, resolve_config
 from hf_zero.recipes.lora import check_adapter, check_quantization
 from hf_zero.recipes.parser import given_of, parser_for, read_yaml, unknown_task_message
 from hf_zero.recipes.planned_run import PlannedRun
@@ -83,19 +84,19 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
     _check_way(settings, zero, training.gradient_checkpointing)
     model = _model(settings, config, zero.compute_dtype)
-    length = _length(settings, config, num_tokens)
+    row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
     num_rows = training.per_device_train_batch_size * ROWS[task]
     notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
     if task == "orpo":
         notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
-    is_one_row = _is_one_row(training)
+    is_one_row, per_row = _is_one_row(training), 1
     if is_one_row:
-        num_rows, length = 1, length * num_rows
+        num_rows, per_row = 1, num_rows
         if "flash" not in (arguments.attn_implementation or ""):
             notes.append("not counted: the mask that keeps packed rows apart; flash attention needs none")
     _note_images(config, notes)
 
-    def batch_of(rows: int) -> dict[str, Any]:
+    def batch_of(length: int, rows: int) -> dict[str, Any]:
         batch: dict[str, Any] = {**example_batch(model, rows, length), **_images(config, rows)}
         if task == "reward":
             del batch["labels"]
@@ -109,24 +110,31 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         made.enable_input_require_grads()
     if has_fused_head(task, training):
         _add_head(model)
-    return PlannedRun(
+    run = PlannedRun(
         name=named_model(arguments)[1],
         model=made,
         config=zero,
         num_ranks=settings.num_processes or 1,
-        batch=batch_of(num_rows),
-        batch_of=None if is_one_row else batch_of,
+        batch=None,
+        num_positions=positions_of(config),
         rows_of_one=1 if is_one_row else ROWS[task],
         make_optimizer=optimizer_of(getattr(training.optim, "value", training.optim)),
         gradient_checkpointing=training.gradient_checkpointing,
         on_cpu=training.use_cpu,
         num_rows=num_rows,
-        num_tokens=length,
+        num_tokens=row,
         notes=notes,
         has_reference=_has_reference(settings),
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
         check=partial(_check_way, settings),
     )
+
+    def resized(num_tokens: int) -> PlannedRun:
+        length = num_tokens * per_row
+        of_rows = None if is_one_row else partial(batch_of, length)
+        return replace(run, num_tokens=length, batch=batch_of(length, num_rows), batch_of=of_rows, resized=resized)
+
+    return replace(resized(row), takes_longest=settings.takes_longest and num_tokens is None)
 
 
 def _check_way(settings: Settings, config: ZeroConfig, gradient_checkpointing: bool) -> None:

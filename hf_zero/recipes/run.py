@@ -8,6 +8,7 @@ import transformers
 
 from hf_zero.comm.ranks import transport_errors
 from hf_zero.recipes.artifacts import write_artifacts, write_configuration
+from hf_zero.recipes.auto_length import with_same_length
 from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message, set_aside
 from hf_zero.recipes.freezing import freeze_parameters
 from hf_zero.recipes.lm_evaluation import evaluate_lm_tasks, load_lm_tasks
@@ -22,6 +23,7 @@ def run_task(settings: Settings) -> None:
     """Runs a task in this process, unless the same run has ended before."""
     with transport_errors(settings.task):
         training = settings.training_arguments()
+        settings = with_same_length(settings, training)
         has_ended = finished(settings, training)
         if has_ended is None:
             train(settings, training).accelerator.end_training()

@@ -1,6 +1,7 @@
 """The settings of a run, read from the command line and a YAML file, and the checks before it starts."""
 
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -23,7 +24,11 @@ from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.checks import check_arguments, check_output_dir, check_schedule
 
 
-AUTO, NEVER = "auto", "never"  # values of `resume`; any other is the folder of a checkpoint
+AUTO, NEVER = (
+    "auto",
+    "never",
+)  # values of `resume`; any other is the folder of a checkpoint. `max_length` has auto, too
+SHORTEST = 8  # rows until it is known how long they may be
 # Where a run starts, its secrets, and which process this is, are no part of what it is.
 NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "local_rank")
 
@@ -43,6 +48,8 @@ class Settings:
         preprocess (`bool`): Make the rows ready for the run, and do nothing else.
         overwrite_output_dir (`bool`): The model that `output_dir` holds may be replaced.
         launched (`int`, *optional*): How many processes a launcher such as torchrun has started; `None` without one.
+        takes_longest (`bool`): Rows are to be as long as fits; until that is known, `max_length` is `SHORTEST`.
+        memory (`float`, *optional*): GiB of one device, for that.
     """
 
     task: str
@@ -54,6 +61,13 @@ class Settings:
     preprocess: bool = False
     overwrite_output_dir: bool = False
     launched: int | None = None
+    takes_longest: bool = False
+    memory: float | None = None
+
+    @property
+    def length(self) -> Any:
+        """`max_length`, a key of the task or of its trainer; `None` where it has none."""
+        return {**self.training, **vars(self.arguments)}.get("max_length")
 
     def values(self) -> dict[str, Any]:
         """All keys of the run as YAML knows them, the task first."""
@@ -122,6 +136,13 @@ class LaunchArguments:
             "never overwritten."
         },
     )
+    memory: float | None = field(
+        default=None,
+        metadata={
+            "help": "GiB that one device has, for --max_length auto, the longest rows with which a step fits; by "
+            "default this machine's GPU's."
+        },
+    )
 
 
 def make_parser(task: str) -> Parser:
@@ -139,7 +160,27 @@ def make_parser(task: str) -> Parser:
     parser.set_defaults(**getattr(module, "defaults", {}))
     # Its type has a list beside the name, of which HfArgumentParser takes the name alone.
     next(action for action in parser._actions if action.dest == "report_to").nargs = "+"
+    for action in parser._actions:
+        if action.dest == "max_length":
+            action.type = _tokens
     return parser
+
+
+def _tokens(text: str) -> int | str:
+    """Reads `max_length`, a number or auto."""
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"invalid int value: {text!r}; give a number of tokens, or {AUTO}") from error
+
+
+def with_length(settings: Settings, length: int) -> Settings:
+    """Returns the settings with another `max_length`."""
+    if "max_length" in settings.training:
+        return replace(settings, training={**settings.training, "max_length": length})
+    return replace(settings, arguments=replace(settings.arguments, max_length=length))
 
 
 def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Settings:
@@ -163,6 +204,11 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
     if values["task"] not in (None, task):
         where = values["config"] or "the flag"
         raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
+    if values["memory"] is not None and values["memory"] <= 0:
+        raise ConfigError(f"memory {values['memory']}: expected the GiB of one device")
+    takes_longest = values.get("max_length") == AUTO
+    if takes_longest:
+        values["max_length"] = SHORTEST
     return Settings(
         task=task,
         arguments=own_arguments(**_pick(values, own_arguments)),
@@ -172,6 +218,8 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
         dry_run=values["dry_run"],
         preprocess=values["preprocess"],
         overwrite_output_dir=values["overwrite_output_dir"],
+        takes_longest=takes_longest,
+        memory=values["memory"],
     )
 
 

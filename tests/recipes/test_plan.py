@@ -102,14 +102,13 @@ def test_memory_brings_a_table_and_advice(config_file, capsys):
 
 def test_the_longest_sequence_that_fits_is_planned(config_file, capsys):
     asked = [config_file, *SETTINGS[:-2], "--per_device_train_batch_size=1", "--gpu=h100", "--gpus_per_host=8"]
-    text = _plan(capsys, *asked, "--max_length=auto", "--memory=0.02")
-    tokens = int(re.search(r"^  max_length auto: (\d+) tokens take .* that tensors may take$", text, re.MULTILINE)[1])
-    assert tokens % 64 == 0 and f" 1 x {tokens} tokens;" in text
-    assert _mib(text, "at the peak") <= 0.02 * 0.9 * 1024 and "it fits into 90% of 0.0 GiB" in text
-    more = _plan(capsys, *asked, f"--max_length={tokens + 64}", "--memory=0.02")
-    assert _mib(more, "at the peak") > 0.02 * 0.9 * 1024 and "it does not fit into" in more
-    all_positions = json.loads(_plan(capsys, *asked, "--max_length=auto", "--json"))
-    assert all_positions["max_length"] == 2048
+    peak = _mib(_plan(capsys, *asked, "--max_length=512"), "at the peak")
+    memory = ["--memory", str((peak + 0.01) / 0.9 / 1024)]
+    text = _plan(capsys, *asked, "--max_length=auto", *memory)
+    assert re.search(r"^  max_length auto: 512 tokens take .*, and 576 would take .* may take$", text, re.MULTILINE)
+    assert " 1 x 512 tokens;" in text and _mib(text, "at the peak") == peak and "it fits into" in text
+    assert "it does not fit into" in _plan(capsys, *asked, "--max_length=576", *memory)
+    assert json.loads(_plan(capsys, *asked, "--max_length=auto", "--json"))["max_length"] == 2048  # all positions
 
 
 def test_the_flags_that_make_it_fit_are_named_and_computed(config_file, capsys):
@@ -336,6 +335,22 @@ def test_a_run_that_cannot_be_planned_is_one_line(config_file, tmp_path, capsys,
         path.write_text("".join(line for line in path.read_text().splitlines(True) if "null" not in line))
     assert main(["plan", "--config", str(path), *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_file_may_leave_its_length_to_the_memory(config_file, tmp_path, capsys):
+    pytest.importorskip("trl")
+    files = {"model_name_or_path": str(config_file), "use_peft": False, **NO_ADAPTER}
+    path = _run_file(tmp_path, **files, max_length="auto")
+    text = _plan(capsys, "--config", path, "--num_processes=2", "--memory=0.05")
+    tokens = int(re.search(r"^  max_length auto: (\d+) tokens take .* that tensors may take$", text, re.MULTILINE)[1])
+    assert f" 2 x {tokens} tokens;" in text and 64 <= tokens < 2048
+    assert _planned_lines(text) == _planned_lines(
+        _plan(capsys, "--config", path, "--num_processes=2", f"--max_length={tokens}")
+    )
+    packed = _plan(capsys, "--config", path, "--num_processes=2", "--memory=0.05", "--packing")
+    assert " 1 x " in packed and "max_length auto: " in packed
+    assert main(["plan", "--config", str(path)]) == 2
+    assert "max_length auto: how much memory a device has is not known; add --memory" in capsys.readouterr().err
 
 
 def test_a_run_file_has_a_cluster_too(config_file, tmp_path, capsys):
