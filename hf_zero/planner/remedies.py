@@ -78,8 +78,8 @@ def ladder(prediction: Prediction) -> Iterator[Flag]:
     config, num_ranks = prediction.config, prediction.num_ranks
     for stage in range(config.stage + 1, 4):
         yield Flag(f"--zero_stage {stage}", {"stage": stage})
-    if config.chunked_loss != "on":
-        yield Flag("--zero_chunked_loss on", {"chunked_loss": "on"})
+    if config.chunked_loss == "off":  # "on" is refused by trainers with a loss of their own
+        yield Flag("--zero_chunked_loss auto", {"chunked_loss": "auto"})
     if config.tiled_mlp == 1:
         yield Flag("--zero_tiled_mlp auto", {"tiled_mlp": "auto"})
     if not prediction.gradient_checkpointing:
@@ -116,6 +116,8 @@ def remedy(
         return None
     trial = _Trial(predict, prediction, limit, refuse)
     flags = trial.possible(ladder(prediction))
+    while flags and trial.predicted(flags) is None:  # what cannot be trained so was not seen before a step
+        flags = flags[:-1]
     if not trial.fits(flags):
         return Remedy(_last_of_each(flags), prediction, trial.predicted(flags) or prediction, limit)
     too_few, enough = 0, len(flags)

@@ -211,7 +211,10 @@ def _checkpoint_blocks(model: nn.Module) -> None:
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if enable is None:
         raise UnsupportedError(f"{type(model).__name__}: has no gradient_checkpointing_enable; plan without it")
-    enable()
+    try:
+        enable()
+    except ValueError as error:  # transformers says so of models whose blocks are none
+        raise UnsupportedError(f"{type(model).__name__}: {' '.join(str(error).split())}; plan without it") from error
 
 
 class _PeakRecorder:

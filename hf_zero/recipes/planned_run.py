@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import (
     Cluster,
     Longest,
@@ -147,6 +147,8 @@ class PlannedRun:
             HfZeroError: naming the setting.
         """
         self.check(config, gradient_checkpointing)
+        if gradient_checkpointing and not getattr(self.model, "supports_gradient_checkpointing", True):
+            raise UnsupportedError(f"{self.name}: the model does not support gradient checkpointing; leave it out")
         refuse_impossible(self.model, config, self.num_ranks)
 
     def _settings(self, gradient_checkpointing: bool | None) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _of_parts(config: ZeroConfig, checkpointing: bool) -> Prediction:
     activations = 40 * GIB // config.sequence_parallel
     activations //= 8 if checkpointing else 1
     activations //= 2 if config.offload_activations else 1
-    logits = (1 if config.chunked_loss == "on" else 6) * GIB
+    logits = (6 if config.chunked_loss == "off" else 1) * GIB
     step = StepMemory(
         states,
         0,
@@ -99,15 +99,15 @@ def _of_parts(config: ZeroConfig, checkpointing: bool) -> Prediction:
     [
         (46, {}, False, None),
         (50, {"stage": 1}, False, "--zero_stage 2"),
-        (11.5, {}, True, "--zero_chunked_loss on"),
+        (11.5, {}, True, "--zero_chunked_loss auto"),
         (15, {}, False, "--gradient_checkpointing"),
-        (11, {}, False, "--zero_chunked_loss on --gradient_checkpointing"),
+        (11, {}, False, "--zero_chunked_loss auto --gradient_checkpointing"),
         (7.3, {"chunked_loss": "on"}, True, "--zero_offload_activations --zero_sequence_parallel 2"),
         (4, {"chunked_loss": "on"}, True, "--zero_offload_activations --zero_offload optimizer"),
     ],
 )
 def test_the_flags_that_make_a_run_fit_are_the_cheapest_and_none_too_many(gib, settings, checkpointing, flags):
-    asked = _of_parts(ZeroConfig(**{"chunked_loss": "auto", **settings}), checkpointing)
+    asked = _of_parts(ZeroConfig(**settings), checkpointing)
     found = remedy(_of_parts, asked, int(gib * GIB / USABLE_SHARE) + 1)
     if flags is None:
         assert found is None
@@ -121,7 +121,9 @@ def test_the_flags_that_make_a_run_fit_are_the_cheapest_and_none_too_many(gib, s
 def test_where_no_flag_helps_that_is_said():
     asked = _of_parts(ZeroConfig(), True)
     text = remedy(_of_parts, asked, GIB // 2).render()
-    assert "no flags make it fit: with --zero_chunked_loss on" in text and "use more ranks, shorter sequences" in text
+    assert (
+        "no flags make it fit: with --zero_chunked_loss auto" in text and "use more ranks, shorter sequences" in text
+    )
 
 
 def test_flags_that_a_run_refuses_are_not_named():
@@ -135,6 +137,15 @@ def test_flags_that_a_run_refuses_are_not_named():
     assert "--gradient_checkpointing" in remedy(_of_parts, asked, memory).render()
     found = remedy(_of_parts, asked, memory, refuse=refuse)
     assert "checkpointing" not in found.render() and found.fits
+
+    def predict(config: ZeroConfig, checkpointing: bool) -> Prediction:
+        if config.offload != "none":
+            raise UnsupportedError("seen in a step alone")
+        return _of_parts(config, checkpointing)
+
+    found = remedy(predict, asked, int(2 * GIB / USABLE_SHARE))
+    assert not found.fits and found.after.needed_nbytes < asked.needed_nbytes
+    assert "--zero_sequence_parallel 8 it takes" in found.render() and "--zero_offload " not in found.render()
 
 
 # The longest sequence

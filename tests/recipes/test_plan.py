@@ -98,6 +98,10 @@ def test_memory_brings_a_table_and_advice(config_file, capsys):
     assert "recommended: --zero_stage 0 (nothing needs to be sharded)" in text
     text = _plan(capsys, config_file, *SETTINGS, "--memory", "0.001")
     assert "nothing fits" in text and "no flags make it fit: with " in text
+    albert = {"architectures": ["AlbertForMaskedLM"], "model_type": "albert", "num_hidden_layers": 2}
+    config_file.write_text(json.dumps({**CONFIG, **albert}))
+    text = _plan(capsys, config_file, "--max_length=64", "--memory=0.001")
+    assert "left out: AlbertForMaskedLM" in text and "--gradient_checkpointing" not in text
 
 
 @pytest.mark.full("slow")
