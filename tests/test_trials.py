@@ -17,7 +17,6 @@ def whole(tmp_path_factory) -> Path:
     return unbroken(tmp_path_factory.mktemp("trials"))
 
 
-@pytest.mark.full("slow")
 def test_ranks_that_are_killed_are_counted_and_nothing_is_lost(tmp_path, whole):
     counts = kills(tmp_path / "kills", whole, 2, random.Random(0))
     assert counts[AT_RANDOM].trials + counts[AT_CALLS].trials >= 2
@@ -38,7 +37,6 @@ def test_a_change_that_a_run_warns_of_is_noticed(tmp_path, whole):
     assert count.trials == count.survived == 1 and count.is_clean
 
 
-@pytest.mark.full("slow")
 def test_a_checkpoint_that_is_not_whole_is_found(whole):
     out = whole / "out"
     assert incomplete_in(out) == []
