@@ -162,9 +162,10 @@ def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
         return _with_end(path, loading.load_tokenizer(path, arguments.model_revision))
     path = str(Path(arguments.tokenizer_name).expanduser())
     try:
-        return _with_end(path, loading.load_tokenizer(path))
+        tokenizer = loading.load_tokenizer(path)
     except ConfigError as error:
         raise ConfigError(f"tokenizer_name {error}; give the folder or hub id of a tokenizer") from error
+    return _with_end(f"tokenizer_name {path}", tokenizer)
 
 
 def _with_end(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -257,8 +258,8 @@ def load_language_model(
     """A language model without data: its weights are still in their files, those of a new one are drawn when it is
     sharded.
 
-    The input row of the token that ends or begins texts is learned where that token pads too: padding itself has no
-    gradients, since nothing attends to it and no loss counts it.
+    The input row of the token that ends or begins texts is learned where that token pads too: in models with an
+    attention mask padding itself has no gradients, since nothing attends to it and no loss counts it.
 
     Args:
         arguments ([`LoadArguments`]): with the name of the model.

@@ -70,6 +70,8 @@ def _difference(arguments: Any, checkpoint: Path) -> str | None:
     kept_now, kept_before = (
         {"model_type": config.model_type, **_kept(config, whole=is_new)} for config in (now, before)
     )
+    if is_new:  # a key that the checkpoint's config has not
+        kept_before = {**dict.fromkeys(kept_now), **kept_before}
     changed = first_change(kept_now, kept_before, kept_now)
     return changed and in_words(changed)
 

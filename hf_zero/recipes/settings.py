@@ -282,9 +282,10 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
     if not TASKS[task].holds_out:
         _check_test_set(settings)
     TASKS[task].load().check(settings.arguments, settings.training)
-    if not settings.arguments.use_peft and settings.arguments.model_name_or_path:
-        folder = Path(settings.arguments.model_name_or_path).expanduser()  # of a hub id the files may not be here yet
-        check_file_size(str(folder), max((path.stat().st_size for path in folder.glob("*.safetensors")), default=0))
+    name = settings.arguments.model_name_or_path
+    if not settings.arguments.use_peft and name:  # of a hub id the files may not be here yet
+        files = Path(name).expanduser().glob("*.safetensors")
+        check_file_size(name, max((path.stat().st_size for path in files), default=0))
     return replace(settings, launched=launched)
 
 

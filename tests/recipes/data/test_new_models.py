@@ -54,9 +54,10 @@ def test_a_new_model_begins_and_trains_alike_on_one_rank_and_on_two(argv, tmp_pa
     settings = parse_settings("pretrain", [*argv, f"--output_dir={tmp_path}"])
     check_same_model(settings, [tmp_path / "2"])
     stored = (tmp_path / "new.json").read_text(encoding="utf-8")
-    (tmp_path / "new.json").write_text(stored.replace('"silu"', '"gelu"'))
-    with pytest.raises(ConfigError, match="2 is of another model .hidden_act: 'gelu' now, 'silu' there"):
-        check_same_model(settings, [tmp_path / "2"])
+    for changed, what in ({"hidden_act": "gelu"}, "gelu' now, 'silu'"), ({"own_key": 3}, "own_key: 3 now, None"):
+        (tmp_path / "new.json").write_text(json.dumps({**json.loads(stored), **changed}))
+        with pytest.raises(ConfigError, match=f"2 is of another model .*{what} there"):
+            check_same_model(settings, [tmp_path / "2"])
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "2", output_loading_info=True)
     assert not any(report.values()), report
     assert AutoTokenizer.from_pretrained(tmp_path / "2")("The cat").input_ids
