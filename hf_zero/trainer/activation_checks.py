@@ -9,9 +9,10 @@ from hf_zero.errors import ConfigError
 
 Settings = Mapping[str, Any]  # fields of the training arguments, by name
 
-# What Trainer, TRL's SFTTrainer and torch.utils.checkpoint.checkpoint read of a checkpointing's arguments.
+# What Trainer and torch.utils.checkpoint.checkpoint read of a checkpointing's arguments. TRL's SFTTrainer alone reads
+# `selective`.
 CHECKPOINT_KEYS = (
-    *("every_n_layers", "offload", "selective", "use_reentrant", "preserve_rng_state"),
+    *("every_n_layers", "offload", "use_reentrant", "preserve_rng_state"),
     *("context_fn", "determinism_check", "debug", "early_stop"),
 )
 
@@ -55,9 +56,10 @@ def _checkpointing(settings: Settings) -> str | None:
             given = json.loads(given) if isinstance(given, str) else given
         except ValueError as error:
             return f"{name}: {given!r} is no JSON ({error}); write it as '{{\"use_reentrant\": false}}'"
-        unknown = [key for key in given if key not in CHECKPOINT_KEYS]
+        read = (*CHECKPOINT_KEYS, *(["selective"] if "assistant_only_loss" in settings else []))
+        unknown = [key for key in given if key not in read]
         if unknown:
-            return f"{name}: nobody reads {unknown[0]}; expected some of {', '.join(CHECKPOINT_KEYS)}"
+            return f"{name}: nobody reads {unknown[0]}; expected some of {', '.join(read)}"
         if given.get("offload") and settings["zero_offload_activations"]:
             return f"{name}: its offload and zero_offload_activations move the same tensors; leave one of them out"
     return None

@@ -288,6 +288,8 @@ def test_activations_are_moved_once_and_off_an_accelerator(refusal):
         parse_settings("sft", ["--activation_offloading", "--use_cpu", "--output_dir=out"]).training_arguments()
     line = refusal("sft", "--zero_offload_activations", "--activation_offloading")
     assert line.startswith("activation_offloading: TRL's and zero_offload_activations move the same tensors; leave")
+    line = refusal("dpo", '--gradient_checkpointing_kwargs={"selective": true}')
+    assert line.startswith("gradient_checkpointing_kwargs: nobody reads selective")
     line = refusal("sft", "--zero_offload_activations", '--gradient_checkpointing_kwargs={"offload": true}')
     assert line.startswith("gradient_checkpointing_kwargs: its offload and zero_offload_activations move the same")
 
