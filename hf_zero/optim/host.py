@@ -117,6 +117,7 @@ class HostUpdate:
         self._swap = swap
         self.done: set[Unit] = set()
         self.is_over = False  # nothing more is to be updated
+        self.has_failed = False  # in the middle of a unit, or before it
         self.is_finite = True  # False once a unit came whose gradient is not; on all ranks alike
 
     def update(self, unit: Unit, grads: list[tuple[FlatSlice, Tensor]], scale: Tensor | None = None) -> None:
@@ -227,8 +228,10 @@ class HostSteps:
         """Waits for an update that is under way. After a delayed one the compute copies are updated."""
         update = self._update
         if self.is_spent:
-            self._engine.wait_for_host()
-            self._note_broken(update)
+            try:
+                self._engine.wait_for_host()
+            finally:
+                self._note_broken(update)
         elif update is not None:
             self._update = None
             self._was_torn, self._engine.is_torn = self._engine.is_torn, True
@@ -246,17 +249,17 @@ class HostSteps:
             early, self._update = self._update, None
             try:
                 self._engine.wait_for_host()
-                self._note_broken(early)
             finally:
+                self._note_broken(early)
                 early.is_over = True
             early.finish()
             self._engine.mark_updated(only_trained=True)
 
     def _note_broken(self, update: HostUpdate) -> None:
-        """Notes that an update in backward has ended before all units had its values. They are the same on all
-        ranks."""
-        is_broken = update.is_over or not update.is_finite
-        if is_broken and update.done and not self._engine.is_torn:
+        """Notes that of the units that an update in backward is to update, some have its values and others not."""
+        away = {unit for unit in self._engine.units if unit.is_away}
+        is_broken = update.has_failed or (update.done and update.done != away)
+        if is_broken and not self._engine.is_torn:
             self._broke_off = self._engine.is_torn = True
 
     @contextmanager
@@ -298,7 +301,9 @@ class HostSteps:
             if is_used and rows[:, -3:].all() and update.is_finite:
                 for gradient in unit.gradients:
                     gradient.used = [True] * len(gradient.used)
+                update.has_failed = True  # unless it comes to its end
                 update.update(unit, gradients_of([unit]).get(unit, []))
+                update.has_failed = False
 
         # behind what has come down of this unit
         bus.later(lambda: bus.later(start, lane="update", always=True), always=True)

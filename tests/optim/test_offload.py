@@ -14,7 +14,7 @@ import hf_zero
 from hf_zero.comm import Bus, Counters
 from hf_zero.engine import engine_of
 from hf_zero.engine.host_transfer import NUM_PIECES, HostTransfer
-from hf_zero.errors import ConfigError, LifecycleError
+from hf_zero.errors import CommError, ConfigError, LifecycleError
 from hf_zero.optim import MuonWithAdamW
 from hf_zero.optim.host import HostUpdate
 from tests import models
@@ -450,7 +450,7 @@ def test_nothing_is_saved_after_an_update_that_was_interrupted(delayed_update, t
     step(4)
 
 
-def test_nothing_is_saved_after_an_update_in_backward_that_broke_off(tmp_path):
+def test_nothing_is_saved_after_an_update_in_backward_that_broke_off(tmp_path, monkeypatch):
     """Until a whole step has been taken, or a checkpoint was loaded."""
     model = models.build("mlp")
     engine = engine_of(hf_zero.shard(model, stage=3, offload="optimizer"))
@@ -482,6 +482,20 @@ def test_nothing_is_saved_after_an_update_in_backward_that_broke_off(tmp_path):
                 model(**models.batch("mlp", seed=2))
         goes_on(3)
         hf_zero.save_pretrained(engine, tmp_path / "again")
+
+    update, num_updated = HostUpdate.update, []
+
+    def fail(self, *args) -> None:
+        num_updated.append(1)
+        if len(num_updated) > 1:
+            raise OSError("no space left")
+        update(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(CommError, match="no space left"):
+        patch.setattr(HostUpdate, "update", fail)
+        step(4)
+    with pytest.raises(LifecycleError, match="step was interrupted while it updated .* load the last"):
+        hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
 
 
 def _fails() -> None:
