@@ -21,7 +21,7 @@ from hf_zero.engine.opaque import is_opaque
 
 # Sizes of the input's leading dimensions, with which the operations have to be the same.
 POSITIONS = (3, 7)
-MORE_POSITIONS = (2, 4099)
+MORE_POSITIONS = (1, 4099)  # as tiles are
 # They read elements in the order of the shape, and write them in the same order.
 _SAME_ORDER = {"view", "_unsafe_view", "reshape", "clone", "detach", "alias", "contiguous", "_to_copy", "lift_fresh"}
 _RANDOM = {"native_dropout", "bernoulli", "bernoulli_", "rand_like", "empty_like", "zeros_like", "ones_like"}
@@ -57,6 +57,7 @@ class _PositionTrace(TorchDispatchMode):
     def __init__(self, given: Tensor, own: list[Tensor]):
         super().__init__()
         self._kept_values = {_memory_of(tensor) for tensor in (given, *own)}
+        self._known = {id(tensor) for tensor in (given, *own)}
         self.steps: list[tuple] = []
         self._positions = tuple(given.shape[:-1])
         self._num_leading = {id(given): given.dim() - 1}
@@ -73,12 +74,16 @@ class _PositionTrace(TorchDispatchMode):
         out = func(*args, **kwargs)
         name, leaves = func.overloadpacket.__name__, tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(id(tensor) not in self._known for tensor in tensors):
+            raise _Mixes(f"{name} of a tensor that is neither given nor its own {NOT_KNOWN}")
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._known.update(map(id, made))
+        self._kept += made
         if name not in _SAME_ORDER:
             self.steps.append((func, [leaf for leaf in leaves if not isinstance(leaf, Tensor)]))
         if any(self.leading(tensor) is not None for tensor in tensors):
-            for result in tree_leaves(out):
-                if isinstance(result, Tensor):
-                    self._follow(func, name, args, kwargs, tensors, result)
+            for result in made:
+                self._follow(func, name, args, kwargs, tensors, result)
         elif torch.Tag.nondeterministic_seeded in func.tags:
             raise _Mixes(f"{name} {NOT_KNOWN}")  # it is drawn once in a call, and there is a call for each tile
         if any(_memory_of(tensor) in self._kept_values for tensor in _written(func, args, kwargs)):
@@ -99,7 +104,6 @@ class _PositionTrace(TorchDispatchMode):
         if count is None or (func._schema.is_mutable and self.leading(args[0]) is None):
             raise _Mixes(f"{name} {NOT_KNOWN}")
         self._num_leading[id(result)] = count
-        self._kept.append(result)
 
     def _prefix(self, tensor: Tensor) -> int | None:
         """Returns how many leading dimensions are the positions, apart or as one; `None` where they are not."""

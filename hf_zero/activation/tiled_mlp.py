@@ -96,6 +96,7 @@ class TiledMlp(Uncopyable):
 
     def __init__(self, engine: ZeroEngine, num_tiles: int | str):
         self._engine = engine
+        self._has_told = False
         self.mlps, left_out = find_mlps(engine.model)
         if left_out and engine.comm.rank == 0:
             name, reason = next(iter(left_out.items()))
@@ -106,9 +107,21 @@ class TiledMlp(Uncopyable):
                 reason,
             )
         self._handles: list[Any] = [
-            Patch(mlp, "forward", _TiledForward(mlp, num_tiles)) for mlp in dict.fromkeys(self.mlps.values())
+            Patch(mlp, "forward", _TiledForward(mlp, num_tiles, self._tell_hooked))
+            for mlp in dict.fromkeys(self.mlps.values())
         ]
         self._handles.append(engine.model.register_forward_pre_hook(self._refuse_compiled))
+
+    def _tell_hooked(self, mlp: nn.Module) -> None:
+        """Says once that hooks on parameters keep an MLP from being computed in tiles."""
+        if not self._has_told and self._engine.comm.rank == 0:
+            name = next(name for name, each in self.mlps.items() if each is mlp)
+            logger.warning(
+                "hf_zero: tiled_mlp: %s has hooks on its parameters, which see whole gradients; all tokens are "
+                "computed at once where that is so",
+                name,
+            )
+        self._has_told = True
 
     def remove(self) -> None:
         """Gives the MLPs their own forward back."""
@@ -129,13 +142,15 @@ class _TiledForward(Uncopyable):
     Args:
         mlp (`nn.Module`): whose forward it stands for.
         num_tiles (`int` or `str`): as for `TiledMlp`.
+        tell_hooked (`Callable`): is given the MLP when it has hooks on parameters.
     """
 
-    def __init__(self, mlp: nn.Module, num_tiles: int | str):
+    def __init__(self, mlp: nn.Module, num_tiles: int | str, tell_hooked: Callable[[nn.Module], None]):
         update_wrapper(self, mlp.forward)  # whose signature is looked at
         self._compute: Callable[..., Tensor] = mlp.forward
         self._mlp = mlp
         self._num_tiles = num_tiles
+        self._tell_hooked = tell_hooked
         self._name = next(iter(inspect.signature(mlp.forward).parameters))
 
     def __call__(self, *args, **kwargs):
@@ -144,7 +159,10 @@ class _TiledForward(Uncopyable):
         if len(args) + len(kwargs) > 1 or not isinstance(given, Tensor) or given.dim() not in (2, 3):
             return self._compute(*args, **kwargs)
         size = self._tokens_of_tile(given)
-        if given.shape[:-1].numel() <= size or self._has_parameter_hooks():
+        if given.shape[:-1].numel() <= size:
+            return self._compute(given)
+        if self._has_parameter_hooks():
+            self._tell_hooked(self._mlp)
             return self._compute(given)
         params = [param for param in self._mlp.parameters() if param.requires_grad]
         if not torch.is_grad_enabled() or not (params or given.requires_grad):

@@ -198,7 +198,7 @@ def test_hooks_on_the_mlp_run_once():
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_hooks_on_parameters_see_whole_gradients(after):
+def test_hooks_on_parameters_see_whole_gradients(after, caplog):
     """They are called once for each backward, so all tokens are then computed at once."""
     found = []
     for num_tiles in (1, 4):
@@ -211,6 +211,7 @@ def test_hooks_on_parameters_see_whole_gradients(after):
             weight.register_hook(lambda grad, seen=seen: (seen.append(grad.sum()), grad.clamp(-0.01, 0.01))[1])
         model(torch.linspace(-1, 1, 12 * HIDDEN).view(1, 12, HIDDEN)).square().sum().backward()
         found.append((torch.stack(seen), sharded.full_grad("0.mlp.down.weight")))
+        assert caplog.text.count("0.mlp has hooks on its parameters") == (num_tiles > 1)
     torch.testing.assert_close(*found)
 
 
@@ -329,6 +330,21 @@ class Dividing(Mlp):
         return super().forward(hidden) / hidden.shape[1]
 
 
+class DividingByTensor(Mlp):
+    def forward(self, hidden):
+        return super().forward(hidden) / torch.tensor(float(hidden.shape[1]))
+
+
+class Noting(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.calls = torch.zeros(1)
+
+    def forward(self, hidden):
+        self.calls += 1
+        return super().forward(hidden)
+
+
 class Branching(Mlp):
     def forward(self, hidden):
         return super().forward(hidden if hidden.shape[1] < 1000 else 2 * hidden)
@@ -346,7 +362,21 @@ class Overwriting(Mlp):
 
 @pytest.mark.parametrize(
     "kind",
-    [*(Mixing, BatchNormed, Averaging, Counting, CountingInPart, Dividing, Branching, Drawing, Overwriting)],
+    [
+        *(
+            Mixing,
+            BatchNormed,
+            Averaging,
+            Counting,
+            CountingInPart,
+            Noting,
+            Dividing,
+            DividingByTensor,
+            Branching,
+            Drawing,
+            Overwriting,
+        )
+    ],
 )
 def test_what_is_not_proven_position_wise_is_refused(kind):
     with pytest.raises(UnsupportedError, match="no block of Sequential has an MLP that is proven to compute each"):
