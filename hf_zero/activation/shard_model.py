@@ -82,9 +82,6 @@ def shard_with(
     """Shards as `shard` does, by settings that are a `ZeroConfig` already."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"shard: {str(model)[:60]!r} is of type {type(model).__name__}; give a torch.nn.Module")
-    moves_activations = config.partition_activations or config.offload_activations
-    if moves_activations:
-        _refuse_kept(model, config)
     if config.sequence_parallel > 1 and dist.is_initialized():
         refuse_group_size(config.sequence_parallel, dist.get_world_size(group))
     refuse_unsuited(model, config)
@@ -96,7 +93,7 @@ def shard_with(
             "and sums are exact",
             config.reduce_dtype,
         )
-    if moves_activations:
+    if config.partition_activations or config.offload_activations:
         place_activations(engine)
     if config.sequence_parallel > 1:
         divide_sequences(engine, partial(neighbours, engine.comm))
@@ -106,15 +103,19 @@ def shard_with(
 
 
 def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:
-    """Refuses a model whose loss, MLPs or sequences cannot be divided as the settings ask for.
+    """Refuses a model whose activations cannot be moved, or whose loss, MLPs or sequences cannot be divided, as the
+    settings ask for.
 
     Args:
         model (`nn.Module`): what is found before it is sharded is not looked for again.
         config (`ZeroConfig`): the settings.
 
     Raises:
+        `ConfigError`: no parameter is divided over tensor-parallel ranks, whose activations could be.
         `UnsupportedError`: naming the setting.
     """
+    if config.partition_activations or config.offload_activations:
+        _refuse_kept(model, config)
     if config.chunked_loss == "on" and find_head(model) is None:
         raise UnsupportedError(
             f"chunked_loss: {type(model).__name__} has no head that is one plain linear layer, from whose weight the "

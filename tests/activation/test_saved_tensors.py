@@ -9,8 +9,10 @@ from torch import nn
 
 import hf_zero
 from hf_zero.activation import saved_tensors
+from hf_zero.config import ZeroConfig
 from hf_zero.engine import engine_of
 from hf_zero.errors import LifecycleError, UnsupportedError
+from hf_zero.planner import refuse_impossible
 from tests import models
 from tests.activation.subjects import NOISE_NBYTES, held_between, rank_batch, store_of
 from tests.distributed import run_ranks
@@ -207,6 +209,8 @@ def test_hooks_of_a_user_are_left_alone():
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(UnsupportedError, match="offload_activations: Linear has no repeated blocks"):
         hf_zero.shard(nn.Linear(4, 4), stage=3, offload_activations=True)
+    with pytest.raises(UnsupportedError, match="offload_activations: Linear has no repeated blocks"):
+        refuse_impossible(nn.Linear(4, 4), ZeroConfig(offload_activations=True), 2)  # as `plan` asks
 
 
 def test_unshard_gives_the_blocks_their_forward_back():
