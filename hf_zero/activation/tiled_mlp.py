@@ -32,10 +32,15 @@ from hf_zero.errors import UnsupportedError
 logger = logging.getLogger(__name__)
 
 
-def find_mlps(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
+def find_mlps(model: nn.Module, *, only_first: bool = False) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Returns the position-wise MLPs of a model's blocks by name, the outermost in each block, and what was left out:
     reasons by name, for blocks in which there is none, and for modules that are none and hold one, as experts do that
-    are shared among others."""
+    are shared among others.
+
+    Args:
+        model (`nn.Module`): sharded or not.
+        only_first (`bool`): blocks behind the first that has one are not looked at.
+    """
     mlps: dict[str, nn.Module] = {}
     left_out: dict[str, str] = {}
     for unit in (unit for stack in partition(model).stacks for unit in stack.blocks):
@@ -48,6 +53,8 @@ def find_mlps(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
                 left_out[name] = reason
         if not own:
             left_out[unit.name] = "; ".join([type(block).__name__, *reasons.values()])
+        elif only_first:
+            break
     return mlps, left_out
 
 
@@ -73,7 +80,7 @@ def refuse_untileable(model: nn.Module) -> None:
     Raises:
         `UnsupportedError`: naming what was found in place of one.
     """
-    mlps, left_out = find_mlps(model)
+    mlps, left_out = find_mlps(model, only_first=True)
     if not mlps:
         found = next(iter(left_out.items()), ("it has no blocks",))
         raise UnsupportedError(

@@ -413,7 +413,8 @@ def test_mlps_are_found_where_they_are():
         return {name for name in find_mlps(model)[0]}
 
     assert all(name.endswith(".mlp") for name in names(models.build("llama")) | names(models.build("gpt2")))
-    assert len(names(models.build("llama"))) == len(models.build("llama").model.layers)
+    assert len(names(models.build("llama"))) == len(models.build("llama").model.layers) > 1
+    assert list(find_mlps(models.build("llama"), only_first=True)[0]) == ["model.layers.0.mlp"]
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules="all-linear")
     adapted = peft.get_peft_model(models.build("llama"), config)
