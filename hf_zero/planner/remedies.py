@@ -1,6 +1,7 @@
 """Which flags make a run fit that does not: those with which it is predicted again, and fits."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,8 +117,8 @@ def remedy(
         return None
     trial = _Trial(predict, prediction, limit, refuse)
     flags = trial.possible(ladder(prediction))
-    while flags and trial.predicted(flags) is None:  # what cannot be trained so was not seen before a step
-        flags = flags[:-1]
+    while trial.predicted(flags) is None:  # what cannot be trained so was not seen before a step
+        flags = trial.without_refused(flags)
     if not trial.fits(flags):
         return Remedy(_last_of_each(flags), prediction, trial.predicted(flags) or prediction, limit)
     too_few, enough = 0, len(flags)
@@ -136,7 +137,7 @@ class _Trial:
 
     def __init__(self, predict: Callable, asked: Prediction, limit: int, refuse: Callable):
         self._predict, self._asked, self._limit, self._refuse = predict, asked, limit, refuse
-        self._found: dict[tuple[ZeroConfig, bool], Prediction | None] = {}
+        self._found: dict[tuple[ZeroConfig, bool], Prediction | None] = {self._with([]): asked}
 
     def possible(self, flags: Iterator[Flag]) -> list[Flag]:
         """Returns the flags with which the run can be trained, each added to those before it."""
@@ -149,6 +150,19 @@ class _Trial:
             found.append(flag)
         return found
 
+    def without_refused(self, flags: list[Flag]) -> list[Flag]:
+        """Returns the flags without one that cannot be trained with those before it.
+
+        Args:
+            flags (`list[Flag]`): with all of which nothing is predicted.
+        """
+        possible, refused = 0, len(flags)
+        while refused - possible > 1:
+            middle = (possible + refused) // 2
+            is_refused = self.predicted(flags[:middle]) is None
+            possible, refused = (possible, middle) if is_refused else (middle, refused)
+        return flags[:possible] + flags[refused:]
+
     def fits(self, flags: list[Flag]) -> bool:
         found = self.predicted(flags)
         return found is not None and found.needed_nbytes <= self._limit
@@ -157,12 +171,14 @@ class _Trial:
         """Returns the prediction, or `None` where the run cannot be trained so, or is not known."""
         try:
             way = self._with(flags)
-            if way not in self._found:
-                found = self._predict(*way)
-                self._found[way] = None if found.step is None else found
-            return self._found[way]
         except HfZeroError:  # such as parameters on the host, and a stage below 3
             return None
+        if way not in self._found:
+            self._found[way] = None
+            with suppress(HfZeroError):
+                found = self._predict(*way)
+                self._found[way] = None if found.step is None else found
+        return self._found[way]
 
     def _with(self, flags: list[Flag]) -> tuple[ZeroConfig, bool]:
         settings = {key: value for flag in flags for key, value in flag.settings.items()}

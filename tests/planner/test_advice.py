@@ -147,6 +147,14 @@ def test_flags_that_a_run_refuses_are_not_named():
     assert not found.fits and found.after.needed_nbytes < asked.needed_nbytes
     assert "--zero_sequence_parallel 8 it takes" in found.render() and "--zero_offload " not in found.render()
 
+    def predict_all_at_once(config: ZeroConfig, checkpointing: bool) -> Prediction:
+        if config.tiled_mlp != 1:  # an early flag
+            raise UnsupportedError("seen in a step alone")
+        return _of_parts(config, checkpointing)
+
+    found = remedy(predict_all_at_once, asked, memory)
+    assert found.fits and "it fits with --gradient_checkpointing: " in found.render()
+
 
 # The longest sequence
 
