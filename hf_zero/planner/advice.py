@@ -1,15 +1,23 @@
 """Advice on the settings that fit a device: all ways to shard, to offload and to checkpoint, the cheapest first."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from shlex import quote
 from typing import TypeVar
 
-from hf_zero.config import ZeroConfig
+import torch
+
+from hf_zero.config import GATHER_DTYPES, REDUCE_DTYPES, ZeroConfig
 from hf_zero.errors import HfZeroError
 from hf_zero.planner.prediction import Prediction
 
 
 T = TypeVar("T")
+
+# Fields of `ZeroConfig` that are given by other flags, or by none, and the stage, which is always named.
+NO_FLAG_OF_ZERO = {"stage", "compute_dtype", "timeout_seconds", "strict"}
+# Where the flag has another default than the field.
+DEFAULTS_OF_FLAGS = {"chunked_loss": "auto"}
 
 # Of a device's memory, what tensors may take: the rest is for libraries, and for what allocators cannot use.
 USABLE_SHARE = 0.9
@@ -61,17 +69,23 @@ class Advice:
         """Whether the tensors of a step take no more than may be taken."""
         return prediction.needed_nbytes <= USABLE_SHARE * self.memory_nbytes
 
-    def render(self) -> str:
-        """Returns a table of the ways, and the advice with its reason."""
+    def render(self, verdict: str = "") -> str:
+        """Returns a table of the ways, and the advice with its reason.
+
+        Args:
+            verdict (`str`): what to say in place of that advice, of which no row is then marked.
+        """
         head = f"  {'stage':5}  {'offload':9}  {'checkpointing':13}  {'at rest':>9}  {'peak':>9}  {'host':>9}  fits"
         unit = f"GiB of each device; tensors may take {USABLE_SHARE:.0%} of {self.memory_nbytes / GIB:.1f}"
         left_out = [each.row() for each in self.refused]
-        return "\n".join([unit, head, *map(self._row, self.predictions), *left_out, self._verdict()])
+        marked = None if verdict else self.best
+        rows = [self._row(each, is_marked=each is marked) for each in self.predictions]
+        return "\n".join([unit, head, *rows, *left_out, verdict or self._verdict()])
 
-    def _row(self, prediction: Prediction) -> str:
+    def _row(self, prediction: Prediction, *, is_marked: bool) -> str:
         peak = "" if prediction.peak_nbytes is None else f"{prediction.peak_nbytes / GIB:.2f}"
         checkpointing = "yes" if prediction.gradient_checkpointing else "no"
-        mark = ("yes  <-" if prediction is self.best else "yes") if self.fits(prediction) else "no"
+        mark = ("yes  <-" if is_marked else "yes") if self.fits(prediction) else "no"
         return (
             f"  {prediction.config.stage:<5}  {prediction.config.offload:9}  {checkpointing:13}  "
             f"{prediction.resting_nbytes / GIB:>9.2f}  {peak:>9}  {prediction.host_nbytes / GIB:>9.2f}  {mark}"
@@ -81,10 +95,7 @@ class Advice:
         best = self.best
         if best is None:
             least = min(each.needed_nbytes for each in self.predictions)
-            return (
-                f"nothing fits: the least needs {least / GIB:.2f} GiB; use more ranks, shorter sequences, a smaller "
-                "micro-batch, or LoRA"
-            )
+            return nothing_fits(f"the least needs {least / GIB:.2f} GiB")
         before = self.predictions[: self.predictions.index(best)]
         reason = "nothing needs to be sharded"
         if before:
@@ -93,22 +104,38 @@ class Advice:
         return f"recommended: {flags_of(best)} ({reason})"
 
 
+def nothing_fits(least: str, *, tried_rows: bool = False) -> str:
+    """Returns what to say, and to do, where no way fits.
+
+    Args:
+        least (`str`): what the smallest way takes.
+        tried_rows (`bool`): smaller micro-batches are among what does not fit.
+    """
+    fewer_rows = "" if tried_rows else "a smaller micro-batch, "
+    return f"nothing fits: {least}; use more ranks, shorter sequences, {fewer_rows}or LoRA with a frozen base"
+
+
 def flags_of(prediction: Prediction) -> str:
-    """Returns the flags of a run that was predicted."""
-    flags = [f"--zero_stage {prediction.config.stage}"]
-    if prediction.config.offload != "none":
-        flags.append(f"--zero_offload {prediction.config.offload}")
-    if prediction.config.shard_size is not None:
-        flags.append(f"--zero_shard_size {prediction.config.shard_size}")
-    if prediction.config.gather_dtype is not None:
-        flags.append("--zero_gather_dtype int8")
-    if prediction.config.secondary_shard:
-        flags.append("--zero_secondary_shard")
-    if prediction.config.reduce_bits is not None:
-        flags.append(f"--zero_reduce_dtype int{prediction.config.reduce_bits}")
-    if prediction.config.sequence_parallel > 1:
-        flags.append(f"--zero_sequence_parallel {prediction.config.sequence_parallel}")
+    """Returns the flags of a run that was predicted: the stage, all of `--zero_*` that differ from their defaults, and
+    that of checkpointing."""
+    config = prediction.config
+    flags = [f"--zero_stage {config.stage}"]
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if each.name not in NO_FLAG_OF_ZERO and value != DEFAULTS_OF_FLAGS.get(each.name, each.default):
+            flags.append(_flag(each.name, value))
     return " ".join([*flags, *(["--gradient_checkpointing"] if prediction.gradient_checkpointing else [])])
+
+
+def _flag(name: str, value: object) -> str:
+    """Returns the flag for a field of `ZeroConfig`."""
+    if name == "bucket_nbytes" and isinstance(value, int):
+        return f"--zero_bucket_mb {value // 2**20}"
+    if value is True:
+        return f"--zero_{name}"
+    names = {dtype: text for text, dtype in {**REDUCE_DTYPES, **GATHER_DTYPES}.items()}
+    text = names.get(value) if isinstance(value, torch.dtype) else str(value)
+    return f"--zero_{name} {quote(text or str(value))}"
 
 
 def ways(config: ZeroConfig, gradient_checkpointing: bool) -> Iterator[tuple[ZeroConfig, bool]]:

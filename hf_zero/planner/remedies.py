@@ -7,13 +7,12 @@ from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import HfZeroError, size_text
-from hf_zero.planner.advice import USABLE_SHARE
+from hf_zero.planner.advice import USABLE_SHARE, nothing_fits
 from hf_zero.planner.prediction import Prediction
 
 
 # How many ranks may share each sequence.
 SHARING = (2, 4, 8)
-INSTEAD = "use more ranks, shorter sequences, a smaller micro-batch, or LoRA"
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class Remedy:
         flags = " ".join(flag.text for flag in self.flags)
         if self.fits:
             return "\n".join([*lines, f"it fits with {flags}: {after}"])
-        least = f"with {flags} it takes {after}" if flags else "none takes less"
-        return "\n".join([*lines, f"no flags make it fit: {least}; {INSTEAD}"])
+        least = f"with {flags} it takes {after}" if flags else "no flags take less"
+        return "\n".join([*lines, nothing_fits(least)])
 
 
 def ladder(prediction: Prediction) -> Iterator[Flag]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.planner.advice import GIB, USABLE_SHARE, Refused, flags_of, tried, ways
+from hf_zero.planner.advice import GIB, USABLE_SHARE, Refused, flags_of, nothing_fits, tried, ways
 from hf_zero.planner.classes import SECONDARY
 from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.timeline import ALL_REDUCE, HEADS, LANES, NANO, StepTime
@@ -148,8 +148,12 @@ class Ranking:
         """The fastest that fits; `None` when none does."""
         return next(iter(self.fitting), None)
 
-    def render(self) -> str:
-        """Returns a table of the fastest ways that fit, and which one to take."""
+    def render(self, verdict: str = "") -> str:
+        """Returns a table of the fastest ways that fit, and which one to take.
+
+        Args:
+            verdict (`str`): what to say in place of the last.
+        """
         fitting = self.fitting
         lines = [
             f"{len(fitting)} of {len(self.ways)} ways fit: tensors may take {USABLE_SHARE:.0%} of "
@@ -160,7 +164,7 @@ class Ranking:
         ]
         left_out = len(fitting) - MAX_SHOWN
         lines += [f"  and {left_out} slower ones"] if left_out > 0 else []
-        return "\n".join([*lines, *(each.row() for each in self.refused), self.verdict()])
+        return "\n".join([*lines, *(each.row() for each in self.refused), verdict or self.verdict()])
 
     def _row(self, way: Throughput) -> str:
         config, time = way.prediction.config, way.time
@@ -175,10 +179,7 @@ class Ranking:
         best = self.best
         if best is None:
             least = min(way.peak_nbytes for way in self.ways) / GIB
-            return (
-                f"nothing fits: the least needs {least:.2f} GiB; use more ranks, shorter sequences, or LoRA with a "
-                "frozen base"
-            )
+            return nothing_fits(f"the least needs {least:.2f} GiB", tried_rows=True)
         too_large = next((way for way in self.ways if way.items_per_second > best.items_per_second), None)
         reason = f"{best.items_per_second:,.0f} {best.unit} per second and device, the most of what fits"
         if too_large is not None:

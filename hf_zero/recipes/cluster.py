@@ -1,7 +1,7 @@
 """Keys of `plan` about the devices and hosts of a run, and what it prints about time."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner.advice import GIB, USABLE_SHARE
 from hf_zero.planner.prediction import Prediction
+from hf_zero.planner.remedies import Remedy
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
 from hf_zero.planner.topology import RANKS_PER_HOST, Cluster, device_named
 from hf_zero.recipes.planned_run import PlannedRun
@@ -110,13 +111,15 @@ class ClusterArguments:
         return Cluster(device, self.hosts, self.gpus_per_host, dtype)
 
 
-def time_of(arguments: Any, run: PlannedRun, prediction: Prediction) -> str:
-    """Returns what to print of the time of a step; with `--table` of all ways to train, and which one to take.
+def time_of(arguments: Any, run: PlannedRun, prediction: Prediction, remedy_of: Callable[[], Remedy | None]) -> str:
+    """Returns what to print of the time of a step; with `--table` of all ways to train, and which one to take. Where
+    none of these fits, and without a table, the flags that make the run fit follow.
 
     Args:
         arguments: of `plan`.
         run ([`PlannedRun`]): on a cluster.
         prediction (`Prediction`): as it was asked for.
+        remedy_of (`Callable`): finds these flags, which are not for programs.
 
     Raises:
         ConfigError: nothing is known of the time.
@@ -156,12 +159,14 @@ def time_of(arguments: Any, run: PlannedRun, prediction: Prediction) -> str:
         )
     if arguments.json:
         return json_of(throughput, ranking, run.num_tokens)
+    found = remedy_of() if ranking is None or ranking.best is None else None
+    remedy = "" if found is None else found.render()
     if ranking is not None:
-        return f"{throughput.render()}\n{ranking.render()}"
+        return f"{throughput.render()}\n{ranking.render(remedy)}"
     fits = "fits" if throughput.fits(memory) else "does not fit"
     hint = "--table compares all stages, offloads and micro-batches"
     usable = f"{USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB, which tensors may take"
-    return f"{throughput.render()}\nit {fits} into {usable}; {hint}"
+    return "\n".join(filter(None, [throughput.render(), f"it {fits} into {usable}; {hint}", remedy]))
 
 
 def _with_progress(ways: list) -> Iterable:

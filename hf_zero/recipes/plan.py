@@ -162,8 +162,10 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
         planned_run = planned_run.of_length(longest.num_tokens)
     planned_run = replace(planned_run, cluster=cluster)
     prediction = planned_run.predict()
+    predict = cache(planned_run.predict)
+    remedy_of = partial(remedy, predict, prediction, memory, refuse=planned_run.refuse)
     if arguments.json:
-        print(time_of(arguments, planned_run, prediction))
+        print(time_of(arguments, planned_run, prediction, remedy_of))
         return
     print(_heading(planned_run, prediction))
     print(prediction.render())
@@ -172,15 +174,13 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
         print(reference_line(parts, planned_run.config, prediction.shard_size, parts[0].dtype))
     for note in [*planned_run.notes, *([longest.render()] if longest is not None else [])]:
         print(f"  {note}")
-    predict = cache(planned_run.predict)
     if cluster is not None:
-        print(time_of(arguments, planned_run, prediction))
+        print(time_of(arguments, planned_run, prediction, remedy_of))
     elif memory:
         switch = planned_run.gradient_checkpointing
-        print(advise(predict, planned_run.config, memory, gradient_checkpointing=switch).render())
-    found = remedy(predict, prediction, memory, refuse=planned_run.refuse) if memory else None
-    if found is not None:
-        print(found.render())
+        advice, found = advise(predict, planned_run.config, memory, gradient_checkpointing=switch), remedy_of()
+        is_asked = found is not None and (found.fits or advice.best is None)  # one verdict: of the run as it is asked
+        print(advice.render(found.render() if found is not None and is_asked else ""))
 
 
 def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:

@@ -1,15 +1,18 @@
 """Which settings fit: the cheapest of them, with its reason."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers import HfArgumentParser
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import Prediction, advise, longest_sequence, remedy
-from hf_zero.planner.advice import GIB, USABLE_SHARE, WAYS
+from hf_zero.planner.advice import GIB, USABLE_SHARE, WAYS, flags_of
 from hf_zero.planner.simulated_step import StepMemory
+from hf_zero.recipes.plan import Arguments
 
 
 # by stage and offload, what the step takes without checkpointing
@@ -50,6 +53,37 @@ def test_what_fits_nowhere_is_said_with_what_it_needs():
     advice = _advise(100)
     assert advice.best is None
     assert "nothing fits" in advice.render() and "use more ranks" in advice.render()
+
+
+def test_the_advice_gives_way_to_a_verdict_of_more_flags():
+    text = _advise(700).render("it fits with another flag")
+    assert text.endswith("\nit fits with another flag") and "recommended" not in text and "<-" not in text
+    assert "nothing fits" not in _advise(100).render("it fits with another flag")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--zero_stage 3 --gradient_checkpointing",
+        "--zero_stage 3 --zero_reduce_dtype int8 --zero_gather_dtype int8 --zero_shard_size 2 --zero_secondary_shard",
+        "--zero_stage 3 --zero_bucket_mb 16 --zero_prefetch_units 2 --zero_keep_gathered auto "
+        "--zero_shared_memory False --zero_separate_reductions --zero_nonfinite skip",
+        "--zero_stage 2 --zero_offload optimizer --zero_offload_fraction 0.5 --zero_offload_dir '/my nvme'",
+        "--zero_stage 2 --zero_offload optimizer --zero_delayed_update 1 --zero_chunked_loss off",
+        "--zero_stage 3 --zero_partition_activations --gradient_checkpointing",
+        "--zero_stage 3 --zero_offload_activations --zero_tiled_mlp auto --zero_sequence_parallel 2",
+    ],
+)
+def test_the_flags_of_a_run_are_all_those_that_it_was_given(flags):
+    def read(argv: list[str]):
+        (found,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)
+        return found
+
+    asked = read(shlex.split(flags))
+    prediction = _of_parts(asked.zero_config(), asked.gradient_checkpointing)
+    assert read(shlex.split(flags_of(prediction))) == asked
+    assert len(shlex.split(flags_of(prediction))) <= len(shlex.split(flags))
 
 
 def test_all_ways_are_tried_and_other_settings_kept():
@@ -121,9 +155,7 @@ def test_the_flags_that_make_a_run_fit_are_the_cheapest_and_none_too_many(gib, s
 def test_where_no_flag_helps_that_is_said():
     asked = _of_parts(ZeroConfig(), True)
     text = remedy(_of_parts, asked, GIB // 2).render()
-    assert (
-        "no flags make it fit: with --zero_chunked_loss auto" in text and "use more ranks, shorter sequences" in text
-    )
+    assert "nothing fits: with --zero_chunked_loss auto" in text and "use more ranks, shorter sequences" in text
 
 
 def test_flags_that_a_run_refuses_are_not_named():
