@@ -82,6 +82,8 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     _check(settings)
     config = _config_of(arguments) if config is None else config
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
+    if _reads_logits(task, training) and zero.chunked_loss == "auto":
+        zero = replace(zero, chunked_loss="off")
     _check_way(settings, zero, training.gradient_checkpointing)
     model = _model(settings, config, zero.compute_dtype)
     row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
@@ -146,6 +148,9 @@ def _check_way(settings: Settings, config: ZeroConfig, gradient_checkpointing: b
         raise ConfigError(
             f"zero_sequence_parallel: the loss of {settings.task} is computed from whole sequences; leave it out"
         )
+    reads_logits = _reads_logits(settings.task, SimpleNamespace(**settings.training))
+    if (config.chunked_loss == "on" and settings.task != "classify") or (config.chunked_loss != "off" and reads_logits):
+        raise ConfigError(f"zero_chunked_loss: the loss of {settings.task} is computed by TRL; leave it out")
 
 
 def _has_reference(settings: Settings) -> bool:
@@ -163,6 +168,11 @@ def has_fused_head(task: str, training: Any) -> bool:
         training (`TrainingArguments`): Of the run.
     """
     return task in FUSED_HEAD and not training.label_smoothing_factor
+
+
+def _reads_logits(task: str, training: Any) -> bool:
+    """Whether the loss of a run is computed from all logits of a language model, by TRL."""
+    return task not in ("classify", "reward") and not has_fused_head(task, training)
 
 
 def _check(settings: Settings) -> None:

@@ -24,6 +24,7 @@ from hf_zero.recipes.planned_tasks import has_fused_head
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer
+from hf_zero.trainer.losses import has_own_loss
 
 
 # What is not done where nothing is trained, whatever is asked of the run.
@@ -140,11 +141,13 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, h
         batch = _generated(trainer, base, batch)
     else:
         batch = _widest(base, batch, max_length, args.train_batch_size)
-    on_cpu = args.device.type == "cpu"
+    on_cpu, config = args.device.type == "cpu", args.zero_config()
+    if not has_head and has_own_loss(type(trainer)):
+        config = replace(config, chunked_loss="off")
     with as_on_device(on_cpu, has_head=has_head):
         prediction = predict_with(
             trainer.model,
-            args.zero_config(),
+            config,
             num_ranks=num_ranks,
             batch={**batch, "fused_lm_head": True} if has_head else dict(batch),
             make_optimizer=_make_optimizer(trainer),

@@ -58,12 +58,21 @@ def refuse_own_loss(cls: type, args, compute_loss_func: Callable | None = None) 
             "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto, or off, or leave "
             "compute_loss_func out"
         )
-    theirs = _computes_loss(cls)
-    if args.zero_chunked_loss == "on" and theirs is not Trainer:
+    if args.zero_chunked_loss == "on" and has_own_loss(cls):
+        theirs = _computes_loss(cls)
         raise ConfigError(
             f"zero_chunked_loss: {theirs.__module__}.{theirs.__name__} computes its loss by a method of its own, "
             "which may read logits (TRL's trainers compute it without all of them by themselves); use auto, or off"
         )
+
+
+def has_own_loss(cls: type) -> bool:
+    """Whether a trainer computes its loss by a method of its own, which may read logits: it gets them all.
+
+    Args:
+        cls (`type`): of the trainer.
+    """
+    return _computes_loss(cls) is not Trainer
 
 
 def _computes_loss(cls: type) -> type:
