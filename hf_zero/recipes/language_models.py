@@ -258,8 +258,9 @@ def load_language_model(
     """A language model without data: its weights are still in their files, those of a new one are drawn when it is
     sharded.
 
-    The input row of the token that ends or begins texts is learned where that token pads too: in models with an
-    attention mask padding itself has no gradients, since nothing attends to it and no loss counts it.
+    In a new model the input row of the token that ends or begins texts is learned where that token pads too: in models
+    with an attention mask padding itself has no gradients, since nothing attends to it and no loss counts it. A saved
+    model trains as transformers loads it.
 
     Args:
         arguments ([`LoadArguments`]): with the name of the model.
@@ -279,9 +280,10 @@ def load_language_model(
             model = _new_model(auto_class, config_of(arguments), tokenizer, **options)
         else:
             model = load_pretrained(auto_class, resolve_model(path), **options)
-    check_vocabulary(model, named_model(arguments)[1], tokenizer)
+    check_vocabulary(model, path, tokenizer)
     embeddings = model.get_input_embeddings()
-    if getattr(embeddings, "padding_idx", None) in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+    pads = getattr(embeddings, "padding_idx", None)
+    if key == "config_name" and pads in (tokenizer.eos_token_id, tokenizer.bos_token_id):
         embeddings.padding_idx = None  # with which the row would begin at zero, and stay as it is
     return model
 

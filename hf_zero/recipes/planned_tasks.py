@@ -148,8 +148,9 @@ def _check_way(settings: Settings, config: ZeroConfig, gradient_checkpointing: b
         raise ConfigError(
             f"zero_sequence_parallel: the loss of {settings.task} is computed from whole sequences; leave it out"
         )
+    is_on, is_off = config.chunked_loss == "on", config.chunked_loss == "off"
     reads_logits = _reads_logits(settings.task, SimpleNamespace(**settings.training))
-    if (config.chunked_loss == "on" and settings.task != "classify") or (config.chunked_loss != "off" and reads_logits):
+    if (is_on and settings.task != "classify") or (reads_logits and not is_off):
         raise ConfigError(f"zero_chunked_loss: the loss of {settings.task} is computed by TRL; leave it out")
 
 

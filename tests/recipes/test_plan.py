@@ -308,9 +308,11 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
         of_pairs = _plan(capsys, "--config", path)
         assert "4 x 48 tokens" in of_pairs
         assert ("not counted: a copy of the logits" in of_pairs) is (task == "orpo")
-        long = ("--config", path, "--num_tokens=512", "--num_processes=2")  # logits are larger than a block
-        planned = _planned_lines(_plan(capsys, *long))
-        assert planned == _planned_lines(_plan(capsys, *long, "--zero_chunked_loss=off"))  # TRL reads all logits
+        large = tmp_path / "large.json"
+        large.write_text(json.dumps({**CONFIG, "vocab_size": 50_000}))
+        path = _run_file(tmp_path, task=task, model_name_or_path=str(large), use_peft=False, **NO_ADAPTER)
+        num_logits = 4 * 100 * 50_000  # TRL reads them all
+        assert _mib(_plan(capsys, "--config", path, "--num_tokens=100"), "logits and loss") > 8 * num_logits / 2**20
     dpo = _run_file(tmp_path, model_name_or_path=str(config_file), use_cpu=False, task="dpo", use_peft=False)
     dpo = _plan(capsys, "--config", dpo, "--lora_r=16", "--lora_dropout=0.05")
     assert "4 x 48 tokens" in dpo and _mib(dpo, "the reference model") > 0  # both answers of each row
