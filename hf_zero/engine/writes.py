@@ -127,7 +127,9 @@ def take_here(engine: ModelUnits, flats: Iterable[Flat]) -> None:
     refuse_lost(engine)
     _take_assigned(engine)
     for flat in flats:
-        if flat.bits is not None and (flat.rewritten() is not None or not torch.equal(_sum_of(flat), flat.bits)):
+        if flat.bits is None or flat.rest.refreshing is not None:
+            continue  # no checksum was taken, or the engine itself is writing: its copy may be on the way
+        if flat.rewritten() is not None or not torch.equal(_sum_of(flat), flat.bits):
             _follow(engine, flat)
 
 
