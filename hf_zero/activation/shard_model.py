@@ -107,7 +107,7 @@ def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:
     settings ask for.
 
     Args:
-        model (`nn.Module`): what is found before it is sharded is not looked for again.
+        model (`nn.Module`): sharded or not. Of one that is sharded, blocks, MLPs and attention are not asked again.
         config (`ZeroConfig`): the settings.
 
     Raises:

@@ -68,7 +68,7 @@ class Remedy:
         return "\n".join([*lines, nothing_fits(least)])
 
 
-def ladder(prediction: Prediction) -> Iterator[Flag]:
+def further_flags(prediction: Prediction) -> Iterator[Flag]:
     """Yields the flags that a run may be given beside its own, in the order of what they cost a step: at first
     nothing, then traffic of parameters, computation, copies to the host, fewer sequences, and updates on the host.
 
@@ -102,8 +102,8 @@ def remedy(
     *,
     refuse: Callable[[ZeroConfig, bool], object] = lambda *_: None,
 ) -> Remedy | None:
-    """Finds the shortest beginning of the ladder with which a run fits, and leaves out of it what is not needed, what
-    costs most first. `None` where the run fits as it is, or what a step takes is not known.
+    """Finds the fewest first ones of the further flags with which a run fits, and leaves out of them what is not
+    needed, what costs most first. `None` where the run fits as it is, or what a step takes is not known.
 
     Args:
         predict (`Callable`): predicts the run, given its settings and whether blocks are checkpointed.
@@ -115,7 +115,7 @@ def remedy(
     if prediction.needed_nbytes <= limit or prediction.step is None:
         return None
     trial = _Trial(predict, prediction, limit, refuse)
-    flags = trial.possible(ladder(prediction))
+    flags = trial.possible(further_flags(prediction))
     while trial.predicted(flags) is None:  # what cannot be trained so was not seen before a step
         flags = trial.without_refused(flags)
     if not trial.fits(flags):
