@@ -37,10 +37,8 @@ class Longest:
         line = f"max_length auto: {self.num_tokens} tokens take {size_text(self.prediction.needed_nbytes)}"
         if self.more is None:
             return f"{line}, and the model has no more positions"
-        return (
-            f"{line}, and {self.num_tokens + STEP} would take {size_text(self.more.needed_nbytes)} of the "
-            f"{size_text(self.limit)} that tensors may take"
-        )
+        limit = size_text(self.limit)
+        return f"{line} of the {limit} that tensors may take, and {self.num_tokens + STEP} tokens do not fit"
 
 
 def longest_sequence(

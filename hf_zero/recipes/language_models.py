@@ -206,8 +206,8 @@ def _changed(config: PretrainedConfig, path: str, overrides: str) -> PretrainedC
         return type(config).from_dict({**stored, **changed})
     except Exception as error:  # each class of configs computes with what it is given
         is_value = isinstance(error, StrictDataclassError)
-        remedy = "give what such a model can have" if is_value else "write key=value,key=value"
-        raise ConfigError(f"config_overrides {overrides!r}: {reason_of(error)}; {remedy}") from error
+        remedy = "give what such a model can have" if is_value else "write key=value,key=value with keys of its config"
+        raise ConfigError(f"config_overrides {overrides!r}: {reason_of(error).rstrip('.')}; {remedy}") from error
 
 
 def _is_per_layer(key: str, value: Any, num_layers: int | None) -> bool:

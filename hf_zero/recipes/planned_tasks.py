@@ -60,7 +60,9 @@ def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
         raise ConfigError("--config: expected a YAML file, or the name of a ready-made one")
     task = given["task"] or read_yaml(given["config"]).get("task")
     if task is None:
-        raise ConfigError(f"--config {given['config']}: names no task; add --task sft, or another one")
+        raise ConfigError(
+            f"--config {given['config']}: names no task; add --task with one of {', '.join(sorted(TASKS))}"
+        )
     if task not in TASKS:
         raise ConfigError(unknown_task_message(str(task), TASKS))
     values, rest = parser_for("plan", "", [own]).parse_known_args(argv)

@@ -110,7 +110,9 @@ def test_the_longest_sequence_that_fits_is_planned(config_file, capsys):
     peak = _mib(_plan(capsys, *asked, "--max_length=512"), "at the peak")
     memory = ["--memory", str((peak + 0.01) / 0.9 / 1024)]
     text = _plan(capsys, *asked, "--max_length=auto", *memory)
-    assert re.search(r"^  max_length auto: 512 tokens take .*, and 576 would take .* may take$", text, re.MULTILINE)
+    assert re.search(
+        r"^  max_length auto: 512 tokens take .* may take, and 576 tokens do not fit$", text, re.MULTILINE
+    )
     assert " 1 x 512 tokens;" in text and _mib(text, "at the peak") == peak and "it fits into" in text
     assert "it does not fit into" in _plan(capsys, *asked, "--max_length=576", *memory)
     assert json.loads(_plan(capsys, *asked, "--max_length=auto", "--json"))["max_length"] == 2048  # all positions
@@ -321,7 +323,7 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "argv", "message"),
     [
-        ({"task": None}, [], "names no task; add --task sft, or another one"),
+        ({"task": None}, [], "names no task; add --task with one of classify, "),
         ({"task": "sfd"}, [], "task 'sfd': did you mean sft?"),
         ({"task": "distill"}, [], "plan: distill is not planned, for what its teacher takes is not known"),
         ({"task": "grpo"}, [], "how long prompts are is in the rows of grpo; give --num_tokens"),
@@ -353,7 +355,9 @@ def test_a_run_file_may_leave_its_length_to_the_memory(config_file, tmp_path, ca
     files = {"model_name_or_path": str(config_file), "use_peft": False, **NO_ADAPTER}
     path = _run_file(tmp_path, **files, max_length="auto")
     text = _plan(capsys, "--config", path, "--num_processes=2", "--memory=0.05")
-    tokens = int(re.search(r"^  max_length auto: (\d+) tokens take .* that tensors may take$", text, re.MULTILINE)[1])
+    tokens = int(
+        re.search(r"^  max_length auto: (\d+) tokens take .* that tensors may take, and ", text, re.MULTILINE)[1]
+    )
     assert f" 2 x {tokens} tokens;" in text and 64 <= tokens < 2048
     given = _plan(capsys, "--config", path, "--num_processes=2", f"--max_length={tokens}")
     assert [line for line in _planned_lines(text) if "max_length" not in line] == _planned_lines(given)
