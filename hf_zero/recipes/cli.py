@@ -82,6 +82,8 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     from hf_zero.recipes.settings import resolve_settings
 
     settings = resolve_settings(task, argv)
+    if settings.takes_longest and settings.preprocess:
+        raise ConfigError("max_length auto: is found where a run trains; give --preprocess the number that plan finds")
     if settings.takes_longest:
         from hf_zero.recipes.auto_length import with_longest
 

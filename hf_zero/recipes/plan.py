@@ -3,6 +3,7 @@ only a run needs (Trainer, data sets, TRL) is not imported here; a test says so.
 
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import inf
 
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class DeviceArguments:
     )
 
     def __post_init__(self):
-        if self.memory is not None and self.memory <= 0:
+        if self.memory is not None and not 0 < self.memory < inf:
             raise ConfigError(f"--memory {self.memory}: expected the GiB of one device")
 
 
@@ -149,6 +150,7 @@ def run_config(argv: list[str]) -> None:
     on_cpu, asked = settings.training["use_cpu"], settings.num_processes
     if asked is None or asked > 0:  # else it is refused below
         settings = replace(settings, num_processes=own.check_cluster(asked or 1, on_cpu=on_cpu))
+    own.memory = settings.memory if own.memory is None else own.memory
     _tell(planned(settings, num_tokens=own.num_tokens), own)
 
 

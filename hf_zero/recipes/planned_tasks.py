@@ -91,6 +91,8 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
     num_rows = training.per_device_train_batch_size * ROWS[task]
     notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
+    if _has_reference(settings):
+        notes.append("not counted in what fits a device: the reference model")
     if task == "orpo":
         notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
     is_one_row, per_row = _is_one_row(training), 1

@@ -56,6 +56,8 @@ def _checkpointing(settings: Settings) -> str | None:
             given = json.loads(given) if isinstance(given, str) else given
         except ValueError as error:
             return f"{name}: {given!r} is no JSON ({error}); write it as '{{\"use_reentrant\": false}}'"
+        if not isinstance(given, Mapping):
+            return f"{name}: {given!r} is no mapping; write it as '{{\"use_reentrant\": false}}'"
         read = (*CHECKPOINT_KEYS, *(["selective"] if "assistant_only_loss" in settings else []))
         unknown = [key for key in given if key not in read]
         if unknown:

@@ -195,11 +195,16 @@ def test_flags_that_a_run_refuses_are_not_named():
 @pytest.mark.parametrize(
     "mib, positions, tokens, limit",
     [
-        (8.5, None, 1280, "1344 would take 8.6 MiB of the 8.5 MiB that tensors may take"),
-        (9, 100_000, 1536, "1600 would take 9.1 MiB of the 9.0 MiB that tensors may take"),  # another slope from 1024
+        (8.5, None, 1280, "of the 8.5 MiB that tensors may take, and 1344 tokens do not fit"),
+        (
+            9,
+            100_000,
+            1536,
+            "of the 9.0 MiB that tensors may take, and 1600 tokens do not fit",
+        ),  # another slope from 1024
         (9, 1000, 960, "has no more positions"),
         (9, 50, 50, "has no more positions"),
-        (7.1, None, 64, "128 would take"),
+        (7.1, None, 64, "and 128 tokens do not fit"),
     ],
 )
 def test_the_longest_sequence_that_fits_is_found_with_what_limits_it(mib, positions, tokens, limit):

@@ -41,6 +41,7 @@ ARGUMENTS = [
         '{"offloads": 1}',
         "gradient_checkpointing_kwargs: nobody reads offloads; expected some of",
     ),
+    ("gradient_checkpointing_kwargs", "3", "gradient_checkpointing_kwargs: 3 is no mapping; write it as"),
     ("gradient_checkpointing_kwargs", "{", "gradient_checkpointing_kwargs: '{' is no JSON"),
     ("save_steps", "0", "save_steps: 0.0 is no interval; give 1 or more, or --save_strategy no"),
     ("save_steps", "2.5", "save_steps: 2.5 is neither a whole number nor a fraction below 1; give 2"),
