@@ -69,7 +69,7 @@ DIRECT = {
         "torch.cuda.memory_allocated",
     },
     "recipes/probes.py": {"torch.cuda._sanitizer"},
-    "recipes/plan.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
+    "recipes/planned_run.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
 }
 
 
