@@ -183,18 +183,18 @@ def _connect_hosts(comm: Comm, group: dist.ProcessGroup, make: Callable[..., Com
     shard_group = comm.shard_group
     if isinstance(shard_group, TwoLevelComm):
         shard_group.connect_host(shard_group.neighbours)
-    elif len(set(ranks.hosts(group))) > 1 and shard_group.shared_memory is None:
+    if len(set(ranks.hosts(group))) == 1:
+        return  # no gather leaves the host, as everyone knows
+    within: dist.ProcessGroup | None = getattr(shard_group, "group", None)  # none of one rank
+    hosts = ranks.hosts(within) if within is not None else [""]
+    if shard_group.host_group is None and shard_group.shared_memory is None:
         if _backend(group, comm.device) == "nccl":
             refuse_unordered("secondary_shard", torch.cuda.nccl.version())
-        within: dist.ProcessGroup | None = getattr(shard_group, "group", None)  # none of one rank
-        hosts = ranks.hosts(within) if within is not None else [""]
         beside = ranks_beside(shard_group.rank, hosts)
         if within is not None and beside is not None:
             own = group_beside(within, beside, comm.timeout_seconds)
             shard_group.connect_host(make(own, shared_memory=False, separate_reductions=False))
-    if len(set(ranks.hosts(group))) == 1:
-        return  # no gather leaves the host, as everyone knows
-    found = comm.all_gather_object((shard_group.host_group is not None, _per_host(shard_group)))
+    found = comm.all_gather_object((shard_group.host_group is not None, list(Counter(hosts).values())))
     if comm.rank == 0 and not any(is_connected for is_connected, _ in found):
         reason = "the ranks of each shard group are on one host, which no gather leaves"
         uneven = next((numbers for _, numbers in found if len(numbers) > 1), None)
@@ -202,12 +202,6 @@ def _connect_hosts(comm: Comm, group: dist.ProcessGroup, make: Callable[..., Com
             numbers = ", ".join(map(str, uneven))
             reason = f"the hosts have {numbers} of the ranks that shard, and it needs as many on each, two or more"
         logger.warning("hf_zero: secondary_shard does nothing: %s", reason)
-
-
-def _per_host(shard_group: Comm) -> list[int]:
-    """Returns how many ranks of a shard group are on each host."""
-    within: dist.ProcessGroup | None = getattr(shard_group, "group", None)  # none of one rank
-    return list(Counter(ranks.hosts(within)).values()) if within is not None else [1]
 
 
 def _comm_of(

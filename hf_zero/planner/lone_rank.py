@@ -85,7 +85,12 @@ class _Alone(Comm):
         what: str,
         verb: str = "exchange",
     ) -> Pending:
-        self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
+        self.counters.add(verb, nbytes, what)
+        return self._messages_begun(nbytes)
+
+    def _messages_begun(self, nbytes: int) -> Pending:
+        """Records that messages of so many bytes are on their way, where they take time of their own."""
         return DONE
 
     def side_group(self, purpose: str) -> Comm:
@@ -227,17 +232,8 @@ class LoneNeighbours(_Alone):
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
         return super().all_gather_rows(vector, what=what).to(vector.device)  # a loss stays where it was computed
 
-    def exchange(
-        self,
-        sends: list[tuple[Tensor, int]],
-        receives: list[tuple[Tensor, int]],
-        *,
-        what: str,
-        verb: str = "exchange",
-    ) -> Pending:
-        done = super().exchange(sends, receives, what=what, verb=verb)
-        sent = sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
-        return self._timeline.begin(HEADS, sent * self.num_ranks // (self.num_ranks - 1), self.num_ranks, done)
+    def _messages_begun(self, nbytes: int) -> Pending:
+        return self._timeline.begin(HEADS, nbytes * self.num_ranks // (self.num_ranks - 1), self.num_ranks, DONE)
 
 
 class LoneAverage(Average):

@@ -116,10 +116,10 @@ def remedy(
         return None
     trial = _Trial(predict, prediction, limit, refuse)
     flags = trial.possible(further_flags(prediction))
-    while trial.predicted(flags) is None:  # what cannot be trained so was not seen before a step
+    while (after := trial.predicted(flags)) is None:  # what cannot be trained so was not seen before a step
         flags = trial.without_refused(flags)
     if not trial.fits(flags):
-        return Remedy(_last_of_each(flags), prediction, trial.predicted(flags) or prediction, limit)
+        return Remedy(_last_of_each(flags), prediction, after, limit)
     too_few, enough = 0, len(flags)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
@@ -128,7 +128,9 @@ def remedy(
     for flag in kept[-2::-1]:
         fewer = [each for each in kept if each is not flag]
         kept = fewer if trial.fits(fewer) else kept
-    return Remedy(kept, prediction, trial.predicted(kept) or prediction, limit)
+    after = trial.predicted(kept)
+    assert after is not None  # it fits
+    return Remedy(kept, prediction, after, limit)
 
 
 class _Trial:

@@ -90,17 +90,9 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     model = _model(settings, config, zero.compute_dtype)
     row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
     num_rows = training.per_device_train_batch_size * ROWS[task]
-    notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
-    if _has_reference(settings):
-        notes.append("not counted in what fits a device: the reference model")
-    if task == "orpo":
-        notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
     is_one_row, per_row = _is_one_row(training), 1
     if is_one_row:
         num_rows, per_row = 1, num_rows
-        if "flash" not in (arguments.attn_implementation or ""):
-            notes.append("not counted: the mask that keeps packed rows apart; flash attention needs none")
-    _note_images(config, notes)
 
     def batch_of(length: int, rows: int) -> dict[str, Any]:
         batch: dict[str, Any] = {**example_batch(model, rows, length), **_images(config, rows)}
@@ -129,7 +121,7 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         on_cpu=training.use_cpu,
         num_rows=num_rows,
         num_tokens=row,
-        notes=notes,
+        notes=_not_counted(settings, training, config),
         has_reference=_has_reference(settings),
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
         check=partial(_check_way, settings),
@@ -237,10 +229,19 @@ def _auto_class(task: str, config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
 
 
-def _note_images(config: PretrainedConfig, notes: list[str]) -> None:
+def _not_counted(settings: Settings, training: Any, config: PretrainedConfig) -> list[str]:
+    """Returns a line for each thing that the plan of a run leaves out."""
+    notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
+    if _has_reference(settings):
+        notes.append("not counted in what fits a device: the reference model")
+    if settings.task == "orpo":
+        notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
+    if _is_one_row(training) and "flash" not in (settings.arguments.attn_implementation or ""):
+        notes.append("not counted: the mask that keeps packed rows apart; flash attention needs none")
     vision = getattr(config, "vision_config", None)
     if vision is not None and not isinstance(getattr(vision, "image_size", None), int):
         notes.append("not counted: images, for how many patches they have is in the rows; --dry_run counts them")
+    return notes
 
 
 def _images(config: PretrainedConfig, num_rows: int) -> dict[str, torch.Tensor]:
@@ -258,13 +259,12 @@ def _length(settings: Settings, config: PretrainedConfig, num_tokens: int | None
         if num_tokens < 1:
             raise ConfigError(f"--num_tokens {num_tokens}: expected 1 or more")
         return num_tokens
-    training = settings.training
     if settings.task in GENERATING:
         raise ConfigError(
             f"plan: how long prompts are is in the rows of {settings.task}; give --num_tokens, of a prompt with its "
-            f"answer, such as {512 + training['max_completion_length']}"
+            f"answer, such as {512 + settings.training['max_completion_length']}"
         )
-    length = {**training, **vars(settings.arguments)}.get("max_length")
+    length = settings.length
     if length is None:
         raise ConfigError("max_length: rows of any length are not planned; give --num_tokens")
     return min(length, getattr(config.get_text_config(), "max_position_embeddings", None) or length)

@@ -59,9 +59,8 @@ def dry_run(settings: Settings) -> None:
         _print_section("model", _units_table(trainer.model))
         if settings.training.get("precompute_ref_log_probs"):
             trainer.ref_model = None  # the run has none beside the model
-        max_length = {**settings.training, **vars(settings.arguments)}.get("max_length")
         has_head = has_fused_head(settings.task, trainer.args)
-        told = predicted(trainer, settings.num_processes or 1, max_length, has_head=has_head)
+        told = predicted(trainer, settings.num_processes or 1, settings.length, has_head=has_head)
         _print_section("memory of each rank", told)
     print("\ndry run: nothing was trained or written")
 
