@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hf_zero import parent  # noqa: F401 - first of all: it notes who the launcher is
+from hf_zero.lazy_names import lazy_attribute
 
 
 if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is meant to be imported from here
@@ -93,11 +94,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
     def __getattr__(name: str):
         if name in _ROOMS:
             return import_module(f"{__name__}.{name}")
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        globals()[name] = found
-        return found
+        return lazy_attribute(__name__, _MODULES, name)
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,7 @@ FLOORS = {
     "errors": 0,
     "config": 0,
     "compat": 0,
+    "lazy_names": 0,
     "parent": 0,
     "comm": 1,
     "sharding": 2,

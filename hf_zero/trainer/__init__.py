@@ -3,8 +3,9 @@
 Each name brings its module when it is first asked for: Trainer takes seconds to import, and flags are read without it.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from hf_zero.lazy_names import lazy_attribute
 
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
@@ -31,11 +32,7 @@ __all__ = list(_MODULES)
 if not TYPE_CHECKING:  # as in `hf_zero`
 
     def __getattr__(name: str):
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        globals()[name] = found
-        return found
+        return lazy_attribute(__name__, _MODULES, name)
 
 
 def __dir__() -> list[str]:

@@ -3,8 +3,10 @@
 TRL is imported when one of them is first asked for.
 """
 
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import TYPE_CHECKING
+
+from hf_zero.lazy_names import lazy_attribute
 
 
 if TYPE_CHECKING:  # for editors and type checkers, as in `hf_zero`
@@ -51,10 +53,8 @@ __all__ = list(_MODULES)
 if not TYPE_CHECKING:  # as in `hf_zero`
 
     def __getattr__(name: str):
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+            return lazy_attribute(__name__, _MODULES, name)
         except ImportError as error:
             if (error.name or "").split(".")[0] != "trl":
                 raise
@@ -62,8 +62,6 @@ if not TYPE_CHECKING:  # as in `hf_zero`
             raise ImportError(
                 f"hf_zero.trl.{name}: needs {needed}, {_found(error)}; pip install {wanted}", name=error.name
             ) from error
-        globals()[name] = found
-        return found
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ import torch
 
 import hf_zero
 import hf_zero.trl
+from hf_zero import lazy_names
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.distributed import run_ranks
 from tests.trl import harness
@@ -51,7 +52,7 @@ def test_another_trl_is_named(kind, module, remedy, monkeypatch):
         raise ImportError(f"cannot import name '{kind}Trainer' from '{module}'", name=module)
 
     monkeypatch.delitem(hf_zero.trl.__dict__, f"Zero{kind}Trainer", raising=False)
-    monkeypatch.setattr(hf_zero.trl, "import_module", import_module)
+    monkeypatch.setattr(lazy_names, "import_module", import_module)
     found = f"found {metadata.version('trl')} (cannot import name '{kind}Trainer' from '{module}')"
     with pytest.raises(ImportError, match=re.escape(f"{found}; pip install {remedy}")):
         getattr(hf_zero.trl, f"Zero{kind}Trainer")
