@@ -73,12 +73,7 @@ def write_artifacts(
     """Writes the report and the model card on rank 0. All ranks call it after training and saving.
 
     Args:
-        trainer ([`ZeroTrainer`]): That has trained.
-        settings ([`Settings`]): Of the run.
-        data ([`Data`]): What it was trained on.
-        watch ([`Watch`]): What has watched it.
         answers (`list[dict]`): Tables for the report of what it answers to rows.
-        say (`Callable`): Prints, on rank 0.
     """
     comm = require_engine(trainer.model).comm
     measured = watch.gather()
@@ -185,12 +180,8 @@ def usage_command(folder: str, text: str | list | dict, pipeline_task: str = "te
     """Returns a shell command that runs the trained model on a text.
 
     Args:
-        folder (`str`): Where the model was saved.
         text (`str`, `list` or `dict`): An example text, messages of a chat, or whatever else the pipeline takes.
         pipeline_task (`str`): As `transformers.pipeline` calls it.
-
-    Returns:
-        `str`: The command, with this Python.
     """
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):

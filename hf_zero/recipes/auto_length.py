@@ -23,7 +23,6 @@ def with_longest(settings: Settings, say: Callable[[str], object]) -> Settings:
     """Returns the settings of a run with the longest rows that fit, or with those of the run that it goes on with.
 
     Args:
-        settings ([`Settings`]): of a run with `--max_length auto`.
         say (`Callable`): is told the length, and where it is from.
 
     Raises:
@@ -66,7 +65,6 @@ def with_same_length(settings: Settings, training: Any) -> Settings:
     it: hosts may see other folders.
 
     Args:
-        settings ([`Settings`]): of this rank.
         training (`TrainingArguments`): changed in place.
     """
     if not settings.takes_longest:

@@ -46,11 +46,7 @@ class Rate:
 
 
 def gather_rate(comm: Comm) -> Rate:
-    """Measures what a rank receives in an all-gather, per second. All ranks call it.
-
-    Raises:
-        Wrong: Other values have arrived than were sent.
-    """
+    """Measures what a rank receives in an all-gather, per second. All ranks call it."""
     full, shard = _buffer(comm)
 
     def gather() -> None:
@@ -66,11 +62,7 @@ def gather_rate(comm: Comm) -> Rate:
 
 
 def reduce_rate(comm: Comm) -> Rate:
-    """Measures what a rank receives in a reduce-scatter, per second. All ranks call it.
-
-    Raises:
-        Wrong: What has arrived is not the mean of what was sent.
-    """
+    """Measures what a rank receives in a reduce-scatter, per second. All ranks call it."""
     full, shard = _buffer(comm)
 
     def reduce() -> None:
@@ -85,11 +77,7 @@ def reduce_rate(comm: Comm) -> Rate:
 
 
 def shared_memory_rate(comm: Comm) -> Rate:
-    """Measures reads of memory that all ranks of this host map. All ranks call it; they have such memory.
-
-    Raises:
-        Wrong: A rank reads other values than another wrote.
-    """
+    """Measures reads of memory that all ranks of this host map. All ranks call it; they have such memory."""
     assert comm.shared_memory is not None
     common = comm.shared_memory.common(_nbytes(comm.device) // 4, torch.float32)
     own = torch.empty_like(common)
@@ -103,11 +91,7 @@ def shared_memory_rate(comm: Comm) -> Rate:
 
 
 def copy_rate(device: torch.device) -> Rate:
-    """Measures copies inside of the device's memory. Each byte is read once and written once.
-
-    Raises:
-        Wrong: A copy has other values.
-    """
+    """Measures copies inside of the device's memory. Each byte is read once and written once."""
     source = torch.empty(_nbytes(device), dtype=torch.uint8, device=device)
     source.copy_(_pattern(source, 0))
     target = torch.zeros_like(source)
@@ -120,11 +104,7 @@ def transfer_rate(device: torch.device, way: str) -> Rate:
     """Measures copies between a device and page-locked memory of the host.
 
     Args:
-        device (`torch.device`): The device.
         way (`str`): "up" to the device, or "down" to the host.
-
-    Raises:
-        Wrong: A copy has other values.
     """
     bus = Bus(device, Counters())
     host = bus.empty(_nbytes(device), torch.uint8).zero_()

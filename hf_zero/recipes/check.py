@@ -54,9 +54,6 @@ class Arguments:
 def run(arguments: Arguments) -> None:
     """Prints one line for each probe, then what follows from them.
 
-    Args:
-        arguments ([`Arguments`]): As parsed.
-
     Raises:
         ConfigError: What is asked for cannot be done on this machine.
         HfZeroError: A probe has failed.

@@ -111,9 +111,6 @@ def _run_task_of(task: str, argv: list[str]) -> None:
 def make_tool_parser(tool: str) -> Parser:
     """Builds the parser of one tool.
 
-    Args:
-        tool (`str`): A key of `TOOLS`.
-
     Returns:
         [`Parser`]: It takes the tool's positional, if it has one, and the fields of its `Arguments` as keys.
     """
@@ -127,10 +124,6 @@ def make_tool_parser(tool: str) -> Parser:
 
 def run_tool(tool: str, argv: list[str]) -> None:
     """Runs one tool.
-
-    Args:
-        tool (`str`): A key of `TOOLS`.
-        argv (`list[str]`): What follows the tool on the command line.
 
     Raises:
         HfZeroError: What is wrong with the command line, or with what the tool was given.

@@ -132,10 +132,6 @@ def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:
 
     Were its checkpoints left, the next `--resume auto` could take them for this run's.
 
-    Args:
-        trainer ([`ZeroTrainer`]): Of the run that starts.
-        settings ([`Settings`]): Of the same: whether it is to replace the model.
-
     Returns:
         `str` or `None`: The folder that they are in now, on the rank that moved them.
     """
@@ -167,7 +163,6 @@ def left_in(folder: Path, *, with_model: bool) -> list[Path]:
     """Returns the files and folders that an earlier run has left.
 
     Args:
-        folder (`Path`): Its `output_dir`.
         with_model (`bool`): Whether its model, and what belongs to that, are meant too.
     """
     with_model = with_model and holds_model(folder)
@@ -259,7 +254,6 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
     """Refuses to go on with a run whose task, model or data were others.
 
     Args:
-        settings ([`Settings`]): Of this run.
         folder (`Path`): Where the run before left its configuration; without one nothing is compared.
 
     Raises:
@@ -280,7 +274,6 @@ def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = No
     Where its log goes, how it is watched, and by how many processes it is trained, does not count.
 
     Args:
-        settings ([`Settings`]): Of this run.
         folder (`Path`): Where the run before left its configuration; without one nothing is compared.
         keys (`Iterable[str]`, *optional*): What is compared; by default all that the model depends on.
 

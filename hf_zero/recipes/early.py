@@ -17,9 +17,6 @@ MAY_USE_THEM = ("config", "optim", "load_in_4bit", "load_in_8bit")
 def refuse_early(argv: list[str]) -> None:
     """Refuses a configuration or a file of rows that is not there.
 
-    Args:
-        argv (`list[str]`): what follows the task.
-
     Raises:
         ConfigError: `--config` names no file that can be read.
         DataError: a file of rows is missing.
@@ -33,25 +30,13 @@ def refuse_early(argv: list[str]) -> None:
 
 
 def check_exists(name: str, key: str) -> None:
-    """Refuses a path of rows where nothing is.
-
-    Args:
-        name (`str`): the path.
-        key (`str`): what the user calls this setting.
-
-    Raises:
-        DataError: naming both.
-    """
+    """Refuses a path of rows where nothing is."""
     if not Path(name).expanduser().exists():
         raise DataError(f"{name}: no such file; check {key}")
 
 
 def pass_over_unused(argv: list[str]) -> None:
-    """Lets packages that a plan does not use count as not installed, in a process that has just been started for it.
-
-    Args:
-        argv (`list[str]`): the whole command line, which may be of something else than a plan.
-    """
+    """Lets packages that a plan does not use count as not installed, in a process that has just been started for it."""
     may_use_them = any(flag.lstrip("-").partition("=")[0].replace("-", "_") in MAY_USE_THEM for flag in argv)
     if argv[:1] == ["plan"] and not may_use_them and "torch" not in sys.modules:
         for name in UNUSED_BY_PLANS:

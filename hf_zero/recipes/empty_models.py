@@ -28,7 +28,6 @@ def empty_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 
     Args:
         name (`str`): a hub id, `package:...`, a folder, or the path of a `config.json`.
-        dtype (`torch.dtype`): of its parameters.
 
     Raises:
         ConfigError: there is none, or it names no class that transformers has.
@@ -82,7 +81,6 @@ def quantized(
 
     Args:
         model (`PreTrainedModel`): on the meta device; changed in place.
-        arguments ([`QuantizationArguments`]): they have been checked.
         compute_dtype (`torch.dtype`, *optional*): in which is computed, if not in the dtype of the model.
     """
     settings = quantization_of(arguments, str(compute_dtype or model.dtype).removeprefix("torch."))
@@ -97,17 +95,7 @@ def adapted(
     task_type: str | None = "CAUSAL_LM",
     new_modules: Sequence[str] = (),
 ) -> nn.Module:
-    """Returns a model with its adapter, if it gets one, in the dtype that TRL gives adapters on quantized models.
-
-    Args:
-        model (`PreTrainedModel`): on the meta device.
-        arguments ([`AdapterArguments`]): they have been checked.
-        task_type (`str`, *optional*): as for `lora_config`, and
-        new_modules (`Sequence[str]`): likewise.
-
-    Raises:
-        ConfigError: the model has no such modules.
-    """
+    """Returns a model with its adapter, if it gets one, in the dtype that TRL gives adapters on quantized models."""
     made = adapt(model, arguments, task_type, new_modules)
     if made is not model and getattr(model, "is_quantized", False):
         for name, param in made.named_parameters():
@@ -121,7 +109,6 @@ def example_batch(model: PreTrainedModel, batch_size: int, length: int) -> dict[
 
     Args:
         model (`PreTrainedModel`): its class says which labels it takes.
-        batch_size (`int`): rows.
         length (`int`): tokens of a row; for an encoder and decoder, of each.
 
     Raises:

@@ -6,15 +6,7 @@ from hf_zero.errors import ConfigError, size_text
 
 
 def check_file_size(name: str, nbytes: int) -> None:
-    """Refuses a model whose largest file exceeds the size limit for files of this process.
-
-    Args:
-        name (`str`): of the model, or of its config.
-        nbytes (`int`): of the largest file that will be written.
-
-    Raises:
-        ConfigError: naming both sizes.
-    """
+    """Refuses a model whose largest file exceeds the size limit for files of this process."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if resource.RLIM_INFINITY != limit < nbytes:
         raise ConfigError(

@@ -33,11 +33,7 @@ def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:
     """Refuses keys that contradict each other.
 
     Args:
-        arguments ([`FreezingArguments`]): The parsed arguments.
         use_peft (`bool`): Whether an adapter is trained, which freezes all of the model.
-
-    Raises:
-        ConfigError: saying so.
     """
     for key in ("freeze", "unfreeze"):
         for pattern in filter(NUMBERS.search, getattr(arguments, key) or ()):
@@ -60,9 +56,6 @@ def freeze_parameters(model: nn.Module, arguments: FreezingArguments) -> list[st
         model (`nn.Module`): Its weights may be in files still, or on the meta device.
         arguments ([`FreezingArguments`]): The patterns. One matches a parameter by its name, or by that of a module
             around it; of tied parameters each name counts.
-
-    Returns:
-        `list[str]`: A line that says how many parameters are trained; none where nothing is frozen.
 
     Raises:
         ConfigError: A pattern matches nothing, or nothing is left to train.

@@ -63,10 +63,6 @@ class Arguments(GenerationArguments):
 def run(folder: str, arguments: Arguments) -> None:
     """Answers the prompts, and writes all answers at once.
 
-    Args:
-        folder (`str`): a model or an adapter, or a hub id.
-        arguments ([`Arguments`]): as parsed.
-
     Raises:
         ConfigError: a file is not named, or one is there already; a key does not fit; the model is not there.
         CheckpointError: the model does not load.

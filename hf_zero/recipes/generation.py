@@ -127,10 +127,6 @@ class TextGenerator:
     def tokens(self, prompt: str | list[Message], tools: list | None = None) -> list[int]:
         """The token ids of a text that is continued as it is, or of a chat, up to where the answer begins.
 
-        Args:
-            prompt (`str` or `list[Message]`): the text or the chat.
-            tools (`list`, *optional*): that the model may call in the chat.
-
         Raises:
             BadRow: the chat template refuses the messages, or the prompt has no tokens.
         """
@@ -199,9 +195,6 @@ def on_ranks(
     """Calls `function(folder, arguments)` in as many processes as the arguments say, or as a launcher has started.
 
     Args:
-        function (`Callable`): importable by name.
-        folder (`str`): a model or an adapter, or a hub id.
-        arguments ([`GenerationArguments`]): as parsed.
         interactive (`Callable`, *optional*): instead of `function`, in processes that are started here. The first of
             them reads what is typed; see `launch`.
 
@@ -253,7 +246,6 @@ def load_generator(
 
     Args:
         name (`str`): a folder, a hub id, or `package:<name>/<folder>`.
-        arguments ([`GenerationArguments`]): say how.
         device (`torch.device`): where the model goes, unless it is quantized: bitsandbytes places it.
         is_sharded (`bool`): divides the parameters over all ranks (stage 3). All ranks call it.
 

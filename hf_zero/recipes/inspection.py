@@ -47,10 +47,6 @@ class Arguments:
 def run(folder: str, arguments: Arguments) -> None:
     """Prints one line per check.
 
-    Args:
-        folder (`str`): a model or a PEFT adapter, with optimizer state or without.
-        arguments ([`Arguments`]): as parsed.
-
     Raises:
         CheckpointError: the folder is no model folder, or some check failed: all of them have run by then.
     """
@@ -85,10 +81,6 @@ def _result(folder: str, name: str, check: Callable[[], str]) -> str:
 
 class Inspection:
     """The checks of one folder. Every file is read once, by the first check that needs it.
-
-    Args:
-        folder (`Path`): a model or an adapter.
-        base (`str`, *optional*): the adapter's base model.
 
     Raises:
         CheckpointError: no folder, no config, no weights, or weights that are no safetensors files.

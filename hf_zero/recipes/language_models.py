@@ -84,16 +84,7 @@ def named_model(arguments: SourceArguments) -> tuple[str, str]:
 
 
 def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
-    """Refuses a model that is missing, a dtype that there is not, and a new model that cannot be made.
-
-    Args:
-        arguments ([`LoadArguments`]): As parsed.
-        use_peft (`bool`): Whether an adapter is trained.
-
-    Raises:
-        ConfigError: saying so.
-        CheckpointError: as for `check_model`.
-    """
+    """Refuses a model that is missing, a dtype that there is not, and a new model that cannot be made."""
     check_dtype(arguments)
     check_source(arguments, use_peft=use_peft)
     if named_model(arguments)[0] == "config_name":
@@ -103,15 +94,7 @@ def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
 
 
 def check_source(arguments: LoadArguments, *, use_peft: bool) -> None:
-    """Refuses keys of a new model where it is not one, and those of a model with weights where it is.
-
-    Args:
-        arguments ([`LoadArguments`]): As parsed.
-        use_peft (`bool`): Whether an adapter is trained.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Refuses keys of a new model where it is not one, and those of a model with weights where it is."""
     if named_model(arguments)[0] != "config_name":
         for name in ("config_overrides", "tokenizer_name"):
             if getattr(arguments, name, None):
@@ -142,11 +125,7 @@ def _check_new(arguments: Any) -> None:
 
 
 def check_dtype(arguments: LoadArguments) -> None:
-    """Refuses a dtype that there is not.
-
-    Raises:
-        ConfigError: naming those that there are.
-    """
+    """Refuses a dtype that there is not."""
     if arguments.dtype not in (*DTYPES, "auto"):
         raise ConfigError(f"dtype {arguments.dtype!r}: expected one of {', '.join((*DTYPES, 'auto'))}")
 
@@ -175,11 +154,7 @@ def _with_end(path: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeni
 
 
 def config_of(arguments: SourceArguments) -> PretrainedConfig:
-    """The config of the model that the arguments name, or of a new one.
-
-    Raises:
-        ConfigError: it does not load, or cannot be changed so.
-    """
+    """The config of the model that the arguments name, or of a new one."""
     key, name = named_model(arguments)
     if key != "config_name":
         return load_config(resolve_model(arguments.model_name_or_path), arguments.model_revision)
@@ -263,12 +238,7 @@ def load_language_model(
     model trains as transformers loads it.
 
     Args:
-        arguments ([`LoadArguments`]): with the name of the model.
-        training ([`ZeroTrainingArguments`], or those of TRL): say in which dtype is computed.
-        tokenizer (`PreTrainedTokenizerBase`): whose tokens it is to know.
-        auto_class (`type`): of transformers: says which head it has.
         what (`str`): what it is then, in words.
-        options: for `from_pretrained`, beside those that the arguments say.
 
     Raises:
         ConfigError: it does not load as such a model, or does not fit the tokenizer.
@@ -325,11 +295,7 @@ def load_options(arguments: LoadArguments, training: ZeroTrainingArguments) -> d
 
 
 def check_vocabulary(model: PreTrainedModel, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer with more tokens than the model has embeddings.
-
-    Raises:
-        ConfigError: naming both numbers.
-    """
+    """Refuses a tokenizer with more tokens than the model has embeddings."""
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_embeddings:
         raise ConfigError(
@@ -339,11 +305,7 @@ def check_vocabulary(model: PreTrainedModel, name: str, tokenizer: PreTrainedTok
 
 
 def check_packing(model: PreTrainedModel) -> None:
-    """Refuses a model whose layers would let the rows of one sequence see each other.
-
-    Raises:
-        ConfigError: naming the model, and what about it.
-    """
+    """Refuses a model whose layers would let the rows of one sequence see each other."""
     text_config = model.config.get_text_config()
     odd = set(getattr(text_config, "layer_types", None) or ()) - set(PACKABLE)
     source = inspect.getsource(sys.modules[type(model).__module__])

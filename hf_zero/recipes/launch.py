@@ -63,7 +63,6 @@ def launch(num_processes: int, function: Callable[..., object], *args: Any, is_i
     They end when this process ends, however it does (on Linux).
 
     Args:
-        num_processes (`int`): How many.
         function (`Callable`): Importable by name; it finds its rank in the environment, as under torchrun.
         args: Picklable arguments.
         is_interactive (`bool`): The first process reads what is typed, and a second Ctrl-C kills none of them.

@@ -46,10 +46,6 @@ class LmEvalArguments:
 def check_lm_eval(arguments: LmEvalArguments, *, writes_text: bool) -> None:
     """Refuses tasks that cannot be evaluated, before a process is started.
 
-    Args:
-        arguments ([`LmEvalArguments`]): As parsed.
-        writes_text (`bool`): Whether the model does.
-
     Raises:
         ConfigError: lm_eval is not installed, a file is not there, a number is out of range, or a key has no effect.
     """
@@ -79,7 +75,6 @@ def load_lm_tasks(arguments: Any, training: ZeroTrainingArguments) -> Any:
 
     Args:
         arguments: of the recipe; those of `classify` have no such keys.
-        training ([`ZeroTrainingArguments`]): Says which rank is first, for the files that lm_eval caches.
 
     Returns:
         `lm_eval.tasks.TaskManager` or `None`: For `evaluate_lm_tasks`; `None` where there are no tasks.
@@ -115,15 +110,7 @@ def _first_prints(training: ZeroTrainingArguments) -> contextlib.AbstractContext
 def evaluate_lm_tasks(
     trainer: ZeroTrainer, data: Data, arguments: LmEvalArguments, manager: Any, say: Callable[..., None]
 ) -> None:
-    """Evaluates the model, and logs what comes of it as metrics of an evaluation. All ranks call it.
-
-    Args:
-        trainer ([`ZeroTrainer`]): Has the model.
-        data ([`Data`]): With the tokenizer.
-        arguments ([`LmEvalArguments`]): Name the tasks.
-        manager (`lm_eval.tasks.TaskManager`): Has loaded them.
-        say (`Callable`): Prints, on rank 0.
-    """
+    """Evaluates the model, and logs what comes of it as metrics of an evaluation. All ranks call it."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 

@@ -59,7 +59,6 @@ def resolve_model(name: str, key: str = "model_name_or_path") -> str:
 
     Args:
         name (`str`): A folder, `package:<importable name>/<folder inside it>`, or the id of a model on the hub.
-        key (`str`): What the user calls this setting, for messages.
 
     Returns:
         `str`: The path of an existing folder with a config and whole weight files, or the hub id as it was given.
@@ -79,15 +78,7 @@ def resolve_model(name: str, key: str = "model_name_or_path") -> str:
 
 
 def check_model(arguments: SourceArguments) -> None:
-    """Refuses a model that is missing, and a revision of a local folder.
-
-    Args:
-        arguments ([`SourceArguments`]): with the names of both.
-
-    Raises:
-        ConfigError: saying so.
-        CheckpointError: as for `resolve_model`.
-    """
+    """Refuses a model that is missing, and a revision of a local folder."""
     name, revision = arguments.model_name_or_path, arguments.model_revision
     if not name:
         raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
@@ -100,7 +91,6 @@ def resolve_config(name: str, key: str = "model_name_or_path") -> str:
 
     Args:
         name (`str`): as for `resolve_model`, or the path of a config file.
-        key (`str`): What the user calls this setting, for messages.
 
     Raises:
         ConfigError: If nothing is there, or a folder without a `config.json`.
@@ -187,15 +177,7 @@ def reason_of(error: Exception) -> str:
 
 
 def load_config(path: str, revision: str | None = None) -> PretrainedConfig:
-    """Reads the config of a model.
-
-    Args:
-        path (`str`): a folder, a hub id or a config file.
-        revision (`str`, *optional*): of the hub id.
-
-    Raises:
-        ConfigError: it does not load.
-    """
+    """Reads the config of a model."""
     try:
         with quiet():
             return AutoConfig.from_pretrained(path, revision=revision or "main")
@@ -213,30 +195,13 @@ def positions_of(config: PretrainedConfig) -> int | None:
 
 
 def check_positions(name: str, limit: int | None, max_length: int | None) -> None:
-    """Refuses rows that are longer than a model takes.
-
-    Args:
-        name (`str`): of the model.
-        limit (`int`, *optional*): how many positions it has.
-        max_length (`int`, *optional*): of the rows, in tokens.
-
-    Raises:
-        ConfigError: naming both.
-    """
+    """Refuses rows that are longer than a model takes."""
     if limit is not None and max_length is not None and max_length > limit:
         raise ConfigError(f"max_length {max_length}: {name} has {limit} positions; set --max_length {limit} or less")
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer. If it has no padding token, it pads with its end-of-sequence token.
-
-    Args:
-        path (`str`): a folder or hub id.
-        revision (`str`, *optional*): of the hub id.
-
-    Raises:
-        ConfigError: it does not load.
-    """
+    """Loads a tokenizer. If it has no padding token, it pads with its end-of-sequence token."""
     with quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
@@ -255,7 +220,6 @@ def load_model(folder: Path, load: Load = _load, **kwargs: Any) -> PreTrainedMod
     """Loads a folder with the class of its config, and refuses what `from_pretrained` only reports.
 
     Args:
-        folder (`Path`): the model.
         load (`Callable`): loads it, by its class; such as `hf_zero.load_pretrained`.
         kwargs: for `from_pretrained`; by default the dtype is that of the files.
 
@@ -326,7 +290,6 @@ def load_base(folder: Path, name: str | None, load: Load = _load, **kwargs: Any)
     """Loads the model that an adapter belongs to.
 
     Args:
-        folder (`Path`): the adapter.
         name (`str`, *optional*): the base model, instead of the one that the adapter names.
         load, kwargs: as for `load_model`.
 

@@ -60,11 +60,7 @@ class QuantizationArguments:
 
 
 def check_adapter(arguments: AdapterArguments) -> None:
-    """Refuses settings of an adapter that cannot work.
-
-    Raises:
-        ConfigError: PEFT is not there, a value is out of range, or an adapter is described that is not asked for.
-    """
+    """Refuses settings of an adapter that cannot work."""
     if not arguments.use_peft:
         for described in fields(AdapterArguments):
             if getattr(arguments, described.name) != described.default:
@@ -85,11 +81,7 @@ def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> N
     """Refuses what cannot work, before anything is loaded.
 
     Args:
-        arguments ([`QuantizationArguments`]): The parsed arguments.
         use_peft (`bool`): Whether an adapter is trained: quantized weights themselves are not.
-
-    Raises:
-        ConfigError: no adapter is trained, values contradict each other, or bitsandbytes is not there.
     """
     is_quantized = arguments.load_in_4bit or arguments.load_in_8bit
     if is_quantized and not use_peft:
@@ -110,7 +102,6 @@ def quantization_of(arguments: QuantizationArguments, dtype: str) -> "BitsAndByt
     """Returns TRL's description of how the adapter's base is quantized; `None` where it is not.
 
     Args:
-        arguments ([`QuantizationArguments`]): say which way.
         dtype (`str`): in which is computed.
     """
     if arguments.load_in_8bit:
@@ -132,7 +123,6 @@ def lora_config(
     """Returns PEFT's configuration of the adapter.
 
     Args:
-        arguments ([`AdapterArguments`]): say which.
         task_type (`str`, *optional*): PEFT's name for what the model does, such as `"SEQ_CLS"`.
         new_modules (`Sequence[str]`): parts of the model that no checkpoint has, and which are trained whole.
 
@@ -168,15 +158,9 @@ def adapt(
 
     Args:
         model (`PreTrainedModel`): its weights may be in files still.
-        arguments ([`AdapterArguments`]): say which.
-        task_type (`str`, *optional*): see `lora_config`, and
-        new_modules (`Sequence[str]`): likewise.
 
     Returns:
         `nn.Module`: a `PeftModel`, or the model as it was.
-
-    Raises:
-        ConfigError: the model has no such modules.
     """
     config = lora_config(arguments, task_type, new_modules)
     if config is None:

@@ -45,7 +45,6 @@ class Step:
     """One step of all ranks.
 
     Args:
-        number (`int`): Which.
         moments (`list[list[Moment]]`): By rank; of the first micro-batch, and around the optimizer's step.
         sent_nbytes (`list[dict[str, int]]`): By rank, what it sent of each unit, or read of the others' memory.
         shares_memory (`bool`): Whether ranks share memory, so that nothing is sent.
@@ -68,7 +67,6 @@ class Measured:
 
     Args:
         memory (`list[dict[str, int]]`): By rank, the largest values of the fields of `MemoryReport`, in bytes.
-        step ([`Step`], *optional*): The step that was watched.
         planned (`dict[str, int]`): What was told of the memory of a rank before the first step, by the same fields.
     """
 
@@ -77,12 +75,7 @@ class Measured:
     planned: dict[str, int] = field(default_factory=dict)
 
     def kept(self, path: Path, *, is_trained: bool) -> "Measured":
-        """Writes the measurements to a file, or reads those of an earlier run if nothing was trained.
-
-        Args:
-            path (`Path`): The file.
-            is_trained (`bool`): Whether there was a step to train.
-        """
+        """Writes the measurements to a file, or reads those of an earlier run if nothing was trained."""
         if is_trained:
             write_whole(path, json.dumps(asdict(self)).encode())
             return self

@@ -138,9 +138,6 @@ class Telemetry(TrainerCallback):
 def counts_of(batch: Mapping[str, Any]) -> tuple[Tensor | int, Tensor | int]:
     """Counts the tokens of a batch without padding, and its rows. Packed rows are counted one by one.
 
-    Args:
-        batch (`Mapping[str, Any]`): What the model is called with.
-
     Returns:
         `tuple`: 0-d tensors on the batch's device, or numbers.
     """
@@ -240,13 +237,7 @@ class Progress(ProgressCallback):
 
 
 def line_of(logs: Mapping[str, Any], step: int, max_steps: int) -> str:
-    """Returns a line for an entry of the log.
-
-    Args:
-        logs (`Mapping[str, Any]`): The entry.
-        step (`int`): At which it was made.
-        max_steps (`int`): How many there are.
-    """
+    """Returns a line for an entry of the log."""
     shown = [_shown(name, value, logs) for name, value in logs.items() if _is_shown(name)]
     return "  ".join([f"step {step}/{max_steps}", *shown])
 

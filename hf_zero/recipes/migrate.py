@@ -192,7 +192,6 @@ def run(file: str, arguments: Arguments) -> None:
 
     Args:
         file (`str`): A configuration of DeepSpeed or of accelerate.
-        arguments ([`Arguments`]): As parsed.
 
     Raises:
         ConfigError: If it cannot be read, or holds no object.

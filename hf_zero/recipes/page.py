@@ -60,7 +60,6 @@ def results_of(
     """Returns the results of the last evaluation and the best step, or the training loss if there was no evaluation.
 
     Args:
-        log (`Sequence[dict]`): The entries of the training's log.
         metric (`str`, *optional*): By which steps are compared, as `metric_for_best_model`; by default the loss.
         greater_is_better (`bool`, *optional*): Of that metric.
     """
@@ -103,12 +102,7 @@ def numbers_of(
 
 
 def tables_of(log: Sequence[dict[str, Any]], measured: Measured) -> list[dict[str, Any]]:
-    """Returns the tables of the page: name, title, head, rows and note of each.
-
-    Args:
-        log (`Sequence[dict]`): The entries of the training's log.
-        measured ([`Measured`]): What its watchers have found.
-    """
+    """Returns the tables of the page: name, title, head, rows and note of each."""
     series = {name.removeprefix("eval_"): points(log, name)[1] for name in [EVAL_LOSS, *metric_names(log)]}
     results = [[name, f"{values[0]:.4g}", f"{values[-1]:.4g}"] for name, values in series.items() if values]
     tables = [("results", "Evaluation", ["", "first", "last"], results, "")]
@@ -178,8 +172,6 @@ class Chart:
 
     Args:
         name (`str`): Of its file, without an ending.
-        title (`str`): Above it.
-        figure (`Figure`): Drawn.
         is_of_step (`bool`): Whether it shows one step; all others show the run, and are of one size.
     """
 
@@ -202,12 +194,7 @@ class Chart:
 
 
 def draw(log: Sequence[dict[str, Any]], step: Step | None) -> list[Chart]:
-    """Draws all charts that there is data for.
-
-    Args:
-        log (`Sequence[dict]`): The entries of the training's log.
-        step (`Step`, *optional*): The one that was watched.
-    """
+    """Draws all charts that there is data for."""
     evaluated = {name.replace("/", "_"): (f"Evaluation: {title_of(name)}", name) for name in metric_names(log)}
     curves = {
         "loss": ("Loss", "loss", "eval_loss"),

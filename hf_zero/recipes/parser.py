@@ -124,8 +124,6 @@ def parser_for(name: str, summary: str, kinds: Iterable[type]) -> Parser:
     """Makes the parser of a task or a tool, which takes the fields of dataclasses as keys.
 
     Args:
-        name (`str`): The task or tool, as it is called on the command line.
-        summary (`str`): What it does, for `--help`.
         kinds (`Iterable[type]`): The dataclasses. If none has a field, transformers is not imported, which takes
             seconds.
 
@@ -152,7 +150,6 @@ def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
     """Reads some keys of a command line before it is known which others there are; `None` for what is not given.
 
     Args:
-        argv (`list[str]`): what follows the task or tool.
         keys (`str`): without dashes.
     """
     probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -162,11 +159,7 @@ def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
 
 
 def read_yaml(path: str) -> dict[Any, Any]:
-    """Reads a YAML file, or the ready-made one of this name.
-
-    Raises:
-        ConfigError: there is none, or it holds no keys.
-    """
+    """Reads a YAML file, or the ready-made one of this name."""
     there_is = ready_made()
     name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
     file = there_is[name] if name in there_is and not Path(path).is_file() else Path(path)
@@ -220,12 +213,7 @@ def _unknown_message(where: str, key: str, known: Iterable[str]) -> str:
 
 
 def unknown_task_message(name: str, known: Iterable[str]) -> str:
-    """Returns the message about an unknown task or tool.
-
-    Args:
-        name (`str`): as it was written.
-        known (`Iterable[str]`): those that there are.
-    """
+    """Returns the message about an unknown task or tool."""
     hint = f"{elsewhere(name, COMMANDS) or _guess(nearest(name, known))};".replace("?;", "?")
     return f"task {name!r}: {hint} expected one of {', '.join(known)}"
 
@@ -239,6 +227,5 @@ def elsewhere(name: str, table: Mapping[str, str]) -> str | None:
 
     Args:
         name (`str`): as it was written, without dashes before it.
-        table (`Mapping[str, str]`): `COMMANDS` or `KEYS`.
     """
     return table.get(name.lower().replace("-", "_"))

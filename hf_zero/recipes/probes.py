@@ -72,7 +72,6 @@ class Outcome:
     """What a probe has found.
 
     Args:
-        name (`str`): Of the probe.
         status (`str`): ok, FAILED or skipped.
         text (`str`): What was found, in one line.
     """
@@ -124,11 +123,7 @@ def _note(journal: str | None, entry: dict[str, str]) -> None:
 
 
 class Ranks:
-    """The ranks that this process plays: its own of several, or all those of a loop-back where it is alone.
-
-    Args:
-        device_type (`str`): Of the device of each process.
-    """
+    """The ranks that this process plays: its own of several, or all those of a loop-back where it is alone."""
 
     def __init__(self, device_type: str):
         self.is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -219,7 +214,6 @@ class Probes:
     """All probes. Each returns what it found, or raises.
 
     Args:
-        ranks ([`Ranks`]): Those of this process.
         parent (`Path`, *optional*): The folder to save in; by default that of temporary files.
     """
 

@@ -61,10 +61,6 @@ class Arguments:
 def run(folder: str, arguments: Arguments) -> None:
     """Checks the folder, writes a model card if it has none, uploads in one commit, and prints the address.
 
-    Args:
-        folder (`str`): a model or a PEFT adapter.
-        arguments ([`Arguments`]): as parsed.
-
     Raises:
         ConfigError: no repository is named, or a file of the folder lies elsewhere.
         CheckpointError: the folder is not whole.

@@ -27,11 +27,7 @@ def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:
     """Refuses to go on from the checkpoints of another model. Configs that cannot be read are left to loading.
 
     Args:
-        settings ([`Settings`]): Of the run.
         checkpoints (`Iterable[Path]`): In the order in which they would be taken; the first with a config is compared.
-
-    Raises:
-        ConfigError: Naming the checkpoint, and what differs.
     """
     for checkpoint in checkpoints:
         found = _difference(settings.arguments, checkpoint)

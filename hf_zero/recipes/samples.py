@@ -37,8 +37,6 @@ class Samples:
     """The rows and the answers to them. All ranks generate the same together; the first writes and prints.
 
     Args:
-        trainer ([`ZeroTrainer`]): has the model.
-        say (`Callable`): prints, on rank 0.
         rows (`list[dict]`): with "prompt" and "expected", and "before" and "after" as far as they are known.
         tokens (`list[list[int]]`): their prompts.
         generator ([`TextGenerator`], *optional*): of the model; `None` where there are no rows.
@@ -56,10 +54,7 @@ class Samples:
         tested.
 
         Args:
-            trainer ([`ZeroTrainer`]): has the model.
-            data ([`Data`]): its test rows, as they were read.
             number (`int`): how many rows; fewer where not so many are short enough.
-            say (`Callable`): prints, on rank 0.
         """
         if not number or data.test is None or data.has_images or not trainer.model.can_generate():
             return cls(trainer, say)

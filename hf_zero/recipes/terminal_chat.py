@@ -149,13 +149,7 @@ class Keyboard:
 
 
 class Conversation:
-    """What was said so far. Without a chat template nothing is kept: each text is continued by itself.
-
-    Args:
-        generator ([`TextGenerator`]): answers.
-        arguments ([`Arguments`]): as parsed.
-        keyboard ([`Keyboard`]): may stop an answer.
-    """
+    """What was said so far. Without a chat template nothing is kept: each text is continued by itself."""
 
     def __init__(self, generator: TextGenerator, arguments: Arguments, keyboard: Keyboard):
         self._generator, self._arguments, self._keyboard = generator, arguments, keyboard
@@ -189,10 +183,6 @@ class Conversation:
 
 def run(folder: str, arguments: Arguments) -> None:
     """Answers `--prompt`, or what is typed until Ctrl-D.
-
-    Args:
-        folder (`str`): a model or an adapter, or a hub id.
-        arguments ([`Arguments`]): as parsed.
 
     Raises:
         ConfigError: it is not there, or is no language model; a key does not fit.

@@ -23,7 +23,6 @@ class TrainingJob:
     """One way to train.
 
     Args:
-        stage (`int`): Of ZeRO.
         compute_dtype (`torch.dtype`, *optional*): Of the compute copies.
         offload (`str`): What rests on the host: none, optimizer or params.
         optimizer (`str`): adamw; or sgd, whose updates a GPU and a CPU round alike. Its gradients are not clipped,
@@ -106,17 +105,7 @@ def make_inner(kind: str, params: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 
 def train_plain(model: nn.Module, num_ranks: int, kind: str, device: torch.device) -> list[Trained]:
-    """Trains in plain torch and one process, which sees the batches of all ranks and averages their gradients.
-
-    Args:
-        model (`nn.Module`): On the device.
-        num_ranks (`int`): How many ranks there would be.
-        kind (`str`): The optimizer of a [`TrainingJob`].
-        device (`torch.device`): Of the model.
-
-    Returns:
-        `list[Trained]`: One for each rank.
-    """
+    """Trains in plain torch and one process, which sees the batches of all ranks and averages their gradients."""
     optimizer = make_inner(kind, model.parameters())
     losses: list[list[Tensor]] = [[] for _ in range(num_ranks)]
     norms = []
@@ -164,11 +153,6 @@ def train_job(
 
     Args:
         model (`nn.Module`): On the device; it stays sharded.
-        job ([`TrainingJob`]): How.
-        rank (`int`): Of this one.
-        device (`torch.device`): Of the model.
-        shard (`Callable`): Takes the model and `config`.
-        config ([`ZeroConfig`]): What the job says, as settings.
     """
     shard(model, config)
     optimizer = ShardedOptimizer(model, make_inner(job.optimizer, model.parameters()))

@@ -147,10 +147,6 @@ class TrlTask:
     def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
         """Refuses what cannot work, before a process is started.
 
-        Args:
-            arguments ([`TrlArguments`]): The parsed arguments.
-            training (`Mapping[str, Any]`): The fields of the training arguments.
-
         Raises:
             ConfigError: If the model is missing, settings contradict each other, or one of TRL's has no effect here.
             DataError: If a file is missing.

@@ -123,9 +123,6 @@ def _check_reward(name: str) -> None:
 def rewards_of(arguments: RewardedArguments) -> list[Reward | str]:
     """Loads what judges generated answers: functions, and the folder of a model.
 
-    Args:
-        arguments ([`RewardedArguments`]): say which; they have been checked.
-
     Raises:
         ConfigError: a file fails, or what it names is no function.
     """

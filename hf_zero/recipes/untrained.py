@@ -42,9 +42,6 @@ def dry_run(settings: Settings) -> None:
 
     Data, model and trainer are made as the run would make them, so what it would refuse is refused here.
 
-    Args:
-        settings ([`Settings`]): Of the run.
-
     Raises:
         ConfigError: If it is one of several processes.
     """
@@ -70,9 +67,6 @@ def preprocess(settings: Settings) -> None:
 
     `datasets` keeps the rows in its cache, under names that depend on the files, the tokenizer, the settings and the
     code that they depend on; the run finds them there.
-
-    Args:
-        settings ([`Settings`]): Of the run.
 
     Raises:
         ConfigError: If it is one of several processes, or the rows are a stream.
@@ -128,8 +122,6 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, h
     """Returns the lines about the predicted memory of each rank, with that of a reference model if there is one.
 
     Args:
-        trainer ([`ZeroTrainer`]): That has not trained.
-        num_ranks (`int`): How many ranks there would be.
         max_length (`int`, *optional*): What rows of tokens are cut to: the longest that a step may see.
         has_head (`bool`): The loss is computed by TRL's head.
     """

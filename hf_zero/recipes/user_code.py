@@ -18,12 +18,8 @@ def check_function(key: str, name: str, also: Sequence[str] = ()) -> None:
     """Refuses a function that is not there. None of the user's code runs: this may be the launcher.
 
     Args:
-        key (`str`): The key that names it, for the message.
         name (`str`): `file.py:function`.
         also (`Sequence[str]`): Names that the key takes, too, for the message.
-
-    Raises:
-        ConfigError: If there is no such file, or no such name in it.
     """
     path, function = _file_and_function(name)
     if path.suffix != ".py" or not function:
@@ -52,15 +48,11 @@ def load_function(key: str, name: str, convert: Callable[[Any], Any]) -> Callabl
     """Loads a function, whose errors in training name file and line.
 
     Args:
-        key (`str`): The key that names it, for messages.
         name (`str`): `file.py:function`, which has been checked.
         convert (`Callable`): Applied to what it returns; what it raises counts as the function's own error.
 
     Returns:
         `Callable`: What is no plain function (a module, a coroutine function) is given as it is.
-
-    Raises:
-        ConfigError: If the file fails, or what it names is no function.
     """
     path, function = _file_and_function(name)
     resolved = path.resolve()

@@ -108,9 +108,6 @@ class Texts:
 class Images:
     """Reads and prepares images for a model.
 
-    Args:
-        column (`str`): The column of the images.
-
     Raises:
         ConfigError: Pillow is not installed.
     """
@@ -129,11 +126,7 @@ class Images:
         self.columns = (column,)
 
     def load_processor(self, path: str, **where: Any) -> None:
-        """Loads the image processor of a model.
-
-        Raises:
-            ConfigError: It does not load.
-        """
+        """Loads the image processor of a model."""
         with quiet():
             try:
                 self.processor = AutoImageProcessor.from_pretrained(path, **where)
@@ -184,9 +177,6 @@ class Pixels(torch.utils.data.Dataset):
 
     Args:
         data (`datasets.Dataset`): images not yet decoded.
-        column (`str`): where they are.
-        numbers (`Sequence[int]`): of their classes.
-        processor (`BaseImageProcessor`): of the model.
     """
 
     def __init__(self, data: datasets.Dataset, column: str, numbers: Sequence[int], processor: Any):

@@ -103,7 +103,6 @@ class Labelled:
     Args:
         data (`datasets.Dataset`): the columns that are classified, as [`Texts`] or [`Images`] take them.
         labels (`list[str]`): one for each row.
-        source ([`Rows`]): where they come from.
         indices (`list[int]`): which rows of the source they are.
     """
 

@@ -27,10 +27,7 @@ def load_classifier(
     That the head is new is what we are here for, so transformers' report of it is left out.
 
     Args:
-        path (`str`): A folder or hub id.
         inputs ([`Texts`] or [`Images`]): Their processor has been loaded.
-        classes ([`Classes`]): What the head tells apart.
-        revision (`str`, *optional*): Of the hub id.
 
     Returns:
         `PreTrainedModel`: Its weights still in files, in fp32.
@@ -92,16 +89,8 @@ def verify(folder: str, inputs: Texts | Images, test: Dataset, predicted: np.nda
     """Loads the folder as any user would, without hf_zero, and compares it with what the trainer predicted.
 
     Args:
-        folder (`str`): What was saved.
         inputs ([`Texts`] or [`Images`]): How rows come to the model; its processor is loaded anew from the folder.
-        test (`datasets.Dataset`): The test rows.
         predicted (`np.ndarray`): Logits of all of them, [rows, classes].
-
-    Returns:
-        `str`: One line that says so.
-
-    Raises:
-        CheckpointError: If the logits differ.
     """
     num_rows = min(NUM_VERIFIED, len(test))
     inputs.load_processor(folder)

@@ -37,7 +37,6 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> s
     """Gives the tokenizer the template that chats are rendered with; it is saved with the model.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): changed in place.
         path (`str`, *optional*): a file with a template, or "default" for ours, instead of the tokenizer's own.
 
     Returns:
@@ -76,11 +75,7 @@ def template_notes(
     """Gives the tokenizer its template if rows are chats, and says which one it is.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): changed in place.
-        path (`str`, *optional*): as for `set_chat_template`.
         chat (`list[Message]`, *optional*): of the first row; empty where that cannot be read, `None` for texts.
-        source (`str`): what the rows are called.
-        tools (`list`, *optional*): of the first row.
 
     Raises:
         ConfigError: a template is given for texts; or it cannot be had, or is broken.
@@ -118,11 +113,7 @@ def _failure(tokenizer: PreTrainedTokenizerBase, chat: list[Message], tools: lis
 
 
 def read_template(path: str) -> str:
-    """Reads the file of a chat template; "default" names ours.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Reads the file of a chat template; "default" names ours."""
     if path == DEFAULT:
         return DEFAULT_TEMPLATE
     try:
@@ -139,9 +130,6 @@ def render(
     """Writes a chat as the model reads it.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): with a template.
-        messages (`list[Message]`): in their order.
-        tools (`list`, *optional*): that the assistant may call.
         is_prompt (`bool`): adds what comes before an answer of the assistant.
 
     Raises:

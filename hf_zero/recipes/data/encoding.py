@@ -35,12 +35,8 @@ def encode_rows(
     Call it in all processes, under `training.main_process_first()`.
 
     Args:
-        rows ([`Rows`]): from [`load_rows`].
         function (`Callable`): takes a row, gives the values of `features`; raises [`BadRow`] on one that it refuses.
-        features (`datasets.Features`): what it gives.
-        skip_bad_rows (`bool`): leaves bad rows out instead of refusing all.
         key (`str`): whatever the function depends on, such as its settings and those of its tokenizer.
-        num_proc (`int`, *optional*): how many processes share the work.
 
     Returns:
         The new data set, and how many bad rows it lacks. A stream is encoded while it is used: its bad rows are then

@@ -133,11 +133,7 @@ FORMAT_NAMES = ("text", *(form.name for form in FORMATS), TOKENIZED)
 
 
 def text_format(column: str) -> Format:
-    """The format whose rows are texts.
-
-    Args:
-        column (`str`): where they are.
-    """
+    """The format whose rows are texts."""
 
     def convert(row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
         return {column: text_of(row[column], column)}
@@ -168,10 +164,7 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
     Rows with token ids are tokenized, whatever other columns they have, as for TRL.
 
     Args:
-        rows ([`Rows`]): from [`load_rows`].
         names (`Collection[str]`): those of `FORMAT_NAMES` that it may be.
-        text_column (`str`): the column of the format `text`.
-        tokenizer (`PreTrainedTokenizerBase`): of the model.
 
     Raises:
         DataError: the columns fit none, or several, or not the one that was named.
@@ -193,10 +186,6 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
 
 def check_text_column(column: str, read: Sequence[tuple[Rows, Any]]) -> None:
     """Refuses the name of a column of texts that is of no use.
-
-    Args:
-        column (`str`): as it is set.
-        read (`Sequence[tuple[Rows, Format]]`): the rows of all data sets, and their formats.
 
     Raises:
         ConfigError: it is set, and no rows are texts.

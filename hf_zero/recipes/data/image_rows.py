@@ -83,12 +83,6 @@ class ImageFormat(Format):
 def with_images(form: Format, rows: Rows, image_token: str | None, eos_token: str) -> ImageFormat:
     """The same format, for rows with images.
 
-    Args:
-        form ([`Format`]): of the rows without them.
-        rows ([`Rows`]): say in which column they are, and where relative paths begin.
-        image_token (`str`, *optional*): of the model's processor.
-        eos_token (`str`): of its tokenizer.
-
     Raises:
         DataError: rows are texts, with which TRL takes no images.
     """

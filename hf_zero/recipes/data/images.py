@@ -21,11 +21,7 @@ def image_column(rows: Rows) -> str | None:
 
 
 def check_pillow() -> None:
-    """Refuses images where nothing reads them.
-
-    Raises:
-        ConfigError: Pillow is not installed.
-    """
+    """Refuses images where nothing reads them."""
     if not is_vision_available():
         raise ConfigError("images: Pillow, which reads them, is not installed; pip install 'hf-zero[vision]'")
 
@@ -73,7 +69,6 @@ def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, 
     Args:
         value (`str` or `Mapping`): the path of a file, or what `datasets` keeps.
         folders (`tuple[Path, ...]`): where relative paths begin; one of them has the file.
-        column (`str`): where the row holds it, for messages.
 
     Raises:
         BadRow: there is no such file, or several, or it is no image.

@@ -56,11 +56,7 @@ class MixtureArguments(SourceArguments):
 
 
 def _entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """One of `datasets`, as YAML has it: on the command line a path, or JSON.
-
-    Raises:
-        ConfigError: it is none of them, or one of its keys is wrong.
-    """
+    """One of `datasets`, as YAML has it: on the command line a path, or JSON."""
     try:
         read = json.loads(given) if isinstance(given, str) and given.lstrip().startswith("{") else given
     except ValueError as error:
@@ -78,12 +74,7 @@ def _entry(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Mixture:
-    """How the data sets of a run become one. The order depends on the seed, and not on the number of processes.
-
-    Args:
-        arguments ([`MixtureArguments`]): Say which data sets, and how.
-        training (`TrainingArguments`): With the seed.
-    """
+    """How the data sets of a run become one. The order depends on the seed, and not on the number of processes."""
 
     arguments: MixtureArguments
     training: Any

@@ -134,15 +134,7 @@ class Prompts(Answers):
 
 
 def format_of(formats: tuple[type[Answers], ...], rows: Rows) -> Answers:
-    """How rows are read: by the first of several formats all of whose columns they have.
-
-    Args:
-        formats (`tuple[type[Answers], ...]`): one at least.
-        rows ([`Rows`]): to be read.
-
-    Raises:
-        DataError: naming the columns that are there and those that are expected.
-    """
+    """How rows are read: by the first of several formats all of whose columns they have."""
     for kind in formats:
         if set(kind.REQUIRED) <= set(rows.columns):
             return kind.of(rows)

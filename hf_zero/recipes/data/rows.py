@@ -139,11 +139,7 @@ class Rows:
         return replace(self, data=self.data.select(range(min(num_rows, len(self.data)))))
 
     def slice(self, split: str) -> "Rows":
-        """The rows that an expression of `datasets` such as `train[:90%]` names, of all rows of that split.
-
-        Raises:
-            ConfigError: it is no such expression.
-        """
+        """The rows that an expression of `datasets` such as `train[:90%]` names, of all rows of that split."""
         if "[" not in split:
             return self
         try:
@@ -156,20 +152,12 @@ class Rows:
         return replace(self, data=data, parts=parts)
 
     def only(self, columns: Sequence[str]) -> "Rows":
-        """The same rows with some of their columns.
-
-        Raises:
-            DataError: one of them is not there.
-        """
+        """The same rows with some of their columns."""
         self.require(columns)
         return replace(self, kept=tuple(columns), example={name: self.example[name] for name in columns})
 
     def require(self, columns: Iterable[str]) -> None:
-        """Checks that columns are there.
-
-        Raises:
-            DataError: naming the first that is not, and those that are.
-        """
+        """Checks that columns are there."""
         missing = [column for column in columns if column not in self.columns]
         if missing:
             raise DataError(f"{self.source}: columns found {self.columns}, column expected {missing[0]!r}; rename it")

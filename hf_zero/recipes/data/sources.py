@@ -71,9 +71,6 @@ def check_stream(arguments: SourceArguments, training: Mapping[str, Any]) -> Non
     an order for which all rows have to be known.
 
     `datasets` shares out the files of a stream among the workers: with fewer files some would have no rows.
-
-    Raises:
-        ConfigError: saying so.
     """
     if not arguments.dataset_streaming:
         return
@@ -98,7 +95,6 @@ def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
     processes, under `training.main_process_first()`: one of them reads, the others find it there.
 
     Args:
-        arguments ([`SourceArguments`]): says where from.
         split (`str`): "train" or "test".
 
     Returns:
@@ -175,10 +171,6 @@ def check_path(name: str, key: str) -> None:
 
     Args:
         name (`str`): a path, or for the keys `dataset_name` and `datasets` also a hub id.
-        key (`str`): what the user calls this setting.
-
-    Raises:
-        DataError: naming it.
     """
     path = Path(name).expanduser()
     is_path = (
@@ -301,8 +293,6 @@ def shuffled(
     """Rows in an order as random as a buffer of them can make it, and their files; the same in every process.
 
     Args:
-        rows (`datasets.IterableDataset`): in their order.
-        arguments ([`SourceArguments`]): say how large the buffer is.
         training (`TrainingArguments`): with the seed, and the sampling strategy: "sequential" leaves the order.
     """
     if training.train_sampling_strategy == "sequential":
