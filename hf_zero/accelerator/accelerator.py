@@ -130,9 +130,6 @@ class ZeroAccelerator(SharingAccelerator):
         """Turns an `Accelerator` that was just made into a `ZeroAccelerator`.
 
         Args:
-            accelerator (`Accelerator`): the one that `Trainer` made.
-            config (`ZeroConfig`): the engine's settings.
-            device (`torch.device`): where to train.
             trains (`Callable`): whether a model that is prepared for evaluation will be trained all the same.
         """
         accelerator.__class__ = cls

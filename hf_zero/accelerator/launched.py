@@ -39,12 +39,8 @@ def refuse_other_engines(
     """Refuses settings and environment variables that ask for another way to shard.
 
     Args:
-        settings (`Mapping[str, Any]`): what the user has set, parsed.
         environment (`Mapping[str, str]`, *optional*): instead of `os.environ`.
         prefix (`str`): stands before the name of a setting in the message.
-
-    Raises:
-        `ConfigError`: naming the setting.
     """
     environment = os.environ if environment is None else environment
     found = [f"{prefix}{name}" for name in OTHER_SETTINGS if settings.get(name)]
@@ -73,15 +69,7 @@ def launched_ranks() -> int:
 
 
 def refuse_other_world(launched: int, seen: int) -> None:
-    """Refuses a process group whose size is not that of the launcher.
-
-    Args:
-        launched (`int`): processes that the launcher has started.
-        seen (`int`): ranks of the process group.
-
-    Raises:
-        `ConfigError`: with both numbers.
-    """
+    """Refuses a process group whose size is not that of the launcher."""
     if launched != seen:
         raise ConfigError(
             f"WORLD_SIZE is {launched} but this process sees {seen} rank(s); start it with torchrun, which sets "

@@ -57,11 +57,7 @@ def save_run(
     """Writes a checkpoint, as `ZeroAccelerator.save_state` says.
 
     Args:
-        accelerator (`Accelerator`): what it has prepared is saved.
-        last_step (`LastStep`): what the last optimizer step was like, for the record.
         save_rest (`Callable`): saves what accelerate keeps beside models and optimizers, into a folder.
-        output_dir (`str` or `os.PathLike`, *optional*): the checkpoint.
-        max_shard_size (`int` or `str`): bytes of tensors in one file.
     """
     settings = accelerator.project_configuration
     (engine, optimizer), *others = _prepared(accelerator, "save_state")
@@ -89,9 +85,7 @@ def load_run(
     """Reads a checkpoint, as `ZeroAccelerator.load_state` says.
 
     Args:
-        accelerator (`Accelerator`): what it has prepared is loaded.
         load_rest (`Callable`): loads what accelerate keeps beside models and optimizers, from a folder.
-        input_dir (`str` or `os.PathLike`, *optional*): the checkpoint.
     """
     prepared = _prepared(accelerator, "load_state")
     comm = prepared[0][0].comm
@@ -116,13 +110,7 @@ def load_run(
 
 
 def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size: int | str) -> None:
-    """Writes a folder that `from_pretrained` loads, or one of PEFT's adapters. Collective.
-
-    Args:
-        engine (`ZeroEngine`): the model.
-        folder (`str` or `os.PathLike`): where.
-        max_shard_size (`int` or `str`): bytes of tensors in one file.
-    """
+    """Writes a folder that `from_pretrained` loads, or one of PEFT's adapters. Collective."""
     if not is_adapter_model(engine.model):
         save_weights(engine, folder, max_shard_size=max_shard_size)
         return
@@ -135,9 +123,6 @@ def save_prepared(engine: ZeroEngine, own: Callable[..., object], *args, **kwarg
     Else all ranks call it with `is_main_process`, as accelerate's examples do, and whole weights are written.
 
     Args:
-        engine (`ZeroEngine`): of the model.
-        own (`Callable`): the model's method.
-        args: as for the model's method, in its order.
         kwargs: as for the model's method. Of a `state_dict` only that of the main process is written.
 
     Raises:
@@ -192,9 +177,6 @@ def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
 
     Parameters that are computed in another dtype than they are updated in have the values of their masters, as the
     files of `save_model` have.
-
-    Args:
-        engine (`ZeroEngine`): of the model.
     """
     whole: dict[int, Tensor] = {}
     engine.finish_updates()
@@ -214,11 +196,7 @@ def whole_state_dict(engine: ZeroEngine) -> dict[str, Tensor]:
 
 
 def refuse_pickles(safe_serialization: bool) -> None:
-    """Refuses to write weights with pickle.
-
-    Raises:
-        `ConfigError`: for `safe_serialization=False`.
-    """
+    """Refuses to write weights with pickle."""
     if not safe_serialization:
         raise ConfigError("safe_serialization: only safetensors files are written; leave it out")
 

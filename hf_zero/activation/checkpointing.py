@@ -24,11 +24,7 @@ FUNCTION = "_gradient_checkpointing_func"
 
 
 def refuse_without_switch(model: nn.Module) -> None:
-    """Refuses a model whose blocks transformers cannot checkpoint.
-
-    Raises:
-        `UnsupportedError`: naming its class.
-    """
+    """Refuses a model whose blocks transformers cannot checkpoint."""
     if not any(hasattr(module, FLAG) for module in model.modules()):
         raise UnsupportedError(
             f"{type(model).__name__}: no module has a {FLAG!r} switch, so inputs of checkpointed blocks cannot be "
@@ -37,12 +33,7 @@ def refuse_without_switch(model: nn.Module) -> None:
 
 
 class Checkpointing(Uncopyable):
-    """Hands the inputs of a model's checkpointed blocks to a store, until it is removed.
-
-    Args:
-        engine (`ZeroEngine`): of the model.
-        store (`Store`): where they rest.
-    """
+    """Hands the inputs of a model's checkpointed blocks to a store, until it is removed."""
 
     def __init__(self, engine: ZeroEngine, store: Store):
         self.store = store
@@ -93,9 +84,6 @@ class Checkpointing(Uncopyable):
 
         Args:
             inputs (`tuple`): what the block is given by position.
-
-        Raises:
-            `UnsupportedError`: when it does not come by.
         """
         if self._is_open or in_backward() or not torch.is_grad_enabled():
             yield
@@ -170,12 +158,7 @@ def unwrap(module: nn.Module, kind: type[CheckpointWrapper]) -> None:
 
 
 class Around(CheckpointWrapper):
-    """A wrapper of a checkpoint function that sees its saved tensors.
-
-    Args:
-        checkpointing (`Checkpointing`): who sees them.
-        function (`Callable`): such as `torch.utils.checkpoint.checkpoint`.
-    """
+    """A wrapper of a checkpoint function that sees its saved tensors."""
 
     def __init__(self, checkpointing: Checkpointing, function: Callable):
         super().__init__(function)

@@ -58,7 +58,6 @@ class ChunkedLoss(Uncopyable):
     """Computes the loss of a model from its hidden states, until it is removed.
 
     Args:
-        engine (`ZeroEngine`): of the model.
         head (`nn.Linear`): whose output are the logits.
         owners (`list[nn.Module]`): the modules whose forward may be given labels.
         is_auto (`bool`): only where the logits would take more than the largest block, and only if nothing else needs

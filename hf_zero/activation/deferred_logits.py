@@ -50,7 +50,6 @@ class DeferredLogits:
     Args:
         head (`Head`): whose output it is.
         hidden (`Tensor`): the hidden states, `(..., hidden_size)`.
-        vocab_size (`int`): of the head.
         steps (`tuple`): the operations on each logit so far, each a function of one tensor.
         dtype (`torch.dtype`, *optional*): of the logits after these; by default that of the hidden states.
         stride (`tuple[int, ...]`, *optional*): of the logits; by default they are contiguous.

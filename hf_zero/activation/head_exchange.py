@@ -88,11 +88,8 @@ class DividedForward:
         """Calls an attention function with this rank's heads and all positions.
 
         Args:
-            function (`Callable`): as transformers registers them.
-            module (`nn.Module`): of the attention.
             query, key, value (`Tensor`): all heads of this rank's positions, `(batch, heads, part, dim)`.
             attention_mask: as the model has made it for the whole sequences.
-            kwargs: for the function.
 
         Returns:
             `Tensor`, `(batch, part, heads, dim)`, and no weights.
@@ -140,11 +137,7 @@ class DividedForward:
 
 
 def refuse_undivided_heads(name: str, heads: int, num_ranks: int) -> None:
-    """Refuses a number of heads that the ranks of a sequence group cannot divide equally.
-
-    Raises:
-        `UnsupportedError`: naming what has them.
-    """
+    """Refuses a number of heads that the ranks of a sequence group cannot divide equally."""
     if heads % num_ranks:
         raise UnsupportedError(
             f"sequence_parallel: {name} has {heads} heads, which {num_ranks} ranks cannot divide equally; give a "
@@ -258,11 +251,7 @@ def forget_divided(model: nn.Module) -> None:
 
 
 def refuse_recomputed(module: nn.Module) -> None:
-    """Refuses to compute a block anew in backward, outside of the divided forward that it was part of.
-
-    Raises:
-        `UnsupportedError`: saying how blocks are checkpointed.
-    """
+    """Refuses to compute a block anew in backward, outside of the divided forward that it was part of."""
     if in_backward() and module in _DIVIDED:
         raise UnsupportedError(
             f"sequence_parallel: {type(module).__name__} is computed anew in backward by a checkpoint that does not "

@@ -46,7 +46,6 @@ class _PositionTrace(TorchDispatchMode):
 
     Args:
         given (`Tensor`): the input, `(*positions, hidden_size)`.
-        own (`list[Tensor]`): the module's tensors.
 
     Attributes:
         steps (`list`): the operations, each with what it was given besides tensors, as far as that is no shape.

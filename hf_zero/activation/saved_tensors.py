@@ -27,12 +27,7 @@ MIN_NBYTES = 2**20
 
 class SavedTensors(Uncopyable):
     """Hands what autograd saves in a model's blocks to a store, until it is removed. Blocks inside of a checkpoint, or
-    of other hooks on saved tensors, are left to these.
-
-    Args:
-        engine (`ZeroEngine`): of the model.
-        store (`Store`): where the tensors rest.
-    """
+    of other hooks on saved tensors, are left to these."""
 
     def __init__(self, engine: ZeroEngine, store: Store):
         self._store = store
@@ -105,13 +100,7 @@ class SavedTensors(Uncopyable):
 
 
 class _Moved:
-    """A storage that went to the store.
-
-    Args:
-        store (`Store`): where it rests.
-        storage: its bytes.
-        tensor (`Tensor`): of the storage.
-    """
+    """A storage that went to the store."""
 
     def __init__(self, store: Store, storage: torch.UntypedStorage, tensor: Tensor):
         self.version = tensor._version
@@ -131,13 +120,7 @@ class _Moved:
 
 
 class _Saving(Uncopyable):
-    """The forward of a block whose saved tensors go to a store.
-
-    Args:
-        saved (`SavedTensors`): takes them.
-        module (`nn.Module`): the block.
-        forward (`Callable`): its own.
-    """
+    """The forward of a block whose saved tensors go to a store."""
 
     def __init__(self, saved: SavedTensors, module: nn.Module, forward: Callable):
         update_wrapper(self, forward)

@@ -60,15 +60,7 @@ _REQUESTS = ("output_router_logits", "output_hidden_states", "output_attentions"
 
 
 def refuse_undividable(model: nn.Module, num_parts: int) -> None:
-    """Refuses a model whose sequences cannot be divided, as far as that is seen before a forward.
-
-    Args:
-        model (`nn.Module`): not yet sharded.
-        num_parts (`int`): how many ranks share a sequence.
-
-    Raises:
-        `UnsupportedError`: naming what stands in the way.
-    """
+    """Refuses a model whose sequences cannot be divided, as far as that is seen before a forward."""
     language_model = _language_model(model)
     name = type(language_model or model).__name__
     loss = getattr(getattr(language_model, "loss_function", None), "__name__", None)
@@ -97,16 +89,7 @@ def refuse_undividable(model: nn.Module, num_parts: int) -> None:
 
 
 def refuse_group_size(num_parts: int, num_ranks: int, name: str = "sequence_parallel") -> None:
-    """Refuses a number of ranks that form no equal sequence groups.
-
-    Args:
-        num_parts (`int`): ranks of a group.
-        num_ranks (`int`): all data-parallel ranks.
-        name (`str`): of the setting, for the message.
-
-    Raises:
-        `ConfigError`: naming the sizes that fit.
-    """
+    """Refuses a number of ranks that form no equal sequence groups."""
     if num_parts < 1:
         raise ConfigError(f"{name}: {num_parts} is no number of ranks; give 1 or more")
     refuse_no_divisor(num_parts, num_ranks, name, "or start more ranks")
@@ -123,7 +106,6 @@ class SequenceParallel(Uncopyable):
     Forwards without labels, such as those of `generate`, compute whole sequences on every rank.
 
     Args:
-        engine (`ZeroEngine`): of the model.
         comm (`Comm`): the ranks that share each sequence.
 
     Attributes:
@@ -271,11 +253,7 @@ def _digest(like: Tensor, value: Any) -> Tensor:
 
 
 class _BlockHook(Uncopyable):
-    """Divides what a block is given for whole sequences.
-
-    Args:
-        block (`nn.Module`): of the model.
-    """
+    """Divides what a block is given for whole sequences."""
 
     def __init__(self, block: nn.Module):
         self._parameters = list(inspect.signature(type(block).forward).parameters)[1:]

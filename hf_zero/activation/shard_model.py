@@ -108,11 +108,9 @@ def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:
 
     Args:
         model (`nn.Module`): sharded or not. Of one that is sharded, blocks, MLPs and attention are not asked again.
-        config (`ZeroConfig`): the settings.
 
     Raises:
         `ConfigError`: no parameter is divided over tensor-parallel ranks, whose activations could be.
-        `UnsupportedError`: naming the setting.
     """
     if config.partition_activations or config.offload_activations:
         _refuse_kept(model, config)
@@ -146,7 +144,6 @@ def divide_sequences(engine: ZeroEngine, connect: Callable[[int], Comm]) -> None
     """Divides the sequences of an engine's model over neighbouring ranks, unless that is done.
 
     Args:
-        engine (`ZeroEngine`): of the model.
         connect (`Callable`): connects so many neighbouring ranks.
     """
     if sequence_parallel_of(engine) is None:

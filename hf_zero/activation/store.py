@@ -35,8 +35,6 @@ class Saved:
 
     Args:
         call (`int`): the number of the call of a checkpointed block that it belongs to.
-        numel (`int`): of the whole.
-        dtype (`torch.dtype`): of its values.
         is_divided (`bool`): whether this rank keeps only its part.
     """
 
@@ -273,7 +271,6 @@ class Division:
     P_a, arXiv 1910.02054, section 6.1).
 
     Args:
-        comm (`Comm`): the tensor-parallel ranks.
         counters (`Counters`): where the bytes sent are added, as "activation".
     """
 

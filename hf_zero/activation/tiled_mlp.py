@@ -38,7 +38,6 @@ def find_mlps(model: nn.Module, *, only_first: bool = False) -> tuple[dict[str, 
     are shared among others.
 
     Args:
-        model (`nn.Module`): sharded or not.
         only_first (`bool`): blocks behind the first that has one are not looked at.
     """
     mlps: dict[str, nn.Module] = {}
@@ -75,11 +74,7 @@ def _mlps_in(module: nn.Module, path: str, reasons: dict[str, str]) -> dict[str,
 
 
 def refuse_untileable(model: nn.Module) -> None:
-    """Refuses a model in whose blocks no position-wise MLP is found.
-
-    Raises:
-        `UnsupportedError`: naming what was found in place of one.
-    """
+    """Refuses a model in whose blocks no position-wise MLP is found."""
     mlps, left_out = find_mlps(model, only_first=True)
     if not mlps:
         found = next(iter(left_out.items()), ("it has no blocks",))
@@ -93,12 +88,8 @@ class TiledMlp(Uncopyable):
     """Computes the MLPs of a model's blocks a tile of tokens at a time, until it is removed.
 
     Args:
-        engine (`ZeroEngine`): of the model.
         num_tiles (`int` or `str`): into how many tiles the tokens of a micro-batch are divided; "auto": so many that a
             tile has at most as many tokens as they have features.
-
-    Attributes:
-        mlps (`dict[str, nn.Module]`): by name.
     """
 
     def __init__(self, engine: ZeroEngine, num_tiles: int | str):
@@ -147,8 +138,6 @@ class _TiledForward(Uncopyable):
     """The forward of one MLP.
 
     Args:
-        mlp (`nn.Module`): whose forward it stands for.
-        num_tiles (`int` or `str`): as for `TiledMlp`.
         tell_hooked (`Callable`): is given the MLP when it has hooks on parameters.
     """
 
@@ -207,14 +196,8 @@ class _TiledForward(Uncopyable):
         """Computes each tile again, and its gradients. Those of the weights go where autograd collects them.
 
         Args:
-            given (`Tensor`): the input.
-            grad (`Tensor`): of the output.
-            size (`int`): of a tile, in tokens.
             needs (`Tensor`, *optional*): gets the gradient of the input, `(num_tokens, hidden_size)`.
             params (`list`): of which the gradients are returned instead.
-
-        Returns:
-            `list[Tensor]`: the gradients of `params`.
         """
         sums: list[Tensor] = []
         grads = grad.reshape(-1, grad.shape[-1])

@@ -38,12 +38,7 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
-    """Writes all adapters of a PEFT model as PEFT does. One unit is whole at a time. All ranks call it.
-
-    Args:
-        engine (`ZeroEngine`): of the PEFT model.
-        folder (`str`): where to write.
-    """
+    """Writes all adapters of a PEFT model as PEFT does. One unit is whole at a time. All ranks call it."""
     model = engine.model
     wanted = {name for adapter in model.peft_config for name in adapter_keys(model, adapter)}
     names: dict[int, list[str]] = {}
@@ -64,11 +59,7 @@ def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
 
 
 def plan_prompts(engine: ZeroEngine) -> StagedFiles | None:
-    """Plans the file for the parameters of learned prompts, for which PEFT's own file has no place. All ranks call it.
-
-    Args:
-        engine (`ZeroEngine`): of the PEFT model.
-    """
+    """Plans the file for parameters of learned prompts, for which PEFT's own has no place. All ranks call it."""
     keys = _prompt_keys(engine.model)
     return plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys, write_beside=lambda _: None) if keys else None
 
@@ -77,11 +68,7 @@ def load_adapters(engine: ZeroEngine, folder: str) -> None:
     """Reads the adapters that `save_adapters` or PEFT wrote; every rank reads its own ranges. All ranks call it.
 
     Args:
-        engine (`ZeroEngine`): of the PEFT model.
         folder (`str`): where they lie; every adapter but "default" has a folder of its own there.
-
-    Raises:
-        `CheckpointError`: an adapter is missing, damaged, or of other shapes.
     """
     model = engine.model
     prompts = _prompt_keys(model)
@@ -107,11 +94,6 @@ def adapter_keys(model: nn.Module, adapter: str, **settings) -> dict[str, str]:
 
     PEFT knows: it is given empty tensors in place of the parameters, and hands out those that belong to the adapter.
     A tied parameter may be there under several of its names. Learned prompts, which are computed, are left out.
-
-    Args:
-        model (`nn.Module`): of PEFT.
-        adapter (`str`): its name.
-        settings: for PEFT.
 
     Raises:
         `UnsupportedError`: for adapters whose file holds something else than parameters.
@@ -158,12 +140,7 @@ def _read_by_peft(model: nn.Module) -> list[nn.Parameter]:
 
 def read_for_adapter(model: nn.Module, config: Any) -> None:
     """Reads weights that are still in files and from which PEFT computes the adapter's first values: those of modules
-    that are trained whole, and all weights for DoRA, PiSSA and the like.
-
-    Args:
-        model (`nn.Module`): about to get the adapter.
-        config (`PeftConfig`): describes it.
-    """
+    that are trained whole, and all weights for DoRA, PiSSA and the like."""
     kind = getattr(config, "init_lora_weights", True)
     if getattr(config, "use_dora", False) or kind not in (True, False, "gaussian", "orthogonal"):
         materialize(model)

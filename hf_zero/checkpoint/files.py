@@ -32,8 +32,6 @@ class SafetensorsFile:
     """An open safetensors file. Use `create`, `open` or `open_for_writing`; it is a context manager.
 
     Args:
-        path (`str`): where the file lies.
-        layout (`FileLayout`): what it holds.
         file (`io.FileIO`): the open file, unbuffered, which this object then owns.
     """
 
@@ -74,7 +72,6 @@ class SafetensorsFile:
         """Opens a file for reading and checks its header against its size.
 
         Args:
-            path (`str` or `os.PathLike`): the file.
             layout (`FileLayout`, *optional*): its layout where it has been read, and checked, just before.
 
         Raises:
@@ -86,12 +83,8 @@ class SafetensorsFile:
         """Writes elements [start, start + values.numel()) of one tensor, row-major, in the file's dtype.
 
         Args:
-            name (`str`): the tensor.
             start (`int`): first element of the flattened tensor.
             values (`Tensor`): 1-D, any dtype, any device; converted in pieces where it differs from the file's.
-
-        Returns:
-            `RangeChecksum`: the bytes written.
 
         Raises:
             `CheckpointError`: no such tensor, a range outside it, or the system refuses the write (a full disk).
@@ -106,12 +99,7 @@ class SafetensorsFile:
         """Writes bytes of one tensor behind a range of it.
 
         Args:
-            name (`str`): the tensor.
             after (`RangeChecksum`): what was written before; it may be empty.
-            view (`memoryview`): the bytes.
-
-        Returns:
-            `RangeChecksum`: both together.
         """
         begin, nbytes, crc = after
         offset = self.layout.offsets[name] + begin + nbytes
@@ -131,12 +119,8 @@ class SafetensorsFile:
         """Fills `out` with elements [start, start + out.numel()) of one tensor.
 
         Args:
-            name (`str`): the tensor.
             start (`int`): first element of the flattened tensor.
             out (`Tensor`): 1-D, any device; the file's values are converted to its dtype in pieces.
-
-        Returns:
-            `RangeChecksum`: the bytes read, as they lie in the file.
 
         Raises:
             `CheckpointError`: no such tensor, a range outside it, numbers of another kind, or the file ends early.
@@ -281,8 +265,6 @@ class OpenFiles:
     """The files of a folder, a context manager. Each file is opened when its first tensor is needed.
 
     Args:
-        folder (`str` or `os.PathLike`): where they lie.
-        files (`WeightFiles`): what they hold.
         writable (`bool`): whether they were created with this layout and are to be written, or are read.
     """
 

@@ -108,7 +108,6 @@ def write_whole(path: Path, content: bytes) -> None:
 
     Args:
         path (`Path`): of the file; another one stands beside it for a moment.
-        content (`bytes`): all of it.
     """
     new = path.with_name(f"_{path.name}.new")  # Trainer uploads nothing that begins so
     try:

@@ -262,10 +262,6 @@ MAX_JSON_NBYTES = 512 * 2**20
 def read_json(path: str | os.PathLike, remedy: str = "resume from another checkpoint") -> dict:
     """Returns the object that a JSON file holds.
 
-    Args:
-        path (`str` or `os.PathLike`): the file.
-        remedy (`str`): the end of the message, what to do.
-
     Raises:
         `FileNotFoundError`: there is none.
         `CheckpointError`: it cannot be read, is no JSON, too long or nested too deeply, or is no object.

@@ -50,7 +50,6 @@ class FileSource:
     Args:
         files (`StoredFiles` or `MappedTensors`): shared by all parameters of the model.
         origin (`Origin`): of which tensors in them the parameter is made.
-        shape (`tuple[int, ...]`): the parameter's.
         dtype (`torch.dtype`): the dtype that the model was loaded in.
     """
 

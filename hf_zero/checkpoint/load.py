@@ -146,11 +146,7 @@ def _buffers_of_other_shapes(tensors: Sequence[SavedTensor], origins: Origins) -
 def _offer_buffers(
     model: nn.Module, opened: OpenFiles, folder: str | os.PathLike, grown: dict[str, tuple[SavedTensor, list]]
 ) -> None:
-    """Passes buffers of other shapes to the model's own `load_state_dict`, which alone can change the shapes.
-
-    Raises:
-        `CheckpointError`: when it does not take one.
-    """
+    """Passes buffers of other shapes to the model's own `load_state_dict`, which alone can change the shapes."""
     values = {}
     for key, (saved, shape) in grown.items():
         assert saved.buffer is not None, f"{key} is a parameter"
@@ -189,7 +185,6 @@ def read_origin(
     """Fills a range of a parameter from the files.
 
     Args:
-        opened (`RangeReader`): holds the tensors of the origin.
         origin (`Origin`): of which tensors the parameter is made.
         start (`int`): first element of the run in the flattened parameter.
         out (`Tensor`): the run, 1-D.

@@ -109,9 +109,6 @@ def check_checkpoint(folder: str | os.PathLike) -> None:
     tensors.
 
     Costs a read of headers and small files; `check_checksums` reads the tensors, too, and what people may have edited.
-
-    Raises:
-        `CheckpointError`: says what is missing or damaged.
     """
     folder = Path(folder)
     table = recorded(folder)
@@ -156,7 +153,6 @@ def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -
     """Compares every file and tensor of a folder with its checksums, those first that training reads.
 
     Args:
-        folder (`str` or `os.PathLike`): the checkpoint, or model.
         known (`Checksums`, *optional*): of the tensors in files that have been read already; the others are read.
 
     Returns:
@@ -201,11 +197,7 @@ def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -
     Costs a read of the headers. Weights in other formats than safetensors are left to transformers.
 
     Args:
-        folder (`str` or `os.PathLike`): the model.
         variant (`str`, *optional*): such as "fp16", for `model.fp16.safetensors`.
-
-    Raises:
-        `CheckpointError`: says what is missing or damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -217,11 +209,7 @@ def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -
 
 
 def check_configs(folder: str | os.PathLike) -> None:
-    """Checks that the configs in a folder can be understood.
-
-    Raises:
-        `CheckpointError`: naming the one that cannot.
-    """
+    """Checks that the configs in a folder can be understood."""
     for name in CONFIG_NAMES:
         with contextlib.suppress(FileNotFoundError):
             read_json(Path(folder) / name, "copy or download it again")
@@ -265,12 +253,7 @@ def check_ranges(
     again for its checksum, by one of them.
 
     Args:
-        comm (`Comm`): the ranks.
-        subject (`str`): for messages.
         ranges (`Iterable[Ranges]`): what each rank has read. A tensor that none has read is not compared.
-        files (`WeightFiles`): the files that they were read from.
-        table (`ChecksumTable`): of the folder.
-        folder (`str` or `os.PathLike`): the checkpoint.
         subfolder (`str`): where in it the files lie.
 
     Raises:

@@ -62,7 +62,6 @@ def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[Sav
 
     Args:
         model (`nn.Module`): parameters may be placeholders: identities and names count, no value is read.
-        parameters (`Sequence[ParamInfo]`): the engine's parameters.
     """
     info_of = {info.name: info for info in parameters}
     tie_targets = set(getattr(model, "all_tied_weights_keys", None) or ())
@@ -159,7 +158,6 @@ def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> lis
     Args:
         model (`nn.Module`, *optional*): its parameters may be placeholders; of them, only shapes are looked at.
             Without a model, the keys are kept.
-        tensors (`Sequence[SavedTensor]`): what is saved of it.
     """
     trace = Trace()
     state = {saved.key: trace.new(saved.name, saved.shape, saved.dtype) for saved in tensors}
@@ -179,8 +177,6 @@ def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mappin
 
     Args:
         model (`nn.Module`): its parameters may be placeholders; of them, only shapes are looked at.
-        tensors (`Sequence[SavedTensor]`): what is to be loaded.
-        entries (`Mapping[str, TensorEntry]`): what the files hold.
 
     Raises:
         `CheckpointError`: transformers cannot convert these tensors into the model's.
@@ -249,12 +245,7 @@ def _conversions_of(model: nn.Module) -> list:
 
 
 class Header:
-    """Stands for a tensor of a file in transformers' loading, which expects an object that is read when it is sliced.
-
-    Args:
-        trace (`Trace`): follows what becomes of it.
-        entry (`TensorEntry`): name, dtype and shape.
-    """
+    """Stands for a tensor of a file where transformers loads, and expects an object that is read when it is sliced."""
 
     def __init__(self, trace: Trace, entry: TensorEntry):
         self._trace = trace

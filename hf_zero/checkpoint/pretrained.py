@@ -78,11 +78,7 @@ def load_pretrained(
 
 
 def refuse_placing(subject: str, settings: Mapping[str, Any]) -> None:
-    """Refuses arguments of `from_pretrained` that place parameters.
-
-    Raises:
-        `ConfigError`: naming the argument.
-    """
+    """Refuses arguments of `from_pretrained` that place parameters."""
     for name in _PLACING:
         if settings.get(name) is not None:
             raise ConfigError(
@@ -92,10 +88,6 @@ def refuse_placing(subject: str, settings: Mapping[str, Any]) -> None:
 
 def resolve(name_or_folder: str | os.PathLike, **kwargs: Any) -> str | Path:
     """Returns the folder of a model after a check of its files, or the name of a model on the Hub.
-
-    Args:
-        name_or_folder (`str` or `os.PathLike`): as for `load_pretrained`.
-        kwargs: for `from_pretrained`.
 
     Raises:
         `CheckpointError`: it is a path, but not the folder of a model.
@@ -123,7 +115,6 @@ def pretrained_class(name_or_folder: str | os.PathLike, **kwargs: Any) -> type:
     """Returns the class that a checkpoint was saved from.
 
     Args:
-        name_or_folder (`str` or `os.PathLike`): as for `load_pretrained`.
         kwargs: for `from_pretrained`; those that say where to look (`revision`, `subfolder`, `token`, ...) are used.
 
     Returns:
@@ -180,9 +171,7 @@ def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, 
     """Returns the quantizer of a checkpoint: that of the given config, else that of the checkpoint's own config.
 
     Args:
-        name_or_folder (`str` or `os.PathLike`): as for `from_pretrained`.
         where (`Mapping[str, Any]`): `from_pretrained`'s arguments that say where to look.
-        settings: its `quantization_config`.
 
     Raises:
         `UnsupportedError`: its weights cannot be sharded.
@@ -195,11 +184,7 @@ def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, 
 
 
 def refuse_quantizer(subject: str, quantizer: str | None) -> None:
-    """Refuses all quantizers but the one whose weights can be sharded.
-
-    Raises:
-        `UnsupportedError`: says what works instead.
-    """
+    """Refuses all quantizers but the one whose weights can be sharded."""
     if quantizer not in (None, SHARDABLE):
         raise UnsupportedError(
             f"{subject}: is quantized by {quantizer}, whose weights cannot be sharded; quantize it with {SHARDABLE} "

@@ -28,7 +28,6 @@ class FilesystemGroups:
 
     Args:
         members (`tuple[tuple[int, ...], ...]`): the ranks of each group in rising order; the first is its writer.
-        rank (`int`): this one.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -78,11 +77,6 @@ def replicate_ranges(
     """Copies every range to the files of every folder that lacks it. Collective.
 
     Args:
-        comm (`Comm`): the ranks.
-        subject (`str`): for messages.
-        groups (`FilesystemGroups`): who sees which files.
-        folder (`Path`): where they lie, seen by this rank.
-        files (`WeightFiles`): what they hold.
         ranges (`list[Ranges]`): by rank, what was written.
     """
     failures: list[Exception] = []
@@ -100,10 +94,6 @@ def replicate_files(comm: Comm, subject: str, groups: FilesystemGroups, folder: 
     """Copies small files to every folder that lacks them. Collective.
 
     Args:
-        comm (`Comm`): the ranks.
-        subject (`str`): for messages.
-        groups (`FilesystemGroups`): who sees which files.
-        folder (`Path`): where they lie, seen by this rank.
         known (`set[str]`): files, relative to it, that all groups have already.
     """
 

@@ -282,12 +282,7 @@ def save_checkpoint(
 
 
 class Checkpoint:
-    """A checkpoint that is being saved: from `begin` to `finish`, small files may be written into its `path`.
-
-    Args:
-        staged (`Staged`): its temporary folder.
-        parts (`Sequence[StagedFiles]`): its safetensors files.
-    """
+    """A checkpoint that is being saved: from `begin` to `finish`, small files may be written into its `path`."""
 
     def __init__(self, staged: Staged, parts: Sequence[StagedFiles]):
         self._staged = staged
@@ -302,10 +297,7 @@ class Checkpoint:
         """Checks the space, and makes the temporary folder with all small files in it. Collective.
 
         Args:
-            engine ([`ZeroEngine`]): the sharded model.
-            folder (`str` or `os.PathLike`): the checkpoint.
             weights ([`StagedFiles`], *optional*): what `plan_weights` gives; `None` where the caller writes them.
-            state ([`StagedFiles`], *optional*): what `plan_state` gives.
         """
         engine.check_before_save()
         parts = [part for part in (weights, state) if part is not None]
@@ -325,7 +317,6 @@ class Checkpoint:
         """Writes the tensors and gives the folder its name, on this thread or on another.
 
         Args:
-            background ([`Snapshots`], *optional*): see `save_checkpoint`.
             after (`Callable`, *optional*): called by one rank of each file system when the folder is complete in all.
         """
         if background is None:

@@ -59,7 +59,6 @@ class Staged:
 
     Args:
         comm (`Comm`): the ranks, over connections that no other thread uses meanwhile.
-        destination (`Path`): the folder that is saved.
         root (`Path`): the temporary folder, as this rank sees it. What is saved grows in `path`, a folder of the
             destination's name in it.
         groups (`FilesystemGroups`): who sees which file system. Where there are several, each gets the whole.
@@ -83,13 +82,8 @@ class Staged:
         """Makes the temporary folder with all safetensors files at their full size, and the small files beside them.
 
         Args:
-            comm (`Comm`): the ranks.
             destination (`str` or `os.PathLike`): the folder that is saved; missing parents are created.
-            parts (`Sequence[StagedFiles]`): its safetensors files.
             inside (`bool`): stages within the destination, for a save that adds to what is there, and not beside it.
-
-        Raises:
-            `CheckpointError`: no room, no permission.
         """
         destination = Path(os.path.abspath(destination))
         parent = destination if inside else destination.parent
@@ -234,8 +228,6 @@ def inside(staged: Path, folder: Path, *, replaces: Callable[[str], bool]) -> It
     writes those of all its files afterwards.
 
     Args:
-        staged (`Path`): the temporary folder, with its own table.
-        folder (`Path`): the destination.
         replaces (`Callable[[str], bool]`): says of a file of a former save whether it goes now.
     """
     new = ChecksumTable.read(staged)
@@ -265,7 +257,6 @@ def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
     any rank may write into it, and an error on one rank is raised on all.
 
     Args:
-        comm (`Comm`): the ranks.
         folder (`str` or `os.PathLike`): the destination, made where it is missing.
     """
     staged = Staged.open(connected(comm), folder, [], inside=True)

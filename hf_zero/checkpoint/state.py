@@ -79,8 +79,6 @@ def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles
     """Plans the files of `save_state`. Collective.
 
     Args:
-        engine ([`ZeroEngine`]): the sharded model.
-        optimizer ([`Optimizer`]): its optimizer.
         facts: fields of `Manifest` that only the caller knows.
 
     Raises:

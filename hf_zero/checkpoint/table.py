@@ -64,7 +64,6 @@ class FileSum:
     """The size and checksums of a file.
 
     Args:
-        nbytes (`int`): its size.
         crc32 (`int`): of all its bytes or, where it has tensors, of its header.
         tensors (`Mapping[str, int]`, *optional*): CRC-32 of each tensor's bytes, for safetensors files.
     """
@@ -81,11 +80,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class ChecksumTable:
-    """The checksums of a folder, by path in it.
-
-    Args:
-        files (`Mapping[str, FileSum]`): what was saved.
-    """
+    """The checksums of a folder, by path in it."""
 
     files: Mapping[str, FileSum] = field(default_factory=dict)
 
@@ -94,7 +89,6 @@ class ChecksumTable:
         """Computes the checksums of a folder's files, without reading tensors whose checksums are known.
 
         Args:
-            folder (`Path`): complete.
             known (`Checksums`): of safetensors files, taken while they were written.
         """
         names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -152,10 +146,6 @@ class ChecksumTable:
         """Compares the files that a resumed run reads with the table: sizes, headers, and other files whole, but no
         tensors.
 
-        Args:
-            folder (`str` or `os.PathLike`): where the files lie.
-            without (`Iterable[str]`): names that are left out.
-
         Returns:
             `int`: how many files agree.
 
@@ -207,12 +197,8 @@ class ChecksumTable:
         """Compares tensors with their checksums.
 
         Args:
-            folder (`str` or `os.PathLike`): where the files lie.
             tensors (`Iterable[tuple[str, str]]`): (file, tensor), out of `tensors`, all of one file together.
             known (`Checksums`, *optional*): of files that have been read already; the others are read.
-
-        Raises:
-            `CheckpointError`: names the file and the tensor that differs.
         """
         for name, units in groupby(tensors, key=lambda unit: unit[0]):
             path = Path(folder) / name
@@ -237,9 +223,7 @@ class ChecksumTable:
         """Compares the header of a safetensors file with the one that was saved.
 
         Args:
-            folder (`str` or `os.PathLike`): where the file lies.
             name (`str`): its path in it. One that is not listed is not compared.
-            layout (`FileLayout`): as read.
         """
         expected, path = self.files.get(name), Path(folder) / name
         if expected is None or expected.tensors is None:

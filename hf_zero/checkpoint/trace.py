@@ -94,8 +94,6 @@ class Computation:
 
         Args:
             read_range (`Callable`): fills a 1-D tensor with a source's values from an element on.
-            start (`int`): first element.
-            stop (`int`): behind the last one.
         """
         num_parts, numel = self.num_parts, self.meta.numel() // self.num_parts
         for part in range(start // numel, -(-stop // numel)):

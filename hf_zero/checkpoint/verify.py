@@ -25,7 +25,6 @@ class TensorScan:
     """The result of reading a tensor once.
 
     Args:
-        entry (`TensorEntry`): name, dtype and shape, as its file says.
         crc32 (`int`): zlib's, of the whole tensor's bytes as they lie in the file.
         num_nonfinite (`int`): elements that are NaN or infinite.
     """
@@ -42,7 +41,6 @@ def scan_files(folder: str | os.PathLike, names: list[str]) -> Scans:
     """Reads safetensors files once, from their first byte to their last, in pieces of 4 MiB.
 
     Args:
-        folder (`str` or `os.PathLike`): the checkpoint.
         names (`list[str]`): files, relative to it.
 
     Raises:
@@ -84,15 +82,10 @@ def check_ties(folder: str | os.PathLike, scans: Scans, ties: Mapping[str, str])
     """Compares tensors that the model ties and that are stored under both names.
 
     Args:
-        folder (`str` or `os.PathLike`): the checkpoint.
-        scans (`Scans`): of its weight files.
         ties (`Mapping[str, str]`): name of a tied tensor to the name that it is tied to.
 
     Returns:
         `int`: how many pairs are stored twice, and agree.
-
-    Raises:
-        `CheckpointError`: names the pair that differs.
     """
     of = {name: scan for found in scans.values() for name, scan in found.items()}
     pairs = [(target, source) for target, source in ties.items() if target in of and source in of]
@@ -112,14 +105,10 @@ def check_optimizer_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[
     Costs a read of the headers.
 
     Args:
-        folder (`str` or `os.PathLike`): the checkpoint.
         shapes (`Mapping[str, tuple[int, ...]]`): of the weights by name; state of another shape is refused.
 
     Returns:
         `int`: how many tensors of state there are.
-
-    Raises:
-        `CheckpointError`: says what lacks.
     """
     manifest = Manifest.read(folder)
     trained = {name for group in manifest.groups for name in group["param_names"]}

@@ -21,8 +21,6 @@ class WeightFiles:
     """The weight files of a folder, and which tensor lies in which.
 
     Args:
-        layouts (`Mapping[str, FileLayout]`): file name to layout.
-        file_of (`Mapping[str, str]`): tensor name to file name.
         index_name (`str`, *optional*): name of the index beside several files; `None` for a single one.
     """
 

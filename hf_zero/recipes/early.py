@@ -36,7 +36,7 @@ def check_exists(name: str, key: str) -> None:
 
 
 def pass_over_unused(argv: list[str]) -> None:
-    """Lets packages that a plan does not use count as not installed, in a process that has just been started for it."""
+    """Lets packages that a plan does not use count as not installed, in a process just started for it."""
     may_use_them = any(flag.lstrip("-").partition("=")[0].replace("-", "_") in MAY_USE_THEM for flag in argv)
     if argv[:1] == ["plan"] and not may_use_them and "torch" not in sys.modules:
         for name in UNUSED_BY_PLANS:

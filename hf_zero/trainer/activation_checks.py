@@ -18,14 +18,7 @@ CHECKPOINT_KEYS = (
 
 
 def check_activations(settings: Settings) -> None:
-    """Refuses settings for activations that other settings of a run forbid.
-
-    Args:
-        settings (`Mapping[str, Any]`): the fields of the training arguments.
-
-    Raises:
-        ConfigError: naming both.
-    """
+    """Refuses settings for activations that other settings of a run forbid."""
     message = next(filter(None, (check(settings) for check in ACTIVATION_CHECKS)), None)
     if message is not None:
         raise ConfigError(message)

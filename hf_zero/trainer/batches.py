@@ -113,8 +113,6 @@ class Remaining(Sampler):
     Batches can be skipped whole. What a run with other batches had taken from the next one is left out here.
 
     Args:
-        sampler (`Sampler`): the order.
-        epoch (`int`): in which they are left out.
         first (`int`): position of the first of them.
         count (`int`): how many.
     """
@@ -155,13 +153,7 @@ def epochs_of(dataloader, accumulation: int) -> Epochs | None:
 
 
 def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> None:
-    """Makes a data loader go on at `position`, once the whole steps before it are skipped.
-
-    Args:
-        dataloader (`DataLoaderShard`): as accelerate prepares it.
-        position (`Position`): where to go on.
-        data (`Epochs`): how it takes its samples.
-    """
+    """Makes a data loader go on at `position`, once the whole steps before it are skipped."""
     count = position.sample % data.per_step
     if count:
         first = position.sample - count
@@ -178,7 +170,6 @@ def evened(trainer: Trainer, dataloader) -> Iterator:
 
     Args:
         trainer (`Trainer`): which is set up to count what counts, for as long as the context lasts.
-        dataloader: this rank's.
     """
     if is_even(dataloader):
         yield dataloader
@@ -221,9 +212,6 @@ class Supply:
     """The batches of a training. Where ranks may have unequal numbers of them, they compare before each step, so that
     no rank waits for one that has no batch.
 
-    Args:
-        dataloader: this rank's. All ranks make theirs at once.
-
     Raises:
         `DataError`: some ranks have no data at all; on all ranks.
     """
@@ -247,10 +235,7 @@ class Supply:
         """Returns the batches of one step, which all ranks have.
 
         Args:
-            batches (`Iterator`): of the epoch.
             count (`int`): how many there are to be.
-            comm (`Comm`): the ranks.
-            step (`int`): how many steps are done, for the message.
 
         Raises:
             `DataError`: some ranks have fewer than others, and are named; on all ranks.
@@ -278,11 +263,7 @@ def _refuse(when: str, counts: list[int]) -> None:
 
 
 class EvenLoader:
-    """A loader that gives every rank batches as long as any rank has one.
-
-    Args:
-        dataloader: this rank's.
-    """
+    """A loader that gives every rank batches as long as any rank has one."""
 
     def __init__(self, dataloader):
         self.dataset = getattr(dataloader, "dataset", None)

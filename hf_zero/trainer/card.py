@@ -40,13 +40,11 @@ class RunFacts:
     """The facts of a run. What is `None` or empty does not appear in the card.
 
     Args:
-        model_name (`str`): the title.
         base_model (`str`, *optional*): what was fine-tuned: a hub id, or a local name.
         base_on_hub (`bool`): whether `base_model` is a hub id.
         datasets (`tuple[str, ...]`): the data, as it is called.
         dataset_ids (`tuple[str, ...]`): hub ids among them.
         zero_stage (`int`, *optional*): 0 to 3.
-        num_ranks (`int`, *optional*): how many ranks trained.
         precision (`str`, *optional*): such as "bf16 with fp32 masters".
         train_seconds (`float`, *optional*): wall time of the training.
         num_steps (`int`, *optional*): optimizer steps.
@@ -81,11 +79,7 @@ class RunFacts:
 
 
 def card_text(facts: RunFacts) -> str:
-    """Writes the card as YAML head and Markdown. It depends on nothing but its argument.
-
-    Args:
-        facts ([`RunFacts`]): of the run.
-    """
+    """Writes the card as YAML head and Markdown. It depends on nothing but its argument."""
     sections = [
         f"---\n{_head(facts)}\n---\n\n# {as_text(facts.model_name)}\n\n{_summary(facts)}",
         _table("Results", "metric", facts.metrics),
@@ -138,7 +132,6 @@ def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
 
     Args:
         folder (`Path`): a model or an adapter; its newest checkpoint is asked too.
-        model_name (`str`): the title.
     """
     sources = (folder, *checkpoints_in(folder))
     config, adapter = _json(folder / "config.json"), _json(folder / "adapter_config.json")

@@ -69,9 +69,6 @@ def check_arguments(settings: Settings) -> None:
 
     Args:
         settings (`Mapping[str, Any]`): the fields of the training arguments, parsed but not yet acted upon.
-
-    Raises:
-        ConfigError: saying which, what was found and what to do.
     """
     for check in CHECKS:
         problem = check(settings)
@@ -81,14 +78,7 @@ def check_arguments(settings: Settings) -> None:
 
 def check_schedule(settings: Settings) -> None:
     """Makes a schedule for one parameter, since transformers knows which numbers each kind takes. It is for runs whose
-    schedule Trainer makes.
-
-    Args:
-        settings (`Mapping[str, Any]`): as for `check_arguments`, which has gone through them.
-
-    Raises:
-        ConfigError: with what transformers says of it.
-    """
+    schedule Trainer makes."""
     kind, kwargs = _value(settings["lr_scheduler_type"]), _schedule_kwargs(settings)
     if kwargs and kind in ("constant", "constant_with_warmup"):
         raise ConfigError(f"lr_scheduler_kwargs: {kind} takes none, found {', '.join(kwargs)}; leave them out")
@@ -110,7 +100,6 @@ def check_output_dir(output_dir: str | None, name: str = "output_dir") -> None:
 
     Args:
         output_dir (`str`, *optional*): The folder; it may not exist so far.
-        name (`str`): Of the setting.
 
     Raises:
         ConfigError: If none is given, or something that is not a writable folder is in the way.

@@ -40,9 +40,6 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 def check_room(trainer: ZeroTrainerBase) -> None:
     """Checks, before the first step, that the files that the run will save fit its disk. All ranks call it.
 
-    Args:
-        trainer (`ZeroTrainerBase`): its model and optimizer prepared.
-
     Raises:
         `CheckpointError`: there is no room for one checkpoint, and the model at the end where that will be saved.
     """
@@ -102,17 +99,11 @@ def save_with_room(
     call it.
 
     Args:
-        comm (`Comm`): the ranks.
         save (`Callable`): saves into a folder; it raises on all ranks when it fails on one.
-        folder (`str`): where to save.
         inside (`str`): the name of a folder in it, to save there.
-        what (`str`): what is saved, for messages.
         fallback (`str`, *optional*): a folder on another disk, which gets one after which `folder` is named. Where it
             cannot be used for another reason than room, this is said, and `folder` is waited for.
         signals (`StopOnSignal`): one of its signals gives up.
-
-    Returns:
-        `str`: where it was saved.
 
     Raises:
         `Stopped`: a signal came while there was no room.
@@ -149,12 +140,7 @@ def _say_lack(folder: str, what: str, lack: int) -> None:
 
 
 class _Elsewhere:
-    """Another folder to save into, until it turns out that it cannot be used.
-
-    Args:
-        comm (`Comm`): the ranks.
-        fallback, folder, inside: as `save_with_room` has them.
-    """
+    """Another folder to save into, until it turns out that it cannot be used."""
 
     def __init__(self, comm: Comm, fallback: str | None, folder: str, inside: str):
         self._comm = comm
@@ -185,15 +171,11 @@ def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
     """Tries to save, and returns the error if the disk had no room. All ranks call it.
 
     Args:
-        comm (`Comm`): the ranks.
         save (`Callable`): raises on all ranks when it fails on one.
 
     Returns:
         `int` or `None`: how many bytes are missing, 0 where that is not known; `None` when it is saved. The same on
         all ranks.
-
-    Raises:
-        `Exception`: whatever `save` raises for another reason than a full disk.
     """
     failure: Exception | None = None
     try:
@@ -212,8 +194,6 @@ def fallback_of(fallback: str, folder: str, inside: str = "") -> str:
     """Returns an empty folder inside the fallback folder.
 
     Args:
-        fallback (`str`): the one for such cases.
-        folder (`str`): the one that has no room, after which the new one is named.
         inside (`str`): a folder in it, which is to hold nothing; the named one may then hold others.
     """
     name = Path(os.path.abspath(folder)).name
@@ -284,9 +264,7 @@ def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> 
     loss has become NaN does not push out the last checkpoint that is of use.
 
     Args:
-        run_dir (`str`): where the checkpoints lie.
         limit (`int`, *optional*): how many stay; `None` or 0: all.
-        best (`str`, *optional*): the best checkpoint so far.
         newest (`str`): the one that has just been saved. A run that went on from an older one may have others with
             more steps.
     """

@@ -61,9 +61,6 @@ def hub_errors(subject: str) -> Iterator[None]:
 
     Args:
         subject (`str`): what was being done to what.
-
-    Raises:
-        `HubError`: saying what the hub answered, or that it did not, and what to do.
     """
     try:
         yield

@@ -43,16 +43,7 @@ check_overrides(LossMixin, Trainer, OVERRIDES)
 
 
 def refuse_own_loss(cls: type, args, compute_loss_func: Callable | None = None) -> None:
-    """Refuses losses without logits where a class computes its loss by a method of its own, or a function does.
-
-    Args:
-        cls (`type`): of the trainer.
-        args (`ZeroArgumentsMixin`): its arguments.
-        compute_loss_func (`Callable`, *optional*): that the trainer is given.
-
-    Raises:
-        `ConfigError`: naming the class that has the method.
-    """
+    """Refuses losses without logits where a class computes its loss by a method of its own, or a function does."""
     if args.zero_chunked_loss == "on" and compute_loss_func is not None:
         raise ConfigError(
             "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto, or off, or leave "
@@ -67,11 +58,7 @@ def refuse_own_loss(cls: type, args, compute_loss_func: Callable | None = None) 
 
 
 def has_own_loss(cls: type) -> bool:
-    """Whether a trainer computes its loss by a method of its own, which may read logits: it gets them all.
-
-    Args:
-        cls (`type`): of the trainer.
-    """
+    """Whether a trainer computes its loss by a method of its own, which may read logits: it gets them all."""
     return _computes_loss(cls) is not Trainer
 
 

@@ -41,7 +41,6 @@ def changes(
 
     Args:
         scheduler (`LRScheduler`): as it goes on: this run's, with the state that was saved.
-        saved (`dict`): that state.
         given (`list[float]`): by group the learning rate that this run was given.
         num_steps (`int`): for which this run makes its schedule.
         num_steps_before (`int`, *optional*): for which the run that saved did.
@@ -128,11 +127,7 @@ class Resumed:
 
 
 def resumed_from(folder: str | os.PathLike | None) -> Resumed:
-    """Reads the record of a checkpoint. Weights without a state have none.
-
-    Raises:
-        `CheckpointError`: it cannot be read.
-    """
+    """Reads the record of a checkpoint. Weights without a state have none."""
     if folder is None or not manifest_path(folder).is_file():
         return Resumed()
     manifest = Manifest.read(folder)
@@ -142,11 +137,7 @@ def resumed_from(folder: str | os.PathLike | None) -> Resumed:
 
 class CompareLoss(TrainerCallback):
     """Warns when the first loss after resuming is far from the last loss before, which means other data, another model
-    or other settings.
-
-    Args:
-        trainer (`ZeroTrainerMixin`): which is resumed.
-    """
+    or other settings."""
 
     def __init__(self, trainer):
         self._trainer = trainer

@@ -54,7 +54,6 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Ch
     skipped is said, and why.
 
     Args:
-        output_dir (`str`): where the checkpoints lie.
         is_first (`bool`): whether this rank speaks for all.
         strict (`bool`): takes the newest or none.
 
@@ -88,11 +87,7 @@ def fault_of(folder: Path, *, reads_tensors: bool) -> CheckpointError | None:
     """Returns the reason why a run cannot resume from a checkpoint, or `None`. All ranks call it, and get the same.
 
     Args:
-        folder (`Path`): the checkpoint.
         reads_tensors (`bool`): reads the tensors, too. Otherwise they are compared when they are loaded.
-
-    Returns:
-        `CheckpointError` or `None`: `None` where all ranks find it whole.
     """
     sees = gather_object([folder.is_dir()])
     if not all(sees):
@@ -144,11 +139,7 @@ def chosen(args: ZeroArgumentsMixin) -> str:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Refuses a checkpoint that was named, before anything is loaded. All ranks call it, and raise the same.
-
-    Raises:
-        `CheckpointError`: saying what is missing or damaged.
-    """
+    """Refuses a checkpoint that was named, before anything is loaded. All ranks call it, and raise the same."""
     fault = fault_of(folder, reads_tensors=False)
     if fault is not None:
         raise fault
@@ -165,14 +156,7 @@ def _warn_of_changed(folder: Path) -> None:
 
 def check_resumable(folder: str | Path) -> None:
     """Checks that a run can resume from a folder: the files that are read are unchanged. The values of tensors are
-    compared later.
-
-    Args:
-        folder (`str` or `Path`): the checkpoint.
-
-    Raises:
-        `CheckpointError`: saying what is missing or damaged.
-    """
+    compared later."""
     folder = Path(folder)
     if detect(folder) is None:
         check_checkpoint(folder)
@@ -195,9 +179,6 @@ def check_belonging(folder: Path) -> None:
 
     Args:
         folder (`Path`): a checkpoint of `ZeroTrainer`, or of another program.
-
-    Raises:
-        `CheckpointError`: naming the file that lacks, is damaged or is of another step.
     """
     step = read_step(folder)
     if not manifest_path(folder).is_file():
@@ -234,11 +215,7 @@ def read_step(folder: Path) -> int:
 
 
 def position_of(folder: str | os.PathLike, manifest: Manifest) -> Position | None:
-    """Returns where a run was in its data.
-
-    Raises:
-        `CheckpointError`: the manifest says something else there.
-    """
+    """Returns where a run was in its data."""
     saved = manifest.extra.get("position")
     if saved is None:
         return None

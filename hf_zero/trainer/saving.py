@@ -93,11 +93,8 @@ class Saver:
         """Checks the space for a checkpoint and makes its temporary folder. Collective.
 
         Args:
-            engine (`ZeroEngine`): the model.
             optimizer (`ShardedOptimizer`, *optional*): `None` to save the model alone.
-            folder (`str`): the checkpoint.
             weights (`StagedFiles`, *optional*): to be written by all ranks, beside what the caller writes there.
-            facts: for the manifest.
         """
         self._push = None  # of a checkpoint that could not be saved
         self._current = Checkpoint.begin(
@@ -131,9 +128,6 @@ class Saver:
 
     def wait(self) -> Path | None:
         """Waits until the checkpoint is complete, and uploads it if that was requested.
-
-        Returns:
-            `Path` or `None`: the newest checkpoint.
 
         Raises:
             `CheckpointError`: it could not be saved; on all ranks.

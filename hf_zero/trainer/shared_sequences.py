@@ -28,11 +28,7 @@ class SharedSequencesMixin(ZeroTrainerBase):
     summed_losses: tuple[type, ...] = (LossMixin, Trainer)
 
     def _refuse_loss(self, args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:
-        """Refuses a loss that would be computed from whole logits.
-
-        Raises:
-            `ConfigError`: saying which.
-        """
+        """Refuses a loss that would be computed from whole logits."""
         if args.zero_sequence_parallel == 1:
             return
         if compute_loss_func is not None:

@@ -31,13 +31,7 @@ class Stopped(SystemExit):
 
 
 def is_another(number: int, since: float | None, now: float) -> bool:
-    """Returns whether a signal that first came at `since` (`None` for never) was sent a second time.
-
-    Args:
-        number (`int`): the signal.
-        since (`float`, *optional*): seconds, of `time.monotonic`.
-        now (`float`): likewise.
-    """
+    """Returns whether a signal that first came at `since` (`None` for never) was sent a second time."""
     return since is not None and (number == signal.SIGINT or now - since > TOGETHER_SECONDS)
 
 
@@ -46,9 +40,6 @@ class StopOnSignal(TrainerCallback):
 
     A handler of the user's own is left in place. A second signal of the same kind ends the process at once; other than
     of SIGINT, those that come within a second are one.
-
-    Args:
-        trainer (`ZeroTrainerMixin`): whose checkpoints are saved.
     """
 
     def __init__(self, trainer):

@@ -12,9 +12,6 @@ class WholeStream(IterableDataset):
 
     Of the stream itself it would give each rank some of the files, where there are as many files as ranks: the rank
     with the fewest rows would end first, and which rows a step has would depend on the number of ranks.
-
-    Args:
-        rows (`datasets.IterableDataset`): read by all ranks.
     """
 
     def __init__(self, rows: Any):

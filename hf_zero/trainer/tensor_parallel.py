@@ -14,16 +14,7 @@ from hf_zero.errors import ConfigError
 
 
 def refuse_settings_of_divided(name: str, model: nn.Module, args) -> None:
-    """Refuses settings that do not go with a model that tensor-parallel ranks divide, before anything is done with it.
-
-    Args:
-        name (`str`): of the trainer's argument.
-        model (`nn.Module`): not yet sharded.
-        args (`TrainingArguments`): of the trainer.
-
-    Raises:
-        `ConfigError`: naming the setting.
-    """
+    """Refuses settings that do not go with a model that tensor-parallel ranks divide."""
     group = dividing_group(model)
     if group is None:
         if args.zero_partition_activations and name == "model":
@@ -47,11 +38,7 @@ def refuse_settings_of_divided(name: str, model: nn.Module, args) -> None:
 
 @contextmanager
 def apart(model: nn.Module | None) -> Iterator[None]:
-    """Hides from accelerate that a model is divided already, since it would expect FSDP along the other axis.
-
-    Args:
-        model (`nn.Module`, *optional*): any.
-    """
+    """Hides from accelerate that a model is divided already, since it would expect FSDP along the other axis."""
     tp_size = getattr(model, "_tp_size", None)
     if model is None or tp_size is None:
         yield
@@ -64,12 +51,7 @@ def apart(model: nn.Module | None) -> Iterator[None]:
 
 
 def arrange(accelerator: Accelerator, model: nn.Module | None) -> None:
-    """Tells an accelerator which ranks see the same data.
-
-    Args:
-        accelerator (`Accelerator`): whose loaders deal it out.
-        model (`nn.Module`, *optional*): any.
-    """
+    """Tells an accelerator which ranks see the same data."""
     tp_size = getattr(model, "_tp_size", None) or 1
     if tp_size > 1:
         shape = (accelerator.num_processes // tp_size, tp_size)

@@ -46,11 +46,7 @@ OVERRIDES = (
 
 
 class TellMemory(TrainerCallback):
-    """A callback that prints one line per tensor class on rank 0, on stderr: purpose, dtype, bytes per rank.
-
-    Args:
-        trainer (`ZeroTrainerBase`): whose model trains.
-    """
+    """A callback that prints one line per tensor class on rank 0, on stderr: purpose, dtype, bytes per rank."""
 
     def __init__(self, trainer: ZeroTrainerBase):
         self._trainer = trainer
@@ -242,9 +238,6 @@ def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_r
     """Refuses a loaded model that cannot be sharded before anything is done with it.
 
     Args:
-        name (`str`): of the trainer's argument.
-        model (`nn.Module`): the model.
-        args (`ZeroArgumentsMixin`): how it is to be sharded.
         is_ready (`bool`): what requires gradients now is what will be trained.
     """
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:

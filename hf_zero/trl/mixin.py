@@ -140,8 +140,6 @@ def sync_reference(model: nn.Module, reference: nn.Module, alpha: float) -> None
     Both are sharded; one unit at a time is gathered.
 
     Args:
-        model (`nn.Module`): the policy.
-        reference (`nn.Module`): of the same architecture.
         alpha (`float`): 1 copies the policy.
     """
     pairs = zip(model.parameters(), reference.parameters(), strict=True)

@@ -82,8 +82,6 @@ class _Folder:
     """One folder of a distributed checkpoint, whose index was read.
 
     Args:
-        folder (`Path`): where it lies.
-        index (`Any`): the records of the index.
         places (`dict`): (key, offsets of the chunk) to file and bytes.
         last (`tuple`, *optional*): the chunk that was read last, until the next one is read.
     """
@@ -220,7 +218,6 @@ def state_by_name(subject: Path, saved: Mapping[str, Any], groups: Sequence[dict
     the model's order, so the numbers are those of this run's groups; shapes are compared when the state is read.
 
     Args:
-        subject (`Path`): where it is from, for messages.
         saved (`Mapping`): "state" and "param_groups".
         groups (`Sequence[dict]`): this run's groups, with "param_names".
 

@@ -96,7 +96,6 @@ class _Files:
     """The opened files of one checkpoint.
 
     Args:
-        folder (`Path`): where they lie.
         model (`dict`): rank 0's model states.
         optim (`list[dict]`): every rank's optimizer states.
         layout (`int`): 2 for that of stages 1 and 2, 3 for that of stage 3.

@@ -80,7 +80,6 @@ class ForeignTensor:
     """A tensor of a checkpoint.
 
     Args:
-        shape (`tuple[int, ...]`): the tensor's.
         grid (`tuple[int, ...]`): the shape in which the boxes count: the tensor's, or that of the flattened one.
         boxes (`tuple[Box, ...]`): they tile it.
     """
@@ -156,9 +155,7 @@ def boxes_of(parts: Sequence[Tensor], offset: int, numel: int, *, start: int = 0
     """Yields boxes for elements [offset, offset + numel) of mapped 1-D tensors that lie one behind the other.
 
     Args:
-        parts (`Sequence[Tensor]`): the mapped tensors.
         offset (`int`): counted over all of them.
-        numel (`int`): how many elements.
         start (`int`): where the first of them lies in the tensor that is put together.
     """
     passed = 0

@@ -40,7 +40,6 @@ class ForeignFormat:
     """The format of another program's checkpoints.
 
     Args:
-        name (`str`): for messages.
         read_weights (`Callable`, *optional*): a folder's weights; `None` where they are a model folder's safetensors.
         read_state (`Callable`): a folder's optimizer state, given this run's optimizer groups.
     """
@@ -58,9 +57,6 @@ TRAINER = ForeignFormat("Trainer", None, dcp.trainer_state)
 
 def detect(folder: str | os.PathLike) -> ForeignFormat | None:
     """Detects which program wrote a checkpoint, by the files in the folder. Only DeepSpeed's `latest` is opened.
-
-    Args:
-        folder (`str` or `os.PathLike`): such as `checkpoint-500`.
 
     Returns:
         [`ForeignFormat`], or `None` for a checkpoint of hf_zero's own, for weights alone and for what is not known.
@@ -136,7 +132,6 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     the first value is written. Of a PEFT model, frozen weights that were left out keep their values.
 
     Args:
-        engine ([`ZeroEngine`]): the sharded model.
         folder (`str` or `os.PathLike`): the checkpoint, any number of ranks having written it.
 
     Raises:
@@ -172,9 +167,7 @@ def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | o
     A parameter without state in the checkpoint has had no gradient there and starts without state here.
 
     Args:
-        engine ([`ZeroEngine`]): the sharded model.
         optimizer ([`Optimizer`]): of the same kind, over the same trainable parameters.
-        folder (`str` or `os.PathLike`): the checkpoint.
 
     Raises:
         `CheckpointError`: the state is missing, damaged, of other parameters, shapes or of another optimizer.

@@ -54,9 +54,6 @@ def load_mapped(path: Path) -> Any:
 
     Classes of DeepSpeed that the file names (its loss scaler, an enumeration) become [`InertRecord`]s.
 
-    Args:
-        path (`Path`): the file.
-
     Raises:
         `CheckpointError`: it is missing, damaged, of the format before torch 1.6, or names code that is not known to
             be harmless.
