@@ -83,11 +83,7 @@ class StoredFiles:
         self.entries = {name: self._files.entry(name) for name in file_of}
 
     def open(self) -> OpenFiles:
-        """Opens them to read.
-
-        Raises:
-            `CheckpointError`: a file is no longer the one whose header was read.
-        """
+        """Opens them to read. Raises [`CheckpointError`] where a file is no longer the one whose header was read."""
         for path, state in self._states.items():
             if _state_of(path) != state:
                 raise CheckpointError(

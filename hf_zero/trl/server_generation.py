@@ -116,11 +116,7 @@ class ServerGeneration(VLLMGeneration):
         self.vllm_client.reset_prefix_cache()
 
     def generate(self, prompts, images, num_generations, profiler=None, **options) -> tuple:
-        """Generates as TRL does.
-
-        Raises:
-            `CommError`: on all ranks, when the server does not answer.
-        """
+        """Generates as TRL does. Raises [`CommError`], on all ranks, when the server does not answer."""
         found = super().generate(prompts, images, num_generations, profiler, **options)
         failure, self._failure = self._failure, None
         self._tell_all("generating", failure)

@@ -48,22 +48,14 @@ class Texts:
         self._num_cut = self._num_lost = 0
 
     def load_processor(self, path: str, **where: Any) -> None:
-        """Loads the tokenizer of a model.
-
-        Raises:
-            ConfigError: It does not load, or cannot pad.
-        """
+        """Loads the tokenizer of a model. Raises [`ConfigError`] where it does not load, or cannot pad."""
         tokenizer = load_tokenizer(path, **where)
         if tokenizer.pad_token is None:
             raise ConfigError(f"{path}: its tokenizer has no token to pad with; set pad_token and save it again")
         self.processor = tokenizer
 
     def take(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the texts of a row.
-
-        Raises:
-            BadRow: a text is missing, or is none.
-        """
+        """Returns the texts of a row. Raises [`BadRow`] where a text is missing, or is none."""
         return {column: text_of(row.get(column), column) for column in self.columns}
 
     def hash(self, row: Mapping[str, Any]) -> str:
@@ -126,7 +118,7 @@ class Images:
         self.columns = (column,)
 
     def load_processor(self, path: str, **where: Any) -> None:
-        """Loads the image processor of a model."""
+        """Loads the image processor of a model. Raises [`ConfigError`] where it does not load."""
         with quiet():
             try:
                 self.processor = AutoImageProcessor.from_pretrained(path, **where)

@@ -80,11 +80,7 @@ class BadRows:
     first: str = ""
 
     def add(self, where: str, error: BadRow) -> None:
-        """Adds a bad row.
-
-        Raises:
-            DataError: naming it, unless bad rows are left out.
-        """
+        """Adds a bad row. Raises [`DataError`], naming it, unless bad rows are left out."""
         message = f"{where}: {error}"
         if not self.are_skipped:
             raise DataError(f"{message}; correct it, or leave such rows out with --skip_bad_rows")

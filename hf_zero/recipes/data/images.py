@@ -46,11 +46,7 @@ def check_image(stored: StoredImage, column: str) -> None:
 
 
 def decoded(stored: StoredImage) -> Any:
-    """The pixels of an image, a `PIL.Image.Image` in RGB.
-
-    Raises:
-        DataError: naming the file.
-    """
+    """The pixels of an image, a `PIL.Image.Image` in RGB. Raises [`DataError`], naming the file."""
     try:
         with open_image(stored) as image:
             return image.convert("RGB")

@@ -43,11 +43,7 @@ class Answers:
 
     @classmethod
     def of(cls, rows: Rows) -> "Answers":
-        """How these rows are read.
-
-        Raises:
-            DataError: a column is missing.
-        """
+        """How these rows are read. Raises [`DataError`] where a column is missing."""
         rows.require(cls.REQUIRED)
         return cls(cls.SHOWN, isinstance(rows.example[cls.SHOWN[-1]], list))
 

@@ -22,11 +22,7 @@ class BadRow(ValueError):
 
 
 def text_of(value: Any, column: str) -> str:
-    """What a row holds in a column of texts.
-
-    Raises:
-        BadRow: it is no text, or an empty one.
-    """
+    """What a row holds in a column of texts. Raises [`BadRow`] where it is no text, or an empty one."""
     if value is None or isinstance(value, str) and not value.strip():
         raise BadRow(f"nothing in column {column!r}")
     if not isinstance(value, str):
