@@ -15,7 +15,6 @@ from accelerate.utils import DDPCommunicationHookType, DynamoBackend, TorchDynam
 from torch import Tensor, nn
 
 from hf_zero.accelerator import states
-from hf_zero.accelerator.last_step import LastStep
 from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
 from hf_zero.accelerator.named_settings import ZeroAcceleratorSettings
 from hf_zero.accelerator.shared_batches import SharingAccelerator
@@ -82,7 +81,7 @@ class ZeroAccelerator(SharingAccelerator):
     scaler: torch.amp.GradScaler | None
     zero_config: ZeroConfig
     zero_device: torch.device
-    last_step: LastStep
+    last_step: states.LastStep
     trains: Callable[[nn.Module], bool]
     clips: bool = True  # whether gradients may be clipped between the last backward and the step
     drops_logits: bool = True  # whether what reads a model's loss leaves its logits alone, see `zero_chunked_loss`
@@ -143,7 +142,7 @@ class ZeroAccelerator(SharingAccelerator):
         self.trains = trains
         self.zero_config = config
         self.zero_device = device
-        self.last_step = LastStep()
+        self.last_step = states.LastStep()
         self._share_batches(config.sequence_parallel)
         if self.scaler is not None:
             scaler = ZeroGradScaler(self.device.type)

@@ -16,7 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.planner.prediction import FUSED_ADAMW
 from hf_zero.recipes.loading import one_line, quiet, resolve_config
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, adapt, quantization_of
-from hf_zero.trainer.optims import SUPPORTED_OPTIMS
+from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
 
 
 # The classes and arguments that Trainer has for these, as far as memory follows from them.

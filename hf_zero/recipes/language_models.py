@@ -23,9 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.recipes import loading
-from hf_zero.recipes.file_limit import check_file_size
 from hf_zero.recipes.loading import (
     DTYPES,
+    check_file_size,
     check_model,
     load_config,
     quiet,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import resource
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from transformers.utils import is_peft_available
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
-from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.errors import CheckpointError, ConfigError, size_text
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -84,6 +85,16 @@ def check_model(arguments: SourceArguments) -> None:
         raise ConfigError("model_name_or_path: not set; name a folder, package:<name>/<folder> or a hub id")
     if Path(resolve_model(name)).is_dir() and revision is not None:
         raise ConfigError(f"model_revision {revision!r}: {name} is a folder, which has no revisions; leave it out")
+
+
+def check_file_size(name: str, nbytes: int) -> None:
+    """Refuses a model whose largest file exceeds the size limit for files of this process (`ulimit -f`)."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if resource.RLIM_INFINITY != limit < nbytes:
+        raise ConfigError(
+            f"ulimit -f: a file may have {size_text(limit)} here, and the largest one of {name} has "
+            f"{size_text(nbytes)}; raise the limit (ulimit -f unlimited)"
+        )
 
 
 def resolve_config(name: str, key: str = "model_name_or_path") -> str:

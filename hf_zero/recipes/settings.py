@@ -17,7 +17,7 @@ from hf_zero.accelerator.launched import LAUNCHER_VARIABLES, refuse_other_engine
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.file_limit import check_file_size
+from hf_zero.recipes.loading import check_file_size
 from hf_zero.recipes.parser import Parser, parser_for
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments

@@ -5,7 +5,7 @@ import os
 import re
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, r
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.comm.ranks import take_timeout
-from hf_zero.config import CHUNKED_LOSS, GATHER_DTYPES, NONFINITE, OFFLOADS, REDUCE_DTYPES, STAGES, ZeroConfig, choose
+from hf_zero.config import GATHER_DTYPES, REDUCE_DTYPES, STAGES, ZeroConfig, choose
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
 
@@ -25,6 +25,14 @@ else:
     _Arguments = object
 
 Class = TypeVar("Class")
+
+# The values of `--optim` whose optimizers run on shards, see `hf_zero.optim.granularity`.
+SUPPORTED_OPTIMS = frozenset(
+    "adamw_torch adamw_torch_fused adamw_torch_npu_fused sgd adagrad rmsprop lion_32bit paged_lion_32bit "
+    "paged_adamw_32bit rmsprop_bnb rmsprop_bnb_32bit adafactor schedule_free_adamw schedule_free_radam "
+    "schedule_free_sgd adamw_torch_8bit adamw_torch_4bit adamw_bnb_8bit adamw_8bit paged_adamw_8bit lion_8bit "
+    "paged_lion_8bit rmsprop_bnb_8bit ademamix ademamix_8bit".split()
+)
 
 
 def helped(cls: type[Class]) -> type[Class]:
@@ -165,52 +173,32 @@ class ZeroArgumentsMixin(_Arguments):
         """
         choose("zero_stage", self.zero_stage, STAGES)
         self.zero_stage = int(self.zero_stage)
-        dtype = choose("zero_reduce_dtype", self.zero_reduce_dtype, REDUCE_DTYPES)
-        gather_dtype = self.zero_gather_dtype and choose("zero_gather_dtype", self.zero_gather_dtype, GATHER_DTYPES)
-        bucket = str(self.zero_bucket_mb)
-        if bucket != "auto" and (not bucket.isdecimal() or int(bucket) < 1):
-            raise ConfigError(f"zero_bucket_mb: {bucket} is not a size; give 1 or more (MiB), or auto")
-        if self.zero_prefetch_units < 0:
-            raise ConfigError(f"zero_prefetch_units: {self.zero_prefetch_units} is negative; give 0 or more")
-        kept = str(self.zero_keep_gathered)
-        if kept != "auto" and not kept.isdecimal():
-            raise ConfigError(f"zero_keep_gathered: {kept!r} is no number of blocks; give 0 or more, or auto")
-        tiles = str(self.zero_tiled_mlp)
-        if tiles != "auto" and (not tiles.isdecimal() or int(tiles) < 1):
-            raise ConfigError(f"zero_tiled_mlp: {tiles} is no number of tiles; give 1 or more, or auto")
-        choose("zero_offload", self.zero_offload, OFFLOADS)
-        choose("zero_nonfinite", self.zero_nonfinite, NONFINITE)
         words = {"True": "on", "False": "off"}  # YAML reads on and off so
         self.zero_chunked_loss = words.get(str(self.zero_chunked_loss).capitalize(), self.zero_chunked_loss)
-        choose("zero_chunked_loss", self.zero_chunked_loss, CHUNKED_LOSS)
-        shard_size = _shard_size(self.zero_shard_size, self.zero_stage)
-        if launched_ranks() > 1:
-            refuse_group_size(self.zero_sequence_parallel, launched_ranks(), "zero_sequence_parallel")
+        bucket = _number(self.zero_bucket_mb)
+        if bucket != "auto" and (isinstance(bucket, str) or bucket < 1):
+            raise ConfigError(f"zero_bucket_mb: {bucket} is not a size; give 1 or more (MiB), or auto")
+        settings = {name: getattr(self, f"zero_{name}") for name in _SAME_NAMES}
+        settings |= {name: _number(settings[name]) for name in ("keep_gathered", "shard_size", "tiled_mlp")}
+        settings["reduce_dtype"] = choose("zero_reduce_dtype", self.zero_reduce_dtype, REDUCE_DTYPES)
+        gather_dtype = self.zero_gather_dtype
+        settings["gather_dtype"] = choose("zero_gather_dtype", gather_dtype, GATHER_DTYPES) if gather_dtype else None
         half = torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
-        return ZeroConfig(
-            stage=self.zero_stage,
-            compute_dtype=None if self.zero_autocast else half,
-            reduce_dtype=dtype,
-            gather_dtype=gather_dtype or None,
-            bucket_nbytes="auto" if bucket == "auto" else int(bucket) * 2**20,
-            prefetch_units=self.zero_prefetch_units,
-            keep_gathered="auto" if kept == "auto" else int(kept),
-            shared_memory=self.zero_shared_memory,
-            separate_reductions=self.zero_separate_reductions,
-            shard_size=shard_size,
-            secondary_shard=self.zero_secondary_shard,
-            offload=self.zero_offload,
-            offload_fraction=self.zero_offload_fraction,
-            offload_dir=self.zero_offload_dir,
-            delayed_update=self.zero_delayed_update,
-            timeout_seconds=float(self.ddp_timeout),
-            offload_activations=self.zero_offload_activations,
-            partition_activations=self.zero_partition_activations,
-            chunked_loss=self.zero_chunked_loss,
-            tiled_mlp="auto" if tiles == "auto" else int(tiles),
-            sequence_parallel=self.zero_sequence_parallel,
-            nonfinite=self.zero_nonfinite,
-        )
+        try:
+            config = ZeroConfig(
+                compute_dtype=None if self.zero_autocast else half,
+                bucket_nbytes="auto" if bucket == "auto" else bucket * 2**20,
+                timeout_seconds=float(self.ddp_timeout),
+                **settings,
+            )
+        except ConfigError as error:
+            is_ours = str(error).partition(":")[0] in _SAME_NAMES
+            raise ConfigError(f"zero_{error}" if is_ours else str(error)) from error
+        if (num_ranks := launched_ranks()) > 1:
+            if isinstance(config.shard_size, int):
+                refuse_uneven(config.shard_size, num_ranks, "zero_shard_size")
+            refuse_group_size(config.sequence_parallel, num_ranks, "zero_sequence_parallel")
+        return config
 
     def _take_launchers_precision(self) -> None:
         """Takes the precision of `accelerate launch --mixed_precision`, unless a flag gives one."""
@@ -229,19 +217,10 @@ class ZeroArgumentsMixin(_Arguments):
             )
 
 
-def _shard_size(value: int | str | None, stage: int) -> int | str | None:
-    """Returns the number that `--zero_shard_size` gives, "auto" or `None`."""
-    if value is None or str(value) == "auto":
-        size: int | str | None = value
-    elif not str(value).isdecimal() or int(value) < 1:
-        raise ConfigError(f"zero_shard_size: {value} is no number of ranks; give 1 or more, or auto")
-    else:
-        size = int(value)
-        if launched_ranks() > 1:
-            refuse_uneven(size, launched_ranks(), "zero_shard_size")
-    if size is not None and stage == 0:
-        raise ConfigError(
-            "zero_shard_size: says over how many ranks to shard, and --zero_stage 0 shards nothing; use stage 1, 2 or "
-            "3, or leave it out"
-        )
-    return size
+# The fields of `ZeroConfig` that are settings of the same name, behind `zero_`.
+_SAME_NAMES = [each.name for each in fields(ZeroConfig) if hasattr(ZeroArgumentsMixin, f"zero_{each.name}")]
+
+
+def _number(text: Any) -> Any:
+    """Returns the whole number that a flag gives; what is none, such as auto, as it is."""
+    return int(text) if str(text).isdecimal() else text

@@ -20,7 +20,7 @@ from transformers.utils import is_liger_kernel_available
 
 from hf_zero.errors import ConfigError, nearest
 from hf_zero.trainer.activation_checks import ACTIVATION_CHECKS, Settings
-from hf_zero.trainer.optims import SUPPORTED_OPTIMS
+from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
 
 
 WHOLE_NUMBERS = (int, int | None)

@@ -3,14 +3,17 @@
 import inspect
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
+from transformers.utils import is_datasets_available
 
 from hf_zero.accelerator import ZeroAccelerator
 from hf_zero.activation import refuse_undividable
@@ -33,7 +36,6 @@ from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
 from hf_zero.trainer.shared_sequences import SharedSequencesMixin
 from hf_zero.trainer.signals import StopOnSignal
-from hf_zero.trainer.streams import whole_stream
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 from hf_zero.trainer.training_arguments import ZeroSeq2SeqTrainingArguments, ZeroTrainingArguments
@@ -259,6 +261,33 @@ def _refuse_optimizers(optimizers=(None, None), optimizer_cls_and_kwargs=None) -
     made_by = optimizer_cls_and_kwargs[0] if optimizer_cls_and_kwargs is not None else None
     if isinstance(made_by, type) and issubclass(made_by, torch.optim.Optimizer):  # a factory's is looked at when made
         refuse_unknown(made_by)
+
+
+class WholeStream(IterableDataset):
+    """A stream of `datasets` of which accelerate gives each rank its batches, in turn.
+
+    Of the stream itself it would give each rank some of the files, where there are as many files as ranks: the rank
+    with the fewest rows would end first, and which rows a step has would depend on the number of ranks.
+    """
+
+    def __init__(self, rows: Any):
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says how many passes there were before: a stream that is shuffled has another order in each."""
+        self._rows.set_epoch(epoch)
+
+
+def whole_stream(data: Any) -> Any:
+    """Returns a stream of `datasets` as a [`WholeStream`], and other data as it is."""
+    if not is_datasets_available():
+        return data
+    import datasets
+
+    return WholeStream(data) if isinstance(data, datasets.IterableDataset) else data
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

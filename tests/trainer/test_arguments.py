@@ -58,7 +58,7 @@ REFUSED = {
         "zero_keep_gathered: 'some' .*give 0 or more, or auto",
     ),
     "groups of no rank": ({"zero_shard_size": 0}, "zero_shard_size: 0 is no number of ranks; give 1 or more, or auto"),
-    "groups of some": ({"zero_shard_size": "host"}, "zero_shard_size: host is no number .*or auto"),
+    "groups of some": ({"zero_shard_size": "host"}, "zero_shard_size: .host. is no number .*or auto"),
     "groups that shard nothing": (
         {"zero_shard_size": "2", "zero_stage": 0},
         "zero_shard_size: .*stage 0 shards nothing",
