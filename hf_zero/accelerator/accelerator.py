@@ -208,7 +208,8 @@ class ZeroAccelerator(SharingAccelerator):
         if known is not None:
             return known
         if sharded_of(optimizer) is None:
-            engine = self._engine_of(params_of(optimizer), type(optimizer).__name__)
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            engine = self._engine_of(params, type(optimizer).__name__)
             if any(sharded_of(found).engine is engine for found in self._optimizers):
                 raise ConfigError(
                     f"{type(optimizer).__name__}: {type(engine.model).__name__} has an optimizer already; prepare one "
@@ -378,11 +379,6 @@ def _divided(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         else:
             rest[name] = value
     return own, rest
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns all parameters in an optimizer's groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def compile_options(plugin: TorchDynamoPlugin) -> dict:

@@ -195,23 +195,15 @@ def _conclude(
     """Prints the conclusion, and the line for a bug report where something is wrong; writes the page if asked."""
     counts = {status: sum(outcome.status == status for outcome in outcomes) for status in (OK, FAILED, SKIPPED)}
     text = f"{counts[OK]} probes passed, {counts[FAILED]} failed, {counts[SKIPPED]} were skipped, in {seconds:.0f} s"
-    print(f"\n{text}: {_verdict(counts)}")
+    print(f"\n{text}: {'do not trust this machine with a run' if counts[FAILED] else 'nothing wrong was found'}")
     if counts[FAILED]:
-        print(f"for a bug report: {_report_line(outcomes, where, facts)}")
+        failed = [f"{outcome.name}: {outcome.text}" for outcome in outcomes if outcome.status == FAILED]
+        versions = [f"{name} {facts[name]}" for name in VERSIONS if name in facts]
+        print(f"for a bug report: {'; '.join([*failed, where, *versions])}")
     if arguments.output_dir is not None:
         page = Path(arguments.output_dir, PAGE_NAME)
         page.write_text(_page(outcomes, text, where, facts), encoding="utf-8")
         print(f"page: {page}")
-
-
-def _verdict(counts: dict[str, int]) -> str:
-    return "do not trust this machine with a run" if counts[FAILED] else "nothing wrong was found"
-
-
-def _report_line(outcomes: list[Outcome], where: str, facts: dict[str, str]) -> str:
-    failed = [f"{outcome.name}: {outcome.text}" for outcome in outcomes if outcome.status == FAILED]
-    versions = [f"{name} {facts[name]}" for name in VERSIONS if name in facts]
-    return "; ".join([*failed, where, *versions])
 
 
 def _page(outcomes: list[Outcome], text: str, where: str, facts: dict[str, str]) -> str:

@@ -47,19 +47,15 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "hf_zero", f"{_version(DISTRIBUTION)} ({Path(__file__).parents[1]})"
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", platform.platform()
-    yield from _packages()
+    for name in dict.fromkeys(requirement.name for requirement in _requirements()):
+        if version := _version(name):
+            yield name, version
     yield from _devices()
     yield from _memory()
     for name in VARIABLES:
         if name in os.environ:
             yield name, os.environ[name]
     yield "missing", "; ".join(_missing()) or "nothing"
-
-
-def _packages() -> Iterator[tuple[str, str]]:
-    for name in dict.fromkeys(requirement.name for requirement in _requirements()):
-        if version := _version(name):
-            yield name, version
 
 
 def _devices() -> Iterator[tuple[str, str]]:
@@ -97,16 +93,13 @@ def _backend(accelerator: torch.device | None) -> str:
 def _memory() -> Iterator[tuple[str, str]]:
     memory = psutil.virtual_memory()
     yield "memory", f"{_gib(memory.available)} free of {_gib(memory.total)}"
-    folders = {"disk here": Path.cwd(), "disk of HF_HOME": Path(constants.HF_HOME), "temporary files": _temporary()}
+    folders = {"disk here": Path.cwd(), "disk of HF_HOME": Path(constants.HF_HOME)}
+    folders["temporary files"] = Path(tempfile.gettempdir())
     if SHARED_MEMORY.is_dir():
         folders["shared memory"] = SHARED_MEMORY
     for name, folder in folders.items():
         usage = shutil.disk_usage(_existing(folder))
         yield name, f"{_gib(usage.free)} free of {_gib(usage.total)} ({folder})"
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir())
 
 
 def _existing(folder: Path) -> Path:

@@ -238,12 +238,8 @@ class Progress(ProgressCallback):
 
 def line_of(logs: Mapping[str, Any], step: int, max_steps: int) -> str:
     """Returns a line for an entry of the log."""
-    shown = [_shown(name, value, logs) for name, value in logs.items() if _is_shown(name)]
-    return "  ".join([f"step {step}/{max_steps}", *shown])
-
-
-def _is_shown(name: str) -> bool:
-    return name not in NOT_SHOWN and not NO_METRICS.match(name)
+    names = [name for name in logs if name not in NOT_SHOWN and not NO_METRICS.match(name)]
+    return "  ".join([f"step {step}/{max_steps}", *(_shown(name, logs[name], logs) for name in names)])
 
 
 def _shown(name: str, value: Any, logs: Mapping[str, Any]) -> str:

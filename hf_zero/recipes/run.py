@@ -82,8 +82,4 @@ def _stop_on_ctrl_c(trainer: ZeroTrainer, settings: Settings) -> None:
 
 
 def _sayer(training: ZeroTrainingArguments) -> Callable[..., None]:
-    return partial(print, flush=True) if training.process_index == 0 else _say_nothing
-
-
-def _say_nothing(*_: object) -> None:
-    pass
+    return partial(print, flush=True) if training.process_index == 0 else lambda *_: None

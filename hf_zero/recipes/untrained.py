@@ -52,7 +52,7 @@ def dry_run(settings: Settings) -> None:
         )
     with _made(settings, QUIET) as (trainer, data):
         _print_section("configuration", yaml_text(settings.non_default()).splitlines())
-        _print_section("data", [*data.notes, "first row:", *_indented(data.sample)])
+        _print_section("data", [*data.notes, "first row:", *(f"  {line}" for line in data.sample.splitlines())])
         _print_section("model", _units_table(trainer.model))
         if settings.training.get("precompute_ref_log_probs"):
             trainer.ref_model = None  # the run has none beside the model
@@ -135,13 +135,14 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, h
     on_cpu, config = args.device.type == "cpu", args.zero_config()
     if not has_head and has_own_loss(type(trainer)):
         config = replace(config, chunked_loss="off")
+    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
     with as_on_device(on_cpu, has_head=has_head):
         prediction = predict_with(
             trainer.model,
             config,
             num_ranks=num_ranks,
             batch={**batch, "fused_lm_head": True} if has_head else dict(batch),
-            make_optimizer=_make_optimizer(trainer),
+            make_optimizer=partial(kind, **kwargs),
             gradient_checkpointing=args.gradient_checkpointing,
             on_cpu=on_cpu,
         )
@@ -186,11 +187,6 @@ def _reference(trainer: ZeroTrainer, shard_size: int) -> list[str]:
     return [reference_line(parts, trainer.args.zero_config(), shard_size, dtype)]
 
 
-def _make_optimizer(trainer: ZeroTrainer) -> partial:
-    kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    return partial(kind, **kwargs)
-
-
 def _numel(params: Iterable[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
 
@@ -206,7 +202,3 @@ def _per_unit(count: int, numel: int, num_trained: int) -> str:
 
 def _print_section(title: str, lines: list[str]) -> None:
     print(f"\n{title}", *(f"  {line}" for line in lines), sep="\n")
-
-
-def _indented(text: str) -> list[str]:
-    return [f"  {line}" for line in text.splitlines()]

@@ -104,7 +104,8 @@ def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any
     tags = _listed(given.get("dataset_tags"))
     summary = TrainingSummary.from_trainer(trainer, **given)
     history = trainer.state.log_history
-    base, on_hub = _base_of(trainer, summary)
+    name = summary.finetuned_from or getattr(trainer.model.config, "_name_or_path", "") or ""
+    base, on_hub = _base(name) if name else (None, False)
     task = summary.tasks if isinstance(summary.tasks, str) else None
     return RunFacts(
         model_name=summary.model_name or "model",
@@ -146,7 +147,7 @@ def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
         base_on_hub=base_on_hub,
         zero_stage=manifest.stage if manifest else None,
         num_ranks=manifest.num_ranks if manifest else None,
-        precision=_precision_of(manifest) if manifest else None,
+        precision="weights in " + ", ".join(manifest.dtypes.get("weights", [])) if manifest else None,
         train_seconds=_last(history, "train_runtime"),
         num_steps=state.get("global_step"),
         metrics=_metrics(history),
@@ -230,11 +231,6 @@ def fenced(text: str, language: str = "") -> str:
     return f"{quotes}{language}\n{text.rstrip()}\n{quotes}"
 
 
-def _base_of(trainer: Trainer, summary: TrainingSummary) -> tuple[str | None, bool]:
-    name = summary.finetuned_from or getattr(trainer.model.config, "_name_or_path", "") or ""
-    return _base(name) if name else (None, False)
-
-
 def _base(name: str) -> tuple[str, bool]:
     """Returns the name of a base model for readers, and whether it is a hub id."""
     in_cache = re.search(r"models--([^/]+)--([^/]+)/snapshots/", name)
@@ -261,10 +257,6 @@ def _precision(trainer: Trainer) -> str:
     half = "bf16" if trainer.args.bf16 else "fp16" if trainer.args.fp16 else None
     masters = {str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters() if p.requires_grad}
     return f"{half} with fp32 masters" if half else ", ".join(sorted(masters))
-
-
-def _precision_of(manifest: Manifest) -> str:
-    return "weights in " + ", ".join(manifest.dtypes.get("weights", []))
 
 
 def _metrics(history: list[dict]) -> dict[str, float]:

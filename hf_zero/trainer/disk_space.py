@@ -268,7 +268,13 @@ def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> 
         newest (`str`): the one that has just been saved. A run that went on from an older one may have others with
             more steps.
     """
-    return partial(_rotate, Path(run_dir), limit or 0, Path(newest), Path(best) if best else None)
+
+    def rotate() -> None:
+        found, kept = _own(Path(run_dir)), [Path(newest), *([Path(best)] if best else [])]
+        if 0 < (limit or 0) < len(found):
+            _remove_oldest(found, limit or 0, [*kept, *_newest_finite([Path(newest), *found])])
+
+    return rotate
 
 
 def keep_best(run_dir: str, best: str) -> None:
@@ -287,12 +293,6 @@ def is_known_finite(checkpoint: Path) -> bool:
     except CheckpointError:
         return False
     return manifest.loss is not None and manifest.grad_norm is not None
-
-
-def _rotate(folder: Path, limit: int, newest: Path, best: Path | None) -> None:
-    found, kept = _own(folder), [newest, *([best] if best else [])]
-    if 0 < limit < len(found):
-        _remove_oldest(found, limit, [*kept, *_newest_finite([newest, *found])])
 
 
 def _own(folder: Path) -> list[Path]:
