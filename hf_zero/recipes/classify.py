@@ -135,7 +135,6 @@ def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
         train=prepared[0],
         test=prepared[1],
         processing_class=inputs.processor,
-        collate=None,
         source=arguments.dataset_name or arguments.train_file,
         notes=[_counts(train, test, classes), *bad.notes(), *inputs.notes()],
         sample=f"{inputs.shown(train.data[0])!r} -> {classes.name_of(train.labels[0])}",

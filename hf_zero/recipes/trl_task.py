@@ -225,7 +225,6 @@ class TrlTask:
             train=train,
             test=test,
             processing_class=tokenizer,
-            collate=None,
             source=source,
             notes=notes,
             sample="\n".join(f"{name}: {value!r}" for name, value in (firsts[0] or {}).items()),

@@ -1,7 +1,7 @@
 """Rows as they lie in their source, what each is called in a message, and what a task makes of them."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -186,7 +186,6 @@ class Data:
         train (`datasets.Dataset` or `IterableDataset`): rows for the trainer.
         test (`datasets.Dataset`, *optional*): likewise, to evaluate on.
         processing_class (`PreTrainedTokenizerBase` and the like): saved beside the model.
-        collate (`Callable`, *optional*): makes a batch of rows; `None` leaves it to the trainer.
         source (`str`): what the data is called: a hub id or a file.
         notes (`list[str]`): one line each: how many rows, cut, skipped. Rank 0 prints them.
         sample (`str`): the first row as the model reads it, with what the loss counts marked.
@@ -196,7 +195,6 @@ class Data:
     train: Any
     test: Any
     processing_class: Any
-    collate: Callable | None
     source: str
     notes: list[str] = field(default_factory=list)
     sample: str = ""
