@@ -114,18 +114,13 @@ class DividedForward:
             tensor.narrow(2, 0, self.length) for tensor in _HeadExchange.apply(self.comm, 1, 2, query, key, value)
         )
         own = slice(self.comm.rank * heads // num_ranks, (self.comm.rank + 1) * heads // num_ranks)
-        changed: dict[str, Any] = {}
-        if hasattr(module, "num_key_value_groups"):
-            changed["num_key_value_groups"] = groups
-        if isinstance(getattr(module, "sinks", None), Tensor):
-            changed["sinks"] = module.sinks[own]
         if isinstance(kwargs.get("s_aux"), Tensor):
             kwargs["s_aux"] = kwargs["s_aux"][own]
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = self.positions
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] == heads > 1:
             attention_mask = attention_mask[:, own]
-        output, _ = function(_ShownModule(module, changed), query, key, value, attention_mask, **kwargs)
+        output, _ = function(_shown(module, own, groups), query, key, value, attention_mask, **kwargs)
         output = self._padded(output, 1, self.part * num_ranks)
         return _HeadExchange.apply(self.comm, 1, 2, output)[0], None
 
@@ -163,6 +158,16 @@ class _ShownModule:
 
     def __getattr__(self, name: str):
         return getattr(self.__dict__["_module"], name)
+
+
+def _shown(module: nn.Module, own: slice, num_groups: int) -> _ShownModule:
+    """Shows a function an attention module that has some of its heads."""
+    changed: dict[str, Any] = {}
+    if hasattr(module, "num_key_value_groups"):
+        changed["num_key_value_groups"] = num_groups
+    if isinstance(getattr(module, "sinks", None), Tensor):
+        changed["sinks"] = module.sinks[own]
+    return _ShownModule(module, changed)
 
 
 class _HeadExchange(torch.autograd.Function):
