@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hf_zero.recipes import env
 from hf_zero.recipes.launch import launch
 from hf_zero.recipes.metrics import read_log
 from hf_zero.recipes.page import page_html
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.probes import FAILED, OK, SKIPPED, Outcome, run_probes
 from hf_zero.recipes.settings import launched_world_size
 
@@ -37,18 +38,14 @@ VERSIONS = ("hf_zero", "python", "system", "torch", "transformers", "backend")
 class Arguments:
     """Keys of `check`."""
 
-    num_processes: int | None = field(
-        default=None,
-        metadata={
-            "help": "How many processes to start on this machine; by default one for each device, or 2 on CPUs. One "
-            "alone plays two ranks. Leave it out under torchrun."
-        },
+    num_processes: int | None = option(
+        None,
+        "How many processes to start on this machine; by default one for each device, or 2 on CPUs. One "
+        "alone plays two ranks. Leave it out under torchrun.",
     )
-    use_cpu: bool = field(default=False, metadata={"help": "Tries the CPUs of a machine that has other devices."})
-    output_dir: str | None = field(default=None, metadata={"help": f"A folder to which the page {PAGE_NAME} goes."})
-    sanitize: bool = field(
-        default=False, metadata={"help": "Switches torch's CUDA sanitizer on, which looks for races between streams."}
-    )
+    use_cpu: bool = option(False, "Tries the CPUs of a machine that has other devices.")
+    output_dir: str | None = option(None, f"A folder to which the page {PAGE_NAME} goes.")
+    sanitize: bool = option(False, "Switches torch's CUDA sanitizer on, which looks for races between streams.")
 
 
 def run(arguments: Arguments) -> None:

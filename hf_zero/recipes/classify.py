@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from hf_zero.recipes.loading import check_model, check_positions, positions_of, 
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.page import memory_table
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -43,31 +44,24 @@ Training = ZeroTrainingArguments
 class Arguments(AdapterArguments, FreezingArguments, SourceArguments):
     """What `classify` takes beside the training arguments."""
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "A hub id, a local file or folder of JSONL, JSON, CSV or Parquet, a folder of images, or "
-            f"{BUILT_IN}: the docstrings of Python's standard library and the packages they come from."
-        },
+    dataset_name: str | None = option(
+        None,
+        "A hub id, a local file or folder of JSONL, JSON, CSV or Parquet, a folder of images, or "
+        f"{BUILT_IN}: the docstrings of Python's standard library and the packages they come from.",
     )
-    dataset_test_split: str | None = field(
-        default=None,
-        metadata={"help": "Tested on; without it, and without test_file, a fifth of the training rows is held out."},
+    dataset_test_split: str | None = option(
+        None, "Tested on; without it, and without test_file, a fifth of the training rows is held out."
     )
-    text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
-    text_pair_column: str | None = field(default=None, metadata={"help": "The column of a second text, of pairs."})
-    image_column: str = field(
-        default="image", metadata={"help": "The column that holds the image, where there is none of text."}
-    )
-    label_column: str = field(default="label", metadata={"help": "The column that holds the class."})
-    num_classes: int = field(default=10, metadata={"help": f"How many packages {BUILT_IN} is made of."})
-    max_length: int = field(default=128, metadata={"help": "Longer texts are cut to so many tokens."})
-    compute_metrics: str | None = field(
-        default=None,
-        metadata={
-            "help": "file.py:function, which takes transformers' EvalPrediction (logits and classes of the test rows) "
-            "and gives a dict of metrics beside the accuracy."
-        },
+    text_column: str = option("text", "The column that holds the text.")
+    text_pair_column: str | None = option(None, "The column of a second text, of pairs.")
+    image_column: str = option("image", "The column that holds the image, where there is none of text.")
+    label_column: str = option("label", "The column that holds the class.")
+    num_classes: int = option(10, f"How many packages {BUILT_IN} is made of.")
+    max_length: int = option(128, "Longer texts are cut to so many tokens.")
+    compute_metrics: str | None = option(
+        None,
+        "file.py:function, which takes transformers' EvalPrediction (logits and classes of the test rows) "
+        "and gives a dict of metrics beside the accuracy.",
     )
 
 

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from hf_zero.errors import ConfigError, nearest
+from hf_zero.recipes.parser import option
 
 
 NUMBERS = re.compile(r"\[(\d+-\d{2,}|\d{2,}-)")  # meant as numbers of layers, but read as one letter
@@ -17,16 +18,12 @@ NUMBERS = re.compile(r"\[(\d+-\d{2,}|\d{2,}-)")  # meant as numbers of layers, b
 class FreezingArguments:
     """Keys for parameters that stay as they are."""
 
-    freeze: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Parameters, or modules with all of theirs, that are not trained, such as model.embed_tokens or "
-            "model.layers.[0-3]; * stands for any letters, [0-3] for one."
-        },
+    freeze: list[str] | None = option(
+        None,
+        "Parameters, or modules with all of theirs, that are not trained, such as model.embed_tokens or "
+        "model.layers.[0-3]; * stands for any letters, [0-3] for one.",
     )
-    unfreeze: list[str] | None = field(
-        default=None, metadata={"help": "Of those that freeze names, the ones that are trained all the same."}
-    )
+    unfreeze: list[str] | None = option(None, "Of those that freeze names, the ones that are trained all the same.")
 
 
 def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:

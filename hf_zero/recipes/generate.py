@@ -8,7 +8,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from hf_zero.recipes.generation import (
     ranks_of,
 )
 from hf_zero.recipes.language_models import takes_images
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -45,19 +46,12 @@ POSITIONAL = ("folder", "a model or an adapter: a folder, or a hub id")
 class Arguments(GenerationArguments):
     """Keys of `generate`."""
 
-    prompts: str | None = field(
-        default=None,
-        metadata={"help": "A file of rows with a column prompt, a text or messages; or of lines of text."},
-    )
-    output: str | None = field(
-        default=None, metadata={"help": "The JSONL file to write: the rows, in their order, each with its answer."}
-    )
-    output_column: str = field(default="completion", metadata={"help": "The column of the answers."})
-    overwrite: bool = field(default=False, metadata={"help": "Replaces output, if there is such a file."})
-    batch_size: int = field(default=8, metadata={"help": "How many prompts a process answers together."})
-    zero_stage: int = field(
-        default=3, metadata={"help": "3: the processes share the parameters; 0 to 2: each holds all of them."}
-    )
+    prompts: str | None = option(None, "A file of rows with a column prompt, a text or messages; or of lines of text.")
+    output: str | None = option(None, "The JSONL file to write: the rows, in their order, each with its answer.")
+    output_column: str = option("completion", "The column of the answers.")
+    overwrite: bool = option(False, "Replaces output, if there is such a file.")
+    batch_size: int = option(8, "How many prompts a process answers together.")
+    zero_stage: int = option(3, "3: the processes share the parameters; 0 to 2: each holds all of them.")
 
 
 def run(folder: str, arguments: Arguments) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from hf_zero.recipes.loading import (
     resolve_model,
 )
 from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.settings import launched_world_size
 
 
@@ -62,39 +63,27 @@ ADAPTER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "adapter_model.*"]
 class GenerationArguments(QuantizationArguments):
     """Keys of `chat` and `generate`. Those of generation are called as in transformers."""
 
-    base_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "For an adapter: its base model, instead of the one that its config names."}
+    base_model_name_or_path: str | None = option(
+        None, "For an adapter: its base model, instead of the one that its config names."
     )
-    dtype: str = field(default="auto", metadata={"help": f"{', '.join(LOADED_IN)}; auto is that of the files."})
-    use_cpu: bool = field(default=False, metadata={"help": "Computes on the CPU, also where there is an accelerator."})
-    system: str | None = field(default=None, metadata={"help": "What the model is told before all else."})
-    plain: bool = field(
-        default=False,
-        metadata={
-            "help": "Continues texts as they are. Without it they are a user's turns, where there is a chat template."
-        },
+    dtype: str = option("auto", f"{', '.join(LOADED_IN)}; auto is that of the files.")
+    use_cpu: bool = option(False, "Computes on the CPU, also where there is an accelerator.")
+    system: str | None = option(None, "What the model is told before all else.")
+    plain: bool = option(
+        False, "Continues texts as they are. Without it they are a user's turns, where there is a chat template."
     )
-    max_new_tokens: int = field(default=256, metadata={"help": "The most tokens of an answer."})
-    do_sample: bool | None = field(
-        default=None,
-        metadata={"help": "Tokens are drawn at random. By default as the model's generation_config.json says."},
+    max_new_tokens: int = option(256, "The most tokens of an answer.")
+    do_sample: bool | None = option(
+        None, "Tokens are drawn at random. By default as the model's generation_config.json says."
     )
-    temperature: float | None = field(
-        default=None, metadata={"help": "Of the draw: below 1 likely tokens are likelier."}
-    )
-    top_p: float | None = field(
-        default=None, metadata={"help": "Draws from the likeliest tokens of this probability."}
-    )
-    top_k: int | None = field(default=None, metadata={"help": "Draws from so many of the likeliest tokens."})
-    min_p: float | None = field(
-        default=None, metadata={"help": "Draws from tokens that are so likely, relative to the likeliest one."}
-    )
-    repetition_penalty: float | None = field(
-        default=None, metadata={"help": "Above 1, tokens that were there before get less likely."}
-    )
-    seed: int = field(default=42, metadata={"help": "Of what is drawn."})
-    num_processes: int | None = field(
-        default=None, metadata={"help": "How many processes to start on this machine; leave it out under torchrun."}
+    temperature: float | None = option(None, "Of the draw: below 1 likely tokens are likelier.")
+    top_p: float | None = option(None, "Draws from the likeliest tokens of this probability.")
+    top_k: int | None = option(None, "Draws from so many of the likeliest tokens.")
+    min_p: float | None = option(None, "Draws from tokens that are so likely, relative to the likeliest one.")
+    repetition_penalty: float | None = option(None, "Above 1, tokens that were there before get less likely.")
+    seed: int = option(42, "Of what is drawn.")
+    num_processes: int | None = option(
+        None, "How many processes to start on this machine; leave it out under torchrun."
     )
 
 

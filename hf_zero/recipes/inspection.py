@@ -1,7 +1,7 @@
 """The tool `verify`: checks that a model folder is complete, finite, unchanged since it was saved, and loads."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
@@ -27,6 +27,7 @@ from hf_zero.recipes.loading import (
     quiet,
     ties_of,
 )
+from hf_zero.recipes.parser import option
 from hf_zero.trainer.resumable import check_resumable
 
 
@@ -39,8 +40,8 @@ OK, WRONG, OPEN = "ok", "wrong", "open"
 class Arguments:
     """Keys of `verify`."""
 
-    base_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "For an adapter: its base model, instead of the one that its config names."}
+    base_model_name_or_path: str | None = option(
+        None, "For an adapter: its base model, instead of the one that its config names."
     )
 
 

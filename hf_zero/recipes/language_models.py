@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from hf_zero.recipes.loading import (
     resolve_model,
 )
 from hf_zero.recipes.lora import QuantizationArguments, quantization_of
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.trainer import ZeroTrainingArguments
 
@@ -47,12 +48,11 @@ PACKABLE = ("full_attention", "sliding_attention", "chunked_attention")  # layer
 class LoadArguments(QuantizationArguments, SourceArguments):
     """Which language model is loaded, and how."""
 
-    dtype: str = field(
-        default="float32",
-        metadata={"help": "Of the parameters that the optimizer updates; --bf16 computes in bf16 all the same."},
+    dtype: str = option(
+        "float32", "Of the parameters that the optimizer updates; --bf16 computes in bf16 all the same."
     )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "Such as sdpa, eager or flash_attention_2; by default the model's own."}
+    attn_implementation: str | None = option(
+        None, "Such as sdpa, eager or flash_attention_2; by default the model's own."
     )
 
 
@@ -60,20 +60,15 @@ class LoadArguments(QuantizationArguments, SourceArguments):
 class NewModelArguments(LoadArguments):
     """Keys of a task that may begin with a new model, under the names of transformers' `run_clm.py`."""
 
-    config_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "A config (a file, a folder or a hub id) of which a new model with random weights is made, in "
-            "place of model_name_or_path."
-        },
+    config_name: str | None = option(
+        None,
+        "A config (a file, a folder or a hub id) of which a new model with random weights is made, in "
+        "place of model_name_or_path.",
     )
-    config_overrides: str | None = field(
-        default=None,
-        metadata={"help": "What is changed in this config, such as num_hidden_layers=4,hidden_size=256."},
+    config_overrides: str | None = option(
+        None, "What is changed in this config, such as num_hidden_layers=4,hidden_size=256."
     )
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "A folder or hub id: the tokenizer of the new model."}
-    )
+    tokenizer_name: str | None = option(None, "A folder or hub id: the tokenizer of the new model.")
 
 
 def named_model(arguments: SourceArguments) -> tuple[str, str]:

@@ -6,7 +6,7 @@ All ranks ask the model the same together. So its parameters stay sharded, and n
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from hf_zero.engine import require_engine
 from hf_zero.errors import ConfigError, DataError, nearest
 from hf_zero.recipes.data import Data
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.silence import silenced
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
@@ -28,18 +29,15 @@ NO_METRICS = ("name", "alias", "sample_len", "samples")  # what lm_eval says bes
 class LmEvalArguments:
     """Keys of tasks whose models write text."""
 
-    lm_eval_tasks: list[str] | None = field(
-        default=None,
-        metadata={"help": "Tasks, groups or YAML files of lm_eval, on which the model is evaluated after training."},
+    lm_eval_tasks: list[str] | None = option(
+        None, "Tasks, groups or YAML files of lm_eval, on which the model is evaluated after training."
     )
-    lm_eval_limit: int | None = field(
-        default=None, metadata={"help": "Takes the first so many rows of each of these tasks."}
+    lm_eval_limit: int | None = option(None, "Takes the first so many rows of each of these tasks.")
+    lm_eval_num_fewshot: int | None = option(
+        None, "Shows so many solved rows before each; by default as the task says."
     )
-    lm_eval_num_fewshot: int | None = field(
-        default=None, metadata={"help": "Shows so many solved rows before each; by default as the task says."}
-    )
-    lm_eval_apply_chat_template: bool = field(
-        default=False, metadata={"help": "Asks by the chat template; without it the model continues texts."}
+    lm_eval_apply_chat_template: bool = option(
+        False, "Asks by the chat template; without it the model continues texts."
     )
 
 

@@ -1,7 +1,7 @@
 """Keys for LoRA adapters, also on a base in 4 or 8 bits, under the names of TRL, and making an adapter."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,6 +11,7 @@ from transformers.utils import is_bitsandbytes_available, is_peft_available
 from hf_zero.checkpoint.adapters import read_for_adapter
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError
+from hf_zero.recipes.parser import option
 
 
 if TYPE_CHECKING:
@@ -23,39 +24,33 @@ ALL_LINEAR = "all-linear"
 class AdapterArguments:
     """Keys for the adapter that is trained in place of the model."""
 
-    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter; the model itself stays as it is."})
-    lora_r: int = field(default=16, metadata={"help": "The rank of the adapter."})
-    lora_alpha: int = field(default=32, metadata={"help": "The adapter counts lora_alpha / lora_r."})
-    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout of what the adapter reads."})
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": f"Names of the modules that get an adapter; by default {ALL_LINEAR}."}
+    use_peft: bool = option(False, "Train a LoRA adapter; the model itself stays as it is.")
+    lora_r: int = option(16, "The rank of the adapter.")
+    lora_alpha: int = option(32, "The adapter counts lora_alpha / lora_r.")
+    lora_dropout: float = option(0.05, "Dropout of what the adapter reads.")
+    lora_target_modules: list[str] | None = option(
+        None, f"Names of the modules that get an adapter; by default {ALL_LINEAR}."
     )
-    lora_target_parameters: list[str] | None = field(
-        default=None, metadata={"help": "Names of parameters that get one, such as those of experts."}
+    lora_target_parameters: list[str] | None = option(
+        None, "Names of parameters that get one, such as those of experts."
     )
-    lora_modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules that are trained whole, and saved with the adapter."}
+    lora_modules_to_save: list[str] | None = option(
+        None, "Modules that are trained whole, and saved with the adapter."
     )
-    use_rslora: bool = field(
-        default=False, metadata={"help": "The adapter counts lora_alpha / sqrt(lora_r) (arXiv 2312.03732)."}
-    )
-    use_dora: bool = field(
-        default=False, metadata={"help": "Magnitudes of the weights are trained beside (DoRA, arXiv 2402.09353)."}
-    )
+    use_rslora: bool = option(False, "The adapter counts lora_alpha / sqrt(lora_r) (arXiv 2312.03732).")
+    use_dora: bool = option(False, "Magnitudes of the weights are trained beside (DoRA, arXiv 2402.09353).")
 
 
 @dataclass
 class QuantizationArguments:
     """Whether the base of the adapter is quantized, and how."""
 
-    load_in_4bit: bool = field(
-        default=False, metadata={"help": "The model is read into 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314)."}
-    )
-    load_in_8bit: bool = field(default=False, metadata={"help": "The model is read into 8 bits by bitsandbytes."})
-    bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "nf4 or fp4."})
-    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "The scales of the 4 bits are quantized too."})
-    bnb_4bit_quant_storage: str | None = field(
-        default=None, metadata={"help": "The dtype in which the 4 bits are kept, such as bfloat16; by default uint8."}
+    load_in_4bit: bool = option(False, "The model is read into 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314).")
+    load_in_8bit: bool = option(False, "The model is read into 8 bits by bitsandbytes.")
+    bnb_4bit_quant_type: str = option("nf4", "nf4 or fp4.")
+    use_bnb_nested_quant: bool = option(False, "The scales of the 4 bits are quantized too.")
+    bnb_4bit_quant_storage: str | None = option(
+        None, "The dtype in which the 4 bits are kept, such as bfloat16; by default uint8."
     )
 
 

@@ -4,7 +4,7 @@ import secrets
 import shutil
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.config import choose
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.loading import DTYPES, adapter_config, attach, load_base, load_model, one_line, quiet
+from hf_zero.recipes.parser import option
 from hf_zero.trainer.checks import check_output_dir
 
 
@@ -27,14 +28,12 @@ POSITIONAL = ("folder", "the model folder")
 class Arguments:
     """Keys of `merge`."""
 
-    output_dir: str | None = field(default=None, metadata={"help": "Where the merged model goes."})
-    base_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The base model, instead of the one that the adapter's config names."}
+    output_dir: str | None = option(None, "Where the merged model goes.")
+    base_model_name_or_path: str | None = option(
+        None, "The base model, instead of the one that the adapter's config names."
     )
-    dtype: str | None = field(
-        default=None, metadata={"help": f"{', '.join(DTYPES)}; without it the merged model has the base model's."}
-    )
-    overwrite: bool = field(default=False, metadata={"help": "Replace what output_dir holds."})
+    dtype: str | None = option(None, f"{', '.join(DTYPES)}; without it the merged model has the base model's.")
+    overwrite: bool = option(False, "Replace what output_dir holds.")
 
 
 def run(folder: str, arguments: Arguments) -> None:

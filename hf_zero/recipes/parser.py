@@ -4,7 +4,7 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,6 +79,11 @@ KEYS: dict[str, str] = {
         "attn_implementation", "use_flash_attn use_flash_attention_2 flash_attn", ", with the value flash_attention_2"
     ),
 }
+
+
+def option(default: Any, text: str) -> Any:
+    """Declares a key, as a field of a dataclass: its default, and what `--help` says of it."""
+    return field(default=default, metadata={"help": text})
 
 
 def program() -> str:

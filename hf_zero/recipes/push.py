@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, is_weight_file
 from hf_zero.errors import ConfigError, HubError
 from hf_zero.recipes.artifacts import REPORT_NAME, RESOLVED_NAME
 from hf_zero.recipes.inspection import Inspection
+from hf_zero.recipes.parser import option
 from hf_zero.trainer.card import card_text, facts_of_folder
 from hf_zero.trainer.hub import NOT_PUSHED, hub_errors, is_transient, links_out_of, token_warning
 
@@ -46,16 +47,12 @@ POSITIONAL = ("folder", "the model folder")
 class Arguments:
     """Keys of `push`."""
 
-    hub_model_id: str | None = field(default=None, metadata={"help": "The repository: user/name, or name alone."})
-    private: bool = field(default=False, metadata={"help": "Make it private, if it is created now."})
-    revision: str | None = field(default=None, metadata={"help": "The branch; created where it is missing."})
-    commit_message: str = field(default="Upload model", metadata={"help": "What the history says."})
-    token: str | None = field(
-        default=None, metadata={"help": "With write permission; without it HF_TOKEN, or what `hf auth login` keeps."}
-    )
-    checksums: bool = field(
-        default=False, metadata={"help": "Also compare all tensors with the checksums that were saved with them."}
-    )
+    hub_model_id: str | None = option(None, "The repository: user/name, or name alone.")
+    private: bool = option(False, "Make it private, if it is created now.")
+    revision: str | None = option(None, "The branch; created where it is missing.")
+    commit_message: str = option("Upload model", "What the history says.")
+    token: str | None = option(None, "With write permission; without it HF_TOKEN, or what `hf auth login` keeps.")
+    checksums: bool = option(False, "Also compare all tensors with the checksums that were saved with them.")
 
 
 def run(folder: str, arguments: Arguments) -> None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -32,6 +32,7 @@ from hf_zero.recipes.language_models import (
     load_processor,
     takes_images,
 )
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.token_batches import Metrics, token_means, with_pixels, with_rows
 from hf_zero.recipes.trl_task import DataSource, ProcessingClass, TrlArguments, TrlTask
 from hf_zero.recipes.user_code import check_function, metrics_of
@@ -46,13 +47,11 @@ PLAIN = ("text", "tokenized")  # formats of `pretrain`
 class TokenArguments(TrlArguments):
     """What `sft` and `pretrain` take beside the configuration of their trainer."""
 
-    compute_metrics: str | None = field(
-        default=None,
-        metadata={
-            "help": "file.py:function, which takes transformers' EvalPrediction (of each test row, or of each "
-            "sequence that rows are packed into, the sums over its "
-            "tokens: loss, entropy, right guesses; and how many tokens count) and gives a dict of further metrics."
-        },
+    compute_metrics: str | None = option(
+        None,
+        "file.py:function, which takes transformers' EvalPrediction (of each test row, or of each "
+        "sequence that rows are packed into, the sums over its "
+        "tokens: loss, entropy, right guesses; and how many tokens count) and gives a dict of further metrics.",
     )
 
 
@@ -60,8 +59,8 @@ class TokenArguments(TrlArguments):
 class SftArguments(TokenArguments):
     """What `sft` takes beside the configuration of its trainer."""
 
-    dataset_format: str | None = field(
-        default=None, metadata={"help": f"One of {', '.join(FORMAT_NAMES)}; by default the one that the columns fit."}
+    dataset_format: str | None = option(
+        None, f"One of {', '.join(FORMAT_NAMES)}; by default the one that the columns fit."
     )
 
 

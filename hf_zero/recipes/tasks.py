@@ -20,10 +20,11 @@ for `run(folder, arguments)`. If it has `run_config(argv)`, that runs command li
 """
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.errors import ConfigError
+from hf_zero.recipes.parser import option
 
 
 @dataclass(frozen=True)
@@ -103,42 +104,31 @@ TOOLS: dict[str, Task] = {
 class SourceArguments:
     """Keys for the model and the data, under the names of TRL and transformers."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "A folder, package:<name>/<folder inside an installed package>, or a hub id."}
+    model_name_or_path: str | None = option(
+        None, "A folder, package:<name>/<folder inside an installed package>, or a hub id."
     )
-    model_revision: str | None = field(default=None, metadata={"help": "A branch, tag or commit of the hub id."})
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "A hub id, or a local file or folder of JSONL, JSON, CSV, Parquet or text."}
+    model_revision: str | None = option(None, "A branch, tag or commit of the hub id.")
+    dataset_name: str | None = option(
+        None, "A hub id, or a local file or folder of JSONL, JSON, CSV, Parquet or text."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Which configuration of the hub's data set."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Trained on."})
-    dataset_test_split: str | None = field(
-        default=None, metadata={"help": "Evaluated on; without it, and without test_file, nothing is."}
+    dataset_config: str | None = option(None, "Which configuration of the hub's data set.")
+    dataset_train_split: str = option("train", "Trained on.")
+    dataset_test_split: str | None = option(None, "Evaluated on; without it, and without test_file, nothing is.")
+    dataset_streaming: bool = option(False, "Rows are read while training goes on; needs --max_steps.")
+    dataset_shuffle_buffer: int = option(
+        1000,
+        "Of so many rows of a stream, which each rank holds in memory, the next one is drawn at random; "
+        "--train_sampling_strategy sequential reads them in order.",
     )
-    dataset_streaming: bool = field(
-        default=False, metadata={"help": "Rows are read while training goes on; needs --max_steps."}
-    )
-    dataset_shuffle_buffer: int = field(
-        default=1000,
-        metadata={
-            "help": "Of so many rows of a stream, which each rank holds in memory, the next one is drawn at random; "
-            "--train_sampling_strategy sequential reads them in order."
-        },
-    )
-    train_file: str | None = field(default=None, metadata={"help": "A local file, in place of dataset_name."})
-    test_file: str | None = field(default=None, metadata={"help": "A local file to evaluate on."})
-    max_train_rows: int | None = field(default=None, metadata={"help": "Train on the first so many rows only."})
-    max_test_rows: int | None = field(default=None, metadata={"help": "Test on the first so many rows only."})
-    skip_bad_rows: bool = field(
-        default=False, metadata={"help": "Leaves out malformed rows and counts them, instead of refusing the run."}
-    )
+    train_file: str | None = option(None, "A local file, in place of dataset_name.")
+    test_file: str | None = option(None, "A local file to evaluate on.")
+    max_train_rows: int | None = option(None, "Train on the first so many rows only.")
+    max_test_rows: int | None = option(None, "Test on the first so many rows only.")
+    skip_bad_rows: bool = option(False, "Leaves out malformed rows and counts them, instead of refusing the run.")
 
 
 @dataclass
 class SampleArguments:
     """Keys of tasks whose models may write text."""
 
-    samples: int = field(
-        default=3,
-        metadata={"help": "How many test rows the model answers before and after training; 0: none."},
-    )
+    samples: int = option(3, "How many test rows the model answers before and after training; 0: none.")

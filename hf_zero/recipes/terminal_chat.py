@@ -12,7 +12,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,7 @@ from hf_zero.recipes.generation import (
     prompt_of,
     ranks_of,
 )
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.settings import launched_world_size
 from hf_zero.recipes.silence import silenced
 
@@ -51,7 +52,7 @@ PATIENCE = timedelta(days=7)  # for what is typed
 class Arguments(GenerationArguments):
     """Keys of `chat`."""
 
-    prompt: str | None = field(default=None, metadata={"help": "Is answered, and the program ends."})
+    prompt: str | None = option(None, "Is answered, and the program ends.")
 
 
 class PrintedAnswer(TextStreamer):

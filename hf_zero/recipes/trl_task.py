@@ -46,6 +46,7 @@ from hf_zero.recipes.lm_evaluation import LmEvalArguments, check_lm_eval
 from hf_zero.recipes.loading import check_positions, positions_of
 from hf_zero.recipes.lora import AdapterArguments, check_adapter, check_quantization, lora_config
 from hf_zero.recipes.measured import Watch
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SampleArguments
 from hf_zero.trl import ZeroTrlArgumentsMixin, ZeroTrlTrainerMixin
 
@@ -71,9 +72,8 @@ class TrlArguments(
 class TrlTemplateArguments(TrlArguments):
     """Likewise, where it has none."""
 
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "A Jinja file, or default for ours, in place of the tokenizer's own chat template."},
+    chat_template_path: str | None = option(
+        None, "A Jinja file, or default for ours, in place of the tokenizer's own chat template."
     )
 
 

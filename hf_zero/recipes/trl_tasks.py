@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from hf_zero.recipes.data.preferences import COLUMNS, Judged, Preferences, Promp
 from hf_zero.recipes.data.rows import cut_note, plural
 from hf_zero.recipes.language_models import LoadArguments, load_language_model
 from hf_zero.recipes.loading import is_adapter, load_config, resolve_model
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask, TrlTemplateArguments
 from hf_zero.recipes.user_code import check_function, load_function
 from hf_zero.trl import (
@@ -40,15 +41,13 @@ NAMED_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_r
 class RewardedArguments(TrlTemplateArguments):
     """Keys of tasks whose answers are generated and judged, under the names that TRL's scripts gave them."""
 
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": f"What judges the answers: {', '.join(NAMED_REWARDS)}, or file.py:function, which takes prompts, "
-            "completions and the rows' other columns, and gives a number for each completion."
-        },
+    reward_funcs: list[str] | None = option(
+        None,
+        f"What judges the answers: {', '.join(NAMED_REWARDS)}, or file.py:function, which takes prompts, "
+        "completions and the rows' other columns, and gives a number for each completion.",
     )
-    reward_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "A model that judges the answers, such as one that the task reward trained."}
+    reward_model_name_or_path: str | None = option(
+        None, "A model that judges the answers, such as one that the task reward trained."
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from hf_zero.config import choose
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data.rows import Rows, column, plural
 from hf_zero.recipes.data.sources import as_data_error, check_path, check_sources, is_local, load_rows, shuffled
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -28,22 +29,18 @@ KINDS: dict[str, Any] = {"path": str, "name": str, "split": str, "columns": list
 class MixtureArguments(SourceArguments):
     """Keys for several data sets, under the names of TRL and of `datasets`."""
 
-    datasets: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Several data sets in place of dataset_name: paths or hub ids, or mappings (JSON on the command "
-            "line) of path and, if need be, name, split, columns and fraction, the share of the rows."
-        },
+    datasets: list[str] | None = option(
+        None,
+        "Several data sets in place of dataset_name: paths or hub ids, or mappings (JSON on the command "
+        "line) of path and, if need be, name, split, columns and fraction, the share of the rows.",
     )
-    dataset_mixing: str = field(
-        default=CONCATENATE,
-        metadata={
-            "help": "concatenate: datasets stand one behind the other, with fractions the first rows of each; "
-            "interleave: each next row is of one of them, in turn or, with fractions, at random."
-        },
+    dataset_mixing: str = option(
+        CONCATENATE,
+        "concatenate: datasets stand one behind the other, with fractions the first rows of each; "
+        "interleave: each next row is of one of them, in turn or, with fractions, at random.",
     )
-    dataset_stopping_strategy: str = field(
-        default=STOPPING[0], metadata={"help": f"When datasets that are interleaved end: {', '.join(STOPPING)}."}
+    dataset_stopping_strategy: str = option(
+        STOPPING[0], f"When datasets that are interleaved end: {', '.join(STOPPING)}."
     )
 
     def __post_init__(self):
