@@ -27,7 +27,7 @@ from hf_zero.recipes.loading import check_model, check_positions, positions_of, 
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter
 from hf_zero.recipes.measured import Watch
 from hf_zero.recipes.page import memory_table
-from hf_zero.recipes.parser import option
+from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.tasks import SourceArguments
 from hf_zero.recipes.user_code import check_function, metrics_of
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
@@ -75,9 +75,7 @@ def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
     """
     if arguments.dataset_streaming:
         raise ConfigError("dataset_streaming: all classes are to be known before training; leave it out")
-    for name, least in (("num_classes", 2), ("max_length", 8)):
-        if getattr(arguments, name) < least:
-            raise ConfigError(f"{name} {getattr(arguments, name)}: expected {least} or more")
+    refuse_less(arguments, num_classes=2, max_length=8)
     if arguments.num_classes != Arguments.num_classes and arguments.dataset_name != BUILT_IN:
         raise ConfigError(f"num_classes: of {BUILT_IN} alone; the classes of other data are those of its labels")
     if arguments.compute_metrics:

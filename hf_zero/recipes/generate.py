@@ -35,7 +35,7 @@ from hf_zero.recipes.generation import (
     ranks_of,
 )
 from hf_zero.recipes.language_models import takes_images
-from hf_zero.recipes.parser import option
+from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -72,8 +72,7 @@ def _check(arguments: Arguments) -> None:
             raise ConfigError(f"{name}: not set; name a file with --{name}")
     check_path(arguments.prompts, "prompts")
     generation_options(arguments)
-    if arguments.batch_size < 1:
-        raise ConfigError(f"batch_size {arguments.batch_size}: expected 1 or more")
+    refuse_less(arguments, batch_size=1)
     if arguments.zero_stage not in range(4):
         raise ConfigError(f"zero_stage {arguments.zero_stage}: expected 0, 1, 2 or 3")
     output = Path(arguments.output).expanduser()

@@ -41,7 +41,7 @@ from hf_zero.recipes.loading import (
     resolve_model,
 )
 from hf_zero.recipes.lora import QuantizationArguments, check_quantization, quantization_of
-from hf_zero.recipes.parser import option
+from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.settings import launched_world_size
 
 
@@ -212,8 +212,7 @@ def generation_options(arguments: GenerationArguments) -> dict[str, Any]:
     Raises:
         ConfigError: a value is out of range, or has no effect because nothing is drawn.
     """
-    if arguments.max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens {arguments.max_new_tokens}: expected 1 or more")
+    refuse_less(arguments, max_new_tokens=1)
     given = {name: value for name in CHECKS if (value := getattr(arguments, name)) is not None}
     for name, value in given.items():
         try:

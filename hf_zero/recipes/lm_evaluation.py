@@ -16,7 +16,7 @@ import torch
 from hf_zero.engine import require_engine
 from hf_zero.errors import ConfigError, DataError, nearest
 from hf_zero.recipes.data import Data
-from hf_zero.recipes.parser import option
+from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.silence import silenced
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 
@@ -56,9 +56,7 @@ def check_lm_eval(arguments: LmEvalArguments, *, writes_text: bool) -> None:
         raise ConfigError("lm_eval_tasks: are for models that write text; leave them out")
     if find_spec("lm_eval") is None:
         raise ConfigError("lm_eval_tasks: lm_eval is not installed; pip install 'hf-zero[lm-eval]'")
-    for name, least in (("lm_eval_limit", 1), ("lm_eval_num_fewshot", 0)):
-        if (value := getattr(arguments, name)) is not None and value < least:
-            raise ConfigError(f"{name} {value}: expected {least} or more")
+    refuse_less(arguments, lm_eval_limit=1, lm_eval_num_fewshot=0)
     for name in filter(_is_file, arguments.lm_eval_tasks):
         if not Path(name).is_file():
             raise ConfigError(f"lm_eval_tasks {name}: no such file; check the path")

@@ -11,7 +11,7 @@ from transformers.utils import is_bitsandbytes_available, is_peft_available
 from hf_zero.checkpoint.adapters import read_for_adapter
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.parser import option
+from hf_zero.recipes.parser import option, refuse_less
 
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ def check_adapter(arguments: AdapterArguments) -> None:
         return
     if not is_peft_available():
         raise ConfigError("use_peft: PEFT is not installed; pip install 'hf-zero[peft]'")
-    for name, least in (("lora_r", 1), ("lora_alpha", 1)):
-        if getattr(arguments, name) < least:
-            raise ConfigError(f"{name} {getattr(arguments, name)}: expected {least} or more")
+    refuse_less(arguments, lora_r=1, lora_alpha=1)
     if not 0 <= arguments.lora_dropout < 1:
         raise ConfigError(f"lora_dropout {arguments.lora_dropout}: expected 0 or more, and less than 1")
 

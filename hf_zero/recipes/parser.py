@@ -86,6 +86,13 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def refuse_less(arguments: Any, **least: int) -> None:
+    """Refuses values of keys that are below the least there can be. One that is `None` is left to its default."""
+    for name, number in least.items():
+        if (value := getattr(arguments, name)) is not None and value < number:
+            raise ConfigError(f"{name} {value}: expected {number} or more")
+
+
 def program() -> str:
     """The name of the program as it was called, for the usage and for commands in messages."""
     return SCRIPT if Path(sys.argv[0]).stem == SCRIPT else MODULE

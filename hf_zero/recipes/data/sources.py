@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.rows import PLACE, BadRow, Form, RowRange, Rows, undecoded
 from hf_zero.recipes.early import check_exists
+from hf_zero.recipes.parser import refuse_less
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -50,10 +51,7 @@ def check_sources(arguments: SourceArguments) -> None:
     train = arguments.train_file or arguments.dataset_name
     if arguments.dataset_config and Path(train).expanduser().is_file():
         raise ConfigError(f"dataset_config: {train} is a file, which has no configurations; leave it out")
-    for name in ("max_train_rows", "max_test_rows", "dataset_shuffle_buffer"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value}: expected 1 or more")
+    refuse_less(arguments, max_train_rows=1, max_test_rows=1, dataset_shuffle_buffer=1)
     for key in ("dataset_name", "train_file", "test_file"):
         if path := getattr(arguments, key):
             check_path(path, key)
