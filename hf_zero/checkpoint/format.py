@@ -220,15 +220,11 @@ def crc_of_whole(ranges: Iterable[RangeChecksum], nbytes: int) -> int | None:
     crc, position = 0, 0
     for part in sorted(set(ranges)):
         if part.begin == position:
-            crc = _appended(crc, part)
+            crc = _times(_shift(part.nbytes), crc) ^ part.crc if crc else part.crc
             position += part.nbytes
         elif part.begin + part.nbytes > position:
             return None
     return crc if position == nbytes else None
-
-
-def _appended(crc: int, part: RangeChecksum) -> int:
-    return _times(_shift(part.nbytes), crc) ^ part.crc if crc else part.crc
 
 
 @lru_cache(maxsize=1024)  # the blocks of a model have the same few lengths

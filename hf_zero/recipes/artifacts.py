@@ -70,11 +70,7 @@ def write_artifacts(
     answers: list[dict[str, Any]],
     say: Callable[..., None],
 ) -> None:
-    """Writes the report and the model card on rank 0. All ranks call it after training and saving.
-
-    Args:
-        answers (`list[dict]`): Tables for the report of what it answers to rows.
-    """
+    """Writes the report and the model card on rank 0. All ranks call it after training and saving."""
     comm = require_engine(trainer.model).comm
     measured = watch.gather()
     trainer.memory_of_ranks = tuple(comm.all_gather_object(trainer.memory_report()))

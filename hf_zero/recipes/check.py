@@ -61,7 +61,8 @@ def run(arguments: Arguments) -> None:
     _refuse(arguments, device_type, launched)
     is_first = os.environ.get("RANK", "0") == "0"
     begin, facts = time.monotonic(), dict(env.facts())
-    where = f"{num_processes} process(es) on {_device_text(device_type, facts)}"
+    cpus = f"CPUs ({facts['processors']} processors)"
+    where = f"{num_processes} process(es) on {cpus if device_type == 'cpu' else facts.get('device 0', device_type)}"
     if is_first:
         print("; ".join(f"{name} {facts[name]}" for name in VERSIONS if name in facts))
         print(f"{where}; {facts.get('backend')}", flush=True)
@@ -86,10 +87,6 @@ def _device_type(use_cpu: bool) -> str:
 
 def _num_devices(device_type: str) -> int:
     return ON_CPUS if device_type == "cpu" else torch.accelerator.device_count()
-
-
-def _device_text(device_type: str, facts: dict[str, str]) -> str:
-    return f"CPUs ({facts['processors']} processors)" if device_type == "cpu" else facts.get("device 0", device_type)
 
 
 def _refuse(arguments: Arguments, device_type: str, launched: int | None) -> None:

@@ -94,12 +94,7 @@ def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
 
 
 def load_data(arguments: Arguments, training: ZeroTrainingArguments) -> Data:
-    """Reads the rows, finds their classes, and tokenizes texts.
-
-    Raises:
-        DataError: If the data cannot be trained on.
-        ConfigError: If what prepares the model's inputs does not load.
-    """
+    """Reads the rows, finds their classes, and tokenizes texts."""
     with training.main_process_first():
         rows, test_rows = _load_rows(arguments)
     most = positions_of(config_of(arguments)) or sys.maxsize

@@ -123,11 +123,7 @@ def make_tool_parser(tool: str) -> Parser:
 
 
 def run_tool(tool: str, argv: list[str]) -> None:
-    """Runs one tool.
-
-    Raises:
-        HfZeroError: What is wrong with the command line, or with what the tool was given.
-    """
+    """Runs one tool."""
     module = TOOLS[tool].load()
     if hasattr(module, "run_config") and any(flag.partition("=")[0] == "--config" for flag in argv):
         module.run_config(argv)

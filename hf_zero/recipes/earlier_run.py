@@ -255,9 +255,6 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
 
     Args:
         folder (`Path`): Where the run before left its configuration; without one nothing is compared.
-
-    Raises:
-        ConfigError: Naming the first key that has changed.
     """
     changed = difference(settings, folder, _compared(settings))
     if changed is not None:

@@ -15,12 +15,7 @@ MAY_USE_THEM = ("config", "optim", "load_in_4bit", "load_in_8bit")
 
 
 def refuse_early(argv: list[str]) -> None:
-    """Refuses a configuration or a file of rows that is not there.
-
-    Raises:
-        ConfigError: `--config` names no file that can be read.
-        DataError: a file of rows is missing.
-    """
+    """Refuses a configuration or a file of rows that is not there."""
     given = given_of(argv, "config", *FILES)
     content = read_yaml(given["config"]) if given["config"] else {}
     for key in FILES:

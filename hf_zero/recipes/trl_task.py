@@ -185,12 +185,7 @@ class TrlTask:
             raise ConfigError(f"trust_remote_code: not supported; train such a model with {name}")
 
     def load_data(self, arguments: TrlArguments, training: Any) -> Data:
-        """Reads the rows. TRL tokenizes them when it makes the trainer.
-
-        Raises:
-            ConfigError: If a setting does not fit the rows.
-            DataError: If the data cannot be trained on.
-        """
+        """Reads the rows. TRL tokenizes them when it makes the trainer."""
         mixture = Mixture(arguments, training)
         source = ", ".join(mixture.names)
         with training.main_process_first():
@@ -232,11 +227,7 @@ class TrlTask:
         )
 
     def load_processing_class(self, rows: Rows, arguments: TrlArguments) -> ProcessingClass:
-        """The tokenizer, or what else makes the inputs of the model.
-
-        Raises:
-            ConfigError: It does not load, or does not fit the rows.
-        """
+        """The tokenizer, or what else makes the inputs of the model."""
         return load_tokenizer(arguments)
 
     def format_of(
@@ -255,11 +246,7 @@ class TrlTask:
         self, sources: list[DataSource], test: DataSource | None, tokenizer: ProcessingClass, training: Any
     ) -> list[str]:
         """Settles what the training arguments leave to the rows that are trained on, and for the test rows to them.
-        Gives lines about that.
-
-        Raises:
-            ConfigError: A setting does not fit the rows, or the tokenizer.
-        """
+        Gives lines about that."""
         return []
 
     def joined(
@@ -312,11 +299,7 @@ class TrlTask:
         return data
 
     def load_model(self, arguments: TrlArguments, training: Any, data: Data) -> PreTrainedModel:
-        """The model to train, without data yet; TRL puts the adapter on it, if there is to be one.
-
-        Raises:
-            ConfigError: It does not load, or does not fit the settings.
-        """
+        """The model to train, without data yet; TRL puts the adapter on it, if there is to be one."""
         return self.load(arguments, training, data.processing_class)
 
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:

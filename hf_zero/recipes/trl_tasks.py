@@ -120,11 +120,7 @@ def _check_reward(name: str) -> None:
 
 
 def rewards_of(arguments: RewardedArguments) -> list[Reward | str]:
-    """Loads what judges generated answers: functions, and the folder of a model.
-
-    Raises:
-        ConfigError: a file fails, or what it names is no function.
-    """
+    """Loads what judges generated answers: functions, and the folder of a model."""
     found: list[Reward | str] = [_reward_of(name) for name in arguments.reward_funcs or ()]
     if arguments.reward_model_name_or_path:
         found.append(str(resolve_model(arguments.reward_model_name_or_path, "reward_model_name_or_path")))

@@ -41,9 +41,6 @@ def dry_run(settings: Settings) -> None:
     """Prints the configuration, the data, the units and the predicted memory of a run.
 
     Data, model and trainer are made as the run would make them, so what it would refuse is refused here.
-
-    Raises:
-        ConfigError: If it is one of several processes.
     """
     if (settings.launched or 1) > 1:
         raise ConfigError(

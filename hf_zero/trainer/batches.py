@@ -166,11 +166,7 @@ def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> 
 @contextmanager
 def evened(trainer: Trainer, dataloader) -> Iterator:
     """Gives the loader for an evaluation of `trainer`: its own, or one that yields on every rank as long as any rank
-    has data.
-
-    Args:
-        trainer (`Trainer`): which is set up to count what counts, for as long as the context lasts.
-    """
+    has data."""
     if is_even(dataloader):
         yield dataloader
         return
@@ -233,9 +229,6 @@ class Supply:
 
     def next(self, batches: Iterator, count: int, comm: Comm, step: int) -> Iterator:
         """Returns the batches of one step, which all ranks have.
-
-        Args:
-            count (`int`): how many there are to be.
 
         Raises:
             `DataError`: some ranks have fewer than others, and are named; on all ranks.

@@ -236,7 +236,7 @@ def _base(name: str) -> tuple[str, bool]:
     in_cache = re.search(r"models--([^/]+)--([^/]+)/snapshots/", name)
     if in_cache:
         return f"{in_cache[1]}/{in_cache[2]}", True
-    if _is_hub_id(name):
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists():
         return name, True
     parts = Path(name).parts[-2:]
     return "/".join(parts if COMMON_FOLDER.fullmatch(parts[-1]) else parts[-1:]), False
@@ -247,10 +247,6 @@ def _hyperparameters(trainer: Trainer, summary: TrainingSummary) -> dict[str, An
     if "distributed_type" in found:  # transformers calls every device a GPU
         found["distributed_type"] = f"multi-{trainer.args.device.type}".replace("cuda", "GPU").replace("cpu", "CPU")
     return found
-
-
-def _is_hub_id(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not Path(name).exists()
 
 
 def _precision(trainer: Trainer) -> str:

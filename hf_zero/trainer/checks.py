@@ -98,9 +98,6 @@ def check_schedule(settings: Settings) -> None:
 def check_output_dir(output_dir: str | None, name: str = "output_dir") -> None:
     """Checks that a folder can be written, without creating it.
 
-    Args:
-        output_dir (`str`, *optional*): The folder; it may not exist so far.
-
     Raises:
         ConfigError: If none is given, or something that is not a writable folder is in the way.
     """

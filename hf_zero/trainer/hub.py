@@ -57,11 +57,7 @@ _REMEDIES = {
 
 @contextmanager
 def hub_errors(subject: str) -> Iterator[None]:
-    """Turns errors of the hub's client into one line.
-
-    Args:
-        subject (`str`): what was being done to what.
-    """
+    """Turns errors of the hub's client into one line."""
     try:
         yield
     except HfZeroError:

@@ -60,11 +60,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def fit_for_lazy_loading(trainer_class: type) -> Iterator[None]:
-    """Lets a trainer's constructor work on weights that are still in files, without reading all of them.
-
-    Args:
-        trainer_class (`type`): derived from one of TRL's, in whose module the functions stand.
-    """
+    """Lets a trainer's constructor work on weights that are still in files, without reading all of them."""
     modules = {sys.modules[base.__module__] for base in trainer_class.__mro__ if base.__module__.startswith("trl.")}
     found = [
         (module, name, getattr(module, name)) for module in modules for name in _REPLACEMENTS if hasattr(module, name)

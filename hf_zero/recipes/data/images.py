@@ -34,11 +34,7 @@ def open_image(stored: StoredImage) -> Any:
 
 
 def check_image(stored: StoredImage, column: str) -> None:
-    """Refuses what is no image, by its first bytes: pixels are decoded in training alone.
-
-    Raises:
-        BadRow: naming the column and the file.
-    """
+    """Refuses what is no image, by its first bytes: pixels are decoded in training alone."""
     try:
         open_image(stored).close()
     except Exception as error:  # of decoders, and DecompressionBombError, which derives from nothing else

@@ -173,11 +173,7 @@ def check_mixture(arguments: MixtureArguments) -> None:
 
 
 def load_each(arguments: MixtureArguments) -> list[Rows]:
-    """Reads the rows that a run trains on, each data set for itself, as `load_rows` does.
-
-    Raises:
-        DataError: One cannot be read, is empty, or lacks a column.
-    """
+    """Reads the rows that a run trains on, each data set for itself, as `load_rows` does."""
     found = [load_rows(source, "train") for source in each_source(arguments)]
     columns = [entry.get("columns") for entry in arguments.entries] or [None]
     return [rows.only(names) if names else rows for rows, names in zip(found, columns, strict=True)]
