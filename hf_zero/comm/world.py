@@ -61,20 +61,9 @@ def connect(
     backend = torch.get_device_module(device)
     if device.index is not None and hasattr(backend, "set_device"):
         backend.set_device(device)  # streams and events are those of the current device
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if not dist.is_initialized() and launched > 1:
-        limit = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit)
-    if not dist.is_initialized():
+    if not _join(device, timeout_seconds, is_world=group is None):
         refuse_uneven(shard_size, 1)
         return Comm(device, timeout_seconds or default_pg_timeout.total_seconds())
-    if group is None and "WORLD_SIZE" in os.environ and launched != dist.get_world_size():
-        raise ConfigError(
-            f"WORLD_SIZE is {launched} but the process group has {dist.get_world_size()} ranks; "
-            "launch with torchrun, and let it set the environment"
-        )
-    atexit.unregister(_leave)  # once is enough
-    atexit.register(_leave)
     group = group or dist.group.WORLD
     if timeout_seconds is None:
         timeout_seconds = ranks.timeout_of(group, device)
@@ -93,6 +82,24 @@ def connect(
     if secondary_shard and comm.num_ranks > 1:
         _connect_hosts(comm, group, make)
     return comm
+
+
+def _join(device: torch.device, timeout_seconds: float | None, *, is_world: bool) -> bool:
+    """Joins the ranks that a launcher has started, where this process has not. Returns whether there are any."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_initialized() and launched > 1:
+        limit = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit)
+    if not dist.is_initialized():
+        return False
+    if is_world and "WORLD_SIZE" in os.environ and launched != dist.get_world_size():
+        raise ConfigError(
+            f"WORLD_SIZE is {launched} but the process group has {dist.get_world_size()} ranks; "
+            "launch with torchrun, and let it set the environment"
+        )
+    atexit.unregister(_leave)  # once is enough
+    atexit.register(_leave)
+    return True
 
 
 def neighbours(comm: Comm, size: int) -> Comm:

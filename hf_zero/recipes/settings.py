@@ -3,7 +3,7 @@
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from math import inf
 from pathlib import Path
@@ -18,7 +18,7 @@ from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.loading import check_file_size
-from hf_zero.recipes.parser import Parser, parser_for
+from hf_zero.recipes.parser import Parser, option, parser_for
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
@@ -101,46 +101,34 @@ class Settings:
 class LaunchArguments:
     """Keys of the run as a whole."""
 
-    task: str | None = field(
-        default=None, metadata={"help": "Which task a YAML file is for; it has to be the one on the command line."}
+    task: str | None = option(None, "Which task a YAML file is for; it has to be the one on the command line.")
+    num_processes: int | None = option(
+        None, "How many processes to start on this machine; leave it out under torchrun."
     )
-    num_processes: int | None = field(
-        default=None, metadata={"help": "How many processes to start on this machine; leave it out under torchrun."}
+    resume: str = option(
+        AUTO,
+        "auto: goes on from the newest complete checkpoint in output_dir, if there is one; never: starts "
+        "anew; or the folder of a checkpoint.",
     )
-    resume: str = field(
-        default=AUTO,
-        metadata={
-            "help": "auto: goes on from the newest complete checkpoint in output_dir, if there is one; never: starts "
-            "anew; or the folder of a checkpoint."
-        },
+    dry_run: bool = option(
+        False,
+        "Prints the configuration, the model's units, a sample of the data and the memory to expect, "
+        "in this one process; trains and writes nothing.",
     )
-    dry_run: bool = field(
-        default=False,
-        metadata={
-            "help": "Prints the configuration, the model's units, a sample of the data and the memory to expect, "
-            "in this one process; trains and writes nothing."
-        },
+    preprocess: bool = option(
+        False,
+        "Reads, checks, tokenizes and packs the rows in this one process, without an accelerator, and "
+        "prints their counts; the run finds them in the cache of datasets.",
     )
-    preprocess: bool = field(
-        default=False,
-        metadata={
-            "help": "Reads, checks, tokenizes and packs the rows in this one process, without an accelerator, and "
-            "prints their counts; the run finds them in the cache of datasets."
-        },
+    overwrite_output_dir: bool = option(
+        False,
+        "Starts anew, and replaces the model that output_dir holds; without it a model of another run is "
+        "never overwritten.",
     )
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={
-            "help": "Starts anew, and replaces the model that output_dir holds; without it a model of another run is "
-            "never overwritten."
-        },
-    )
-    memory: float | None = field(
-        default=None,
-        metadata={
-            "help": "GiB that one device has, for --max_length auto, the longest rows with which a step fits; by "
-            "default this machine's GPU's."
-        },
+    memory: float | None = option(
+        None,
+        "GiB that one device has, for --max_length auto, the longest rows with which a step fits; by "
+        "default this machine's GPU's.",
     )
 
 
