@@ -4,6 +4,7 @@ they take memory and count bytes as real ones do."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,9 +63,11 @@ class _Alone(Comm):
         return self._begin_exchange("reduce", nbytes, done)
 
     def _begin_exchange(self, kind: str, nbytes: int, done: Pending) -> Pending:
-        if self.stride is not None:
-            return self._timeline.begin(ALL_REDUCE, nbytes, self.num_ranks, done, self.stride)
-        return self._timeline.begin(kind, nbytes, self.num_ranks, done)
+        return self._timeline.begin(self._across(kind), nbytes, self.num_ranks, done, self.stride or 1)
+
+    def _across(self, kind: str) -> str:
+        """Returns what a collective is called: among ranks that hold the same shard it is a half of an all-reduce."""
+        return kind if self.stride is None else ALL_REDUCE
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
         nbytes = vector.numel() * vector.element_size()
@@ -87,11 +90,16 @@ class _Alone(Comm):
     ) -> Pending:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
         self.counters.add(verb, nbytes, what)
-        return self._messages_begun(nbytes)
+        kind = self._kind_of_messages(verb)
+        if kind is None:
+            return DONE
+        whole = nbytes * self.num_ranks // (self.num_ranks - 1)
+        return self._timeline.begin(kind, whole, self.num_ranks, DONE, self.stride or 1, by_messages=True)
 
-    def _messages_begun(self, nbytes: int) -> Pending:
-        """Records that messages of so many bytes are on their way, where they take time of their own."""
-        return DONE
+    def _kind_of_messages(self, verb: str) -> str | None:
+        """Returns the kind of exchange that messages to all ranks are, by the verb under which they count; `None`
+        where they take no time of their own."""
+        return None
 
     def side_group(self, purpose: str) -> Comm:
         return self
@@ -121,6 +129,20 @@ class _Native(_Alone, NativeComm):
         self._backend = torch.cpu  # its streams and events do nothing
         self._stream = torch.cpu.Stream()
         self._buckets = [_FewPieces(bucket_nbytes, META) for _ in range(2)]
+
+    def reduce_scatter(
+        self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
+    ) -> Pending:
+        settings: dict[str, Any] = {"dtype": dtype, "accumulate": accumulate, "what": what}
+        if bits is None:
+            return super().reduce_scatter(full, out, **settings)
+        # on a stream of their own, kernels round what messages take, and add up what they bring
+        with self._timeline.behind(AVERAGE):
+            NativeComm.reduce_scatter(self, full, out, bits=bits, **settings).wait()
+            return self._timeline.mark(self._across("reduce"))
+
+    def _kind_of_messages(self, verb: str) -> str | None:
+        return self._across(verb) if verb == "reduce" else None
 
     def _collect(self, full: Tensor, shard: Tensor) -> Pending:
         return DONE
@@ -232,8 +254,8 @@ class LoneNeighbours(_Alone):
     def all_gather_rows(self, vector: Tensor, *, what: str = "") -> Tensor:
         return super().all_gather_rows(vector, what=what).to(vector.device)  # a loss stays where it was computed
 
-    def _messages_begun(self, nbytes: int) -> Pending:
-        return self._timeline.begin(HEADS, nbytes * self.num_ranks // (self.num_ranks - 1), self.num_ranks, DONE)
+    def _kind_of_messages(self, verb: str) -> str | None:
+        return HEADS
 
 
 class LoneAverage(Average):

@@ -4,8 +4,8 @@
 shard group, "across" those among replicas, "average" the stream on which these follow one another, "sequence" those
 among ranks that share sequences, "up" and "down" the copies between device and host, "host" the jobs on what has
 arrived there. Work of a lane begins when the lane is free and what the issuing lane had to do before is done, as
-kernels on streams do. A lane that waits for work of another stands still until that has ended. The process that issues
-takes no time.
+kernels on streams do. A lane that waits for work of another stands still until that has ended. Kernels on other
+streams take their time from those of "compute", since they run on one device. The process that issues takes no time.
 """
 
 from collections import Counter
@@ -57,6 +57,7 @@ class Begin:
         num_ranks (`int`): that take part.
         lane (`str`): that issues it.
         stride (`int`): how far the ranks are apart.
+        by_messages (`bool`): each rank sends a part to each other one, and not in a ring.
     """
 
     number: int
@@ -65,6 +66,7 @@ class Begin:
     num_ranks: int
     lane: str
     stride: int = 1
+    by_messages: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,16 @@ class Timeline:
         last.nbytes += nbytes * self._times
         last.again_flops += flops * self._times if again else 0
 
-    def begin(self, kind: str, nbytes: int, num_ranks: int, done: Pending, stride: int = 1) -> Pending:
+    def begin(
+        self,
+        kind: str,
+        nbytes: int,
+        num_ranks: int,
+        done: Pending,
+        stride: int = 1,
+        *,
+        by_messages: bool = False,
+    ) -> Pending:
         """Records that an exchange or a copy begins.
 
         Args:
@@ -180,13 +191,13 @@ class Timeline:
             nbytes (`int`): likewise.
             num_ranks (`int`): likewise.
             done (`Pending`): is waited for when the result is.
-            stride (`int`): see [`Begin`].
+            stride, by_messages: see [`Begin`].
         """
         if not self.recording:
             return done
         self._number += 1
         number = self._number
-        self.events.append(Begin(number, kind, nbytes, num_ranks, self._lane or COMPUTE, stride))
+        self.events.append(Begin(number, kind, nbytes, num_ranks, self._lane or COMPUTE, stride, by_messages))
 
         def finish():
             self.wait(number)
@@ -218,7 +229,7 @@ class Rates(Protocol):
 
     def host_seconds(self, nbytes: int) -> float: ...
 
-    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int, stride: int) -> float: ...
+    def exchange_seconds(self, nbytes: int, num_ranks: int, stride: int, *, by_messages: bool) -> float: ...
 
     def copy_seconds(self, nbytes: int) -> float: ...
 
@@ -275,10 +286,11 @@ class _Play:
     def take(self, event: Event) -> None:
         if isinstance(event, Work):
             if event.lane == HOST:
-                seconds = self._rates.host_seconds(event.nbytes)
-            else:
-                seconds = self._rates.compute_seconds(event.flops, event.nbytes)
-            self._occupy(event.lane, round(seconds * NANO))
+                self._occupy(HOST, round(self._rates.host_seconds(event.nbytes) * NANO))
+                return
+            nanoseconds = round(self._rates.compute_seconds(event.flops, event.nbytes) * NANO)
+            for lane in {event.lane, COMPUTE}:  # whichever stream they are on, kernels share the device
+                self._occupy(lane, nanoseconds)
         elif isinstance(event, Begin):
             self._begin(event)
         elif isinstance(event, Mark):
@@ -293,7 +305,9 @@ class _Play:
     def _begin(self, event: Begin) -> None:
         lane = LANES.get(event.kind, event.kind)
         if event.kind in LANES:
-            seconds = self._rates.exchange_seconds(event.kind, event.nbytes, event.num_ranks, event.stride)
+            seconds = self._rates.exchange_seconds(
+                event.nbytes, event.num_ranks, event.stride, by_messages=event.by_messages
+            )
         else:
             seconds = self._rates.copy_seconds(event.nbytes)
         self._now[lane] = max(self._now[lane], self._now[event.lane])

@@ -4,7 +4,8 @@
 the copies of memory at another of what the memory can do (`MEMORY_SHARE`), exchanges and copies at `LINK_SHARE` of
 their link. Attention is counted whole, as if nothing were hidden: kernels skip half of a causal mask, at about half
 the rate of a matrix product. A collective goes in a ring over all ranks; what leaves a host is spread over the network
-cards of all its ranks. What computes does not become slower while an exchange runs beside it.
+cards of all its ranks. Where each rank sends messages to each other one, it sends what leaves the host through its own
+card, and nothing on a host is added up before. What computes does not become slower while an exchange runs beside it.
 """
 
 from dataclasses import dataclass, fields
@@ -159,24 +160,30 @@ class Cluster:
         """Whether each group of so many ranks, `stride` apart, is on one host."""
         return self.num_hosts == 1 or self.gpus_per_host % (num_ranks * stride) == 0
 
-    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-gather or reduce-scatter, which all groups of ranks do at a time.
+    def exchange_seconds(self, nbytes: int, num_ranks: int, stride: int = 1, *, by_messages: bool = False) -> float:
+        """Seconds of an all-gather, a reduce-scatter or an all-to-all, which all groups of ranks do at a time.
 
         Args:
-            kind (`str`): which of them; they cost the same.
             nbytes (`int`): of the whole.
             num_ranks (`int`): that take part.
             stride (`int`): how far they are apart: 1 for neighbours. Between them are ranks of other groups, which
                 share the network cards of a host with this one.
+            by_messages (`bool`): each rank sends a part to each other one, and not in a ring.
         """
         if num_ranks == 1:
             return 0.0
-        sent = nbytes * (num_ranks - 1) / num_ranks
-        rate = self.device.peer_gbytes_per_s * GIGA
-        if not self.is_within_hosts(num_ranks, stride):
+        sent, latency = nbytes * (num_ranks - 1) / num_ranks, self.device.latency_us * 1e-6
+        peer_rate = self.device.peer_gbytes_per_s * GIGA * LINK_SHARE
+        if self.is_within_hosts(num_ranks, stride):
+            return sent / peer_rate + latency
+        card_rate = self.device.network_gbits_per_s * GIGA / 8 * LINK_SHARE
+        if not by_messages:
             cards = self.gpus_per_host / min(stride, self.gpus_per_host)
-            rate = min(rate, cards * self.device.network_gbits_per_s * GIGA / 8)
-        return sent / (rate * LINK_SHARE) + self.device.latency_us * 1e-6
+            return sent / min(peer_rate, cards * card_rate) + latency
+        num_near = max(1, self.gpus_per_host // stride)  # of the ranks, those of one host
+        num_near = num_near if num_ranks % num_near == 0 else 1
+        within, across = num_near - 1, num_ranks - num_near
+        return nbytes / num_ranks * max(within / peer_rate, across / card_rate) + latency
 
     def copy_seconds(self, nbytes: int) -> float:
         """Seconds of a copy between a device and its host."""

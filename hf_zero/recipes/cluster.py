@@ -124,10 +124,6 @@ def time_of(arguments: Any, run: PlannedRun, prediction: Prediction, remedy_of: 
     Raises:
         ConfigError: nothing is known of the time.
     """
-    if prediction.config.gather_dtype is not None:
-        raise ConfigError("--gpu: the time of gathers in 8 bits is not modeled; leave --zero_gather_dtype out")
-    if prediction.config.reduce_bits is not None:
-        raise ConfigError("--gpu: the time of sums in few bits is not modeled; give --zero_reduce_dtype fp32 or bf16")
     if run.has_8_bit_products:
         raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
     if prediction.time is None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.config import REDUCE_DTYPES
 from hf_zero.engine import engine_of, has_sources
 from hf_zero.planner import Prediction, longest_sequence, predict
 from tests.distributed import run_ranks
@@ -22,7 +23,7 @@ from tests.tensor_meter import TensorMeter
 from tests.test_groups import on_two_hosts
 
 
-BUCKET_NBYTES = 2**16
+COMMON = {"bucket_nbytes": 2**16, "shared_memory": False}
 REST, PEAK = 0.005, 0.02
 AdamW = partial(torch.optim.AdamW, fused=True)
 
@@ -49,7 +50,7 @@ def _train(
             model.activation_checkpointing_enable() if hasattr(
                 model, "activation_checkpointing_enable"
             ) else model.gradient_checkpointing_enable()
-        engine = engine_of(hf_zero.shard(model, bucket_nbytes=BUCKET_NBYTES, shared_memory=False, **settings))
+        engine = engine_of(hf_zero.shard(model, **{**COMMON, **settings}))
         optimizer = hf_zero.ShardedOptimizer(engine, AdamW(p for p in model.parameters() if p.requires_grad))
         for step in range(3):
             _collect()
@@ -95,9 +96,7 @@ def _predicted(
         make_optimizer=AdamW,
         gradient_checkpointing=checkpointing,
         on_cpu=True,
-        bucket_nbytes=BUCKET_NBYTES,
-        shared_memory=False,
-        **settings,
+        **{**COMMON, **settings},
     )
 
 
@@ -196,6 +195,20 @@ def test_rest_peak_and_traffic_of_a_second_copy_on_each_of_two_hosts(dtype, chec
 def test_rest_peak_and_traffic_of_values_in_few_bits(dtype, checkpointing):
     settings = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
     _check("llama", checkpointing, stage=3, compute_dtype=dtype, **settings)
+
+
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("bits, shard_size", [("int8", None), ("int4", None), ("int8", 2)])
+def test_traffic_of_sums_in_few_bits_on_two_hosts(bits, shard_size):
+    """What a rank reads of its neighbour, and what it sends to its counterpart on the other host."""
+    few_bits = {"gather_dtype": torch.int8, "reduce_dtype": REDUCE_DTYPES[bits]}
+    settings = {"stage": 3, "compute_dtype": torch.bfloat16, "shared_memory": True, "shard_size": shard_size}
+    exact = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
+    settings |= few_bits
+    predicted = _predicted("llama", False, settings | {"ranks_per_host": 2}, num_ranks=4)
+    assert predicted.sent_nbytes < exact.sent_nbytes
+    for found in run_ranks(_train_on_two_hosts, 4, partial(subjects.build, "llama"), "llama", False, settings):
+        assert predicted.sent_nbytes == found["sent"]
 
 
 @pytest.mark.full("more cases", after=1)

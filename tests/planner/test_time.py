@@ -6,13 +6,14 @@ from functools import partial
 import pytest
 import torch
 
+from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import predict, predict_rows
 from hf_zero.planner.advice import WAYS, tried
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.throughput import Throughput, rank_ways
-from hf_zero.planner.timeline import COMPUTE, Begin, Ended, Wait, Work, step_time
+from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Mark, Wait, Work, step_time
 from hf_zero.planner.topology import Cluster, device_named, known_devices
 from hf_zero.sharding.bits import bits_of
 from tests.planner import subjects
@@ -30,7 +31,7 @@ class _Seconds:
     def host_seconds(self, nbytes: int) -> float:
         return nbytes
 
-    def exchange_seconds(self, kind: str, nbytes: int, num_ranks: int, stride: int) -> float:
+    def exchange_seconds(self, nbytes: int, num_ranks: int, stride: int, *, by_messages: bool) -> float:
         return nbytes
 
     def copy_seconds(self, nbytes: int) -> float:
@@ -53,6 +54,16 @@ def test_exchanges_go_one_after_another_and_a_step_ends_with_the_last():
     found = step_time(events, _Seconds())
     assert found.step_seconds() == 6 and found.pass_ns == 10**9
     assert (found.exposed_ns["reduce"], found.exposed_ns["gather"]) == (3 * 10**9, 2 * 10**9)
+
+
+@pytest.mark.quick
+def test_kernels_on_another_stream_take_their_time_from_the_device():
+    """4 seconds are computed and 3 on the stream of reductions, between whose kernels 2 are sent."""
+    events = [Follow(AVERAGE, COMPUTE), Work(AVERAGE, 2), Begin(1, "reduce", 2, 8, AVERAGE), Wait(1, AVERAGE)]
+    events += [Work(AVERAGE, 1), Mark(2, "reduce", AVERAGE), Work(COMPUTE, 4), Ended(), Wait(2, COMPUTE)]
+    found = step_time(events, _Seconds())
+    assert found.compute_ns == found.pass_ns == 7 * 10**9
+    assert found.busy_ns["reduce"] == 2 * 10**9 and found.exposed_ns["reduce"] == 0
 
 
 @pytest.mark.quick
@@ -102,24 +113,48 @@ def test_in_shard_groups_a_shard_alone_goes_between_hosts():
     whole = predict(subjects.llama(), cluster=slow, **settings).time
     grouped = predict(subjects.llama(), cluster=slow, shard_size=8, **settings).time
     assert whole.busy_ns["all_reduce"] == 0 < grouped.busy_ns["all_reduce"]
-    near = slow.exchange_seconds("gather", 10**9, 8)
+    near = slow.exchange_seconds(10**9, 8)
     assert near == pytest.approx(10**9 * 7 / 8 / (450e9 * 0.8))
     # 8 groups of two cross at a time, each through one card; one group of all through all 8
-    assert slow.exchange_seconds("all_reduce", 10**9, 2, 8) == pytest.approx(10**9 / 2 / (1e9 / 8 * 0.8))
-    assert slow.exchange_seconds("gather", 10**9, 16) == pytest.approx(10**9 * 15 / 16 / (1e9 * 0.8))
+    assert slow.exchange_seconds(10**9, 2, 8) == pytest.approx(10**9 / 2 / (1e9 / 8 * 0.8))
+    assert slow.exchange_seconds(10**9, 16) == pytest.approx(10**9 * 15 / 16 / (1e9 * 0.8))
     # with groups of 2 on hosts of 8, two share each card's time; groups of 3 are on two hosts here and there
-    assert slow.exchange_seconds("all_reduce", 10**9, 8, 2) == pytest.approx(10**9 * 7 / 8 / (4e9 / 8 * 0.8))
+    assert slow.exchange_seconds(10**9, 8, 2) == pytest.approx(10**9 * 7 / 8 / (4e9 / 8 * 0.8))
     assert slow.is_within_hosts(4, 2) and not slow.is_within_hosts(3)
     assert grouped.busy_ns["gather"] < whole.busy_ns["gather"] / 100
     # an 8th of the bytes crosses, through an 8th of the cards, but twice and not three times
     assert grouped.step_seconds() < whole.step_seconds()
 
 
+def test_sums_in_few_bits_are_messages_and_kernels_around_them():
+    settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
+    slow = replace(H100, device=replace(H100.device, network_gbits_per_s=1.0, latency_us=0))
+    # of 16 ranks each sends 8 parts to the other host, through its own card, and a ring sends the sums of a host
+    assert slow.exchange_seconds(10**9, 16, by_messages=True) == pytest.approx(10**9 / 2 / (1e9 / 8 * 0.8))
+    assert slow.exchange_seconds(10**9, 8, by_messages=True) == pytest.approx(slow.exchange_seconds(10**9, 8))
+    # groups of 8 that are 2 apart have 4 ranks on each host
+    assert slow.exchange_seconds(10**9, 8, 2, by_messages=True) == pytest.approx(10**9 / 2 / (1e9 / 8 * 0.8))
+    exact, int8, int4 = (
+        predict(subjects.llama(), cluster=slow, reduce_dtype=dtype, **settings)
+        for dtype in (torch.float32, torch.int8, torch.int4)
+    )
+    numel = sum(flat.nbytes // 4 * 16 for flat in int8.classes if flat.name == "reduced gradients")
+    for found, bits, per_value in ((int8, 8, 88), (int4, 4, 104)):
+        seconds = slow.exchange_seconds(packed_nbytes(numel, bits), 16, by_messages=True)
+        assert found.time.busy_ns["reduce"] == pytest.approx(1e9 * seconds, rel=1e-3)
+        # all that `pack_rows` (58 or 67 bytes) and `average_rows` (33 or 41) read and write of a value
+        kernels = (found.time.compute_ns - exact.time.compute_ns) * 0.8 * slow.device.memory_gbytes_per_s
+        assert kernels == pytest.approx(per_value * numel, rel=0.02)
+    # within a host first, and then a shard of each group across
+    grouped = predict(subjects.llama(), cluster=slow, reduce_dtype=torch.int8, shard_size=8, **settings)
+    assert grouped.time.busy_ns["reduce"] < int8.time.busy_ns["reduce"] / 100 < grouped.time.busy_ns["all_reduce"]
+
+
 def test_backward_s_gathers_stay_on_a_host_with_a_second_copy():
     settings = {"num_ranks": 16, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
     slow = replace(H100, device=replace(H100.device, network_gbits_per_s=1.0, latency_us=0))
     plain, copied = (predict(subjects.llama(), cluster=slow, secondary_shard=on, **settings) for on in (False, True))
-    across = slow.exchange_seconds("gather", 10**9, 16) / slow.exchange_seconds("gather", 10**9, 8)
+    across = slow.exchange_seconds(10**9, 16) / slow.exchange_seconds(10**9, 8)
     # the root and the last blocks are gathered in forward alone
     assert 1 < plain.time.busy_ns["gather"] / copied.time.busy_ns["gather"] < 2 and across > 100
     assert plain.time.busy_ns["reduce"] == copied.time.busy_ns["reduce"]
@@ -154,7 +189,7 @@ def test_ranks_that_share_sequences_exchange_heads_and_share_the_work():
     # of each block forth the heads of query, key and value, back those of the output, and in backward their gradients
     tokens, of_keys = subjects.ROWS * subjects.LENGTH // 2, subjects.HIDDEN // 2
     forth, back = 2 * tokens * (subjects.HIDDEN + 2 * of_keys), 2 * tokens * subjects.HIDDEN
-    seconds = sum(H100.exchange_seconds("heads", nbytes, 2) for nbytes in (forth, back))
+    seconds = sum(H100.exchange_seconds(nbytes, 2) for nbytes in (forth, back))
     assert shared.time.busy_ns["heads"] == pytest.approx(2 * subjects.LAYERS * seconds * 1e9, rel=0.01)
     assert whole.time.busy_ns["heads"] == 0 < shared.time.exposed_ns["heads"]
     settings["cluster"] = replace(H100, num_hosts=16, gpus_per_host=1)

@@ -138,6 +138,9 @@ def test_a_device_brings_the_time_of_a_step(config_file, capsys):
         assert float(re.search(rf"^  {name} +([\d.]+) ms", text, re.MULTILINE)[1]) > 0
     assert "tokens per second and device" in text and "MFU" in text and "not modeled: " in text
     assert "it fits into 90% of 80.0 GiB" in text
+    in_few_bits = _plan(capsys, *hosts, "--zero_reduce_dtype", "int4", "--zero_gather_dtype", "int8")
+    assert _mib(in_few_bits, "sent per step") < 0.5 * _mib(text, "sent per step")
+    assert "reduce-scatters" in in_few_bits and "a step  " in in_few_bits
     shared = _plan(capsys, *hosts, "--zero_sequence_parallel", "2")
     assert "over 8 rank(s), sequences shared by 2, each:" in shared
     assert re.search("exchanges of heads .* ms within the host", shared)
@@ -174,14 +177,6 @@ def test_all_ways_are_printed_for_programs(config_file, capsys):
     [
         (["--gpu", "v100"], "--gpu v100: expected h100, h200, a100, b200, or a YAML file"),
         (["--table"], "--table: says something about time; add --gpu with the device"),
-        (
-            ["--gpu", "h100", "--gpus_per_host", "4", "--zero_gather_dtype", "int8"],
-            "of gathers in 8 bits is not modeled",
-        ),
-        (
-            ["--gpu", "h100", "--gpus_per_host", "4", "--zero_reduce_dtype", "int4"],
-            "of sums in few bits is not modeled",
-        ),
         (
             ["--gpu", "h100", "--gpus_per_host", "4", "--zero_shard_size", "3"],
             "4 ranks cannot form groups of 3; give a",
