@@ -1,7 +1,7 @@
 """What a rank will hold, told by tensor class before the first step."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,11 +12,13 @@ from hf_zero.engine.gradient import Gradient, GradientInPlace
 
 
 SECONDARY = "secondary shards"
+REFERENCE = "reference model"
 # Under which name of `MemoryReport` a class counts.
 _FIELDS = {
     "parameters": "parameter_nbytes",
     "frozen parameters": "parameter_nbytes",
     SECONDARY: "parameter_nbytes",
+    REFERENCE: "parameter_nbytes",
     "scales of quantized parameters": "parameter_nbytes",
     "masters": "optimizer_nbytes",
     "optimizer state": "optimizer_nbytes",
@@ -81,6 +83,18 @@ def tensor_classes(engine: ZeroEngine, optimizer: torch.optim.Optimizer | None =
     exchanging = engine.comm.buffer_nbytes
     classes += [TensorClass("buffers to exchange through", None, exchanging, 1)] if exchanging else []
     return classes
+
+
+def reference_classes(engine: ZeroEngine) -> list[TensorClass]:
+    """The tensors of a frozen model that stands beside the one that is trained: its parameters, and all its buffers.
+
+    Args:
+        engine (`ZeroEngine`): of the frozen model.
+    """
+    found = tensor_classes(engine)
+    held = [replace(each, name=REFERENCE) for each in found if _FIELDS.get(each.name) == "parameter_nbytes"]
+    buffers = sum(each.nbytes for each in found) - sum(each.nbytes for each in held)
+    return [*held, *([TensorClass(f"buffers of the {REFERENCE}", None, buffers, 1)] if buffers else [])]
 
 
 def render_classes(classes: list[TensorClass]) -> str:

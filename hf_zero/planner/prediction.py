@@ -19,7 +19,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.opaque import num_weights
 from hf_zero.engine.partition import UnitSpec, partition
 from hf_zero.errors import HfZeroError
-from hf_zero.planner.classes import TensorClass, render_classes, tensor_classes
+from hf_zero.planner.classes import TensorClass, reference_classes, render_classes, tensor_classes
 from hf_zero.planner.simulated_step import MakeOptimizer, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, step_time
 from hf_zero.planner.topology import Cluster
@@ -142,6 +142,7 @@ def predict(
     on_cpu: bool = False,
     cluster: Cluster | None = None,
     ranks_per_host: int | None = None,
+    has_reference: bool = False,
     **settings,
 ) -> Prediction:
     """Predicts what each rank of a run takes, without memory and without other ranks.
@@ -162,6 +163,8 @@ def predict(
         cluster (`Cluster`, *optional*): where the ranks are, to predict the time of a step too.
         ranks_per_host (`int`, *optional*): how many of them each host has; by default what `cluster` says, 8 with an
             accelerator each, all on CPUs.
+        has_reference (`bool`): a frozen twin of the model stands beside it, sharded likewise, and is given each batch
+            too, as in DPO.
 
     Raises:
         `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
@@ -177,6 +180,7 @@ def predict(
         on_cpu=on_cpu,
         cluster=cluster,
         ranks_per_host=ranks_per_host,
+        has_reference=has_reference,
     )
 
 
@@ -191,6 +195,7 @@ def predict_with(
     on_cpu: bool = False,
     cluster: Cluster | None = None,
     ranks_per_host: int | None = None,
+    has_reference: bool = False,
 ) -> Prediction:
     """Predicts as `predict` does, for a `ZeroConfig`, such as `training_arguments.zero_config()`."""
     settings: dict[str, Any] = {
@@ -199,6 +204,7 @@ def predict_with(
         "gradient_checkpointing": gradient_checkpointing,
         "on_cpu": on_cpu,
         "ranks_per_host": cluster.gpus_per_host if cluster is not None else ranks_per_host,
+        "has_reference": has_reference,
     }
     return _of_all_blocks(*_of_few_blocks(model, config, batch=batch, **settings), cluster)
 
@@ -214,6 +220,7 @@ def predict_rows(
     make_optimizer: MakeOptimizer | None = None,
     gradient_checkpointing: bool = False,
     on_cpu: bool = False,
+    has_reference: bool = False,
 ) -> list[Prediction]:
     """Predicts micro-batches of several sizes from two, since all that is predicted is affine in the number of rows.
 
@@ -229,6 +236,7 @@ def predict_rows(
         "gradient_checkpointing": gradient_checkpointing,
         "on_cpu": on_cpu,
         "ranks_per_host": cluster.gpus_per_host if cluster is not None else None,
+        "has_reference": has_reference,
     }
     fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in SAMPLE_ROWS)
     if config.chunked_loss == "auto" and _head_nbytes(more) < _head_nbytes(fewer):
@@ -283,6 +291,8 @@ def _predict(
         **settings,
     )
     classes = tensor_classes(simulation.engine, simulation.optimizer)
+    if simulation.reference is not None:
+        classes += reference_classes(simulation.reference)
     step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
     held = [(num_weights(p), flat.trainable) for flat in simulation.engine.flats for p in flat.params]
     return Prediction(

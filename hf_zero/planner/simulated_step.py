@@ -22,6 +22,7 @@ from hf_zero.activation.shard_model import (
     place_activations,
     refuse_unsuited,
 )
+from hf_zero.comm import Comm
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.engine.engine import ZeroEngine, in_backward
@@ -86,7 +87,10 @@ class SimulatedStep:
         ranks_per_host (`int`, *optional*): see `lone_rank`.
         blocks (`tuple[str, int]`, *optional*): the path of the list of blocks, of which only the first so many are
             taken.
+        has_reference (`bool`): whether a frozen twin of the model, sharded likewise, is given each batch too.
     """
+
+    reference: ZeroEngine | None = None
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class SimulatedStep:
         on_cpu: bool,
         ranks_per_host: int | None = None,
         blocks: tuple[str, int] | None = None,
+        has_reference: bool = False,
     ):
         for name, param in model.named_parameters():
             refuse_what_cannot_be_summed(name, param)
@@ -109,7 +114,8 @@ class SimulatedStep:
             replica = replica_of(model, blocks).train()  # as a model that was loaded is not
             if gradient_checkpointing:
                 _checkpoint_blocks(replica)
-            comm = lone_rank(
+            make_comm = partial(
+                lone_rank,
                 self.meter,
                 num_ranks,
                 on_cpu=on_cpu,
@@ -119,7 +125,7 @@ class SimulatedStep:
                 secondary_shard=config.secondary_shard,
                 ranks_per_host=ranks_per_host,
             )
-            self.engine: ZeroEngine = build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
+            self.engine = self._build(replica, config, comm := make_comm())
             if config.offload_activations:
                 place_activations(self.engine)
             if config.sequence_parallel > 1:
@@ -134,10 +140,18 @@ class SimulatedStep:
             self.engine.root.reshard()
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if has_reference:
+                self.reference = self._build(replica_of(model, blocks).requires_grad_(False), config, make_comm())
+                self.reference.comm.counters.counted_by = comm.counters
+                self.reference.unshard_around(with_head=False)  # and for good, since nothing changes it
+
+    def _build(self, replica: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
+        return build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
 
     @property
     def _staging_nbytes(self) -> int:
-        return next((flat.rest.masters.transfer.nbytes for flat in self.engine.flats), 0)
+        engines = filter(None, (self.engine, self.reference))
+        return sum(next((flat.rest.masters.transfer.nbytes for flat in engine.flats), 0) for engine in engines)
 
     def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> StepMemory:
         """Runs one step of one micro-batch, with clipping.
@@ -157,6 +171,11 @@ class SimulatedStep:
                 for key, value in batch.items()
             }
             loss = _loss_of(self.engine.model(**inputs))
+            if self.reference is not None:
+                watch.lap("head")
+                with torch.no_grad():
+                    self.reference.model(**inputs)
+                watch.lap("reference")
             loss.backward()
             del loss, inputs
             timeline.end_pass()

@@ -1,6 +1,6 @@
 """Models and batches on the meta device, made of a config alone, and optimizers: what plans are made of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from hf_zero.checkpoint import class_of
-from hf_zero.config import ZeroConfig, choose
+from hf_zero.config import choose
 from hf_zero.errors import ConfigError
 from hf_zero.planner.prediction import FUSED_ADAMW
 from hf_zero.recipes.loading import one_line, quiet, resolve_config
@@ -160,24 +160,3 @@ def cast_batch(batch: dict[str, Any], dtype: torch.dtype | None) -> dict[str, An
     """Returns a batch with its floating-point tensors in a dtype."""
     is_cast = {key: isinstance(value, Tensor) and value.is_floating_point() for key, value in batch.items()}
     return {key: value.to(dtype) if is_cast[key] else value for key, value in batch.items()}
-
-
-def reference_line(
-    parts: Iterable[Any], config: ZeroConfig, shard_size: int, dtype: torch.dtype = torch.float32
-) -> str:
-    """Returns the line about a frozen reference model. Its forward is over before memory is at its peak.
-
-    Args:
-        parts (iterable): its parameters, or what has their shapes.
-        config (`ZeroConfig`): of the model beside it.
-        shard_size (`int`): how many ranks form a shard group.
-        dtype (`torch.dtype`): in which it computes, if the settings do not say.
-    """
-    nbytes = reference_nbytes(parts, config, shard_size, dtype)
-    return f"  {'the reference model, beside these':<32}  {nbytes / 2**20:>12.2f} MiB"
-
-
-def reference_nbytes(parts: Iterable[Any], config: ZeroConfig, shard_size: int, dtype: torch.dtype) -> float:
-    """Returns the bytes of a frozen reference model on each rank. The arguments are those of `reference_line`."""
-    itemsize = (config.compute_dtype or dtype).itemsize
-    return sum(part.shape.numel() for part in parts) * itemsize / (shard_size if config.stage == 3 else 1)

@@ -18,7 +18,6 @@ from hf_zero.recipes.empty_models import (
     example_batch,
     optimizer_of,
     quantized,
-    reference_line,
 )
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, positions_of
@@ -171,9 +170,6 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
         return
     print(_heading(planned_run, prediction))
     print(prediction.render())
-    if planned_run.has_reference:
-        parts = list(planned_run.model.parameters())
-        print(reference_line(parts, planned_run.config, prediction.shard_size, parts[0].dtype))
     for note in [*planned_run.notes, *([longest.render()] if longest is not None else [])]:
         print(f"  {note}")
     if cluster is not None:

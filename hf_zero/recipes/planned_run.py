@@ -22,10 +22,7 @@ from hf_zero.planner import (
     predict_with,
     refuse_impossible,
 )
-from hf_zero.planner.advice import GIB, USABLE_SHARE
-from hf_zero.planner.lone_rank import planned_shard_size
-from hf_zero.planner.topology import RANKS_PER_HOST
-from hf_zero.recipes.empty_models import reference_nbytes
+from hf_zero.planner.advice import GIB
 
 
 @dataclass
@@ -60,7 +57,7 @@ class PlannedRun:
         takes_longest (`bool`): whether rows are to be as long as fits, and are one token long so far.
         rows_of_one (`int`): how many rows of a batch are made of one row of data.
         notes (`list[str]`): what is not counted.
-        has_reference (`bool`): whether a frozen twin of the model stands beside it.
+        has_reference (`bool`): whether a frozen twin of the model stands beside it, and is given each batch too.
         has_8_bit_products (`bool`): whether its base is in 8 bits.
         ranks_per_host (`int`, *optional*): how many ranks each host has, where that is said.
         cluster (`Cluster`, *optional*): where they are, to predict the time of a step too.
@@ -123,17 +120,9 @@ class PlannedRun:
             raise ConfigError("max_length auto: what a row takes does not depend on its tokens; leave it out")
         return longest_sequence(
             lambda num_tokens: self.of_length(num_tokens).predict(),
-            memory_nbytes - int(self._reference_nbytes() / USABLE_SHARE),
+            memory_nbytes,
             self.num_positions,
         )
-
-    def _reference_nbytes(self) -> float:
-        """What a frozen twin takes, which no prediction counts."""
-        if not self.has_reference:
-            return 0
-        parts = list(self.model.parameters())
-        size = planned_shard_size(self.config.shard_size, self.num_ranks, self.ranks_per_host or RANKS_PER_HOST)
-        return reference_nbytes(parts, self.config, size, parts[0].dtype)
 
     def of_length(self, num_tokens: int) -> "PlannedRun":
         """The same with rows of so many tokens."""
@@ -159,6 +148,7 @@ class PlannedRun:
             "gradient_checkpointing": switch,
             "on_cpu": self.on_cpu,
             "cluster": self.cluster,
+            "has_reference": self.has_reference,
         }
 
     def _as_on_device(self) -> AbstractContextManager[None]:

@@ -232,8 +232,6 @@ def _auto_class(task: str, config: PretrainedConfig) -> Any:
 def _not_counted(settings: Settings, training: Any, config: PretrainedConfig) -> list[str]:
     """Returns a line for each thing that the plan of a run leaves out."""
     notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
-    if _has_reference(settings):
-        notes.append("not counted in what fits a device: the reference model")
     if settings.task == "orpo":
         notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
     if _is_one_row(training) and "flash" not in (settings.arguments.attn_implementation or ""):

@@ -11,13 +11,12 @@ import datasets
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from hf_zero.engine import engine_of
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
 from hf_zero.planner import predict_with
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import ANSWERS
-from hf_zero.recipes.empty_models import example_batch, reference_line
+from hf_zero.recipes.empty_models import example_batch
 from hf_zero.recipes.freezing import freeze_parameters
 from hf_zero.recipes.planned_run import as_on_device
 from hf_zero.recipes.planned_tasks import has_fused_head
@@ -116,7 +115,7 @@ def _units_table(model: nn.Module) -> list[str]:
 
 
 def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, has_head: bool = False) -> list[str]:
-    """Returns the lines about the predicted memory of each rank, with that of a reference model if there is one.
+    """Returns the lines about the predicted memory of each rank, that of a reference model included.
 
     Args:
         max_length (`int`, *optional*): What rows of tokens are cut to: the longest that a step may see.
@@ -142,10 +141,11 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, h
             make_optimizer=partial(kind, **kwargs),
             gradient_checkpointing=args.gradient_checkpointing,
             on_cpu=on_cpu,
+            has_reference=getattr(trainer, "ref_model", None) is not None,
         )
     width = f" x {batch['input_ids'].shape[1]} tokens" if "input_ids" in batch else ""
     of_batch = f"a micro-batch: {len(next(iter(batch.values())))} rows{width}"
-    return [of_batch, *prediction.render().splitlines(), *_reference(trainer, prediction.shard_size)]
+    return [of_batch, *prediction.render().splitlines()]
 
 
 def _widest(
@@ -171,17 +171,6 @@ def _generated(trainer: ZeroTrainer, model: PreTrainedModel, rows: list[dict[str
     texts = [p if isinstance(p, str) else tokenize.apply_chat_template(p, tokenize=False) for p in prompts]
     longest = max(len(ids) for ids in tokenize(texts)["input_ids"])
     return example_batch(model, args.per_device_train_batch_size, longest + args.max_completion_length)
-
-
-def _reference(trainer: ZeroTrainer, shard_size: int) -> list[str]:
-    """Returns the line about the frozen reference model. Its forward is over before memory is at its peak."""
-    reference = getattr(trainer, "ref_model", None)
-    if reference is None:
-        return []
-    engine = engine_of(reference)
-    parts = engine.param_infos() if engine else reference.parameters()
-    dtype = next(trainer.model.parameters()).dtype
-    return [reference_line(parts, trainer.args.zero_config(), shard_size, dtype)]
 
 
 def _numel(params: Iterable[nn.Parameter]) -> int:

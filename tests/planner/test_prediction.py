@@ -43,6 +43,8 @@ def _train(
 ) -> dict[str, int]:
     """A third step, measured: bytes at rest, at the peak, sent, and of the host and of state there."""
     _collect()
+    settings = {**COMMON, **settings}
+    has_reference = settings.pop("has_reference", False)
     with TensorMeter() as meter:
         meter.mark("begin")
         model = make()
@@ -50,13 +52,20 @@ def _train(
             model.activation_checkpointing_enable() if hasattr(
                 model, "activation_checkpointing_enable"
             ) else model.gradient_checkpointing_enable()
-        engine = engine_of(hf_zero.shard(model, **{**COMMON, **settings}))
+        engine = engine_of(hf_zero.shard(model, **settings))
+        reference = make().requires_grad_(False) if has_reference else None
+        engines = [engine, *([engine_of(hf_zero.shard(reference, **settings))] if has_reference else [])]
         optimizer = hf_zero.ShardedOptimizer(engine, AdamW(p for p in model.parameters() if p.requires_grad))
         for step in range(3):
             _collect()
             meter.mark(f"step-{step}")
-            before = engine.comm.counters.total_sent_nbytes
-            model(**subjects.batch(name, length)).loss.backward()
+            before = sum(each.comm.counters.total_sent_nbytes for each in engines)
+            loss = model(**subjects.batch(name, length)).loss
+            if has_reference:
+                with torch.no_grad():
+                    reference(**subjects.batch(name, length))
+            loss.backward()
+            del loss
             optimizer.clip_grad_norm_(1.0)
             _collect()
             meter.mark(f"rest-{step}")
@@ -65,7 +74,7 @@ def _train(
             staging = engine.root.flats[0].rest.masters.transfer.nbytes
             optimizer.step()
             optimizer.zero_grad()
-        sent = engine.comm.counters.total_sent_nbytes - before
+        sent = sum(each.comm.counters.total_sent_nbytes for each in engines) - before
         _collect()
         meter.mark("end")
     return {
@@ -133,6 +142,13 @@ def test_rest_peak_and_traffic_are_those_of_a_real_step(name, stage, dtype, chec
 @pytest.mark.parametrize("name, stage", [("llama", 3), ("bert", 2)])
 def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):
     _check(name, True, stage=stage, compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("stage, dtype, checkpointing", [(3, torch.bfloat16, True), (2, None, False)])
+@pytest.mark.full("more cases", after=1)
+def test_rest_peak_and_traffic_with_a_frozen_reference(stage, dtype, checkpointing):
+    """It rests beside the model, and its forward runs while the model's activations are there."""
+    _check("llama", checkpointing, stage=stage, compute_dtype=dtype, has_reference=True)
 
 
 @pytest.mark.full("slow")

@@ -2,18 +2,29 @@
 
 import json
 import re
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
 from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes import untrained
+from hf_zero.recipes.planned_tasks import planned
+from hf_zero.recipes.settings import parse_settings
+from tests.distributed import run_ranks
+from tests.planner import subjects
 from tests.recipes.preferences import ANSWERS, as_chats, preferences, write_rows
 from tests.recipes.ranks import logged, run_on_ranks
+from tests.tensor_meter import TensorMeter
 
 
 pytest.importorskip("trl")
 pytest.importorskip("peft")
+
+PEAK = re.compile(r"at the peak on the device +([\d.]+) MiB")
 
 
 def flags(model: Path, data: Path, **settings) -> list[str]:
@@ -66,6 +77,43 @@ def test_an_adapter_learns_from_chats_and_is_its_own_reference(tiny_llama, tmp_p
     assert "chat template: our default" in first.out
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     assert not (tmp_path / "out" / "ref").exists()
+
+
+class _Marks(TrainerCallback):
+    """Marks the steps of a training."""
+
+    def __init__(self, meter: TensorMeter):
+        self._meter = meter
+
+    def on_step_begin(self, args, state, control, **_):
+        self._meter.mark(f"step-{state.global_step}")
+
+
+def _measured(argv: list[str]) -> tuple[int, float]:
+    """The bytes at the peak of a third step, and what a dry run says of it, in MiB."""
+    settings = parse_settings("dpo", argv)
+    with TensorMeter() as meter:
+        with untrained._made(settings, {}) as (trainer, _):
+            told = "\n".join(untrained.predicted(trainer, 2, settings.length, has_head=True))
+            meter.mark("begin")
+            trainer.add_callback(_Marks(meter))
+            trainer.train()
+            meter.mark("end")
+    return meter.span("step-2", "end").peak_nbytes, float(PEAK.search(told)[1])
+
+
+def test_the_peak_of_a_step_with_a_reference_is_the_planned_one(tiny_llama, tmp_path):
+    subjects.build("llama").save_pretrained(tmp_path / "model")
+    for path in tiny_llama.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "model")
+    rows = [{"prompt": "the door is", "chosen": " red" * 60, "rejected": " a door" * 60}] * 24
+    settings = {"zero_stage": 3, "max_steps": 3, "per_device_train_batch_size": 4, "zero_shared_memory": False}
+    argv = flags(tmp_path / "model", write_rows(tmp_path / "train.jsonl", rows), use_cpu=True, **settings)[1:]
+    planned_run = planned(parse_settings("dpo", [*argv, "--num_processes=2"]))
+    told, without = (replace(planned_run, has_reference=each).predict().peak_nbytes for each in (True, False))
+    assert planned_run.has_reference and without < 0.95 * told
+    for measured, said in run_ranks(_measured, 2, argv):
+        assert told == pytest.approx(measured, rel=0.03) and said == pytest.approx(told / 2**20, abs=0.01)
 
 
 @pytest.fixture

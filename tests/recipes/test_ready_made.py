@@ -8,15 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from hf_zero.planner import predict_with
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.data.chat import set_chat_template
 from hf_zero.recipes.planned_tasks import planned
 from hf_zero.recipes.settings import Settings, parse_settings
-from tests.public_models import CONFIGS, config_of, empty_model
+from tests.public_models import CONFIGS, config_of
 from tests.recipes.data import conftest, test_images
 from tests.recipes.data.conftest import SENTENCES, chats, write_lines
 from tests.test_docs_pages import check_command
@@ -87,19 +85,8 @@ def needs(name: str, num_ranks: int, num_tokens: int | None = None) -> tuple[flo
     if num_tokens is not None:
         prediction = run.predict()
         return prediction.peak_nbytes / GIB, prediction.host_nbytes / GIB
-    told = [replace(run, batch=None).predict()]
-    if run.has_reference:
-        beside = _frozen(empty_model(model)), replace(run.config, offload="none")
-        told.append(predict_with(*beside, num_ranks=num_ranks, make_optimizer=run.make_optimizer))
-    return sum(each.resting_nbytes for each in told) / GIB, sum(each.host_nbytes for each in told) / GIB
-
-
-def _frozen(model: torch.nn.Module) -> torch.nn.Module:
-    """A reference model, but for one vector: a plan is of something that trains."""
-    with torch.device("meta"):
-        twin = type(model)(model.config).requires_grad_(False)
-    twin.model.norm.weight.requires_grad_(True)
-    return twin
+    told = replace(run, batch=None).predict()
+    return told.resting_nbytes / GIB, told.host_nbytes / GIB
 
 
 def computed_comment(name: str) -> str:

@@ -35,7 +35,6 @@ from hf_zero.recipes.earlier_run import (
 from hf_zero.recipes.same_model import check_same_model
 from hf_zero.recipes.settings import SHORTEST, parse_settings
 from hf_zero.recipes.tasks import TASKS
-from hf_zero.recipes.untrained import _reference
 from hf_zero.trainer import resumable
 from tests.recipes.ranks import run_on_ranks
 
@@ -347,17 +346,6 @@ def test_a_dry_run_tells_all_and_writes_nothing(tiny_model, csv_file, tmp_path, 
     assert "in all 6,130 parameters in 3 units, 6,130 of them trained" in said
     assert "a micro-batch: 8 rows x 64 tokens" in said  # what the model takes, though max_length is more
     assert re.search(r"optimizer state +float32 +0.02 MiB  1/2 of all", said)
-
-
-def test_a_reference_model_is_predicted_too():
-    model = torch.nn.Linear(2**10, 2**10, bias=False)
-    config = SimpleNamespace(compute_dtype=torch.bfloat16, stage=3, shard_size=None)
-    trainer = SimpleNamespace(model=model, ref_model=model, args=SimpleNamespace(zero_config=lambda: config))
-    assert _reference(trainer, 2)[0].split()[-2:] == ["1.00", "MiB"]
-    config.stage = 2
-    assert _reference(trainer, 2)[0].split()[-2:] == ["2.00", "MiB"]
-    trainer.ref_model = None
-    assert _reference(trainer, 2) == []
 
 
 def test_a_dry_run_is_one_process(monkeypatch, capsys, tiny_model, csv_file, tmp_path):
