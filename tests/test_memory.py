@@ -153,10 +153,18 @@ def _held(subject: Sharded) -> dict[str, int]:
     for gradient in engine.gradients():
         add("grad", gradient.full)
         add("grad", gradient.reduced)
+    found["grad"][0] = _in_slots(engine)
     for state in optimizer.state.values():
         for value in state.values():
             add("state", value)
     return {kind: sum(storages.values()) for kind, storages in found.items()}
+
+
+def _in_slots(engine: ZeroEngine) -> int:
+    """Bytes of averages that rest in slots for parameters until the step."""
+    slots = {unit.slot.buffer.untyped_storage().data_ptr() for unit in engine.units if unit.slot is not None}
+    averages = [g.reduced for g in engine.gradients() if g.reduced is not None]
+    return sum(each.nbytes for each in averages if each.untyped_storage().data_ptr() in slots)
 
 
 def _buffers(engine: ZeroEngine, stage: int) -> int:
@@ -203,7 +211,10 @@ def _rests_as_the_table_says(
         table = wanted[kind] * num_params
         assert table <= nbytes <= 1.01 * table + SMALL_NBYTES, f"{kind}: {nbytes} bytes, the table says {table:.0f}"
     table = sum(wanted.values()) * num_params
-    extra = _buffers(subject.engine, stage)
+    last = [gradient for unit in subject.engine.units[:2] for gradient in unit.gradients]  # to be reduced
+    lent = sum(g.reduced.nbytes for g in last) if any(u.slot is not None for u in subject.engine.units) else 0
+    assert _in_slots(subject.engine) == lent
+    extra = _buffers(subject.engine, stage) - lent
     shared = (_mapped_nbytes() - mapped) // dist.get_world_size()
     assert (shared > 0) is shared_memory
     held = meter.span("begin", "rest").end_nbytes + shared

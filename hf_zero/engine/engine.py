@@ -242,6 +242,7 @@ class ZeroEngine(ModelUnits):
         if self._backward is not None and not in_backward():
             self.recover()
         self._grad_scale = self.grad_norm = None
+        self.schedule.end_step()
         self._first_forwards.end()
         for updates in list(self.updates):
             updates.abandon()

@@ -205,6 +205,13 @@ class GradientInArena(Gradient):
     def _make_reduced(self, full: Tensor) -> Tensor:
         return self._arena.take(self.flat.rest.masters.numel, self.dtype)
 
+    def leave(self, memory: Tensor) -> None:
+        """Moves the average out of memory that was lent to the arena for a while, if it rests there."""
+        if self.reduced is not None and self._arena.is_from(self.reduced, memory):
+            moved = self._arena.take(self.reduced.numel(), self.dtype).copy_(self.reduced)
+            self._arena.give(self.reduced)
+            self.reduced = moved
+
     def clear(self) -> None:
         super().clear()
         if not self.is_persistent and self.reduced is not None:

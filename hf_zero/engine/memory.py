@@ -60,7 +60,8 @@ def measure(engine: ModelUnits) -> MemoryReport:
         parameter_nbytes=_nbytes(parameters),
         gradient_nbytes=_nbytes(resting),
         optimizer_nbytes=_nbytes(masters) + _nbytes(tensor for tensor, tier in state if tier is MemoryTier.DEVICE),
-        buffer_nbytes=_nbytes([*slots, *exchanging]),
+        # without the averages that rest in slots meanwhile
+        buffer_nbytes=_nbytes([*slots, *exchanging, *resting]) - _nbytes(resting),
         host_nbytes=engine.bus.host_nbytes + _nbytes(tensor for tensor, tier in state if tier is MemoryTier.HOST),
         ddp_parameter_nbytes=sum(info.shape.numel() * info.save_dtype.itemsize for info in ddp_params),
         ddp_gradient_nbytes=sum(

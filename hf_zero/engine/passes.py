@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import Residency
+from hf_zero.engine.loan import lend_slots
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.schedule import Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
@@ -192,6 +193,8 @@ class BackwardPass:
         """Reduces all units that are left, in a fixed order, and reshards everything."""
         engine = self._engine
         self._pass_over(self._schedule.finish_passes())
+        if self._schedule.is_last_backward:
+            lend_slots(engine)
         self._turn_to(None)
         for unit in [*reversed(engine.blocks), engine.root]:
             if unit not in self._closed and unit.reduces_each_backward:

@@ -86,6 +86,8 @@ class Schedule:
         self._left: Counter[Unit] = Counter()
         self._ahead = 0  # how many units at the end of the opened pass a recomputation has taken, and not yet backward
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
+        self._num_backwards = 0  # since the last step
+        self._num_expected = 1  # backwards before a step: as many as before the last one
 
     @property
     def current_pass(self) -> list[Unit]:
@@ -147,6 +149,18 @@ class Schedule:
     def end_backward(self) -> None:
         """Notes that the backward under way has ended."""
         self._rewound.clear()
+        self._num_backwards += 1
+
+    def end_step(self) -> None:
+        """Notes that the gradients of all backwards so far are gone."""
+        if self._num_backwards:
+            self._num_expected, self._num_backwards = self._num_backwards, 0
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether a step is expected behind the backward under way: it comes after as many as the last time. All ranks
+        expect the same, and may expect it in vain."""
+        return self._num_backwards + 1 == self._num_expected
 
     def _tape_of(self, unit: Unit) -> list[Unit] | None:
         """Returns the pass with the next use of `unit`: one that backward has come to, else the latest."""

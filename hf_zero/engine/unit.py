@@ -362,6 +362,8 @@ def reassign_slots(units: list[Unit]) -> None:
     for unit in units:
         unit.evict()
     for slot in slots:
+        if slot.holder is not None:
+            slot.holder.evict()
         slot.holder = None
     for position, unit in enumerate(units):
         unit.slot = slots[position % len(slots)]

@@ -57,8 +57,8 @@ class Arena:
         self._chunk_nbytes = chunk_nbytes
         self._expected_nbytes = 0
         self._pool = None  # made with the first stretch, where the device's allocator has pools
-        self._stretches: dict[int, _Stretch] = {}  # by storage
-        self._taken: dict[tuple[int, int], int] = {}  # bytes, by storage and first byte
+        self._stretches: dict[_Place, _Stretch] = {}  # by where they begin
+        self._taken: dict[_Place, tuple[_Place, int]] = {}  # of each tensor: its stretch, and the bytes
 
     @property
     def capacity_nbytes(self) -> int:
@@ -68,7 +68,7 @@ class Arena:
     @property
     def used_nbytes(self) -> int:
         """The bytes that are taken, with gaps of alignment."""
-        return sum(self._taken.values())
+        return sum(nbytes for _, nbytes in self._taken.values())
 
     @property
     def largest_hole_nbytes(self) -> int:
@@ -95,9 +95,10 @@ class Arena:
             found = self._hole(nbytes)
             assert found is not None, "a new stretch holds what it was made for"
         key, start = found
-        self._taken[key, start] = nbytes
+        tensor = self._stretches[key].memory[start : start + numel * dtype.itemsize].view(dtype)
+        self._taken[_place(tensor)] = key, nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
-        return self._stretches[key].memory[start : start + numel * dtype.itemsize].view(dtype)
+        return tensor
 
     def give(self, tensor: Tensor) -> None:
         """Gives a tensor of `take` back. Its memory may be taken again at once.
@@ -105,16 +106,34 @@ class Arena:
         Raises:
             `LifecycleError`: when it is not taken from here, or given back already.
         """
-        key, start = _storage(tensor), tensor.storage_offset() * tensor.element_size()
-        if (key, start) not in self._taken:
+        place = _place(tensor)
+        if place not in self._taken:
             raise LifecycleError(
                 f"arena {self.name!r}: {tensor.numel()} elements were given back that are not taken from it; give "
                 "back once, and the very tensor that `take` returned"
             )
-        stretch = self._stretches[key]
-        stretch.give(start, start + self._taken.pop((key, start)))
+        key, nbytes = self._taken.pop(place)
+        stretch = self._stretches.get(key)
+        if stretch is None:
+            return  # it was lent, and taken back
+        start = place[1] - key[1]
+        stretch.give(start, start + nbytes)
         if not self.keeps and stretch.is_free:
             del self._stretches[key]
+
+    def lend(self, memory: Tensor) -> None:
+        """Adds memory that is idle for a while, 1-D uint8: until `take_back`, or until all that was taken from it has
+        been given back."""
+        self._stretches[_place(memory)] = _Stretch(memory)
+
+    def take_back(self, memory: Tensor) -> None:
+        """Ends a loan. What was taken from it has to be given back before the memory is used again."""
+        self._stretches.pop(_place(memory), None)
+
+    def is_from(self, tensor: Tensor, memory: Tensor) -> bool:
+        """Whether a tensor was taken from this memory."""
+        taken = self._taken.get(_place(tensor))
+        return taken is not None and taken[0] == _place(memory)
 
     def close(self) -> None:
         """Frees all memory. Tensors in use keep theirs as long as they live."""
@@ -122,7 +141,7 @@ class Arena:
         self._taken.clear()
         self._pool = None
 
-    def _hole(self, nbytes: int) -> tuple[int, int] | None:
+    def _hole(self, nbytes: int) -> tuple["_Place", int] | None:
         """Takes the first hole that is large enough, and returns its stretch and where it begins there."""
         for key, stretch in self._stretches.items():
             start = stretch.take(nbytes)
@@ -134,7 +153,7 @@ class Arena:
         if self.keeps:
             nbytes = max(nbytes, self._expected_nbytes - self.capacity_nbytes, self._chunk_nbytes)
         memory = self._make(nbytes)
-        self._stretches[_storage(memory)] = _Stretch(memory)
+        self._stretches[_place(memory)] = _Stretch(memory)
 
     def _allocate(self, nbytes: int) -> Tensor:
         backend = _backend_of(self.device)
@@ -247,8 +266,11 @@ class _Stretch:
         insort(self.holes, (before[0] if before else start, after[1] if after else stop))
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+_Place = tuple[int, int]  # a storage, and a byte of it
+
+
+def _place(tensor: Tensor) -> _Place:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
 
 
 def _aligned(nbytes: int) -> int:
