@@ -70,6 +70,8 @@ def load_weights(
     """
     engine = require_engine(model)
     engine.begin_update()
+    engine.evict_all()
+    what = "weights" if keys is None else "parts"
     tensors = saved_tensors(engine.model, engine.param_infos())
     tensors = tensors if keys is None else renamed(tensors, keys)
 
@@ -81,6 +83,7 @@ def load_weights(
         _refuse_mismatches(folder, origins, spared=grown)
         with OpenFiles(folder, files) as opened:
             _offer_buffers(engine.model, opened, folder, grown)
+            engine.half_loaded[what] = str(folder)
             _read_all(engine, opened, tensors, origins)
         return report, files, opened.ranges, table
 
@@ -88,6 +91,9 @@ def load_weights(
     report, files, ranges, table = run_on_all_ranks(engine.comm, subject, read)
     check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, table, folder)
     engine.mark_updated()
+    del engine.half_loaded[what]
+    if keys is None:
+        engine.half_loaded.pop("parts", None)
     return report
 
 

@@ -123,11 +123,13 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     """
     engine = require_engine(model)
     engine.begin_update()
+    engine.evict_all()
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
     manifest, files, table = run_on_all_ranks(comm, subject, lambda: read_saved_state(folder))
     masters = files.layouts[MASTER_NAME].entries if MASTER_NAME in files.layouts else {}
 
     def read() -> Ranges:
+        engine.half_loaded["state"] = str(folder)
         optimizer.load_groups_state(manifest.groups)
         optimizer.load_scalar_state(manifest.scalars)
         held = engine.named_shards(resident=True) if masters else ()
@@ -149,6 +151,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
         )
     engine.mark_updated()
     engine.is_torn = False
+    del engine.half_loaded["state"]
     return manifest
 
 

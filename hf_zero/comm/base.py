@@ -53,15 +53,28 @@ class Counters:
 
 
 class Pending:
-    """A collective under way. `wait` returns when its result is in place; a second `wait` costs nothing."""
+    """A collective under way. `wait` returns when its result is in place; a second `wait` costs nothing.
 
-    def __init__(self, finish: Callable[[], None] | None = None):
+    An exception may break a `wait` off, Ctrl-C among others. The result is then not in place, and the next `wait` waits
+    again.
+
+    Args:
+        finish (`Callable`, *optional*): returns when the result is in place; `None`: it is.
+        once (`bool`): what broke off is not done again, as a part of it may have been added already. Who waits must
+            drop the result then, as the engine drops gradients.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None = None, *, once: bool = False):
         self._finish = finish
+        self._once = once
 
     def wait(self) -> None:
-        finish, self._finish = self._finish, None
+        finish = self._finish
+        if self._once:
+            self._finish = None
         if finish is not None:
             finish()
+            self._finish = None
 
 
 DONE = Pending()

@@ -160,7 +160,8 @@ class PackedGather:
         def finish() -> None:
             gathering.wait()
             unpack_rows(rows, full.view(self._comm.num_ranks, -1), self.BITS)
-            self._free[bucket.nbytes].append(bucket)
+            if bucket not in self._free[bucket.nbytes]:  # it is there when this was broken off behind it
+                self._free[bucket.nbytes].append(bucket)
 
         return Pending(finish)
 

@@ -52,6 +52,10 @@ class Job(Pending):
     def wait(self) -> None:
         self._future.result()
 
+    def is_done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._future.done()
+
 
 class _Pages(mmap.mmap):
     """Host memory that reports when it is about to be freed. A weak reference would report it later, when the memory
@@ -198,9 +202,12 @@ class Bus:
         failure = None
         while self._jobs:  # a job may add others
             try:
-                self._jobs.pop(0).wait()
+                self._jobs[0].wait()
             except BaseException as error:
+                if not self._jobs[0].is_done():
+                    raise  # the wait was broken off, and the job was not: the next call waits for it
                 failure = failure or error
+            del self._jobs[0]
         self._failure = None
         if failure is not None:
             raise failure

@@ -203,7 +203,7 @@ class Average:
             elif not is_in_place:
                 out.copy_(total)
 
-        return Pending(finish)
+        return Pending(finish, once=True)
 
     def _memory_for(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize

@@ -67,7 +67,7 @@ class PairwiseComm(DistributedComm):
                 average(summands, out[start:stop], self._scratch_of(dtype), accumulate)
 
         packed = None if bits is None else self._reduce_packed(full, out, bits, accumulate, what)
-        self._reducing = Pending(finish if packed is None else packed.finish)
+        self._reducing = Pending(finish if packed is None else packed.finish, once=True)
         return self._reducing
 
     def _reduce_packed(self, full: Tensor, out: Tensor, bits: int, accumulate: bool, what: str) -> PackedReduction:

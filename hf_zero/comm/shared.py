@@ -169,14 +169,18 @@ class SharedComm(PairwiseComm):
             )
 
     def _take_first(self) -> None:
-        """Executes the oldest collective under way, for which all ranks are ready."""
-        collective = self._under_way.popleft()
+        """Executes the oldest collective under way, for which all ranks are ready. Until it has come to its end it is
+        under way, so that nobody takes one that broke off for done."""
+        collective = self._under_way[0]
         own, values = collective.own, {self.rank: collective.own}
         for peer in self._host_peers.all:
-            tag, number, offset = peer.ready.popleft()
+            tag, number, offset = peer.ready[0]
             if tag != collective.tag:
                 raise self._host_peers.out_of_step(collective.what, peer, tag)
             there = peer.memory[number][offset : offset + own.numel() * own.element_size()]
             values[peer.rank] = there.view(own.dtype)
         collective.take([values[rank] for rank in range(self.num_ranks)])
+        self._under_way.popleft()
+        for peer in self._host_peers.all:
+            peer.ready.popleft()
         self._host_peers.send(Kind.DONE)

@@ -23,6 +23,7 @@ from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedReduction, least_nbytes, p
 from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
 from hf_zero.comm.peers import Kind, Peer, Peers
 from hf_zero.comm.shared import HostMemory
+from hf_zero.errors import CommError
 
 
 # Tells whether something has happened, and waits for it when asked to.
@@ -49,8 +50,15 @@ class _UnderWay:
     def advance(self, *, waits: bool) -> bool:
         """Works as far as possible. Returns whether all is done."""
         while self._needed is not None and self._needed(waits):
+            self._needed = self._refuse  # unless the next step comes to its end
             self._needed = next(self._steps, None)
         return self._needed is None
+
+    def _refuse(self, waits: bool) -> bool:
+        raise CommError(
+            "a collective among several hosts: an exception broke it off on this rank, so the ranks are out of step; "
+            "start them anew, from the last checkpoint"
+        )
 
 
 class TwoLevelComm(PairwiseComm):

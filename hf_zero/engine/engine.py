@@ -23,7 +23,6 @@ from hf_zero.errors import LifecycleError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-
 DOUBLE_BACKWARD = (
     "double backward: create_graph=True needs the parameters once more after their gradients are reduced; "
     "compute the gradient penalty on the unsharded model"
@@ -31,7 +30,6 @@ DOUBLE_BACKWARD = (
 
 # After so many updates, replicas of shards are compared: as each is read for that, a step in between costs nothing.
 COMPARE_EVERY = 16
-
 
 HEAD_USED = (
     "{name}: is used before the blocks or between them, otherwise than by a call of the head, and its gradients are "
@@ -53,6 +51,7 @@ class ZeroEngine(ModelUnits):
         super().__init__(*args, **kwargs)
         self._forward = ForwardPass(self)
         self._backward: BackwardPass | None = None  # None outside of a backward
+        self._is_reducing = False  # `finish_gradients` is under way, or broke off
         self._first_forwards = FirstForwards(self)
         self._is_order_known = self.comm.num_ranks == 1 or not self.blocks
         self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
@@ -70,7 +69,7 @@ class ZeroEngine(ModelUnits):
         if is_outermost:
             self._first_forwards.end()
             writes.refuse_lost(self)
-            if self._backward is not None:
+            if self._has_broken_off:
                 self.recover()
         self._forward.begin(module)
         if is_outermost:
@@ -186,6 +185,11 @@ class ZeroEngine(ModelUnits):
         if gradient.full is None:
             unit.lend_gradients()
 
+    @property
+    def _has_broken_off(self) -> bool:
+        """Whether a backward, or what reduces gradients behind it, was begun and has not ended."""
+        return self._backward is not None or self._is_reducing
+
     def recover(self) -> None:
         """Recovers from a backward that failed: its gradients are dropped, and the engine is as before the step."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
@@ -199,7 +203,7 @@ class ZeroEngine(ModelUnits):
             unit.reshard()
         self.schedule.reset()
         self.head_stays = False
-        self._forward, self._backward = ForwardPass(self), None
+        self._forward, self._backward, self._is_reducing = ForwardPass(self), None, False
         for updates in list(self.updates):
             updates.abandon()
 
@@ -207,13 +211,15 @@ class ZeroEngine(ModelUnits):
 
     def finish_gradients(self) -> None:
         """Reduces all gradients that are not reduced yet. Stages 0 and 1 reduce here and not in backward."""
-        if self._backward is not None:
+        if self._has_broken_off:
             self.recover()
+        self._is_reducing = True
         for unit in self.units:
             if any(not gradient.is_reduced for gradient in unit.gradients):
                 self.reduce(unit, at_step=True)
         self.wait_for_reductions()
         self.wait_for_host()
+        self._is_reducing = False
         self._apply_grad_scale()
 
     def scale_gradients(self, scale: Tensor) -> None:
@@ -239,7 +245,7 @@ class ZeroEngine(ModelUnits):
 
     def clear_gradients(self) -> None:
         """Drops all gradients, and frees the memory of their shards."""
-        if self._backward is not None and not in_backward():
+        if self._has_broken_off and not in_backward():
             self.recover()
         self._grad_scale = self.grad_norm = None
         self.schedule.end_step()
@@ -255,7 +261,7 @@ class ZeroEngine(ModelUnits):
         Raises:
             `LifecycleError`: on all ranks, when not all have written the same, or when it cannot count.
         """
-        if self._backward is not None:
+        if self._has_broken_off:
             self.recover()  # what a backward that failed has updated counts first
         self._first_forwards.end()
         if not self.is_cast:
@@ -272,8 +278,7 @@ class ZeroEngine(ModelUnits):
                 values.
         """
         self.finish_updates()
-        if self.plan.is_offloaded:
-            run_on_all_ranks(self.comm, "saving", self.refuse_torn, LifecycleError)
+        run_on_all_ranks(self.comm, "saving", self.refuse_torn, LifecycleError)
         writes.compare_replicas(self)
         self.late_checks.settle()
 

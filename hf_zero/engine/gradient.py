@@ -252,7 +252,7 @@ class GradientOnHost(Gradient):
             averaging.wait()
             transfer.down(self.reduced, summed, accumulate=adds).wait()
 
-        return Pending(finish)
+        return Pending(finish, once=True)
 
 
 def gradient_of(flat: Flat, config: ZeroConfig, arena: Arena) -> Gradient:

@@ -104,6 +104,8 @@ class ModelUnits(Uncopyable):
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
         self.is_torn = False  # a step on the host was interrupted: some units have its values, until others are loaded
+        # folders whose load broke off, by what was loaded ("weights", "state"), until another load of it has ended
+        self.half_loaded: dict[str, str] = {}
         self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
             unit.finish_updates = self.finish_updates
@@ -191,17 +193,28 @@ class ModelUnits(Uncopyable):
             updates.finish_update()
 
     def wait_for_copies(self) -> None:
-        """Lets the host wait until no copy to the device reads parameters that rest in the host's memory, and that are
-        about to get new values. Who has waited for a gather has made the device wait, and not the host."""
-        if self.plan.compute_at is MemoryTier.HOST:
+        """Lets the host wait until no copy to the device reads what rests in the host's memory and is about to get new
+        values: parameters on their way to a gather, masters on their way to compute copies. Who has waited for either
+        has made the device wait, and not the host."""
+        if self.plan.is_offloaded:
             self.bus.synchronize()
 
+    def evict_all(self) -> None:
+        """Drops what the slots hold, before the values change. If the change breaks off, none keeps former values."""
+        for unit in self.units:
+            unit.evict()
+
     def refuse_torn(self) -> None:
-        """Refuses to save after a step on the host that was interrupted.
+        """Refuses to save after a step on the host that was interrupted, or a load that broke off.
 
         Raises:
             `LifecycleError`: when there was one, and nothing was loaded since.
         """
+        for what, folder in self.half_loaded.items():
+            raise LifecycleError(
+                f"saving: loading the {what} of {folder} broke off, so a part has its values and the rest not; load a "
+                "whole checkpoint"
+            )
         if self.is_torn:
             raise LifecycleError(
                 "saving: an optimizer step was interrupted while it updated units on the host, so some have its "

@@ -116,9 +116,11 @@ class Unit(Uncopyable):
             self.disk_prefetcher.prefetch()
 
     def _begin_all_gather(self, *, exact: bool = False) -> None:
-        self.phase = moved(self.name, self.phase, Phase.GATHERING)
+        phase = moved(self.name, self.phase, Phase.GATHERING)
         arriving = self.disk_prefetcher.load() if self.disk_prefetcher is not None else None
-        self._all_gathers = [flat.rest.all_gather(flat.full, self.name, arriving, exact=exact) for flat in self.flats]
+        for flat in self.flats:
+            self._all_gathers.append(flat.rest.all_gather(flat.full, self.name, arriving, exact=exact))
+        self.phase = phase  # now that all have begun: what broke off before is gathered anew
 
     def _take_slot(self) -> None:
         if self.slot is not None:
@@ -127,11 +129,11 @@ class Unit(Uncopyable):
             self.slot.holder = self
 
     def wait_for_all_gather(self) -> None:
-        """Waits for an all-gather under way."""
+        """Waits for an all-gather under way, also for one that an exception broke off while it began."""
+        for pending in self._all_gathers:
+            pending.wait()
+        self._all_gathers = []
         if self.phase is Phase.GATHERING:
-            for pending in self._all_gathers:
-                pending.wait()
-            self._all_gathers = []
             self.phase = moved(self.name, self.phase, Phase.GATHERED)
 
     def unshard(self) -> None:
@@ -146,9 +148,10 @@ class Unit(Uncopyable):
                 flat.holders = None
             return
         self.wait_for_all_gather()
-        self.phase = moved(self.name, self.phase, Phase.UNSHARDED)
+        phase = moved(self.name, self.phase, Phase.UNSHARDED)
         for flat in self.flats:
             flat.unshard()
+        self.phase = phase  # now that all are shown
 
     def reshard(self) -> None:
         """Puts placeholders into the parameters. The slot keeps the whole values until it is needed."""
@@ -333,7 +336,7 @@ class Unit(Uncopyable):
                 then()
 
         slot, self._gradient_slot = self._gradient_slot, None
-        reducing = Pending(finish)
+        reducing = Pending(finish, once=True)
         if slot is not None:
             self.gradient_slots.reducing(slot, reducing)
         return reducing

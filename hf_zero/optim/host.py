@@ -256,9 +256,9 @@ class HostSteps:
             self._engine.mark_updated(only_trained=True)
 
     def _note_broken(self, update: HostUpdate) -> None:
-        """Notes that of the units that an update in backward is to update, some have its values and others not."""
-        away = {unit for unit in self._engine.units if unit.is_away}
-        is_broken = update.has_failed or (update.done and update.done != away)
+        """Notes that of all units with gradients, an update in backward has given some its values and others not."""
+        trained = {unit for unit in self._engine.units if unit.is_trainable}  # those on the device are `step`'s
+        is_broken = update.has_failed or (update.done and update.done != trained)
         if is_broken and not self._engine.is_torn:
             self._broke_off = self._engine.is_torn = True
 

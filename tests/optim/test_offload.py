@@ -498,6 +498,29 @@ def test_nothing_is_saved_after_an_update_in_backward_that_broke_off(tmp_path, m
         hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
 
 
+def test_nothing_is_saved_where_only_the_part_on_the_host_was_updated(tmp_path):
+    """What rests on the device gets its values in a step, which does not come."""
+    engine = engine_of(hf_zero.shard(models.build("mlp"), stage=3, offload="optimizer", offload_fraction=0.5))
+    optimizer = hf_zero.ShardedOptimizer(engine, torch.optim.AdamW)
+    assert {unit.is_away for unit in engine.units} == {False, True}
+
+    def backward() -> None:
+        with optimizer.in_backward():
+            engine.model(**models.batch("mlp", seed=0)).backward()
+
+    backward()
+    optimizer.step()
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
+    backward()
+    optimizer.zero_grad()
+    with pytest.raises(LifecycleError, match="some have its values and others not; load the last checkpoint"):
+        hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
+    hf_zero.load_state(engine, optimizer, tmp_path / "whole")
+    backward()
+    optimizer.step()
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "again")
+
+
 def _fails() -> None:
     Failing.calls = 0 if dist.get_rank() == 0 else -1000
     subject = Sharded(models.build("llama"), lambda m: Failing(m.parameters(), lr=1e-3), 2, offload="optimizer")

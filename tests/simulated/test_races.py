@@ -24,6 +24,7 @@ LATER = {
     "parameters on the host, delayed",
     "optimizer on disk, loading",
     "optimizer on the host, in backward, which breaks off",
+    "optimizer on the host, loading",
     "optimizer on the host, delayed, loading",
     "parameters on the host, a backward that breaks off",
     "activations on the host, a backward that breaks off",

@@ -44,9 +44,10 @@ class Scenario:
         checkpointing (`str`): "reentrant", "plain" or "" for none.
         in_backward (`bool`): whether what rests on the host is updated in backward.
         saves (`bool`): whether a checkpoint is written while the next step runs.
-        loads (`bool`): whether an earlier one is loaded: after the first step and an evaluation, or, with delayed
-            updates, after the last step, whose update is then under way. Behind a backward that updates and breaks
-            off, that makes defined again which units have its values.
+        loads (`bool`): whether an earlier one is loaded: after the first step and an evaluation, and right behind the
+            last step, whose values are on their way to the device; with delayed updates after the last step and an
+            evaluation, while its update is under way. Behind a backward that updates and breaks off, that makes
+            defined again which units have its values.
         skips (`bool`): whether ranks skip blocks, each its own.
         make_optimizer (`Callable`): gives the optimizer of a model.
         looks (`bool`): whether the masters are read between an update in backward and its step, and a last such update
@@ -123,6 +124,7 @@ SCENARIOS = {
     "optimizer on the host, in backward, which breaks off": Scenario(
         dict(stage=3, offload="optimizer"), in_backward=True, fails=True, loads=True
     ),
+    "optimizer on the host, loading": Scenario(dict(stage=3, offload="optimizer"), loads=True),
     "optimizer on the host, delayed": Scenario(dict(stage=3, offload="optimizer", delayed_update=1)),
     "optimizer on the host, delayed, loading": Scenario(
         dict(stage=3, offload="optimizer", delayed_update=1), loads=True
@@ -350,8 +352,10 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             look()
             if step == 0:
                 _between(subject, scenario, device, stack)
-            if scenario.loads and step == (NUM_STEPS - 1 if subject.engine.config.delayed_update else 0):
-                _evaluate(subject, scenario, device)  # which reads what is overwritten next
+            is_last, lags = step == NUM_STEPS - 1, bool(subject.engine.config.delayed_update)
+            if scenario.loads and (is_last or not lags):
+                if lags or not is_last:
+                    _evaluate(subject, scenario, device)  # which reads what is overwritten next
                 hf_zero.load_weights(subject.model, earlier.folder)
                 hf_zero.load_state(subject.model, subject.optimizer, earlier.folder)
         if scenario.looks:

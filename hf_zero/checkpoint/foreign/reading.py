@@ -149,6 +149,7 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
             found = _by_own_name(engine.model, read_weights(Path(folder)))
         buffers = [saved for saved in saved_tensors(engine.model, engine.param_infos()) if saved.buffer is not None]
         _check_weights(engine, folder, found, {saved.name: tuple(saved.shape) for saved in buffers})
+        engine.half_loaded["weights"] = str(folder)
         with torch.no_grad():
             for shard in engine.named_shards(resident=True):
                 if shard.name in found:
@@ -157,8 +158,10 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
                 saved.fill_buffer(partial(found[saved.name].read_range, 0))
 
     engine.begin_update()
+    engine.evict_all()
     run_on_all_ranks(engine.comm, f"loading {folder}", read)
     engine.mark_updated()
+    del engine.half_loaded["weights"]
 
 
 def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
@@ -186,6 +189,7 @@ def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | o
         loaded = _groups(folder, groups, state.settings)
         if not state.numbers and not all("dampening" in group and not group["momentum"] for group in loaded):
             raise CheckpointError(f"{folder}: has no optimizer state; remove its file to go on with a new optimizer")
+        engine.half_loaded["state"] = str(folder)
         optimizer.load_groups_state(loaded)
         optimizer.load_scalar_state(state.numbers)
         _check_keys(folder, state, optimizer)
@@ -198,6 +202,7 @@ def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | o
     engine.begin_update()
     run_on_all_ranks(engine.comm, f"loading the optimizer of {folder}", read)
     engine.mark_updated()
+    del engine.half_loaded["state"]
 
 
 @contextmanager
