@@ -55,8 +55,8 @@ class Counters:
 class Pending:
     """A collective under way. `wait` returns when its result is in place; a second `wait` costs nothing.
 
-    An exception may break a `wait` off, Ctrl-C among others. The result is then not in place, and the next `wait` waits
-    again.
+    An exception may break a `wait` off, Ctrl-C among others. The result is then not in place, and the next `wait`
+    waits again.
 
     Args:
         finish (`Callable`, *optional*): returns when the result is in place; `None`: it is.

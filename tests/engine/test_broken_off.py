@@ -72,7 +72,7 @@ def test_a_gather_that_could_not_begin_is_begun_anew(monkeypatch):
         subject.engine.evict_all()
         left = [count]
 
-        def up(bus, device, host):
+        def up(bus, device, host, left=left):
             left[0] -= 1
             if left[0] == -1:
                 raise KeyboardInterrupt
