@@ -43,10 +43,13 @@ class Sink:
         self.unit = unit
         self.gradient = gradient
         self.index = index
+        self.param = gradient.flat.params[index]
         self.node = node
 
     def is_open(self) -> bool:
         """Whether the backward under way accumulates this weight's gradient, instead of returning it to a caller."""
+        if _has_hooks(self.param):  # since the forward
+            return False
         try:
             return torch._C._will_engine_execute_node(self.node)
         except RuntimeError:  # `torch.autograd.grad` with respect to the weight
@@ -60,13 +63,13 @@ class Sink:
 
     def serves(self, weight: nn.Parameter, input_: Tensor) -> bool:
         """Whether a call may go through the functions below. It may not when a hook, a subclass or a caller needs the
-        gradient."""
+        gradient, nor when another tensor stands in the parameter's place (pruning, `torch.func.functional_call`)."""
         return (
             torch.is_grad_enabled()
+            and weight is self.param
             and weight.requires_grad
             and type(input_) in (Tensor, nn.Parameter)
-            and not weight._backward_hooks
-            and not weight._post_accumulate_grad_hooks
+            and not _has_hooks(weight)
             and not torch.compiler.is_compiling()
         )
 
@@ -101,6 +104,10 @@ def uninstall(module: nn.Module) -> None:
     for inner in module.modules():
         if getattr(inner.__dict__.get("forward"), "func", None) in (_linear, _conv1d, _embedding):
             del inner.forward
+
+
+def _has_hooks(param: nn.Parameter) -> bool:
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
 def _is_plain(module: nn.Embedding) -> bool:

@@ -243,8 +243,8 @@ class ZeroEngine(ModelUnits):
         for device in {grad.device for grad in reduced} if scale is not None else ():
             torch._foreach_mul_([grad for grad in reduced if grad.device == device], scale.to(device))
 
-    def clear_gradients(self) -> None:
-        """Drops all gradients, and frees the memory of their shards."""
+    def clear_gradients(self, zeroed: bool | None = None) -> None:
+        """Drops all gradients, and frees the memory of their shards; `zeroed` as in `Gradient.clear`."""
         if self._has_broken_off and not in_backward():
             self.recover()
         self._grad_scale = self.grad_norm = None
@@ -253,7 +253,7 @@ class ZeroEngine(ModelUnits):
         for updates in list(self.updates):
             updates.abandon()
         for gradient in self.gradients():
-            gradient.clear()
+            gradient.clear(zeroed)
 
     def take_writes(self) -> None:
         """Takes over, before an update, what user code has written to the parameters, see `writes`. All ranks call it.

@@ -53,6 +53,8 @@ class Gradient:
         self.is_reduced = False  # `reduced` holds a gradient of this step
         self.filled = [False] * len(flat.params)  # `full` holds a gradient of this parameter
         self.used = [False] * len(flat.params)  # it got one since the last step
+        self._zeroed = [False] * len(flat.params)  # in torch it would have one, if only of zeros, see `clear`
+        self._keeps_zeros = False
         self._pads = list(flat.layout.pads())
         sizes = [span.numel for span in flat.layout.spans]
         self._by_size = sorted((index for index, numel in enumerate(sizes) if numel), key=sizes.__getitem__)
@@ -87,6 +89,7 @@ class Gradient:
     def receive(self, index: int, grad: Tensor) -> None:
         """Takes one parameter's gradient: the first is copied, later ones are added."""
         destination, is_filled = self.destination(index)
+        grad = grad if grad.layout is torch.strided else grad.to_dense()
         if is_filled:
             destination.add_(grad)
         elif grad.numel() < MAX_HELD_NUMEL and grad.dtype is destination.dtype:
@@ -183,8 +186,24 @@ class Gradient:
         self.full = self.reduced = self._other = None
         self.views = []
 
-    def clear(self) -> None:
-        """Drops the gradients. Shards on the device go back to their arena; memory on the host stays allocated."""
+    def count_used(self) -> list[bool]:
+        """Returns which parameters are to be updated: those with a gradient, and those that would have one of zeros in
+        torch."""
+        if self._keeps_zeros:
+            self.used = [used or zeroed for used, zeroed in zip(self.used, self._zeroed)]
+        return self.used
+
+    def clear(self, zeroed: bool | None = None) -> None:
+        """Drops the gradients. Shards on the device go back to their arena; memory on the host stays allocated.
+
+        Args:
+            zeroed (`bool`, *optional*): as torch's `zero_grad(set_to_none=False)` leaves zeros in their place, which
+                optimizers decay and move by momentum; `False`: they are as if there had been none; `None`: as before.
+        """
+        self._zeroed = [zeroed is not False and had for had in map(any, zip(self._zeroed, self.used))]
+        self._keeps_zeros = self._keeps_zeros if zeroed is None else zeroed
+        for param in self.flat.params:
+            param.grad = None  # of before the model was sharded, or put there by hand
         self.is_reduced = self.is_spent = False
         self.witness = self.row_norms = None
         self.filled = [False] * len(self.filled)
@@ -212,8 +231,8 @@ class GradientInArena(Gradient):
             self._arena.give(self.reduced)
             self.reduced = moved
 
-    def clear(self) -> None:
-        super().clear()
+    def clear(self, zeroed: bool | None = None) -> None:
+        super().clear(zeroed)
         if not self.is_persistent and self.reduced is not None:
             self._arena.give(self.reduced)
             self.reduced = None

@@ -56,7 +56,7 @@ def install(engine: ZeroEngine, owners: dict[nn.Module, Stack]) -> None:
 
 def _zero_grad(engine: ZeroEngine, set_to_none: bool = True) -> None:
     """Replaces `model.zero_grad()` once the gradients are the engine's."""
-    engine.clear_gradients()
+    engine.clear_gradients(zeroed=not set_to_none)
     type(engine.model).zero_grad(engine.model, set_to_none)
 
 

@@ -191,9 +191,11 @@ def refuse_what_cannot_be_sharded(
 
     Raises:
         `UnsupportedError`: for uninitialised, sparse parameters, subclasses but for frozen dense ones, trained ones
-            of other than real floating-point dtypes, and compiled modules.
+            of other than real floating-point dtypes, memory that a trained one shares, and compiled modules.
     """
     _refuse_compiled(model)
+    if is_ready:
+        _refuse_shared_memory(model)
     has_no_values = is_bare(model)  # they will be initial ones
     biases = _biases_beside_opaque(model)
     for name, p in model.named_parameters():
@@ -228,6 +230,31 @@ def refuse_what_cannot_be_sharded(
                 f"{name}: has no data (meta device) and no file to read it from, and others have; load or initialise "
                 "the model first"
             )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuses a trained parameter in whose memory another parameter or a buffer lies: it would not follow any more."""
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    held = sorted(((*_range_of(t), name, id(t)) for name, t in tensors), key=lambda each: each[:2])
+    for (_, stop, first, one), (start, end, second, other) in zip(held, held[1:]):
+        if start < min(stop, end) and not trained.isdisjoint((one, other)):
+            raise UnsupportedError(
+                f"{first}, {second}: lie in the same memory without being one parameter, and would be two when they "
+                "are sharded; tie them as one (`decoder.weight = encoder.weight`), compute one from the other in the "
+                "forward, or give one a copy (clone())"
+            )
+
+
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the addresses at which the memory of a tensor begins and ends; none of one without memory of its own, or
+    that has gaps, in which others may lie."""
+    is_plain = type(tensor) in (nn.Parameter, nn.Buffer, torch.Tensor) and tensor.layout is torch.strided
+    if not is_plain or tensor.device.type == "meta" or source_of(tensor) is not None or not tensor.numel():
+        return 0, 0
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = tensor.data_ptr()
+    return (start, start + extent * tensor.itemsize) if extent == tensor.numel() else (0, 0)
 
 
 def refuse_what_cannot_be_summed(name: str, param: nn.Parameter) -> None:

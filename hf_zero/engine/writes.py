@@ -38,6 +38,7 @@ def take(engine: ModelUnits) -> None:
     failure: LifecycleError | None = None
     try:
         _refuse_replaced(engine)
+        _refuse_own_gradients(engine)
         refuse_lost(engine)
         _take_assigned(engine)
     except LifecycleError as error:
@@ -181,6 +182,17 @@ def _refuse_replaced(engine: ModelUnits) -> None:
                 f"{name}: another parameter was put in its place after the model was sharded, and would not be "
                 "trained; write into the parameter that is there, or put it there before sharding"
             )
+
+
+def _refuse_own_gradients(engine: ModelUnits) -> None:
+    for gradient in engine.gradients():
+        for info, param in zip(gradient.flat.infos, gradient.flat.params):
+            if param.grad is not None:
+                raise LifecycleError(
+                    f"{info.name}: has a gradient that was put into p.grad and came from no backward of the sharded "
+                    "model, so no step is taken on it; let loss.backward() bring it (of a loss such as "
+                    "(p * grad).sum() where need be), or set p.grad to None"
+                )
 
 
 def _take_assigned(engine: ModelUnits) -> None:

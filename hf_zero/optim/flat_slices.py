@@ -142,6 +142,36 @@ def refuse_added(model: nn.Module) -> None:
             )
 
 
+def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuses parameters that were frozen when the model was sharded, and are trainable now.
+
+    Args:
+        frozen (iterable of `tuple[str, nn.Parameter]`): what was frozen, by name.
+
+    Raises:
+        `LifecycleError`: with the name of one.
+    """
+    unfrozen = next((name for name, param in frozen if param.requires_grad), None)
+    if unfrozen is not None:
+        raise LifecycleError(
+            f"{unfrozen}: was unfrozen after the model was sharded; choose what is trained (requires_grad, or "
+            "PEFT's set_adapter) before, or load the model anew"
+        )
+
+
+def refuse_step_alone(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Refuses a step of an optimizer without the `ShardedOptimizer` that it was given to: it finds no gradients.
+
+    Raises:
+        `LifecycleError`: naming the one that steps.
+    """
+    if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+        raise LifecycleError(
+            f"{type(optimizer).__name__}: was given to the ShardedOptimizer that has the gradients, and has none of "
+            "its own to step with; step that one, or what ZeroAccelerator.prepare has returned for this one"
+        )
+
+
 def group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """Returns the index of each parameter's group, by the parameter's `id`."""
     return {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}

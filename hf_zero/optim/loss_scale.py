@@ -44,7 +44,7 @@ class ZeroGradScaler(GradScaler):
         result = super().step(optimizer, *args, **kwargs)
         sharded = sharded_of(optimizer)
         if self._enabled and sharded is not None:
-            sharded.zero_grad()
+            sharded.engine.clear_gradients()
         return result
 
 

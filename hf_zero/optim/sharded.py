@@ -15,7 +15,15 @@ from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim.combined import CombinedOptimizer
 from hf_zero.optim.exchange import Exchange, make_partitions
-from hf_zero.optim.flat_slices import FlatSlice, carry_overrides, make_slices, named_groups, refuse_added
+from hf_zero.optim.flat_slices import (
+    FlatSlice,
+    carry_overrides,
+    make_slices,
+    named_groups,
+    refuse_added,
+    refuse_step_alone,
+    refuse_unfrozen,
+)
 from hf_zero.optim.gradients import (
     describe_nonfinite,
     evidence_of,
@@ -80,19 +88,19 @@ class ShardedOptimizer(StateRecords):
         optimizer.state.clear()
         frozen = [flat for flat in engine.flats if not flat.trainable]
         self._frozen = [(info.name, p) for flat in frozen for info, p in zip(flat.infos, flat.params)]
-        self._refuse_unfrozen()
+        refuse_unfrozen(self._frozen)
         refuse_added(engine.model)
         self._group_names = named_groups(engine, optimizer)
         partitions = make_partitions(engine, optimizer, granularities)
-        others = [partition.flat_slice(engine.comm.shard_group.rank) for partition in partitions]
-        self.slices = make_slices(
-            engine, optimizer, [each.is_elementwise for each in granularities], [each for each in others if each]
-        )
+        others = [own for each in partitions if (own := each.flat_slice(engine.comm.shard_group.rank))]
+        is_elementwise = [each.is_elementwise for each in granularities]
+        self.slices = make_slices(engine, optimizer, is_elementwise, others)
         self._exchanges: dict[torch.optim.Optimizer, Exchange] = {}  # of those that are not elementwise
         self._share_groups()
         for inner, granularity in dict(zip(self._inner_of, granularities)).items():
             slices = self._slices_of(inner)
             carry_overrides(inner, slices)
+            inner.register_step_pre_hook(refuse_step_alone)
             if not granularity.is_elementwise:
                 own_partitions = [partition for partition in partitions if self._inner_of[partition.group] is inner]
                 self._exchanges[inner] = Exchange(engine.comm.shard_group, own_partitions, slices)
@@ -182,7 +190,7 @@ class ShardedOptimizer(StateRecords):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_unfrozen()
+        refuse_unfrozen(self._frozen)
         self.engine.begin_update()
         if not self._host.is_spent:  # else `in_backward` did it
             self.engine.take_writes()
@@ -268,7 +276,7 @@ class ShardedOptimizer(StateRecords):
         if not self.engine.plan.is_offloaded or is_later:
             yield
             return
-        self._refuse_unfrozen()
+        refuse_unfrozen(self._frozen)
         self.engine.begin_update()
         self.engine.take_writes()
         with self._host.in_backward(self._inners, self._gradients_of):
@@ -304,8 +312,8 @@ class ShardedOptimizer(StateRecords):
         return fused and all(group.get("fused") for group in self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of this step."""
-        self.engine.clear_gradients()
+        """Drops the gradients of this step. With `set_to_none=False` zeros stand for them, see `Gradient.clear`."""
+        self.engine.clear_gradients(zeroed=not set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -366,14 +374,6 @@ class ShardedOptimizer(StateRecords):
                 "clipping: the gradients were applied while they came (in_backward); clip without in_backward"
             )
 
-    def _refuse_unfrozen(self) -> None:
-        unfrozen = next((name for name, param in self._frozen if param.requires_grad), None)
-        if unfrozen is not None:
-            raise LifecycleError(
-                f"{unfrozen}: was unfrozen after the model was sharded; choose what is trained (requires_grad, or "
-                "PEFT's set_adapter) before, or load the model anew"
-            )
-
     def _leave_out_unused(self) -> None:
         """Leaves out parameters that no rank used. They have no gradient, and are not decayed.
 
@@ -382,7 +382,7 @@ class ShardedOptimizer(StateRecords):
         its state, so that each keeps a step count of its own, as in an optimizer on whole parameters.
         """
         gradients = list(self.engine.gradients())
-        own = [used for gradient in gradients for used in gradient.used]
+        own = [used for gradient in gradients for used in gradient.count_used()]
         if not own:
             return
         learned = [self.engine.late_checks.has_failed()] if self.engine.runs_ahead else []

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
@@ -106,6 +107,28 @@ def test_a_hook_on_the_weight_sees_its_gradient_and_may_change_it(monkeypatch):
         net.up.weight.register_hook(lambda grad: 2 * grad)
     assert_same(gradients(model, engine), gradients(plain))
     assert "up.weight" not in names
+
+
+def test_a_hook_that_comes_after_the_forward_sees_the_gradient_too():
+    plain, model = Net(), Net()
+    engine = engine_of(hf_zero.shard(model, stage=1))
+    for net in (plain, model):
+        loss = net(IDS)
+        net.up.weight.register_hook(lambda grad: 2 * grad)
+        loss.backward()
+    assert torch.equal(engine.full_grad("up.weight"), plain.up.weight.grad)
+
+
+def test_another_tensor_in_the_place_of_the_weight_gets_the_gradient_itself():
+    plain, model = Net(), Net()
+    engine = engine_of(hf_zero.shard(model, stage=1))
+    for net in (plain, model):
+        prune.l1_unstructured(net.up, "weight", 0.5)
+        scaled = {"down.weight": net.down.weight * 3, "embed.weight": net.embed.weight * 2}
+        torch.func.functional_call(net, scaled, (IDS,)).backward()
+    wanted = {"up.weight": plain.up.weight_orig, "down.weight": plain.down.weight, "embed.weight": plain.embed.weight}
+    for name, p in wanted.items():
+        assert torch.equal(engine.full_grad(name), p.grad), name
 
 
 def test_autocast_gives_what_it_gives_the_stock_modules():

@@ -305,6 +305,29 @@ def test_parameters_that_are_no_dense_tensors_are_refused_by_name(make):
         refuse_what_cannot_be_sharded(model)
 
 
+class Held(nn.Module):
+    """A module with one buffer."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self.register_buffer("0", buffer)
+
+
+def test_a_trained_parameter_that_shares_its_memory_is_refused_by_name():
+    def of(make):
+        model = nn.Module()
+        model.encoder = nn.Linear(4, 3)
+        model.decoder = make(model.encoder.weight)
+        return model
+
+    for make in (lambda w: nn.ParameterList([w.detach().t()]), lambda w: Held(w.data[1:])):
+        with pytest.raises(UnsupportedError, match=r"encoder.weight, decoder.0: lie in the same memory .* tie them"):
+            refuse_what_cannot_be_sharded(of(make))
+    refuse_what_cannot_be_sharded(of(make).requires_grad_(False))  # nothing changes there
+    whole = torch.zeros(8)
+    refuse_what_cannot_be_sharded(nn.ParameterList([whole[:4], whole[4:]]))  # beside one another
+
+
 def test_ordinary_models_are_not_refused():
     refuse_what_cannot_be_sharded(Tower())
 

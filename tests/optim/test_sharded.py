@@ -243,6 +243,52 @@ def test_of_two_optimizers_on_one_model_the_first_is_refused():
     first.step()  # nobody holds the other any more
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_step_is_taken_on_gradients_that_no_backward_of_the_model_brought(stage):
+    plain, model = models.build("mlp"), models.build("mlp")
+    for each in (plain, model):
+        each(**models.batch("mlp", seed=1)).backward()
+    sharded = hf_zero.shard(model, stage=stage)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    pairs = [(plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (model, hf_zero.ShardedOptimizer(sharded, inner))]
+    for each, optimizer in pairs:
+        optimizer.zero_grad()  # those of before count no more
+        each(**models.batch("mlp", seed=0)).backward()
+        optimizer.step()
+    name, p = next(model.named_parameters())
+    with hf_zero.gathered(model):
+        torch.testing.assert_close(p, plain.get_parameter(name))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(LifecycleError, match=f"{name}: has a gradient that was put into p.grad"):
+        pairs[1][1].step()
+    pairs[1][1].zero_grad()
+    model(**models.batch("mlp", seed=0)).backward()
+    with pytest.raises(LifecycleError, match="SGD: was given to the ShardedOptimizer"):
+        inner.step()
+
+
+def test_gradients_of_zeros_count_where_zero_grad_is_to_leave_them():
+    def build():
+        torch.manual_seed(0)
+        return torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Embedding(6, 4, sparse=True)])
+
+    def act(model, optimizer):
+        for index in (0, 1, 0, 1, 1):
+            (model[0](torch.ones(1, 4)) if index == 0 else model[1](torch.tensor([1, 3]))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
+        model[0](torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    plain, model = build(), build()
+    sharded = hf_zero.shard(model, stage=2)
+    act(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    act(model, hf_zero.ShardedOptimizer(sharded, torch.optim.SGD, lr=0.1, momentum=0.9))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_an_optimizer_that_has_stepped_is_refused():
     model = models.build("mlp")
     optimizer = torch.optim.AdamW(model.parameters())
