@@ -1,6 +1,8 @@
 """Names and summaries, on made-up numbers."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from benchmarks import curves
 from benchmarks.names import ModeName, parse_mode
 from benchmarks.report import bytes_table, ratios_table, summarize, time_table, worst
 from benchmarks.workload import SIZES, Workload
+from tests.generated import check_part
 
 
 pytestmark = pytest.mark.quick
@@ -84,3 +87,41 @@ def test_batches_depend_on_seed_rank_and_step_alone():
     first, second = (workload.micro_batches(1, 3) for _ in range(2))
     assert all(bool((a["input_ids"] == b["input_ids"]).all()) for a, b in zip(first, second, strict=True))
     assert not bool((first[0]["input_ids"] == workload.micro_batches(0, 3)[0]["input_ids"]).all())
+
+
+# Lines of the page's table, and the modes that were measured.
+SLOW_LINKS = {
+    "DDP": "ddp",
+    "FSDP2": "fsdp2",
+    "FSDP2, hybrid": "fsdp2-hybrid",
+    "stage 2": "hf_zero-2",
+    "stage 2, in groups of a host": "hf_zero-2@shard_size=auto",
+    "stage 3, by messages": "hf_zero-3@shared_memory=False",
+    "stage 3, in two levels (the default)": "hf_zero-3",
+    "stage 3, in groups of a host": "hf_zero-3@shard_size=auto",
+    "stage 3, `--zero_secondary_shard`": "hf_zero-3@secondary_shard=True",
+    "stage 3, gathers in 8 bits": "hf_zero-3@gather_dtype=int8",
+    "stage 3, gathers and sums in 8 bits": "hf_zero-3@gather_dtype=int8@reduce_dtype=int8",
+}
+
+
+def test_the_table_of_slow_links_is_what_was_measured(request):
+    root = Path(__file__).parents[2]
+    rates = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
+    measured = {}
+    for rate in rates:
+        report = json.loads((root / "benchmarks" / "results" / f"2026-11-23-hosts-{rate}.json").read_text())
+        measured[rate] = report["results"][f"{rate}, fp32"]
+    lines = [
+        f"| | MiB | {' | '.join(f'{name}: s | of DDP' for name in rates.values())} |",
+        "|---|--:|" + "--:|--:|" * len(rates),
+    ]
+    for name, mode in SLOW_LINKS.items():
+        sent = max(rank["left_host_nbytes"] for rank in measured["1gbit"]["raw"][mode]["bytes"])
+        cells = [f"{sent / 2**20:.0f}"]
+        for rate in measured.values():
+            seconds, of_ddp = (rate["summary"][each]["step_seconds"] for each in (mode, "ddp"))
+            cells += [f"{seconds:.2f}", f"{seconds / of_ddp:.2f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    page = root / "docs" / "multi-node.md"
+    check_part(page, "slow links", "\n".join(lines), request.config.getoption("--write-docs"))
