@@ -271,11 +271,7 @@ class ZeroAccelerator(SharingAccelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        """Raises an error with several ranks, since accelerate's method needs DDP.
-
-        Raises:
-            `UnsupportedError`: saying how every rank gets equally many batches.
-        """
+        """Raises [`UnsupportedError`] with several ranks, since accelerate's method needs DDP."""
         if self.num_processes > 1:
             raise UnsupportedError(
                 "join_uneven_inputs: needs DDP; prepare the loaders, which gives every rank equally many batches "

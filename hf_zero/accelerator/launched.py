@@ -52,11 +52,8 @@ def refuse_other_engines(
 
 
 def launched_ranks() -> int:
-    """Returns how many processes the launcher has started.
-
-    Raises:
-        `ConfigError`: when the environment that it should have set is not complete.
-    """
+    """Returns how many processes the launcher has started. Raises [`ConfigError`] when the environment that it should
+    have set is not complete."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"WORLD_SIZE: {text!r} is not a number of processes; start with torchrun, which sets it")

@@ -24,11 +24,8 @@ class SharingAccelerator(Accelerator):
     _gathers_once: bool = False
 
     def _share_batches(self, num_sharing: int) -> None:
-        """Lets the loaders to be prepared give the same batches to so many neighbouring ranks.
-
-        Raises:
-            `ConfigError`: the ranks form no equal groups, or rank 0 alone is to read the data, and to deal it out.
-        """
+        """Lets the loaders to be prepared give the same batches to so many neighbouring ranks. Raises [`ConfigError`]
+        where the ranks form no equal groups, or rank 0 alone is to read the data, and to deal it out."""
         self._num_sharing = num_sharing
         if num_sharing == 1:
             return
@@ -51,11 +48,8 @@ class SharingAccelerator(Accelerator):
         return joined.unflatten(0, (self.num_processes, -1))[:: self._num_sharing].flatten(0, 1)
 
     def gather_for_metrics(self, input_data, use_gather_object=False, **kwargs) -> Any:
-        """Gathers as accelerate does, and rows that ranks share once.
-
-        Raises:
-            `UnsupportedError`: for other objects than tensors, with ranks that share batches.
-        """
+        """Gathers as accelerate does, and rows that ranks share once. Raises [`UnsupportedError`] for other objects
+        than tensors, with ranks that share batches."""
         if self._num_sharing > 1:
             if use_gather_object or not _are_tensors(input_data):
                 raise UnsupportedError(

@@ -299,11 +299,8 @@ class Division:
         return whole[:numel]
 
     def check(self, whole: Tensor, place: int) -> None:
-        """Checks that all ranks have the same bits, the first time that it is called for a place.
-
-        Raises:
-            `UnsupportedError`: when they have not, on all ranks.
-        """
+        """Checks that all ranks have the same bits, the first time that it is called for a place. Raises
+        [`UnsupportedError`] when they have not, on all ranks."""
         if place in self._checked:
             return
         own = torch.tensor([whole.numel(), *_digest(whole.view(torch.uint8))], device=whole.device)

@@ -28,11 +28,8 @@ def is_adapter_model(model: nn.Module) -> bool:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuses adapters that could not be saved, before the training.
-
-    Raises:
-        `UnsupportedError`: for adapters whose file holds something else than parameters, buffers and learned prompts.
-    """
+    """Refuses adapters that could not be saved, before the training. Raises [`UnsupportedError`] for adapters whose
+    file holds something else than parameters, buffers and learned prompts."""
     for adapter in model.peft_config:
         adapter_keys(model, adapter, save_embedding_layers=False)  # which is looked up on the Hub otherwise
 

@@ -46,10 +46,7 @@ class SafetensorsFile:
     @classmethod
     def create(cls, path: str | os.PathLike, layout: FileLayout) -> "SafetensorsFile":
         """Creates a file: writes the header and reserves the space of all tensors, so that a full disk is noticed now.
-
-        Raises:
-            `CheckpointError`: the file cannot be created, or the disk has no room for it.
-        """
+        Raises [`CheckpointError`] where the file cannot be created, or the disk has no room for it."""
         file = cls(os.fspath(path), layout, _opened(path, "w+b"))
         try:
             _reserve(file._file.fileno(), layout.nbytes)

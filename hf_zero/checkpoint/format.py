@@ -127,11 +127,8 @@ class FileLayout:
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> "FileLayout":
-        """Reads a file's header, and checks it against itself and against the size of the file.
-
-        Raises:
-            `CheckpointError`: the file is missing, truncated, or not a safetensors file.
-        """
+        """Reads a file's header, and checks it against itself and against the size of the file. Raises
+        [`CheckpointError`] where the file is missing, truncated, or not a safetensors file."""
         path = os.fspath(path)
         try:
             with open(path, "rb") as file:

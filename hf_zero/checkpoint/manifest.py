@@ -70,11 +70,8 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def text(self) -> str:
-        """The content of the manifest's file.
-
-        Raises:
-            `CheckpointError`: a hyperparameter or an extra that JSON does not know.
-        """
+        """The content of the manifest's file. Raises [`CheckpointError`] for a hyperparameter or an extra that JSON
+        does not know."""
         try:
             return json.dumps(asdict(self), indent=1) + "\n"
         except TypeError as error:
@@ -90,11 +87,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> "Manifest":
-        """Reads the manifest of a checkpoint folder, and compares it with its checksum.
-
-        Raises:
-            `CheckpointError`: there is none (no state, or a save cut off), it is damaged or of another version.
-        """
+        """Reads the manifest of a checkpoint folder, and compares it with its checksum. Raises [`CheckpointError`]
+        where there is none (no state, or a save cut off), it is damaged or of another version."""
         content = _content(folder)
         path = manifest_path(folder)
         missing = sorted({part.name for part in fields(cls)} - set(content))
@@ -121,11 +115,8 @@ def check_checkpoint(folder: str | os.PathLike) -> None:
 
 
 def read_saved_state(folder: str | os.PathLike) -> tuple[Manifest, WeightFiles, ChecksumTable]:
-    """Reads manifest, files and checksums of a checkpoint's state, without the values of tensors.
-
-    Raises:
-        `CheckpointError`: it is missing, damaged or incomplete.
-    """
+    """Reads manifest, files and checksums of a checkpoint's state, without the values of tensors. Raises
+    [`CheckpointError`] where it is missing, damaged or incomplete."""
     manifest, table = Manifest.read(folder), recorded(folder) or ChecksumTable()
     layouts = {name: FileLayout.read(Path(folder) / STATE_FOLDER / name) for name in manifest.state_files}
     for name, layout in layouts.items():
@@ -180,11 +171,8 @@ def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -
 
 
 def recorded(folder: str | os.PathLike) -> ChecksumTable | None:
-    """Returns the checksums of a folder; `None` for a model that was saved without any.
-
-    Raises:
-        `CheckpointError`: they are damaged, or have gone from a checkpoint that had them.
-    """
+    """Returns the checksums of a folder; `None` for a model that was saved without any. Raises [`CheckpointError`]
+    where they are damaged, or have gone from a checkpoint that had them."""
     table = ChecksumTable.covering(folder)
     if table is None and manifest_path(folder).is_file():
         _content(folder)  # which refuses it

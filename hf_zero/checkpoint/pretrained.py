@@ -87,11 +87,8 @@ def refuse_placing(subject: str, settings: Mapping[str, Any]) -> None:
 
 
 def resolve(name_or_folder: str | os.PathLike, **kwargs: Any) -> str | Path:
-    """Returns the folder of a model after a check of its files, or the name of a model on the Hub.
-
-    Raises:
-        `CheckpointError`: it is a path, but not the folder of a model.
-    """
+    """Returns the folder of a model after a check of its files, or the name of a model on the Hub. Raises
+    [`CheckpointError`] where it is a path, but not the folder of a model."""
     folder = Path(os.path.expanduser(name_or_folder))
     if folder.is_dir():
         check_pretrained(folder / kwargs.get("subfolder", ""), variant=kwargs.get("variant"))

@@ -334,11 +334,8 @@ class Checkpoint:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete.
-
-        Raises:
-            `CheckpointError`: it could not be saved; on all ranks.
-        """
+        """Waits until the checkpoint is complete. Raises [`CheckpointError`], on all ranks, where it could not be
+        saved."""
         if self._thread is not None:
             self._thread.join()
             self._thread = self._staged.comm.user = None

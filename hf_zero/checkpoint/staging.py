@@ -116,11 +116,8 @@ class Staged:
             part.write_beside(self.path)
 
     def write(self, parts: Sequence[StagedFiles]) -> None:
-        """Writes all ranks' pieces to disk.
-
-        Raises:
-            `CheckpointError`: the system refused a write, or elements that nobody wrote.
-        """
+        """Writes all ranks' pieces to disk. Raises [`CheckpointError`] where the system refused a write, or nobody
+        wrote some elements."""
         with self._or_discard():
             for part in parts:
                 folder = self.path / part.subfolder
@@ -178,11 +175,8 @@ class Staged:
 
 
 def connected(comm: Comm) -> Comm:
-    """Returns the ranks over the connections of saves, after the save in the background has ended.
-
-    Raises:
-        `CheckpointError`: that save failed; on all ranks.
-    """
+    """Returns the ranks over the connections of saves, after the save in the background has ended. Raises
+    [`CheckpointError`], on all ranks, where that save failed."""
     own = comm.side_group("files")
     if own.user is not None:
         own.user.wait()

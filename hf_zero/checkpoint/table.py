@@ -96,11 +96,8 @@ class ChecksumTable:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> "ChecksumTable | None":
-        """Returns the table of a folder; `None` where it has none.
-
-        Raises:
-            `CheckpointError`: it has changed since it was written.
-        """
+        """Returns the table of a folder; `None` where it has none. Raises [`CheckpointError`] where it has changed
+        since it was written."""
         path = Path(folder) / TABLE_NAME
         try:
             content = read_bytes(path, COPY_AGAIN)

@@ -30,11 +30,8 @@ class WeightFiles:
 
     @classmethod
     def of(cls, layouts: Mapping[str, FileLayout], index_name: str | None = None) -> "WeightFiles":
-        """Makes the weight files of these layouts.
-
-        Raises:
-            `CheckpointError`: two of them hold tensors of one name.
-        """
+        """Makes the weight files of these layouts. Raises [`CheckpointError`] where two of them hold tensors of one
+        name."""
         file_of: dict[str, str] = {}
         for name, layout in layouts.items():
             for tensor in layout.entries:

@@ -158,11 +158,8 @@ def before(trainer: ZeroTrainer, data: Data, say: Callable[..., None]) -> None:
 
 
 def after(trainer: ZeroTrainer, data: Data, watch: Watch, arguments: Arguments, say: Callable[..., None]) -> None:
-    """Says how good it is now, and loads what was saved again with plain transformers.
-
-    Raises:
-        CheckpointError: If the saved model does not predict what the trained one did.
-    """
+    """Says how good it is now, and loads what was saved again with plain transformers. Raises [`CheckpointError`]
+    where the saved model does not predict what the trained one did."""
     predictions, training = _predict_in_order(trainer), trainer.args
     trainer.log(predictions.metrics)  # as `evaluate` does: the report and the card show it
     say(f"\ntest accuracy: {data.extra['before']:.3f} before, {predictions.metrics['eval_accuracy']:.3f} after\n")

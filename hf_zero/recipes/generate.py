@@ -104,11 +104,8 @@ def answer_file(folder: str, arguments: Arguments) -> None:
 
 
 def _read(rows: Rows, generator: TextGenerator, arguments: Arguments) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yields each row with the token ids of its prompt, before anything is generated.
-
-    Raises:
-        DataError: naming the first row that cannot be answered.
-    """
+    """Yields each row with the token ids of its prompt, before anything is generated. Raises [`DataError`], naming the
+    first row that cannot be answered."""
     form = None if rows.form == "text" else Prompts.of(rows)
     column = image_column(rows) if takes_images(generator.model.config) else None
     if column is not None:

@@ -114,11 +114,8 @@ class TextGenerator:
         return cls(name, model, tokenizer, {"eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id, **options})
 
     def tokens(self, prompt: str | list[Message], tools: list | None = None) -> list[int]:
-        """The token ids of a text that is continued as it is, or of a chat, up to where the answer begins.
-
-        Raises:
-            BadRow: the chat template refuses the messages, or the prompt has no tokens.
-        """
+        """The token ids of a text that is continued as it is, or of a chat, up to where the answer begins. Raises
+        [`BadRow`] where the chat template refuses the messages, or the prompt has no tokens."""
         is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self._rendered(prompt, tools)
         ids = self.tokenizer(text, add_special_tokens=is_text)["input_ids"]
@@ -134,11 +131,8 @@ class TextGenerator:
         return render(self.tokenizer, prompt, tools, is_prompt=True)
 
     def room(self, prompt: Sequence[int]) -> int:
-        """How many tokens an answer may have: `max_new_tokens`, or fewer where the model has no more positions.
-
-        Raises:
-            BadRow: the prompt leaves none.
-        """
+        """How many tokens an answer may have: `max_new_tokens`, or fewer where the model has no more positions. Raises
+        [`BadRow`] where the prompt leaves none."""
         most, limit = self.options["max_new_tokens"], positions_of(self.model.config)
         if limit is None or self.model.config.is_encoder_decoder:
             return most
@@ -207,11 +201,8 @@ def ranks_of(arguments: GenerationArguments) -> PartialState:
 
 
 def generation_options(arguments: GenerationArguments) -> dict[str, Any]:
-    """Checks the keys of generation, and returns those that are given.
-
-    Raises:
-        ConfigError: a value is out of range, or has no effect because nothing is drawn.
-    """
+    """Checks the keys of generation, and returns those that are given. Raises [`ConfigError`] where a value is out of
+    range, or has no effect because nothing is drawn."""
     refuse_less(arguments, max_new_tokens=1)
     given = {name: value for name in CHECKS if (value := getattr(arguments, name)) is not None}
     for name, value in given.items():
@@ -301,11 +292,8 @@ def _has_tokenizer(folder: Path) -> bool:
 def prompt_of(
     prompt: str | list[Message], generator: TextGenerator, arguments: GenerationArguments
 ) -> str | list[Message]:
-    """A text or a chat as the model takes it: a text is what a user says, unless it is continued as it is.
-
-    Raises:
-        ConfigError: a chat, or `system`, for a model that has no chat template.
-    """
+    """A text or a chat as the model takes it: a text is what a user says, unless it is continued as it is. Raises
+    [`ConfigError`] for a chat, or `system`, where the model has no chat template."""
     has_template = bool(generator.tokenizer.chat_template)
     if isinstance(prompt, str):
         if arguments.plain or not has_template:

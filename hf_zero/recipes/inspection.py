@@ -46,11 +46,8 @@ class Arguments:
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Prints one line per check.
-
-    Raises:
-        CheckpointError: the folder is no model folder, or some check failed: all of them have run by then.
-    """
+    """Prints one line per check. Raises [`CheckpointError`] where the folder is no model folder, or some check failed:
+    all of them have run by then."""
     inspection = Inspection(Path(folder).expanduser(), arguments.base_model_name_or_path)
     checks = inspection.checks()
     results = {name: _result(folder, name, check) for name, check in checks.items()}

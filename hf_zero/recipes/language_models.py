@@ -126,11 +126,8 @@ def check_dtype(arguments: LoadArguments) -> None:
 
 
 def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, as `loading.load_tokenizer` gives it.
-
-    Raises:
-        ConfigError: it does not load, or has no such token.
-    """
+    """The model's tokenizer, as `loading.load_tokenizer` gives it. Raises [`ConfigError`] where it does not load, or
+    has no such token."""
     if not isinstance(arguments, NewModelArguments) or not arguments.tokenizer_name:
         path = resolve_model(arguments.model_name_or_path)
         return _with_end(path, loading.load_tokenizer(path, arguments.model_revision))
@@ -193,10 +190,7 @@ def takes_images(config: PretrainedConfig) -> bool:
 
 def load_processor(arguments: SourceArguments) -> ProcessorMixin:
     """The processor of a model that reads images among its texts. Its tokenizer pads as `load_tokenizer`'s does.
-
-    Raises:
-        ConfigError: the model takes no images, or its processor does not load.
-    """
+    Raises [`ConfigError`] where the model takes no images, or its processor does not load."""
     path, name = resolve_model(arguments.model_name_or_path), arguments.model_name_or_path
     config = config_of(arguments)
     if not takes_images(config):

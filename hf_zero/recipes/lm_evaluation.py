@@ -42,11 +42,8 @@ class LmEvalArguments:
 
 
 def check_lm_eval(arguments: LmEvalArguments, *, writes_text: bool) -> None:
-    """Refuses tasks that cannot be evaluated, before a process is started.
-
-    Raises:
-        ConfigError: lm_eval is not installed, a file is not there, a number is out of range, or a key has no effect.
-    """
+    """Refuses tasks that cannot be evaluated, before a process is started. Raises [`ConfigError`] where lm_eval is not
+    installed, a file is not there, a number is out of range, or a key has no effect."""
     given = [name for name in vars(LmEvalArguments()) if getattr(arguments, name)]
     if not arguments.lm_eval_tasks:
         if given:

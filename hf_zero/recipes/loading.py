@@ -163,11 +163,8 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def one_line(folder: str | Path, what: str) -> Iterator[None]:
-    """Turns any error of a library into an error of one line.
-
-    Raises:
-        CheckpointError: naming the folder and what was tried.
-    """
+    """Turns any error of a library into an error of one line. Raises [`CheckpointError`], naming the folder and what
+    was tried."""
     try:
         yield
     except (CheckpointError, ConfigError):
@@ -346,11 +343,8 @@ def _base_class(settings: dict[str, Any], source: str, saved: WeightFiles) -> tu
 
 
 def attach(model: nn.Module, folder: Path) -> "PeftModel":
-    """Puts an adapter on its base model.
-
-    Raises:
-        CheckpointError: tensors of the adapter are missing, unexpected or of another shape.
-    """
+    """Puts an adapter on its base model. Raises [`CheckpointError`] where tensors of the adapter are missing,
+    unexpected or of another shape."""
     from peft import PeftModel, get_peft_model_state_dict
 
     with one_line(folder, "PeftModel.from_pretrained"), quiet():

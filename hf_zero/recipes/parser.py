@@ -108,10 +108,7 @@ class Parser(ArgumentParser):
 
     def values(self, argv: list[str]) -> dict[str, Any]:
         """Reads the values of all keys, from the command line and the YAML file that `--config` names, if it has it.
-
-        Raises:
-            ConfigError: If a key is unknown (the nearest known one is named) or a value does not parse.
-        """
+        Raises [`ConfigError`] where a key is unknown (the nearest known one is named) or a value does not parse."""
         known = {field.name for kind in self.kinds for field in fields(kind) if field.init}
         config, from_file = getattr(self.parse_known_args(argv)[0], "config", None), []
         if config:

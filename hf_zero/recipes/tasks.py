@@ -43,11 +43,8 @@ class Task:
     holds_out: bool = False
 
     def load(self) -> Any:
-        """Imports it, and with it torch and transformers.
-
-        Raises:
-            ConfigError: It needs TRL, or a part of it, which cannot be imported.
-        """
+        """Imports it, and with it torch and transformers. Raises [`ConfigError`] where it needs TRL, or a part of it,
+        which cannot be imported."""
         module, _, name = self.place.partition(":")
         try:
             found = importlib.import_module(module)

@@ -161,11 +161,8 @@ class Conversation:
         self._messages = []
 
     def answer(self, text: str) -> None:
-        """Prints the answer to a text. What Ctrl-C cuts off is kept as it is.
-
-        Raises:
-            BadRow: the chat template refuses the conversation, or it is longer than the model takes.
-        """
+        """Prints the answer to a text. What Ctrl-C cuts off is kept as it is. Raises [`BadRow`] where the chat
+        template refuses the conversation, or it is longer than the model takes."""
         prompt = prompt_of(text, self._generator, self._arguments)
         if isinstance(prompt, list):
             prompt = [*self._messages, prompt[-1]] if self._messages else prompt

@@ -18,11 +18,8 @@ CUT_IMAGE = re.compile(r"\bimages?\W* tokens?\b", re.IGNORECASE)  # of what proc
 
 
 def with_pixels(collate: Callable[[list], dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of rows whose images are decoded now.
-
-    Raises:
-        DataError: an image cannot be read, the processor refuses the rows, or a row is cut before all that counts.
-    """
+    """A batch of rows whose images are decoded now. Raises [`DataError`] where an image cannot be read, the processor
+    refuses the rows, or a row is cut before all that counts."""
     shown = [{**row, "images": [decoded(stored) for stored in row["images"]]} for row in rows]
     try:
         batch = collate(shown)

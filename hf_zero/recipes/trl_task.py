@@ -233,11 +233,8 @@ class TrlTask:
     def format_of(
         self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass
     ) -> Answers | Format:
-        """How rows are read: by the first of the formats all of whose columns they have.
-
-        Raises:
-            DataError: A column is missing, or one holds images.
-        """
+        """How rows are read: by the first of the formats all of whose columns they have. Raises [`DataError`] where a
+        column is missing, or one holds images."""
         if column := image_column(rows):
             raise DataError(f"{rows.source}: column {column!r}: sft alone trains on images; leave the column out")
         return format_of(self.formats, rows)
@@ -252,11 +249,8 @@ class TrlTask:
     def joined(
         self, sources: list[DataSource], mixture: Mixture, notes: list[str]
     ) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
-        """The rows of all data sets as the trainer takes them, and what else it is to know of them.
-
-        Raises:
-            DataError: Some are rows of another kind.
-        """
+        """The rows of all data sets as the trainer takes them, and what else it is to know of them. Raises
+        [`DataError`] where some are rows of another kind."""
         kinds = {(type(each.form), each.form.is_chat, frozenset(each.form.features)): each for each in sources}
         if len(kinds) > 1:
             found = [

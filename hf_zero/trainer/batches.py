@@ -228,11 +228,8 @@ class Supply:
         return tuple(map(max, zip(*gather_object([tuple(counts)]), strict=True)))
 
     def next(self, batches: Iterator, count: int, comm: Comm, step: int) -> Iterator:
-        """Returns the batches of one step, which all ranks have.
-
-        Raises:
-            `DataError`: some ranks have fewer than others, and are named; on all ranks.
-        """
+        """Returns the batches of one step, which all ranks have. Raises [`DataError`] where some ranks have fewer than
+        others, and are named; on all ranks."""
         if self._is_even or batches is self._ended:
             return batches
         taken = list(islice(batches, count))

@@ -96,11 +96,8 @@ def check_schedule(settings: Settings) -> None:
 
 
 def check_output_dir(output_dir: str | None, name: str = "output_dir") -> None:
-    """Checks that a folder can be written, without creating it.
-
-    Raises:
-        ConfigError: If none is given, or something that is not a writable folder is in the way.
-    """
+    """Checks that a folder can be written, without creating it. Raises [`ConfigError`] where none is given, or
+    something that is not a writable folder is in the way."""
     if not output_dir:
         raise ConfigError(f"{name}: not set; say where the trained model goes, for instance --{name} outputs/mine")
     folder = Path(output_dir).expanduser().absolute()

@@ -121,11 +121,8 @@ def _identity(folder: Path) -> tuple[int, ...] | None:
 
 
 def chosen(args: ZeroArgumentsMixin) -> str:
-    """Returns the checkpoint that `resume_from_checkpoint=True` means. All ranks call it, and get the same.
-
-    Raises:
-        `CheckpointError`: there is none, or the newest is damaged and `zero_resume_strict` is set.
-    """
+    """Returns the checkpoint that `resume_from_checkpoint=True` means. All ranks call it, and get the same. Raises
+    [`CheckpointError`] where there is none, or the newest is damaged and `zero_resume_strict` is set."""
     choice = newest_whole(
         args.output_dir,
         is_first=args.process_index == 0,

@@ -127,11 +127,8 @@ class Saver:
             current.discard()
 
     def wait(self) -> Path | None:
-        """Waits until the checkpoint is complete, and uploads it if that was requested.
-
-        Raises:
-            `CheckpointError`: it could not be saved; on all ranks.
-        """
+        """Waits until the checkpoint is complete, and uploads it if that was requested. Raises [`CheckpointError`], on
+        all ranks, where it could not be saved."""
         written, self._written = self._written, None
         push, self._push = self._push, None
         if written is not None:

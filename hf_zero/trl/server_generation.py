@@ -81,11 +81,8 @@ class ServerGeneration(VLLMGeneration):
 
     @torch.no_grad()
     def sync_weights(self) -> None:
-        """Sends the weights, with adapters merged. One unit at a time is whole. All ranks call it.
-
-        Raises:
-            `CommError`: on all ranks, when the server does not take them.
-        """
+        """Sends the weights, with adapters merged. One unit at a time is whole. All ranks call it. Raises
+        [`CommError`], on all ranks, when the server does not take them."""
         self._parts = self._parts or _parts_of(self.model)
         self._on_first("announcing weights", self._begin)
         for parts in self._parts:

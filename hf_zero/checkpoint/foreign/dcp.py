@@ -40,11 +40,8 @@ def fsdp_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
 
 
 def read_weights(folder: Path) -> dict[str, ForeignTensor]:
-    """Returns the tensors under "model" by name.
-
-    Raises:
-        `CheckpointError`: there is no such folder, no model in it, or it is damaged.
-    """
+    """Returns the tensors under "model" by name. Raises [`CheckpointError`] where there is no such folder, no model in
+    it, or it is damaged."""
     files = _Folder.read(folder)
     return {
         ".".join(map(str, path)): files.tensor(key) for path, key in files.below(WEIGHT_KEYS) if files.is_tensor(key)

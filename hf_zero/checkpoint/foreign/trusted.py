@@ -118,11 +118,8 @@ def load_bytes(data: bytes, subject: str) -> Any:
 
 
 def load_index(path: Path) -> Any:
-    """Reads the `.metadata` of a torch distributed checkpoint, its records as [`InertRecord`]s.
-
-    Raises:
-        `CheckpointError`: damaged, or it names anything else than such records.
-    """
+    """Reads the `.metadata` of a torch distributed checkpoint, its records as [`InertRecord`]s. Raises
+    [`CheckpointError`] where it is damaged, or names anything else than such records."""
     with open(path, "rb") as file:
         try:
             index = _IndexUnpickler(file).load()

@@ -127,11 +127,8 @@ class Images:
                 raise ConfigError(f"{path}: its image processor does not load ({reason})") from error
 
     def take(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the image of a row as it is stored, after a check of its first bytes.
-
-        Raises:
-            BadRow: there is no image, or it is none.
-        """
+        """Returns the image of a row as it is stored, after a check of its first bytes. Raises [`BadRow`] where there
+        is no image, or it is none."""
         (column,) = self.columns
         stored = row.get(column)
         if stored is None:

@@ -109,11 +109,8 @@ class Labelled:
 
     @classmethod
     def examine(cls, rows: Rows, inputs: Texts | Images, label_column: str, bad: BadRows) -> "Labelled":
-        """Reads all rows and keeps the good ones.
-
-        Raises:
-            DataError: if one is bad and bad rows are not left out.
-        """
+        """Reads all rows and keeps the good ones. Raises [`DataError`] where one is bad and bad rows are not
+        left out."""
         is_table = rows.form == "columns"
         data = rows.data.select_columns([*inputs.columns, label_column]) if is_table else rows.data
         taken, labels, indices = [], [], []
@@ -149,11 +146,8 @@ class Labelled:
         return self._at([position < (num_rows or len(self)) for position in range(len(self))])
 
     def known(self, classes: Classes, bad: BadRows) -> "Labelled":
-        """Returns the rows whose labels name a class.
-
-        Raises:
-            DataError: if one does not and bad rows are not left out.
-        """
+        """Returns the rows whose labels name a class. Raises [`DataError`] where one does not and bad rows are not
+        left out."""
         are_known = []
         for index, label in zip(self.indices, self.labels, strict=True):
             are_known.append(label in classes.number_of)

@@ -70,11 +70,8 @@ class Format:
         return Features(dict.fromkeys(self.gives, Value("string")))
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Makes what TRL takes of a row.
-
-        Raises:
-            BadRow: something is missing, or not what the other rows have.
-        """
+        """Makes what TRL takes of a row. Raises [`BadRow`] where something is missing, or not what the other rows
+        have."""
         for column in self.columns:
             if row.get(column) is None:
                 raise BadRow(f"nothing in column {column!r}")
@@ -185,11 +182,7 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
 
 
 def check_text_column(column: str, read: Sequence[tuple[Rows, Any]]) -> None:
-    """Refuses the name of a column of texts that is of no use.
-
-    Raises:
-        ConfigError: it is set, and no rows are texts.
-    """
+    """Refuses the name of a column of texts where it is set, and no rows are texts."""
     if column != TEXT_COLUMN and all(form.name != "text" for _, form in read):
         rows, form = read[0]
         found = f"{rows.source} has rows of the format {form.name}"

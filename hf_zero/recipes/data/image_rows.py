@@ -46,11 +46,8 @@ class ImageFormat(Format):
         return Features({**values, "images": List(Image(decode=False))})
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Makes what TRL takes of a row.
-
-        Raises:
-            BadRow: as `Format.read`; an image cannot be read, or has no place in the messages or the prompt.
-        """
+        """Makes what TRL takes of a row. Raises [`BadRow`] where `Format.read` does, and where an image cannot be
+        read, or has no place in the messages or the prompt."""
         values = super().read(row)
         if values.pop("tools", None):
             raise BadRow("it has tools, which rows with images cannot have")
@@ -81,11 +78,8 @@ class ImageFormat(Format):
 
 
 def with_images(form: Format, rows: Rows, image_token: str | None, eos_token: str) -> ImageFormat:
-    """The same format, for rows with images.
-
-    Raises:
-        DataError: rows are texts, with which TRL takes no images.
-    """
+    """The same format, for rows with images. Raises [`DataError`] where rows are texts, with which TRL takes no
+    images."""
     column = image_column(rows)
     if form.name in NO_IMAGES:
         what = "texts" if form.tokenizer is None else "token ids"
@@ -120,10 +114,7 @@ def _named(row: Mapping[str, Any], column: str | None) -> list[Any]:
 
 def _placed(messages: list[Message], num_images: int) -> list[Message]:
     """Messages in blocks, with a block for the place of each image: where they say none, before the first user's text.
-
-    Raises:
-        BadRow: there are more or fewer images than places, a block is none, or a message calls tools.
-    """
+    Raises [`BadRow`] where there are more or fewer images than places, a block is none, or a message calls tools."""
     if any(turn.get("tool_calls") for turn in messages):
         raise BadRow("it calls tools, which rows with images cannot")
     turns = [{**turn, "content": _blocks(turn["content"])} for turn in messages]

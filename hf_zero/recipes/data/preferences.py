@@ -53,11 +53,8 @@ class Answers:
         return Features({**dict.fromkeys(self.columns, _MESSAGES if self.is_chat else Value("string")), **self.others})
 
     def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes what the trainer takes of a row.
-
-        Raises:
-            BadRow: something is missing, or not what the other rows have.
-        """
+        """Makes what the trainer takes of a row. Raises [`BadRow`] where something is missing, or not what the other
+        rows have."""
         if row.get("tools"):
             raise BadRow("column 'tools' holds tools, which are not supported")
         check = _chat if self.is_chat else text_of

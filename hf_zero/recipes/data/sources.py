@@ -235,11 +235,8 @@ def _placed_rows(files: list[str], reader: str, options: dict[str, Any]) -> Iter
 
 @contextmanager
 def as_data_error(source: str) -> Iterator[None]:
-    """Turns whatever `datasets` raises into one line of ours.
-
-    Raises:
-        DataError: naming the source, with the cause.
-    """
+    """Turns whatever `datasets` raises into one line of ours. Raises [`DataError`], naming the source, with the
+    cause."""
     try:
         yield
     except (ConfigError, DataError):
