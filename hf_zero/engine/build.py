@@ -100,34 +100,15 @@ def build(
     """Builds the engine of a model, unit by unit. The former memory of a unit is freed before the next is built.
 
     Args:
-        model (`nn.Module`): not sharded.
-        config (`ZeroConfig`): the settings.
-        comm (`Comm`): the data-parallel ranks.
         divided_over (`Comm`, *optional*): the tensor-parallel ranks.
         bus (`Bus`, *optional*): the way to the host's memory, instead of one for the ranks' device.
     """
     patches = unpack_layers(model)
     parts = partition(model)
-    specs = parts.units
     placeholders = Placeholders(comm.device)
     bus = bus or Bus(comm.device, comm.counters)
     arenas = Arenas.of(comm.shard_group)
-    lay_out = partial(
-        _lay_out,
-        config=config,
-        comm=comm,
-        placeholders=placeholders,
-        transfer=HostTransfer(bus),
-        packing=PackedGather(comm.shard_group) if config.gather_dtype is not None else None,
-    )
-    stays = _keep_in_fp32(model)
-    units = []
-    for index, (spec, plan) in enumerate(zip(specs, _plans(specs, config, comm))):
-        own = [lay_out(group, plan) for group in _grouped(spec, config.compute_dtype, stays)]
-        if index > 0:  # the root stays gathered from one update to the next
-            _add_secondary_shards(own, comm)
-        gradients = [gradient_of(flat, config, arenas.reduced) for flat in own if flat.trainable]
-        units.append(Unit(spec.name, own, gradients, index=index))
+    units = _make_units(model, parts.units, config, comm, arenas, placeholders, bus)
     flats = [flat for unit in units for flat in unit.flats]
     for flat in flats:
         flat.allocate()
@@ -149,6 +130,26 @@ def build(
     engine.handles += patches
     trim(comm.device)
     return engine
+
+
+def _make_units(model, specs, config, comm, arenas, placeholders, bus) -> list[Unit]:
+    lay_out = partial(
+        _lay_out,
+        config=config,
+        comm=comm,
+        placeholders=placeholders,
+        transfer=HostTransfer(bus),
+        packing=PackedGather(comm.shard_group) if config.gather_dtype is not None else None,
+    )
+    stays = _keep_in_fp32(model)
+    units = []
+    for index, (spec, plan) in enumerate(zip(specs, _plans(specs, config, comm))):
+        own = [lay_out(group, plan) for group in _grouped(spec, config.compute_dtype, stays)]
+        if index > 0:  # the root stays gathered from one update to the next
+            _add_secondary_shards(own, comm)
+        gradients = [gradient_of(flat, config, arenas.reduced) for flat in own if flat.trainable]
+        units.append(Unit(spec.name, own, gradients, index=index))
+    return units
 
 
 def _assemble(model, config, comm, units, parts, placeholders, bus) -> ZeroEngine:
@@ -354,16 +355,12 @@ def _own_ranges(flats: list[Flat]) -> list[torch.Tensor]:
     return [flat.full[slice(*flat.owned)] for flat in flats]
 
 
-def _is_lent(unit: Unit) -> bool:
-    return bool(unit.gradients) and not unit.gradients[0].is_persistent
-
-
 def _place_gradients(sharing: list[list[Unit]], comm: Comm, arena: Arena) -> None:
     """Gives memory for gradients to every trainable unit: memory of its own, or buffers that units share."""
-    lent = [
-        {unit: parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in group if _is_lent(unit)}
-        for group in sharing
-    ]
+    lent = []
+    for group in sharing:
+        own = [unit for unit in group if unit.gradients and not unit.gradients[0].is_persistent]
+        lent.append({unit: parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in own})
     blocks, vocabulary, root = (max(sizes.values(), default=0) for sizes in lent)
     if 2 * max(blocks, vocabulary) < 2 * blocks + vocabulary:  # less than with a buffer of their own
         lent = [lent[0] | lent[1], lent[2]]
