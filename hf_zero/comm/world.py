@@ -40,19 +40,12 @@ def connect(
 ) -> Comm:
     """Connects the data-parallel ranks. A single process that no launcher started is a world of one rank.
 
+    The settings that are not described here are those of `ZeroConfig`.
+
     Args:
-        device (`torch.device`): where the tensors live.
         group (`dist.ProcessGroup`, *optional*): the data-parallel ranks; the whole world when `None`.
         timeout_seconds (`float`, *optional*): how long one exchange may take; by default as long as the group gives
             its own. A limit that the group was made with stays for exchanges through the backend alone.
-        bucket_nbytes (`int` or `str`): size in bytes of each buffer through which values are exchanged; "auto" takes
-            one that is known to be large enough for the kind of link.
-        shared_memory (`bool`): lets gloo's ranks that are on one host share memory instead.
-        separate_reductions (`bool`): gives reductions a communicator of their own, where the backend's own collectives
-            are used.
-        shard_size (`int` or `str`, *optional*): how many neighbouring ranks form a shard group; all of them when
-            `None`, those of one host for "auto".
-        secondary_shard (`bool`): connects the ranks of each host in a shard group too, where it has several.
 
     Raises:
         `ConfigError`: when the launcher's `WORLD_SIZE` and the process group disagree, the ranks form no equal shard
