@@ -126,11 +126,8 @@ class ZeroAccelerator(SharingAccelerator):
         device: torch.device,
         trains: Callable[[nn.Module], bool] = lambda model: True,
     ) -> "ZeroAccelerator":
-        """Turns an `Accelerator` that was just made into a `ZeroAccelerator`.
-
-        Args:
-            trains (`Callable`): whether a model that is prepared for evaluation will be trained all the same.
-        """
+        """Turns an `Accelerator` that was just made into a `ZeroAccelerator`. `trains` says whether a model that is
+        prepared for evaluation will be trained all the same."""
         accelerator.__class__ = cls
         accelerator.patches_saving = False  # Trainer saves by methods of its own
         accelerator._shard_by(config, device, trains)

@@ -89,11 +89,8 @@ def save_run(
     *,
     max_shard_size: int | str = "50GB",
 ) -> str:
-    """Writes a checkpoint, as `ZeroAccelerator.save_state` says.
-
-    Args:
-        save_rest (`Callable`): saves what accelerate keeps beside models and optimizers, into a folder.
-    """
+    """Writes a checkpoint, as `ZeroAccelerator.save_state` says. `save_rest` saves what accelerate keeps beside models
+    and optimizers, into a folder."""
     settings = accelerator.project_configuration
     (engine, optimizer), *others = _prepared(accelerator, "save_state")
     folder = run_on_all_ranks(engine.comm, "save_state", lambda: _new_folder(accelerator, output_dir))
@@ -117,11 +114,8 @@ def save_run(
 def load_run(
     accelerator: Accelerator, load_rest: Callable[[str], object], input_dir: str | os.PathLike | None
 ) -> None:
-    """Reads a checkpoint, as `ZeroAccelerator.load_state` says.
-
-    Args:
-        load_rest (`Callable`): loads what accelerate keeps beside models and optimizers, from a folder.
-    """
+    """Reads a checkpoint, as `ZeroAccelerator.load_state` says. `load_rest` loads what accelerate keeps beside models
+    and optimizers, from a folder."""
     prepared = _prepared(accelerator, "load_state")
     comm = prepared[0][0].comm
     folder = run_on_all_ranks(comm, "load_state", lambda: _existing(accelerator, input_dir))

@@ -97,11 +97,8 @@ class DeferredLogits:
         return self.shape.numel()
 
     def whole(self, reason: str) -> Tensor:
-        """Returns the logits, which are computed by the head in the ordinary way.
-
-        Args:
-            reason (`str`): the operation that needs them, for messages.
-        """
+        """Returns the logits, which are computed by the head in the ordinary way; `reason` is the operation that needs
+        them."""
         with torch.set_grad_enabled(self._has_grad):
             if self._is_view:
                 return self._make(self._origin.whole(reason))  # type: ignore[union-attr]

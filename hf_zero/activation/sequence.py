@@ -187,11 +187,8 @@ class SequenceParallel(Uncopyable):
             )
 
     def _compare(self, given: dict[str, Any], targets: Tensor) -> None:
-        """Refuses batches that differ within a group, in every forward: the streams of ranks may part at any time.
-
-        Raises:
-            `ConfigError`: on all ranks of the group.
-        """
+        """Refuses batches that differ within a group, on all its ranks and in every forward: the streams of ranks may
+        part at any time."""
         digests = [_digest(targets, targets), *(_digest(targets, given.get(name)) for name in _ALIKE)]
         facts = torch.cat([torch.tensor(targets.shape), torch.stack(digests).cpu()])
         if len(self.comm.on_host.all_gather_vector(facts, what="comparing batches").unique(dim=0)) > 1:

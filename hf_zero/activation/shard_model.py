@@ -141,11 +141,8 @@ def install_tiled_mlp(engine: ZeroEngine) -> None:
 
 
 def divide_sequences(engine: ZeroEngine, connect: Callable[[int], Comm]) -> None:
-    """Divides the sequences of an engine's model over neighbouring ranks, unless that is done.
-
-    Args:
-        connect (`Callable`): connects so many neighbouring ranks.
-    """
+    """Divides the sequences of an engine's model over as many neighbouring ranks as `connect` connects, unless that is
+    done."""
     if sequence_parallel_of(engine) is None:
         num_parts = engine.config.sequence_parallel
         refuse_group_size(num_parts, engine.comm.num_ranks)

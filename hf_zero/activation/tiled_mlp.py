@@ -175,12 +175,7 @@ class _TiledForward(Uncopyable):
         return -(-given.shape[:-1].numel() // int(self._num_tiles))
 
     def forward(self, given: Tensor, size: int) -> Tensor:
-        """Returns the output, without gradients.
-
-        Args:
-            given (`Tensor`): the input, `(..., hidden_size)`.
-            size (`int`): of a tile, in tokens.
-        """
+        """Returns the output for an input `(..., hidden_size)`, without gradients, by tiles of so many tokens."""
         out: Tensor | None = None
         with torch.no_grad(), _casting(given, autocast_dtype(given.device.type)):
             for rows, tile in tiles_of(given, size):

@@ -62,11 +62,8 @@ def plan_prompts(engine: ZeroEngine) -> StagedFiles | None:
 
 
 def load_adapters(engine: ZeroEngine, folder: str) -> None:
-    """Reads the adapters that `save_adapters` or PEFT wrote; every rank reads its own ranges. All ranks call it.
-
-    Args:
-        folder (`str`): where they lie; every adapter but "default" has a folder of its own there.
-    """
+    """Reads the adapters that `save_adapters` or PEFT wrote, every rank its own ranges; all but "default" have folders
+    of their own in `folder`. All ranks call it."""
     model = engine.model
     prompts = _prompt_keys(model)
     if prompts and os.path.isfile(os.path.join(folder, PROMPTS_NAME)):

@@ -93,11 +93,7 @@ class SafetensorsFile:
         return written
 
     def write_bytes(self, name: str, after: RangeChecksum, view: memoryview) -> RangeChecksum:
-        """Writes bytes of one tensor behind a range of it.
-
-        Args:
-            after (`RangeChecksum`): what was written before; it may be empty.
-        """
+        """Writes bytes of one tensor behind a range of it, which may be empty."""
         begin, nbytes, crc = after
         offset = self.layout.offsets[name] + begin + nbytes
         try:

@@ -29,11 +29,8 @@ def make_folder(folder: Path) -> None:
 
 
 def make_staged(folder: Path) -> int:
-    """Makes a temporary folder for a save.
-
-    Returns:
-        `int`: a descriptor that marks it as in use until it is closed, or its process ends however it does.
-    """
+    """Makes a temporary folder for a save. Returns a descriptor that marks it as in use until it is closed, or its
+    process ends however it does."""
     folder.mkdir()
     # A file of its own: network file systems lock no folders, and nothing that is not open for writing.
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
@@ -104,11 +101,8 @@ def remove_left_over(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader finds either the old content or the new one, also after a crash.
-
-    Args:
-        path (`Path`): of the file; another one stands beside it for a moment.
-    """
+    """Writes a file so that a reader finds either the old content or the new one, also after a crash. Another file
+    stands beside it for a moment."""
     new = path.with_name(f"_{path.name}.new")  # Trainer uploads nothing that begins so
     try:
         with open(new, "wb") as file:

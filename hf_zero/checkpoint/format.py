@@ -209,11 +209,8 @@ class RangeChecksum(NamedTuple):
 
 
 def crc_of_whole(ranges: Iterable[RangeChecksum], nbytes: int) -> int | None:
-    """Returns the CRC-32 of a tensor of `nbytes` bytes from those of `ranges`, in any order and possibly repeated.
-
-    Returns:
-        `int` or `None`: `None` where the ranges leave a gap, or overlap without being equal.
-    """
+    """Returns the CRC-32 of a tensor of `nbytes` bytes from those of `ranges`, in any order and possibly repeated;
+    `None` where they leave a gap, or overlap without being equal."""
     crc, position = 0, 0
     for part in sorted(set(ranges)):
         if part.begin == position:

@@ -148,11 +148,8 @@ def _from_pretrained(auto_class: Any, name: str, kwargs: dict[str, Any]) -> Any:
 
 
 def quantizer_of(settings: Any) -> str | None:
-    """Returns the quantizer that a quantization config names, or `None` when the weights become ordinary tensors.
-
-    Args:
-        settings: a config of transformers' quantizers, its dict as in `config.json`, or `None`.
-    """
+    """Returns the quantizer that a config of transformers' quantizers names, or its dict as in `config.json`; `None`
+    when the weights become ordinary tensors."""
     if settings is None:
         return None
     known = settings if isinstance(settings, Mapping) else vars(settings)

@@ -74,11 +74,7 @@ def replicate_ranges(
     files: WeightFiles,
     ranges: list[Ranges],
 ) -> None:
-    """Copies every range to the files of every folder that lacks it. Collective.
-
-    Args:
-        ranges (`list[Ranges]`): by rank, what was written.
-    """
+    """Copies every range, by the rank that has written it, to the files of every folder that lacks it. Collective."""
     failures: list[Exception] = []
     if groups.is_writer:
         with OpenFiles(folder, files, writable=True) as opened:
@@ -91,11 +87,7 @@ def replicate_ranges(
 
 
 def replicate_files(comm: Comm, subject: str, groups: FilesystemGroups, folder: Path, known: set[str]) -> None:
-    """Copies small files to every folder that lacks them. Collective.
-
-    Args:
-        known (`set[str]`): files, relative to it, that all groups have already.
-    """
+    """Copies small files, but for those that all groups have, to every folder that lacks them. Collective."""
 
     def read() -> dict[str, bytes]:
         paths = [path for path in folder.rglob("*") if path.is_file()] if groups.is_writer else []

@@ -294,11 +294,8 @@ class Checkpoint:
     def begin(
         cls, engine: ZeroEngine, folder: str | os.PathLike, weights: StagedFiles | None, state: StagedFiles | None
     ) -> "Checkpoint":
-        """Checks the space, and makes the temporary folder with all small files in it. Collective.
-
-        Args:
-            weights ([`StagedFiles`], *optional*): what `plan_weights` gives; `None` where the caller writes them.
-        """
+        """Checks the space, and makes the temporary folder with all small files in it. Collective. Weights are planned
+        by `plan_weights`, unless the caller writes them."""
         engine.check_before_save()
         parts = [part for part in (weights, state) if part is not None]
         return cls(Staged.open(connected(engine.comm), folder, parts), parts)
@@ -314,11 +311,8 @@ class Checkpoint:
         return self._staged.destination
 
     def finish(self, background: Snapshots | None = None, after: Callable[[], None] | None = None) -> None:
-        """Writes the tensors and gives the folder its name, on this thread or on another.
-
-        Args:
-            after (`Callable`, *optional*): called by one rank of each file system when the folder is complete in all.
-        """
+        """Writes the tensors and gives the folder its name, on this thread or on another. One rank of each file system
+        calls `after` when the folder is complete in all."""
         if background is None:
             self._write(after)
             return

@@ -219,11 +219,7 @@ def _checked(ranges: list[Ranges], files: WeightFiles, subject: str) -> Checksum
 @contextmanager
 def inside(staged: Path, folder: Path, *, replaces: Callable[[str], bool]) -> Iterator[None]:
     """Removes the checksums of a folder while files move into it, so that a mixture is not taken for damage, and
-    writes those of all its files afterwards.
-
-    Args:
-        replaces (`Callable[[str], bool]`): says of a file of a former save whether it goes now.
-    """
+    writes those of all its files afterwards. `replaces` says of a file of a former save whether it goes now."""
     new = ChecksumTable.read(staged)
     assert new is not None, f"{staged} has no table"
     try:
@@ -247,12 +243,8 @@ def move_into(source: Path, target: Path) -> None:
 
 @contextmanager
 def added(comm: Comm, folder: str | os.PathLike) -> Iterator[Path]:
-    """Gives a temporary folder whose small files are added to `folder` with their checksums at the end. Collective:
-    any rank may write into it, and an error on one rank is raised on all.
-
-    Args:
-        folder (`str` or `os.PathLike`): the destination, made where it is missing.
-    """
+    """Gives a temporary folder whose small files are added to `folder`, which is made where it is missing, with their
+    checksums at the end. Collective: any rank may write into it, and an error on one rank is raised on all."""
     staged = Staged.open(connected(comm), folder, [], inside=True)
     try:
         yield staged.path

@@ -86,11 +86,8 @@ class ChecksumTable:
 
     @classmethod
     def of_folder(cls, folder: Path, known: Checksums) -> "ChecksumTable":
-        """Computes the checksums of a folder's files, without reading tensors whose checksums are known.
-
-        Args:
-            known (`Checksums`): of safetensors files, taken while they were written.
-        """
+        """Computes the checksums of a folder's files, without reading tensors whose checksums were taken while they
+        were written."""
         names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         return cls({name: _sum_of(folder / name, known.get(name)) for name in sorted(names) if is_listed(name)})
 
@@ -217,11 +214,8 @@ class ChecksumTable:
             )
 
     def check_layout(self, folder: str | os.PathLike, name: str, layout: FileLayout) -> None:
-        """Compares the header of a safetensors file with the one that was saved.
-
-        Args:
-            name (`str`): its path in it. One that is not listed is not compared.
-        """
+        """Compares the header of a safetensors file with the one that was saved. A file that is not listed is not
+        compared."""
         expected, path = self.files.get(name), Path(folder) / name
         if expected is None or expected.tensors is None:
             return

@@ -60,14 +60,8 @@ def scan_file(path: str | os.PathLike) -> dict[str, TensorScan]:
 
 
 def check_finite(folder: str | os.PathLike, scans: Scans) -> int:
-    """Refuses NaN and infinity.
-
-    Returns:
-        `int`: how many tensors there are.
-
-    Raises:
-        `CheckpointError`: names the first file with such values, and the tensors.
-    """
+    """Refuses NaN and infinity, naming the first file with such values, and the tensors. Returns how many tensors
+    there are."""
     for file, found in scans.items():
         wrong = [scan for scan in found.values() if scan.num_nonfinite]
         bad = [f"{scan.entry.name} ({scan.num_nonfinite} of {scan.entry.numel})" for scan in wrong]
@@ -79,14 +73,8 @@ def check_finite(folder: str | os.PathLike, scans: Scans) -> int:
 
 
 def check_ties(folder: str | os.PathLike, scans: Scans, ties: Mapping[str, str]) -> int:
-    """Compares tensors that the model ties and that are stored under both names.
-
-    Args:
-        ties (`Mapping[str, str]`): name of a tied tensor to the name that it is tied to.
-
-    Returns:
-        `int`: how many pairs are stored twice, and agree.
-    """
+    """Compares tensors that the model ties, each to another name, and that are stored under both names. Returns how
+    many pairs there are."""
     of = {name: scan for found in scans.values() for name, scan in found.items()}
     pairs = [(target, source) for target, source in ties.items() if target in of and source in of]
     for target, source in pairs:

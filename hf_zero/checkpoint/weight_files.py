@@ -101,11 +101,8 @@ class WeightFiles:
         return self.layouts[self.file_of[tensor]].entries[tensor]
 
     def index_text(self, num_parameters: int) -> str:
-        """Returns the content of the index file, as transformers writes it.
-
-        Args:
-            num_parameters (`int`): elements of all parameters of the model, tied ones once.
-        """
+        """Returns the content of the index file, as transformers writes it. Of tied parameters the elements count
+        once."""
         total_nbytes = sum(layout.data_nbytes for layout in self.layouts.values())
         index = {
             "metadata": {"total_parameters": num_parameters, "total_size": total_nbytes},

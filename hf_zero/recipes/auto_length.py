@@ -61,12 +61,8 @@ def _length_before(settings: Settings) -> tuple[int | None, Path]:
 
 
 def with_same_length(settings: Settings, training: Any) -> Settings:
-    """Returns the settings with the length that rank 0 has found, which the training arguments get too. All ranks call
-    it: hosts may see other folders.
-
-    Args:
-        training (`TrainingArguments`): changed in place.
-    """
+    """Returns the settings with the length that rank 0 has found, which the training arguments get too, in place. All
+    ranks call it: hosts may see other folders."""
     if not settings.takes_longest:
         return settings
     length = gather_object([settings.length])[0]

@@ -101,11 +101,8 @@ def copy_rate(device: torch.device) -> Rate:
 
 
 def transfer_rate(device: torch.device, way: str) -> Rate:
-    """Measures copies between a device and page-locked memory of the host.
-
-    Args:
-        way (`str`): "up" to the device, or "down" to the host.
-    """
+    """Measures copies between a device and page-locked memory of the host: "up" to the device, or "down" to
+    the host."""
     bus = Bus(device, Counters())
     host = bus.empty(_nbytes(device), torch.uint8).zero_()
     here = torch.zeros(host.numel(), dtype=torch.uint8, device=device)

@@ -109,11 +109,8 @@ def _run_task_of(task: str, argv: list[str]) -> None:
 
 
 def make_tool_parser(tool: str) -> Parser:
-    """Builds the parser of one tool.
-
-    Returns:
-        [`Parser`]: It takes the tool's positional, if it has one, and the fields of its `Arguments` as keys.
-    """
+    """Builds the parser of one tool, which takes its positional, if it has one, and the fields of its `Arguments` as
+    keys."""
     module = TOOLS[tool].load()
     parser = parser_for(tool, TOOLS[tool].summary, [module.Arguments])
     if module.POSITIONAL:

@@ -33,20 +33,14 @@ class Example:
 
 
 def text_hash(text: str) -> str:
-    """Gives the SHA-256 of a text, in hex: the order and the split of a data set rest on it.
-
-    Returns:
-        `str`: 64 hexadecimal digits, the same on every machine.
-    """
+    """Gives the SHA-256 of a text in hex, the same on every machine: the order and the split of a data set
+    rest on it."""
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
 def is_test_hash(digest: str) -> bool:
-    """Says on which side of the train/test split a row lies.
-
-    Returns:
-        `bool`: True for about 20 % of all rows, and always the same for equal ones.
-    """
+    """Says on which side of the train/test split a row lies, by its hash: equal ones always on the same, and about 20
+    % of all to test on."""
     return int(digest[:8], 16) % 100 < TEST_PERCENT
 
 

@@ -160,11 +160,8 @@ def holds_model(folder: Path) -> bool:
 
 
 def left_in(folder: Path, *, with_model: bool) -> list[Path]:
-    """Returns the files and folders that an earlier run has left.
-
-    Args:
-        with_model (`bool`): Whether its model, and what belongs to that, are meant too.
-    """
+    """Returns the files and folders that an earlier run has left in its `output_dir`, with those of its model or
+    without."""
     with_model = with_model and holds_model(folder)
     checkpoints = checkpoints_in(folder)
     patterns = LEFT if with_model else (LOG_NAME, RESOLVED_NAME, HIDDEN_NAME, SAMPLES_NAME) if checkpoints else ()
@@ -207,11 +204,8 @@ def _is_longer(settings: Settings, folder: Path, end: int) -> bool:
 
 
 def finished(settings: Settings, training: ZeroTrainingArguments) -> str | None:
-    """Returns a message if this very run has ended before. All ranks call it.
-
-    Returns:
-        `str` or `None`: One line, the same on all ranks; `None` where there is something to do.
-    """
+    """Returns a line, the same on all ranks, if this very run has ended before; `None` where there is something to do.
+    All ranks call it."""
     message = _finished_message(settings, Path(training.output_dir))
     return next((each for each in gather_object([message]) if each is not None), None)
 

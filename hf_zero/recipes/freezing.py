@@ -27,11 +27,7 @@ class FreezingArguments:
 
 
 def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:
-    """Refuses keys that contradict each other.
-
-    Args:
-        use_peft (`bool`): Whether an adapter is trained, which freezes all of the model.
-    """
+    """Refuses keys that contradict each other. Beside an adapter all of the model is frozen."""
     for key in ("freeze", "unfreeze"):
         for pattern in filter(NUMBERS.search, getattr(arguments, key) or ()):
             raise ConfigError(

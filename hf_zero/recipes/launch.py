@@ -128,11 +128,7 @@ def _write_jobs(
 
 
 def run_rank(file) -> None:
-    """Runs the function of a job. Each process calls it.
-
-    Args:
-        file: Its job, open, at the function and its arguments.
-    """
+    """Runs the function of a job, whose file is open at the function and its arguments. Each process calls it."""
     silence()
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -71,11 +71,8 @@ def check_adapter(arguments: AdapterArguments) -> None:
 
 
 def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> None:
-    """Refuses what cannot work, before anything is loaded.
-
-    Args:
-        use_peft (`bool`): Whether an adapter is trained: quantized weights themselves are not.
-    """
+    """Refuses what cannot work, before anything is loaded. Quantized weights themselves are not trained, but an
+    adapter of them is."""
     is_quantized = arguments.load_in_4bit or arguments.load_in_8bit
     if is_quantized and not use_peft:
         raise ConfigError("load_in_4bit, load_in_8bit: quantized weights are not trained; add --use_peft")

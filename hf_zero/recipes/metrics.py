@@ -136,11 +136,8 @@ class Telemetry(TrainerCallback):
 
 
 def counts_of(batch: Mapping[str, Any]) -> tuple[Tensor | int, Tensor | int]:
-    """Counts the tokens of a batch without padding, and its rows. Packed rows are counted one by one.
-
-    Returns:
-        `tuple`: 0-d tensors on the batch's device, or numbers.
-    """
+    """Counts the tokens of a batch without padding, and its rows, in numbers or 0-d tensors on its device. Packed rows
+    are counted one by one."""
     ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if ids is None:
         return 0, next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)

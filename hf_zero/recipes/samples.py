@@ -64,11 +64,8 @@ class Samples:
         return cls(trainer, say, [row for row, _ in questions], [tokens for _, tokens in questions], generator)
 
     def before(self, *, resumes: bool) -> None:
-        """Lets the model answer before it is trained. All ranks call it.
-
-        Args:
-            resumes (`bool`): the model is to go on from a checkpoint; the answers are those that the run began with.
-        """
+        """Lets the model answer before it is trained. All ranks call it. Where it is to go on from a checkpoint, the
+        answers are those that the run began with."""
         if resumes:
             try:
                 kept = json.loads(self._path.read_text(encoding="utf-8"))

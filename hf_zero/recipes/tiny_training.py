@@ -68,12 +68,8 @@ def _relative(mine: Tensor, theirs: Tensor, *, each: bool) -> float:
 
 
 def tiny_llama(seed: int, attention: str = "eager") -> LlamaForCausalLM:
-    """Makes the model on the CPU, with random weights. Three blocks are one more than there are slots.
-
-    Args:
-        seed (`int`): Of the weights.
-        attention (`str`): The implementation of transformers. A device repeats eager attention bit for bit.
-    """
+    """Makes the model on the CPU, with random weights. Three blocks are one more than there are slots. A device
+    repeats eager attention bit for bit."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -149,11 +145,7 @@ def train_sharded(
 def train_job(
     model: nn.Module, job: TrainingJob, rank: int, device: torch.device, shard: Callable[..., Any], config: Any
 ) -> Trained:
-    """Shards a model as a [`TrainingJob`] says, and trains it.
-
-    Args:
-        model (`nn.Module`): On the device; it stays sharded.
-    """
+    """Shards a model, which stays sharded, as a [`TrainingJob`] says, and trains it."""
     shard(model, config)
     optimizer = ShardedOptimizer(model, make_inner(job.optimizer, model.parameters()))
     return train_sharded(model, optimizer, rank, device, range(NUM_STEPS), clips=job.optimizer != "sgd")

@@ -129,11 +129,8 @@ def facts_of(trainer: Trainer, memory: Iterable[MemoryReport] = (), **given: Any
 
 
 def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
-    """Collects the facts in the JSON files of a folder: configs, the manifest of its state, the trainer's state.
-
-    Args:
-        folder (`Path`): a model or an adapter; its newest checkpoint is asked too.
-    """
+    """Collects the facts in the JSON files of a folder and of its newest checkpoint: configs, the manifest of its
+    state, the trainer's state."""
     sources = (folder, *checkpoints_in(folder))
     config, adapter = _json(folder / "config.json"), _json(folder / "adapter_config.json")
     state = next(filter(None, (_json(source / "trainer_state.json") for source in sources)), {})

@@ -65,11 +65,7 @@ NUM_TRIED_STEPS = 1000  # of a schedule whose length is not known yet
 
 
 def check_arguments(settings: Settings) -> None:
-    """Refuses the first setting that cannot work.
-
-    Args:
-        settings (`Mapping[str, Any]`): the fields of the training arguments, parsed but not yet acted upon.
-    """
+    """Refuses the first setting that cannot work, of training arguments that are parsed but not yet acted upon."""
     for check in CHECKS:
         problem = check(settings)
         if problem is not None:

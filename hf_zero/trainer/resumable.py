@@ -85,10 +85,7 @@ def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Ch
 
 def fault_of(folder: Path, *, reads_tensors: bool) -> CheckpointError | None:
     """Returns the reason why a run cannot resume from a checkpoint, or `None`. All ranks call it, and get the same.
-
-    Args:
-        reads_tensors (`bool`): reads the tensors, too. Otherwise they are compared when they are loaded.
-    """
+    Where the tensors are not read, they are compared when they are loaded."""
     sees = gather_object([folder.is_dir()])
     if not all(sees):
         found = "is not seen by every rank" if any(sees) else "does not exist"

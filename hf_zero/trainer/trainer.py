@@ -237,11 +237,8 @@ def _check_schedule(cls: type, given: dict[str, Any]) -> None:
 
 
 def _refuse_model(name: str, model: nn.Module, args: ZeroArgumentsMixin, *, is_ready: bool) -> None:
-    """Refuses a loaded model that cannot be sharded before anything is done with it.
-
-    Args:
-        is_ready (`bool`): what requires gradients now is what will be trained.
-    """
+    """Refuses a loaded model that cannot be sharded before anything is done with it. What requires gradients now is
+    what will be trained, where it `is_ready`."""
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise ConfigError(f"{name}: was loaded with device_map, which spreads it over devices; load it without")
     if args.zero_stage == 3:

@@ -127,14 +127,8 @@ def read_template(path: str) -> str:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list | None, *, is_prompt: bool = False
 ) -> str:
-    """Writes a chat as the model reads it.
-
-    Args:
-        is_prompt (`bool`): adds what comes before an answer of the assistant.
-
-    Raises:
-        BadRow: the template refuses the messages, or would leave tools out.
-    """
+    """Writes a chat as the model reads it, with what comes before an answer of the assistant where it `is_prompt`.
+    Raises [`BadRow`] where the template refuses the messages, or would leave tools out."""
     if tokenizer.chat_template == DEFAULT_TEMPLATE and (tools or any(turn.get("tool_calls") for turn in messages)):
         raise BadRow("it has tools, which our default chat template does not write; give --chat_template_path a file")
     try:

@@ -285,11 +285,8 @@ def _num_overlong(file: Path, separator: str) -> int:
 def shuffled(
     rows: datasets.IterableDataset, arguments: SourceArguments, training: TrainingArguments
 ) -> datasets.IterableDataset:
-    """Rows in an order as random as a buffer of them can make it, and their files; the same in every process.
-
-    Args:
-        training (`TrainingArguments`): with the seed, and the sampling strategy: "sequential" leaves the order.
-    """
+    """Rows in an order as random as a buffer of them can make it, and their files; the same in every process. The
+    sampling strategy "sequential" leaves the order."""
     if training.train_sampling_strategy == "sequential":
         return rows
     seed = training.seed if training.data_seed is None else training.data_seed
