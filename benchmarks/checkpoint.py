@@ -21,14 +21,13 @@ from pathlib import Path
 from benchmarks.checkpoint_names import SAVING_MODES, why_left_out
 from benchmarks.checkpoint_report import print_report, summarize
 from benchmarks.compare import rotated
-from benchmarks.launch import remove_shared_memory, run_group, shared_memory_files
+from benchmarks.launch import LEFT_BY_PEERS, remove_shared_memory, run_group, shared_memory_files
 from benchmarks.machine import describe_machine, one_line
 from benchmarks.workload import SIZES, Workload
 from tests.distributed import RemoteError
 
 
 _WORKER = "benchmarks.checkpoint_worker"
-_LEFT_BY_PEERS = ("deepspeed",)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,7 +164,7 @@ class Measurement:
                 entry["error"] = f"{label}: {error}"
             return None
         finally:
-            left = remove_shared_memory(before, _LEFT_BY_PEERS)
+            left = remove_shared_memory(before, LEFT_BY_PEERS)
             if left:
                 entry.setdefault("left_in_shared_memory", []).extend(left)
             free = f"{shutil.disk_usage(self.folder).free / 2**30:.0f} GiB free"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.launch import BACKENDS, remove_shared_memory, run_group, shared_memory_files
+from benchmarks.launch import BACKENDS, LEFT_BY_PEERS, remove_shared_memory, run_group, shared_memory_files
 from benchmarks.machine import describe_machine, one_line
 from benchmarks.names import ALL_MODES, missing_package, parse_mode
 from benchmarks.report import bytes_table, ratios_table, summarize, time_table
@@ -25,7 +25,6 @@ from tests.hosts.network import Host
 
 
 DEFAULT_MODES = "hf_zero-0,hf_zero-1,hf_zero-2,hf_zero-3,ddp,fsdp2"
-_LEFT_BY_PEERS = ("deepspeed",)  # names in /dev/shm that a peer does not remove itself
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,7 +166,7 @@ def attempt(
         print(f"{name} {workload.dtype}: {error}", file=sys.stderr)
         return
     finally:
-        left = remove_shared_memory(before, _LEFT_BY_PEERS)
+        left = remove_shared_memory(before, LEFT_BY_PEERS)
     if left:
         entry.setdefault("left_in_shared_memory", []).extend(left)
         print(f"{name}: new in /dev/shm after the run: {', '.join(left)}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -41,6 +42,18 @@ def reset_resident_peak() -> None:
 
 def resident_nbytes() -> int:
     return _field("/proc/self/status", "VmRSS:") * 1024
+
+
+def resident_nbytes_at(starts: Collection[int]) -> int:
+    """Resident bytes of the mappings that begin at these addresses: what of them was ever written."""
+    total, is_wanted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            is_wanted = int(first.partition("-")[0], 16) in starts
+        elif first == "Rss:" and is_wanted:
+            total += int(rest[0]) * 1024
+    return total
 
 
 def dirtied_nbytes() -> int:

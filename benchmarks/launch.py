@@ -11,6 +11,8 @@ from tests.distributed import run_new_ranks
 from tests.hosts.network import Host
 
 
+LEFT_BY_PEERS = ("deepspeed",)  # names in /dev/shm that a peer does not remove itself
+
 # FSDP2's host tensors and the norms of them are reduced by gloo, those of a GPU by nccl
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 

@@ -1,7 +1,7 @@
 """Finds how long sequences may be: peak tensor bytes and step time by length, mode by mode.
 
     python -m benchmarks.long --json out.json
-    python -m benchmarks.long --sizes small-128k --rounds 2 --timed 512 --modes fsdp2,hf_zero-3@chunked_loss=on
+    python -m benchmarks.long --times --timed 512 --modes ddp,fsdp2,hf_zero-3,hf_zero-3@chunked_loss=auto
 
 See `benchmarks/README.md` for what each figure means and how it is taken.
 """
@@ -15,14 +15,14 @@ import time
 from statistics import median
 
 from benchmarks import compare
-from benchmarks.launch import run_group
+from benchmarks.launch import LEFT_BY_PEERS, remove_shared_memory, run_group, shared_memory_files
 from benchmarks.machine import describe_machine, one_line
 from benchmarks.report import MIB, markdown, round_median
 from benchmarks.workload import SIZES, Workload
 from tests.distributed import RemoteError
 
 
-DEFAULT_SIZES = "small,small-128k"
+DEFAULT_SIZES = "small-128k,small"
 WARMUP_TOKENS = 64  # of the steps before those that are counted
 SKIPPED_NUMEL = 2**16  # elements of tensors that are not computed while bytes are counted
 DEFAULT_LENGTHS = "512,2048,4096,8192,16384"
@@ -55,21 +55,23 @@ def main(argv: list[str] | None = None) -> int:
     report = {"machine": describe_machine(), "settings": vars(options) | {"json": None}, "results": {}}
     print(one_line(report["machine"]))
     modes = compare.present_modes(options.modes)
+    entries: list[dict] = []
     for size in options.sizes:
         print(f"\n## {size} ({SIZES[size].num_parameters / 1e6:.1f} M, {SIZES[size].vocab} words), {options.dtype}")
         counted: dict[str, dict] = {}
-        report["results"][size] = {"counted": counted}
+        timed: dict[int, dict] = {}
+        report["results"][size] = {"counted": counted, "timed": timed}
         for name in () if options.times else modes:
             counted[name] = _count(name, size, options)
             _write(report, options)  # a run that is broken off keeps what it has
         if counted:
             print(f"\n{peaks_table(counted, options.lengths)}\n\n{longest_table(counted, options)}", flush=True)
-        timed = {length: _time(modes, size, length, options) for length in options.timed if options.rounds}
-        for length, raw in timed.items():
-            print(f"\n{length} tokens:\n\n{time_table(raw, options.reference)}", flush=True)
-        report["results"][size] |= {"timed": timed}
-        _write(report, options)
-    return int(any("error" in entry for size in report["results"].values() for entry in size["counted"].values()))
+        for length in options.timed if options.times else ():
+            timed[length] = _time(modes, size, length, options)
+            print(f"\n{length} tokens:\n\n{time_table(timed[length], options.reference)}", flush=True)
+            _write(report, options)
+        entries += [*counted.values(), *(entry for raw in timed.values() for entry in raw.values())]
+    return int(any(entry.get("error") for entry in entries))
 
 
 def _write(report: dict, options: argparse.Namespace) -> None:
@@ -80,15 +82,14 @@ def _write(report: dict, options: argparse.Namespace) -> None:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long", description=__doc__.splitlines()[0])
     compare.add_arguments(parser, modes=",".join(DEFAULT_MODES), references="fsdp2")
-    parser.set_defaults(rounds=0, steps=1, warmup=1, timeout=1800)
+    parser.set_defaults(rounds=2, steps=1, warmup=1, timeout=1800)
     parser.add_argument("--sizes", default=DEFAULT_SIZES, help="default: %(default)s")
     parser.add_argument("--lengths", default=DEFAULT_LENGTHS, help="tokens whose bytes are counted (%(default)s)")
-    parser.add_argument("--timed", default="512,2048", help="tokens of the steps that --rounds times (%(default)s)")
+    parser.add_argument("--most_tokens", type=int, default=32768, help="longer ones are not tried (%(default)s)")
+    parser.add_argument("--most_mib", type=int, default=4096, help="nor those with which a rank has more resident")
     parser.add_argument("--budget_mib", type=int, default=2048, help="in which the longest sequence is sought")
-    parser.add_argument(
-        "--most_mib", type=int, default=3584, help="a rank's, with the host's: above it none are counted"
-    )
-    parser.add_argument("--times", action="store_true", help="times steps alone, without counting bytes")
+    parser.add_argument("--times", action="store_true", help="times steps and counts no bytes")
+    parser.add_argument("--timed", default="512", help="tokens of the steps that --times takes (%(default)s)")
     parser.add_argument("--computed", action="store_true", help="counts while all is computed, which takes long")
     options = compare.checked(parser, parser.parse_args(argv))
     options.sizes = options.sizes.split(",") if not options.smoke else ["smoke"]
@@ -113,9 +114,10 @@ def _count(name: str, size: str, options: argparse.Namespace) -> dict:
         "lengths": options.lengths,
         "skips": 0 if options.computed else SKIPPED_NUMEL,
     }
-    spec |= {"budget_nbytes": options.budget_mib * MIB, "most_nbytes": options.most_mib * MIB}
+    spec |= {"budget_nbytes": options.budget_mib * MIB}
+    spec |= {"most_nbytes": options.most_mib * MIB, "most_tokens": options.most_tokens}
     spec |= {"warmup": max(2, options.warmup), "device": options.device, "threads": options.threads}
-    start = time.monotonic()
+    before, start = shared_memory_files(), time.monotonic()
     try:
         ranks = run_group(
             "benchmarks.long_worker:count_lengths",
@@ -126,9 +128,11 @@ def _count(name: str, size: str, options: argparse.Namespace) -> dict:
     except RemoteError as error:
         print(f"{name} {size}: {error}", file=sys.stderr, flush=True)
         return {"error": str(error)}
-    found, seconds = ranks[0], time.monotonic() - start
-    print(f"  {size} {name}: longest {found['longest']}, {seconds:.1f} s in all", file=sys.stderr, flush=True)
-    return found
+    finally:
+        remove_shared_memory(before, LEFT_BY_PEERS)
+    found, seconds = ranks[0], round(time.monotonic() - start, 1)
+    print(f"  {size} {name}: longest {found['longest']}, {seconds} s in all", file=sys.stderr, flush=True)
+    return found | {"seconds": seconds}
 
 
 def _time(modes: list[str], size: str, length: int, options: argparse.Namespace) -> dict[str, dict]:

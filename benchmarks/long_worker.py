@@ -8,6 +8,7 @@ import functools
 import gc
 import mmap
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class SkippedWork(TorchDispatchMode):
     def __init__(self, min_numel: int):
         super().__init__()
         self._min_numel = min_numel
+        self._forms: dict[tuple, Any] = {}  # what an operator makes, or `None` where it computes, by what it is given
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -45,15 +47,22 @@ class SkippedWork(TorchDispatchMode):
             return kwargs["out"].zero_()
         if func.overloadpacket in IN_PLACE and args[0].numel() >= self._min_numel:
             return args[0]
-        if not _makes_tensors(func) or not any(isinstance(each, torch.Tensor) for each in tree_leaves(args)):
+        if not _makes_tensors(func):
             return func(*args, **kwargs)
+        key = func, _form(args), _form(tuple(kwargs.items()))
+        if key not in self._forms:
+            self._forms[key] = self._skipped(func, args, kwargs)
+        made = self._forms[key]
+        return func(*args, **kwargs) if made is None else tree_map_only(torch.Tensor, _zeros, made)
+
+    def _skipped(self, func, args, kwargs):
+        """What an operator makes, without values; `None` where it is to be computed."""
+        if not any(isinstance(each, torch.Tensor) for each in tree_leaves(args)):
+            return None
         shapes = func(*_on_meta(args), **_on_meta(kwargs))
         made = [each for each in tree_leaves(shapes) if isinstance(each, torch.Tensor)]
-        if max((each.numel() for each in made), default=0) < self._min_numel or not all(
-            each.is_floating_point() or each.numel() < self._min_numel for each in made
-        ):
-            return func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, _zeros, shapes)
+        large = [each for each in made if each.numel() >= self._min_numel]
+        return shapes if large and all(each.is_floating_point() for each in large) else None
 
 
 @functools.cache
@@ -63,6 +72,15 @@ def _makes_tensors(func: torch._ops.OpOverload) -> bool:
     return not _NO_SHAPE & set(func.tags) and all(
         each.alias_info is None for each in (*schema.arguments, *schema.returns)
     )
+
+
+def _form(value) -> tuple:
+    """What says in which form an operator's results are."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(_form(each) for each in value)
+    return type(value), value
 
 
 def _on_meta(values):
@@ -89,13 +107,15 @@ def count_lengths(spec: dict, rank: int) -> dict:
 
     Args:
         spec: as for `benchmarks.worker`, whose steps come first; and `lengths`, ascending; `budget_nbytes`;
-            `most_nbytes`, which a step may take with what it sends to the host: longer sequences are not tried;
+            `most_nbytes` and `most_tokens`: longer sequences are not tried, nor those with which a process would have
+            more memory resident;
             `skips`: from how many elements on tensors are not computed, see `SkippedWork`; 0 computes all.
         rank: of this process.
 
     Returns:
         `peaks`, `rests` and `hosts`: bytes by length, of the rank that has most, without those on the host and of
-        these alone. `longest`: the longest sequence within the budget, and `is_bounded`: whether a longer one was
+        these alone. `residents`: the most memory a process had resident, which is less where tensors are not computed.
+        `longest`: the longest sequence within the budget, and `is_bounded`: whether a longer one was
         found not to fit.
     """
     meter = TensorMeter()
@@ -104,13 +124,13 @@ def count_lengths(spec: dict, rank: int) -> dict:
         stepper.run(spec["warmup"])
         if spec["skips"]:
             stack.enter_context(SkippedWork(spec["skips"]))
-        counted = _Counted(stepper, meter)
+        counted = _Counted(stepper, meter, spec["most_nbytes"], spec["most_tokens"])
         for length in spec["lengths"]:
-            if counted.line("wholes").at(length) > spec["most_nbytes"]:
+            if not counted.has_room_for(length):
                 break
             counted.count(length)
-        longest, is_bounded = _longest(counted, spec["budget_nbytes"], spec["most_nbytes"])
-    found = {"peaks": counted.peaks, "rests": counted.rests, "hosts": counted.hosts}
+        longest, is_bounded = _longest(counted, spec["budget_nbytes"])
+    found = {name: getattr(counted, name) for name in ("peaks", "rests", "hosts", "residents")}
     return {**found, "longest": longest, "is_bounded": is_bounded}
 
 
@@ -132,16 +152,17 @@ class _Line:
 class _Counted:
     """The lengths that were counted, with the same numbers on all ranks."""
 
-    def __init__(self, stepper: Stepper, meter: TensorMeter):
+    def __init__(self, stepper: Stepper, meter: TensorMeter, most_nbytes: int, most_tokens: int):
         self.peaks: dict[int, int] = {}
         self.rests: dict[int, int] = {}
         self.hosts: dict[int, int] = {}
+        self.residents: dict[int, int] = {}
         self._stepper, self._meter = stepper, meter
+        self._most_nbytes, self.most_tokens = most_nbytes, most_tokens
 
-    @property
-    def wholes(self) -> dict[int, int]:
-        """What a step takes with what it sends to the host, by length."""
-        return {length: peak + self.hosts[length] for length, peak in self.peaks.items()}
+    def has_room_for(self, length: int) -> bool:
+        """Whether a step of this length may be tried."""
+        return length <= self.most_tokens and self.line("residents").at(length) <= self._most_nbytes
 
     def line(self, name: str, near: int | None = None) -> _Line:
         """The line through two counted lengths: the longest, or those whose bytes are nearest to `near`."""
@@ -164,6 +185,7 @@ class _Counted:
         gc.collect()
         dist.barrier()
         self._meter.mark(f"begin-{name}")
+        counters.reset_resident_peak()
         stepper.step(look=True)
         dist.barrier()
         self._meter.mark(f"end-{name}")
@@ -171,14 +193,15 @@ class _Counted:
         span = self._meter.span(f"begin-{name}", f"end-{name}")
         beside = counters.shared_nbytes() - stepper.host_nbytes  # what is offloaded does not count
         found = (span.peak_nbytes + beside, span.end_nbytes + beside, stepper.host_nbytes)
+        found += (counters.resident_peak_nbytes(),)
         most = torch.tensor(found, dtype=torch.float64)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        for by_length, value in zip((self.peaks, self.rests, self.hosts), most):
+        for by_length, value in zip((self.peaks, self.rests, self.hosts, self.residents), most):
             by_length[length] = int(value)
         return self.peaks[length]
 
 
-def _longest(counted: _Counted, budget_nbytes: int, most_nbytes: int) -> tuple[int, bool]:
+def _longest(counted: _Counted, budget_nbytes: int) -> tuple[int, bool]:
     """Finds the longest sequence that fits, to a thirty-second of it and multiples of 64 tokens.
 
     Peaks grow with the length by a straight line in which there are few bends, so what is tried next is where the line
@@ -192,10 +215,10 @@ def _longest(counted: _Counted, budget_nbytes: int, most_nbytes: int) -> tuple[i
             return low, True
         guess = counted.line("peaks", near=budget_nbytes).reaches(budget_nbytes)
         if high is None:
-            guess = min(guess, 2 * low)
+            guess = min(guess, 2 * low, counted.most_tokens)
         elif not low < guess < high:
             guess = (low + high) / 2
         length = max(low + step, int(guess) // 64 * 64)
-        if counted.line("wholes").at(length) > most_nbytes:
+        if not counted.has_room_for(length):
             return low, False
         counted.count(length)

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from benchmarks import counters
+
 
 def storage_nbytes(tensors: Iterable) -> int:
     """Bytes of the storages behind some tensors, each once; what is no tensor of main memory counts nothing."""
@@ -27,9 +29,10 @@ def storage_nbytes(tensors: Iterable) -> int:
 
 
 def hf_zero_host_nbytes(engine, optimizer) -> int:
-    """What the engine's bus has handed out, and the optimizer state of what rests away."""
+    """What was written of what the engine's bus has handed out, and the optimizer state of what rests away."""
     state = [optimizer.state.get(run.param, {}) for run in optimizer.slices if run.unit.is_away]
-    return engine.bus.host_nbytes + storage_nbytes(value for values in state for value in values.values())
+    written = counters.resident_nbytes_at(engine.bus._memory)
+    return written + storage_nbytes(value for values in state for value in values.values())
 
 
 def fsdp2_host_nbytes(model, optimizer) -> int:
@@ -65,5 +68,5 @@ def _device_peak(rank: dict) -> int | None:
         return rank["device_peak_nbytes"]
     if rank["tensors"] is None:
         return None
-    # shared memory holds what the bus has handed out, too, as far as it was ever written
+    # shared memory holds what was written of the bus's, too
     return max(0, rank["tensors"]["peak_nbytes"] + rank["shared_nbytes"] - rank["host_nbytes"])
