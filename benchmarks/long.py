@@ -85,7 +85,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.set_defaults(rounds=2, steps=1, warmup=1, timeout=1800)
     parser.add_argument("--sizes", default=DEFAULT_SIZES, help="default: %(default)s")
     parser.add_argument("--lengths", default=DEFAULT_LENGTHS, help="tokens whose bytes are counted (%(default)s)")
-    parser.add_argument("--most_tokens", type=int, default=32768, help="longer ones are not tried (%(default)s)")
+    parser.add_argument("--most_tokens", type=int, default=16384, help="longer ones are not tried (%(default)s)")
     parser.add_argument("--most_mib", type=int, default=4096, help="nor those with which a rank has more resident")
     parser.add_argument("--budget_mib", type=int, default=2048, help="in which the longest sequence is sought")
     parser.add_argument("--times", action="store_true", help="times steps and counts no bytes")
