@@ -5,7 +5,7 @@ import sys
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
-from hf_zero.recipes.early import pass_over_unused, refuse_early, say_importing
+from hf_zero.recipes.early import importing, pass_over_unused, refuse_early
 from hf_zero.recipes.listing import listed, summaries
 from hf_zero.recipes.parser import Parser, parser_for, program, unknown_task_message
 from hf_zero.recipes.silence import silence
@@ -66,7 +66,8 @@ def _main(argv: list[str]) -> None:
         return
     if argv[0] in TOOLS:
         if argv[0] not in ("list", "migrate"):
-            say_importing(argv[0])
+            with importing(argv[0]):
+                TOOLS[argv[0]].load()
         run_tool(argv[0], argv[1:])
     else:
         _run_task_of(argv[0], argv[1:])
@@ -76,10 +77,10 @@ def _run_task_of(task: str, argv: list[str]) -> None:
     if task not in TASKS:
         raise ConfigError(unknown_task_message(task, (*TASKS, *TOOLS)))
     refuse_early(argv)
-    say_importing(task)
-    from hf_zero.recipes.earlier_run import check_resume
-    from hf_zero.recipes.run import run_task
-    from hf_zero.recipes.settings import resolve_settings
+    with importing(task):
+        from hf_zero.recipes.earlier_run import check_resume
+        from hf_zero.recipes.run import run_task
+        from hf_zero.recipes.settings import resolve_settings
 
     settings = resolve_settings(task, argv)
     if settings.takes_longest and settings.preprocess:

@@ -1,6 +1,9 @@
 """What is wrong with a command line before torch and transformers are imported, which takes seconds."""
 
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hf_zero.errors import DataError
@@ -38,7 +41,22 @@ def pass_over_unused(argv: list[str]) -> None:
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as the import system has it
 
 
-def say_importing(what: str) -> None:
-    """Says to the terminal of a user, who waits, what takes so long."""
-    if sys.stderr.isatty() and "torch" not in sys.modules:
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Says to the terminal of a user, who waits, what takes so long, and leaves no garbage to be looked for in what is
+    imported inside: its objects stay, and looking through them took a tenth of the time.
+
+    Args:
+        what (`str`): the task or tool that imports.
+    """
+    if "torch" in sys.modules or not gc.isenabled():  # what others have made may be garbage
+        yield
+        return
+    if sys.stderr.isatty():
         print(f"{program()} {what}: importing torch and transformers", file=sys.stderr, flush=True)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
