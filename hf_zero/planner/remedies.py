@@ -12,7 +12,7 @@ from hf_zero.planner.prediction import Prediction
 
 
 # How many ranks may share each sequence.
-SHARING = (2, 4, 8)
+GROUP_SIZES = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Remedy:
         """Whether the run fits with the flags."""
         return self.after.needed_nbytes <= self.limit
 
+    @property
+    def text(self) -> str:
+        """The flags as they are given on the command line."""
+        return " ".join(flag.text for flag in self.flags)
+
     def render(self) -> str:
         """Returns two lines: what takes the memory, and which flags to add."""
         step, after = self.before.step, size_text(self.after.needed_nbytes)
@@ -60,11 +65,10 @@ class Remedy:
         largest_first = sorted(taken.items(), key=lambda pair: -pair[1])
         parts = ", ".join(f"{name} take {size_text(max(0, nbytes))}" for name, nbytes in largest_first)
         needed = size_text(self.before.needed_nbytes)
-        lines = [f"does not fit into {size_text(self.limit)}, which tensors may take: of {needed} {parts}"]
-        flags = " ".join(flag.text for flag in self.flags)
+        lines = [f"it does not fit into {size_text(self.limit)}, which tensors may take: of {needed} {parts}"]
         if self.fits:
-            return "\n".join([*lines, f"it fits with {flags}: {after}"])
-        least = f"with {flags} it takes {after}" if flags else "no flags take less"
+            return "\n".join([*lines, f"it fits with {self.text}: {after}"])
+        least = f"with {self.text} it takes {after}" if self.flags else "no flags take less"
         return "\n".join([*lines, nothing_fits(least)])
 
 
@@ -86,7 +90,7 @@ def further_flags(prediction: Prediction) -> Iterator[Flag]:
         yield Flag("--gradient_checkpointing", checkpoints=True)
     if not config.offload_activations:
         yield Flag("--zero_offload_activations", {"offload_activations": True})
-    for parts in SHARING:
+    for parts in GROUP_SIZES:
         if parts > config.sequence_parallel and num_ranks % parts == 0:
             yield Flag(f"--zero_sequence_parallel {parts}", {"sequence_parallel": parts})
     if config.offload == "none":

@@ -13,9 +13,10 @@ from accelerate.utils import gather_object
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.artifacts import configuration_of
 from hf_zero.recipes.earlier_run import holds_model
+from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.planned_run import device_nbytes
 from hf_zero.recipes.planned_tasks import planned
-from hf_zero.recipes.settings import AUTO, NEVER, Settings, with_length
+from hf_zero.recipes.settings import NEVER, Settings, with_length
 from hf_zero.trainer.disk_space import checkpoints_in
 
 

@@ -111,15 +111,17 @@ class ClusterArguments:
         return Cluster(device, self.hosts, self.gpus_per_host, dtype)
 
 
-def time_of(arguments: Any, run: PlannedRun, prediction: Prediction, remedy_of: Callable[[], Remedy | None]) -> str:
+def time_of(
+    arguments: Any, run: PlannedRun, prediction: Prediction, remedy_of: Callable[[], Remedy | None]
+) -> tuple[str, bool]:
     """Returns what to print of the time of a step; with `--table` of all ways to train, and which one to take. Where
-    none of these fits, and without a table, the flags that make the run fit follow.
+    none of these fits, and without a table, the flags that make the run fit follow. And returns whether anything fits.
 
     Args:
         arguments: of `plan`.
         run ([`PlannedRun`]): on a cluster.
         prediction (`Prediction`): as it was asked for.
-        remedy_of (`Callable`): finds these flags, which are not for programs.
+        remedy_of (`Callable`): finds these flags; `None` where the run fits.
 
     Raises:
         ConfigError: nothing is known of the time.
@@ -153,16 +155,16 @@ def time_of(arguments: Any, run: PlannedRun, prediction: Prediction, remedy_of: 
             gradient_checkpointing=run.gradient_checkpointing,
             watch=_with_progress,
         )
-    if arguments.json:
-        return json_of(throughput, ranking, run.num_tokens)
     found = remedy_of() if ranking is None or ranking.best is None else None
-    remedy = "" if found is None else found.render()
+    fits = found is None or found.fits
+    if arguments.json:
+        return json_of(throughput, ranking, found, run.num_tokens), fits
     if ranking is not None:
-        return f"{throughput.render()}\n{ranking.render(remedy)}"
-    fits = "fits" if throughput.fits(memory) else "does not fit"
-    hint = "--table compares all stages, offloads and micro-batches"
+        return f"{throughput.render()}\n{ranking.render('' if found is None else found.render())}", fits
     usable = f"{USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB, which tensors may take"
-    return "\n".join(filter(None, [throughput.render(), f"it {fits} into {usable}; {hint}", remedy]))
+    verdict = f"it fits into {usable}" if found is None else found.render()
+    hint = "--table compares all stages, offloads and micro-batches"
+    return "\n".join([throughput.render(), verdict, hint]), fits
 
 
 def _with_progress(ways: list) -> Iterable:
@@ -178,11 +180,14 @@ def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throu
     return Throughput(prediction, run.cluster, num_rows // run.rows_of_one, num_items, unit)
 
 
-def json_of(throughput: Throughput, ranking: Ranking | None, num_tokens: int) -> str:
-    """Returns what was predicted, of rows of so many tokens, as JSON."""
+def json_of(throughput: Throughput, ranking: Ranking | None, remedy: Remedy | None, num_tokens: int) -> str:
+    """Returns what was predicted, of rows of so many tokens, and the flags that make it fit, as JSON."""
     found: dict[str, Any] = {"device": throughput.cluster.device.name, "num_ranks": throughput.cluster.num_ranks}
     found["max_length"] = num_tokens
     found["prediction"] = throughput.as_dict()
+    if remedy is not None:
+        peak = remedy.after.needed_nbytes
+        found["remedy"] = {"flags": remedy.text, "fits": remedy.fits, "peak_nbytes": peak}
     if ranking is not None:
         found["ways"] = [{**way.as_dict(), "fits": way.fits(ranking.memory_nbytes)} for way in ranking.ways]
         found["left_out"] = [

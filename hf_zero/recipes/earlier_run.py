@@ -27,8 +27,9 @@ from hf_zero.recipes.artifacts import (
 from hf_zero.recipes.language_models import named_model
 from hf_zero.recipes.lm_evaluation import LmEvalArguments
 from hf_zero.recipes.metrics import LOG_NAME, read_log
+from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.same_model import Change, check_same_model, first_change, in_words
-from hf_zero.recipes.settings import AUTO, NEVER, Settings, parse_settings
+from hf_zero.recipes.settings import NEVER, Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 from hf_zero.trainer.disk_space import age_of, checkpoints_in

@@ -5,6 +5,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ import yaml
 from hf_zero.errors import ConfigError, nearest
 
 
+AUTO = "auto"  # a value of `resume` and of `max_length`
 SCRIPT = "hf-zero"
 MODULE = "python -m hf_zero.recipes"
 # The ready-made files: an installed package has them beside this one (`setup.py`), a checkout in its folder recipes/.
@@ -238,3 +240,13 @@ def elsewhere(name: str, table: Mapping[str, str]) -> str | None:
         name (`str`): as it was written, without dashes before it.
     """
     return table.get(name.lower().replace("-", "_"))
+
+
+def check_memory(gib: float | None) -> None:
+    """Refuses a `memory` that is no number of GiB.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if gib is not None and not 0 < gib < inf:
+        raise ConfigError(f"memory {gib}: expected the GiB of one device")

@@ -3,12 +3,11 @@ only a run needs (Trainer, data sets, TRL) is not imported here; a test says so.
 
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from math import inf
 
 from torch import Tensor
 
 from hf_zero.config import choose
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.planner import Prediction, advise, device_named, remedy
 from hf_zero.recipes.cluster import ClusterArguments, time_of
 from hf_zero.recipes.empty_models import (
@@ -22,11 +21,11 @@ from hf_zero.recipes.empty_models import (
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, positions_of
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, check_adapter, check_quantization
+from hf_zero.recipes.parser import AUTO, check_memory
 from hf_zero.recipes.planned_run import PlannedRun, RowArguments, device_nbytes
 from hf_zero.trainer import ZeroArgumentsMixin
 
 
-AUTO = "auto"
 POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not needed")
 
 
@@ -39,8 +38,7 @@ class DeviceArguments:
     )
 
     def __post_init__(self):
-        if self.memory is not None and not 0 < self.memory < inf:
-            raise ConfigError(f"--memory {self.memory}: expected the GiB of one device")
+        check_memory(self.memory)
 
 
 @dataclass
@@ -99,6 +97,7 @@ def run(model: str, arguments: Arguments) -> None:
 
     Raises:
         ConfigError: there is no such model, or a setting is not valid.
+        HfZeroError: all is told, and nothing fits.
     """
     if model.endswith((".yaml", ".yml")):
         raise ConfigError(f"model {model!r}: is a YAML file, as of a run; plan that with --config {model}")
@@ -165,20 +164,34 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     prediction = planned_run.predict()
     predict = cache(planned_run.predict)
     remedy_of = partial(remedy, predict, prediction, memory, refuse=planned_run.refuse)
+    timed, fits = ("", True) if cluster is None else time_of(arguments, planned_run, prediction, remedy_of)
     if arguments.json:
-        print(time_of(arguments, planned_run, prediction, remedy_of))
+        print(timed)
+        _refuse_unfitting(fits)
         return
     print(_heading(planned_run, prediction))
     print(prediction.render())
     for note in [*planned_run.notes, *([longest.render()] if longest is not None else [])]:
         print(f"  {note}")
-    if cluster is not None:
-        print(time_of(arguments, planned_run, prediction, remedy_of))
+    if timed:
+        print(timed)
     elif memory:
         switch = planned_run.gradient_checkpointing
         advice, found = advise(predict, planned_run.config, memory, gradient_checkpointing=switch), remedy_of()
         is_asked = found is not None and (found.fits or advice.best is None)  # one verdict: of the run as it is asked
         print(advice.render(found.render() if found is not None and is_asked else ""))
+        fits = advice.best is not None or (found is not None and found.fits)
+    _refuse_unfitting(fits)
+
+
+def _refuse_unfitting(fits: bool) -> None:
+    """Ends with another exit status where nothing fits, for scripts.
+
+    Raises:
+        HfZeroError: saying so.
+    """
+    if not fits:
+        raise HfZeroError("plan: nothing fits the memory of a device; what takes it stands above")
 
 
 def _heading(planned_run: PlannedRun, prediction: Prediction) -> str:

@@ -58,6 +58,7 @@ class PlannedRun:
         rows_of_one (`int`): how many rows of a batch are made of one row of data.
         notes (`list[str]`): what is not counted.
         has_reference (`bool`): whether a frozen twin of the model stands beside it, and is given each batch too.
+        reads_logits (`bool`): whether its loss needs all logits of a language model, whatever `chunked_loss` says.
         has_8_bit_products (`bool`): whether its base is in 8 bits.
         ranks_per_host (`int`, *optional*): how many ranks each host has, where that is said.
         cluster (`Cluster`, *optional*): where they are, to predict the time of a step too.
@@ -82,6 +83,7 @@ class PlannedRun:
     rows_of_one: int = 1
     notes: list[str] = field(default_factory=list)
     has_reference: bool = False
+    reads_logits: bool = False
     has_8_bit_products: bool = False
     ranks_per_host: int | None = None
     cluster: Cluster | None = None
@@ -96,14 +98,18 @@ class PlannedRun:
     def predict(self, config: ZeroConfig | None = None, gradient_checkpointing: bool | None = None) -> Prediction:
         """Predicts it, or the same with other settings."""
         settings = {**self._settings(gradient_checkpointing), "ranks_per_host": self.ranks_per_host}
+        config = config or self.config
         with self._as_on_device():
-            return predict_with(self.model, config or self.config, batch=self.batch, **settings)
+            found = predict_with(self.model, self._as_computed(config), batch=self.batch, **settings)
+        return replace(found, config=config)
 
     def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Prediction]:
         """Predicts batches of so many rows each, with other settings."""
         assert self.batch_of is not None
+        settings = self._settings(gradient_checkpointing)
         with self._as_on_device():
-            return predict_rows(self.model, config, self.batch_of, rows, **self._settings(gradient_checkpointing))
+            found = predict_rows(self.model, self._as_computed(config), self.batch_of, rows, **settings)
+        return [replace(each, config=config) for each in found]
 
     def longest(self, memory_nbytes: int) -> Longest:
         """Finds the longest rows with which it fits.
@@ -139,6 +145,9 @@ class PlannedRun:
         if gradient_checkpointing and not getattr(self.model, "supports_gradient_checkpointing", True):
             raise UnsupportedError(f"{self.name}: the model does not support gradient checkpointing; leave it out")
         refuse_impossible(self.model, config, self.num_ranks)
+
+    def _as_computed(self, config: ZeroConfig) -> ZeroConfig:
+        return replace(config, chunked_loss="off") if self.reads_logits else config
 
     def _settings(self, gradient_checkpointing: bool | None) -> dict[str, Any]:
         switch = self.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing

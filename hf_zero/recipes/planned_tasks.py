@@ -84,8 +84,6 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     _check(settings)
     config = _config_of(arguments) if config is None else config
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
-    if _reads_logits(task, training) and zero.chunked_loss == "auto":
-        zero = replace(zero, chunked_loss="off")
     _check_way(settings, zero, training.gradient_checkpointing)
     model = _model(settings, config, zero.compute_dtype)
     row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
@@ -123,6 +121,7 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         num_tokens=row,
         notes=_not_counted(settings, training, config),
         has_reference=_has_reference(settings),
+        reads_logits=_reads_logits(task, training),
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
         check=partial(_check_way, settings),
     )
@@ -144,9 +143,9 @@ def _check_way(settings: Settings, config: ZeroConfig, gradient_checkpointing: b
         raise ConfigError(
             f"zero_sequence_parallel: the loss of {settings.task} is computed from whole sequences; leave it out"
         )
-    is_on, is_off = config.chunked_loss == "on", config.chunked_loss == "off"
     reads_logits = _reads_logits(settings.task, SimpleNamespace(**settings.training))
-    if (is_on and settings.task != "classify") or (reads_logits and not is_off):
+    changes_nothing = reads_logits and config.chunked_loss != settings.training["zero_chunked_loss"]
+    if changes_nothing or (config.chunked_loss == "on" and settings.task != "classify"):
         raise ConfigError(f"zero_chunked_loss: the loss of {settings.task} is computed by TRL; leave it out")
 
 

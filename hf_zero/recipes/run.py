@@ -13,8 +13,9 @@ from hf_zero.recipes.earlier_run import checkpoint_of, finished, resume_message,
 from hf_zero.recipes.freezing import freeze_parameters
 from hf_zero.recipes.lm_evaluation import evaluate_lm_tasks, load_lm_tasks
 from hf_zero.recipes.measured import Watch
+from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.samples import Samples
-from hf_zero.recipes.settings import AUTO, Settings
+from hf_zero.recipes.settings import Settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer, ZeroTrainingArguments
 

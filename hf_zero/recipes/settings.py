@@ -5,7 +5,6 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,15 +17,14 @@ from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.loading import check_file_size
-from hf_zero.recipes.parser import Parser, option, parser_for
+from hf_zero.recipes.parser import AUTO, Parser, check_memory, option, parser_for
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.checks import check_arguments, check_output_dir, check_schedule
 
 
-# Values of `resume`; any other is the folder of a checkpoint. `max_length` has auto, too.
-AUTO, NEVER = "auto", "never"
+NEVER = "never"  # a value of `resume`, as AUTO is; any other is the folder of a checkpoint
 SHORTEST = 8  # rows until it is known how long they may be
 # Where a run starts, its secrets, and which process this is, are no part of what it is.
 NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "local_rank")
@@ -191,8 +189,7 @@ def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Setti
     if values["task"] not in (None, task):
         where = values["config"] or "the flag"
         raise ConfigError(f"task {values['task']!r}: {where} is not for {task}; run the task that it is for")
-    if values["memory"] is not None and not 0 < values["memory"] < inf:
-        raise ConfigError(f"memory {values['memory']}: expected the GiB of one device")
+    check_memory(values["memory"])
     takes_longest = values.get("max_length") == AUTO
     if takes_longest:
         values["max_length"] = SHORTEST

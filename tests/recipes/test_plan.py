@@ -37,8 +37,8 @@ def config_file(tmp_path):
     return path
 
 
-def _plan(capsys, *argv: str) -> str:
-    assert main(["plan", *map(str, argv)]) == 0
+def _plan(capsys, *argv: str, status: int = 0) -> str:
+    assert main(["plan", *map(str, argv)]) == status
     return capsys.readouterr().out
 
 
@@ -96,11 +96,11 @@ def test_memory_brings_a_table_and_advice(config_file, capsys):
     text = _plan(capsys, config_file, *SETTINGS, "--memory", "64")
     assert len(re.findall(r"^  [0-3]      ", text, re.MULTILINE)) == 14
     assert "recommended: --zero_stage 0 (nothing needs to be sharded)" in text
-    text = _plan(capsys, config_file, *SETTINGS, "--memory", "0.001")
+    text = _plan(capsys, config_file, *SETTINGS, "--memory", "0.001", status=1)
     assert text.count("nothing fits") == 1 and "nothing fits: with " in text and "recommended" not in text
     albert = {"architectures": ["AlbertForMaskedLM"], "model_type": "albert", "num_hidden_layers": 2}
     config_file.write_text(json.dumps({**CONFIG, **albert}))
-    text = _plan(capsys, config_file, "--max_length=64", "--memory=0.001")
+    text = _plan(capsys, config_file, "--max_length=64", "--memory=0.001", status=1)
     assert "left out: AlbertForMaskedLM" in text and "--gradient_checkpointing" not in text
 
 
@@ -125,7 +125,12 @@ def test_the_flags_that_make_it_fit_are_named_and_computed(config_file, capsys):
     memory = ["--memory", str(_mib(asked, "at the peak") / 1024)]  # of which tensors may take 90 %
     text = _plan(capsys, *wide, *memory)
     flags, needed = re.search(r"^it fits with (.*): ([\d.]+) MiB$", text, re.MULTILINE).groups()
-    assert f"of {_mib(asked, 'at the peak'):.1f} MiB " in text and "it does not fit into" in text
+    assert f"of {_mib(asked, 'at the peak'):.1f} MiB " in text and text.count("does not fit into") == 1
+    told = json.loads(_plan(capsys, *wide, *memory, "--json"))["remedy"]
+    assert told == {"flags": flags, "fits": True, "peak_nbytes": pytest.approx(float(needed) * 2**20, abs=2**17)}
+    assert "remedy" not in json.loads(_plan(capsys, *wide, "--json"))
+    nothing = _plan(capsys, *wide, "--memory=0.001", "--json", status=1)
+    assert not json.loads(nothing)["remedy"]["fits"]
     with_them = _plan(capsys, *wide, *flags.split(), *memory)
     assert f"{_mib(with_them, 'at the peak'):.1f}" == needed and "it fits into 90% of" in with_them
 
@@ -192,8 +197,8 @@ def test_all_ways_are_printed_for_programs(config_file, capsys):
         ),
         (["--max_length", "auto", "--memory=0.001"], "max_length auto: 64 tokens take "),
         (["--max_length", "long"], "--max_length long: expected 1 or more, or auto"),
-        (["--memory", "0"], "--memory 0.0: expected the GiB of one device"),
-        (["--memory", "nan"], "--memory nan: expected the GiB of one device"),
+        (["--memory", "0"], "memory 0.0: expected the GiB of one device"),
+        (["--memory", "nan"], "memory nan: expected the GiB of one device"),
         (["--use_peft", "--lora_target_modules", "nowhere"], "lora_target_modules ['nowhere']: "),
         (["--lora_r", "8"], "lora_r: describes an adapter, and none is trained"),
         (["--num_processes", "0"], "--num_processes 0: expected 1 or more"),
@@ -303,8 +308,9 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
     assert "2 x 48 tokens; stage 3 over 1 rank(s)" in of_file
     for task in ("orpo", "simpo"):  # a pair is two rows
         path = _run_file(tmp_path, task=task, model_name_or_path=str(config_file))
-        of_pairs = _plan(capsys, "--config", path)
+        of_pairs = _plan(capsys, "--config", path, "--memory=24")
         assert "4 x 48 tokens" in of_pairs
+        assert "recommended: --zero_stage" in of_pairs and "zero_chunked_loss" not in of_pairs  # TRL's loss has none
         assert ("not counted: a copy of the logits" in of_pairs) is (task == "orpo")
         large = tmp_path / "large.json"
         large.write_text(json.dumps({**CONFIG, "vocab_size": 50_000}))
@@ -326,7 +332,7 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
         ({"max_lenght": 3}, [], "unknown key 'max_lenght'; did you mean max_length?"),
         ({}, ["--num_tokens=0"], "--num_tokens 0: expected 1 or more"),
         ({"dtype": "int8"}, [], "dtype 'int8': expected one of float32, bfloat16"),
-        ({}, ["--memory=0"], "--memory 0.0: expected the GiB of one device"),
+        ({}, ["--memory=0"], "memory 0.0: expected the GiB of one device"),
         ({"memory": float("inf")}, [], "memory inf: expected the GiB of one device"),
         ({}, ["--lora_r=0"], "lora_r 0: expected 1 or more"),
         ({"model_name_or_path": None}, [], "model_name_or_path: not set"),
