@@ -45,6 +45,11 @@ OVERRIDES = (
     "save_state",
 )
 
+# With which settings a model must have been sharded that is sharded already: what is computed, and where it rests.
+SAME = (
+    *("stage", "sequence_parallel", "compute_dtype", "reduce_dtype", "gather_dtype"),
+    *("offload", "delayed_update", "nonfinite"),
+)
 _SETTINGS = {f"zero_{field.name}": field.name for field in fields(ZeroConfig)}
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
@@ -152,11 +157,11 @@ class ZeroAccelerator(SharingAccelerator):
         """Returns the engine of a model, and shards the model first if it is not sharded yet.
 
         Raises:
-            `ConfigError`: it is sharded already, at another stage or with other sequence groups.
+            `ConfigError`: it is sharded already, with another of the settings in `SAME`.
         """
         engine, wanted = engine_of(model), self.zero_config
         engine = engine or shard_with(model, wanted, device=self.zero_device)
-        for name in ("stage", "sequence_parallel"):
+        for name in SAME:
             if (found := getattr(engine.config, name)) != (own := getattr(wanted, name)):
                 raise ConfigError(
                     f"{type(model).__name__}: is sharded already, at {name} {found} and not {own}; give both the same "

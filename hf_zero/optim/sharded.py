@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.engine import Sharded, require_engine
+from hf_zero.engine.absent_gradients import marked_as_slices
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, LifecycleError
 from hf_zero.optim.combined import CombinedOptimizer
@@ -159,9 +160,8 @@ class ShardedOptimizer(StateRecords):
         schedulers may change either."""
         for index, group in enumerate(self.inner.param_groups):
             # where this rank updates none of a group, schedulers still find one (`AdafactorSchedule`)
-            group["params"] = [flat_slice.param for flat_slice in self.slices if flat_slice.group == index] or [
-                self._no_param
-            ]
+            own = [flat_slice.param for flat_slice in self.slices if flat_slice.group == index]
+            group["params"] = marked_as_slices(own or [self._no_param])
         if not hasattr(self, "param_groups"):
             placeholder = [dict(group, params=[nn.Parameter(torch.empty(0))]) for group in self.inner.param_groups]
             super().__init__(placeholder, self.inner.defaults)

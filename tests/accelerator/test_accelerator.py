@@ -142,6 +142,8 @@ def _refuses_orders():
         example.with_zero(2).prepare(model)
     with pytest.raises(ConfigError, match="sharded already, at sequence_parallel 1 and not 2; give both the same seq"):
         example.with_zero(3, zero_sequence_parallel=2).prepare(model)
+    with pytest.raises(ConfigError, match="sharded already, at nonfinite stop and not skip; give both the same"):
+        example.with_zero(3, zero_nonfinite="skip").prepare(model)
 
 
 def _refuses_losses():

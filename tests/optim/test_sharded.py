@@ -229,6 +229,26 @@ def test_what_is_no_optimizer_and_no_bound_is_refused():
             optimizer.clip_grad_norm_(*wrong)
 
 
+def test_torchs_own_optimizers_and_clipping_refuse_a_sharded_model_and_no_other():
+    plain, model = models.build("mlp"), models.build("mlp")
+    optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=1), torch.optim.AdamW)
+    for each in (plain, model):
+        each(**models.batch("mlp", seed=0)).backward()
+    with pytest.raises(LifecycleError, match="Adam: holds parameters of a sharded model, .* give it to hf_zero.Shard"):
+        torch.optim.Adam(model.parameters()).step()
+    torch.optim.Adam(plain.parameters()).step()
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        with pytest.raises(LifecycleError, match=rf"torch.nn.utils.{name}: .* call {name} of the ShardedOptimizer"):
+            getattr(torch.nn.utils, name)(model.parameters(), 1e-3)
+        with pytest.raises(LifecycleError, match=rf"call {name} of the ShardedOptimizer"):
+            getattr(torch.nn.utils, name)((p for group in optimizer.param_groups for p in group["params"]), 1e-3)
+    assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3) > 1e-3
+    grads = [p.grad for p in plain.parameters()]
+    assert torch.nn.utils.get_total_norm(grads) < 1.01e-3
+    torch.nn.utils.clip_grad_value_(next(plain.parameters()), 1e-6)
+    assert grads[0].abs().max() <= 1e-6 < grads[1].abs().max()
+
+
 def test_of_two_optimizers_on_one_model_the_first_is_refused():
     model = models.build("mlp")
     sharded = hf_zero.shard(model, stage=2)

@@ -1,0 +1,71 @@
+"""What of torch looks at `p.grad`, which sharded parameters have not: it would do nothing in silence, and refuses."""
+
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hf_zero.engine.access import unit_of
+from hf_zero.errors import LifecycleError
+
+
+# What clips, by the function that a script calls. `clip_grad_norm_` looks its part up when it is called: it may have
+# been imported before.
+CLIPPING = {"_clip_grads_with_norm_": "clip_grad_norm_", "clip_grad_value_": "clip_grad_value_"}
+
+_SLICE = "_hf_zero_slice"  # an attribute
+
+
+@cache
+def guard_gradients() -> None:
+    """Lets torch's optimizers and its functions that clip refuse trained parameters of sharded models, from now on in
+    this process. All others are stepped and clipped as ever."""
+    register_optimizer_step_pre_hook(_refuse_step)
+    for name, called in CLIPPING.items():
+        original = getattr(clip_grad, name)
+        refusing = _refusing(original, called)
+        for module in (clip_grad, torch.nn.utils):
+            if getattr(module, name, None) is original:
+                setattr(module, name, refusing)
+
+
+def marked_as_slices(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Notes on what a sharded optimizer shows in its groups that its gradients are not there but within its step."""
+    for param in params:
+        setattr(param, _SLICE, True)
+    return params
+
+
+def _are_sharded(params: Iterable[Tensor]) -> bool:
+    return any(param.requires_grad and unit_of(param) is not None for param in params)
+
+
+def _are_slices(params: Iterable[Tensor]) -> bool:
+    return any(param.grad is None and hasattr(param, _SLICE) for param in params)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_) -> None:
+    if any(_are_sharded(group["params"]) for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        raise LifecycleError(
+            f"{name}: holds parameters of a sharded model, whose gradients are divided over the ranks; it would "
+            "update nothing; give it to hf_zero.ShardedOptimizer(model, optimizer), or to ZeroAccelerator.prepare, "
+            "and step what you get"
+        )
+
+
+def _refusing(original: Callable, called: str) -> Callable:
+    @wraps(original)
+    def clip(parameters, *args, **kwargs):
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if _are_sharded(params) or _are_slices(params):
+            raise LifecycleError(
+                f"torch.nn.utils.{called}: was given parameters of a sharded model, whose gradients are divided over "
+                f"the ranks; it would clip nothing; call {called} of the ShardedOptimizer, or accelerator.{called}"
+            )
+        return original(params, *args, **kwargs)
+
+    return clip
