@@ -199,22 +199,7 @@ def refuse_what_cannot_be_sharded(
     has_no_values = is_bare(model)  # they will be initial ones
     biases = _biases_beside_opaque(model)
     for name, p in model.named_parameters():
-        if not can_be_moved(p):
-            library = type(p).__module__.partition(".")[0]
-            raise UnsupportedError(
-                f"{name}: {type(p).__name__} of {library} cannot be sharded, as its bytes are not one dense, frozen "
-                "tensor; load the model without quantization, with bitsandbytes, or without another sharding library"
-            )
-        if is_reordered(p):
-            raise UnsupportedError(
-                f"{name}: bitsandbytes has reordered it for this CPU when it was evaluated, after which it gives "
-                "no gradients; load the model anew, and evaluate it with the trainer"
-            )
-        if is_opaque(p) and device is not None and not is_on(p, device):
-            raise UnsupportedError(
-                f"{name}: {type(p).__name__} is on {p.device}, and its scales do not follow it to {device}; "
-                "load the model on the device that trains it"
-            )
+        _refuse_unmovable(name, p, device)
         refuse_what_cannot_be_summed(name, p)
         bias = biases.get(id(p))
         if is_ready and bias is not None and bias.requires_grad:
@@ -230,6 +215,26 @@ def refuse_what_cannot_be_sharded(
                 f"{name}: has no data (meta device) and no file to read it from, and others have; load or initialise "
                 "the model first"
             )
+
+
+def _refuse_unmovable(name: str, p: nn.Parameter, device: torch.device | None) -> None:
+    """Refuses a parameter whose bytes cannot be moved, or not to the device that is to train."""
+    if not can_be_moved(p):
+        library = type(p).__module__.partition(".")[0]
+        raise UnsupportedError(
+            f"{name}: {type(p).__name__} of {library} cannot be sharded, as its bytes are not one dense, frozen "
+            "tensor; load the model without quantization, with bitsandbytes, or without another sharding library"
+        )
+    if is_reordered(p):
+        raise UnsupportedError(
+            f"{name}: bitsandbytes has reordered it for this CPU when it was evaluated, after which it gives "
+            "no gradients; load the model anew, and evaluate it with the trainer"
+        )
+    if is_opaque(p) and device is not None and not is_on(p, device):
+        raise UnsupportedError(
+            f"{name}: {type(p).__name__} is on {p.device}, and its scales do not follow it to {device}; "
+            "load the model on the device that trains it"
+        )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

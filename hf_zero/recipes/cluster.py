@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.remedies import Remedy
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
 from hf_zero.planner.topology import RANKS_PER_HOST, Cluster, device_named
+from hf_zero.recipes.parser import option
 from hf_zero.recipes.planned_run import PlannedRun
 
 
@@ -26,28 +27,20 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 class ClusterArguments:
     """Keys of `plan` for the time of a step."""
 
-    gpu: str | None = field(
-        default=None,
-        metadata={
-            "help": "The device, to predict the time of a step: h100, h200, a100, b200, or a YAML file with "
-            "the fields of hf_zero/planner/devices.yaml."
-        },
+    gpu: str | None = option(
+        None,
+        "The device, to predict the time of a step: h100, h200, a100, b200, or a YAML file with "
+        "the fields of hf_zero/planner/devices.yaml.",
     )
-    hosts: int = field(
-        default=1,
-        metadata={"help": "How many hosts; several have 8 devices each, unless something else is said."},
+    hosts: int = option(1, "How many hosts; several have 8 devices each, unless something else is said.")
+    gpus_per_host: int | None = option(None, "How many ranks of each host; together they give the number of ranks.")
+    utilization: float | None = option(
+        None, "Share of the peak that matrix products reach, in place of the device's own."
     )
-    gpus_per_host: int | None = field(
-        default=None, metadata={"help": "How many ranks of each host; together they give the number of ranks."}
+    table: bool = option(
+        False, "Compare all stages, offloads and micro-batches, with and without checkpointing, by time."
     )
-    utilization: float | None = field(
-        default=None, metadata={"help": "Share of the peak that matrix products reach, in place of the device's own."}
-    )
-    table: bool = field(
-        default=False,
-        metadata={"help": "Compare all stages, offloads and micro-batches, with and without checkpointing, by time."},
-    )
-    json: bool = field(default=False, metadata={"help": "Print JSON, with --gpu."})
+    json: bool = option(False, "Print JSON, with --gpu.")
 
     def check_cluster(self, num_processes: int, *, on_cpu: bool) -> int:
         """Returns the number of ranks that these keys and `--num_processes` mean.
@@ -135,26 +128,7 @@ def time_of(
     memory = cluster.device.memory_nbytes if arguments.memory is None else int(arguments.memory * GIB)
     throughput, ranking = _throughput(prediction, run, run.num_rows), None
     if arguments.table:
-        if run.batch_of is None:
-            raise ConfigError(
-                "--table: rows that lie one behind the other (packing, padding_free) are not compared by how many "
-                "there are; leave --table out"
-            )
-
-        def predict_sizes(way: ZeroConfig, switch: bool) -> list[Throughput]:
-            sizes = sorted({*(size * run.rows_of_one for size in SIZES), run.num_rows})
-            found = run.predict_rows(sizes, way, switch)
-            if (unknown := next((each for each in found if each.time is None), None)) is not None:
-                raise UnsupportedError(unknown.note)
-            return [_throughput(each, run, rows) for rows, each in zip(sizes, found)]
-
-        ranking = rank_ways(
-            predict_sizes,
-            prediction.config,
-            memory,
-            gradient_checkpointing=run.gradient_checkpointing,
-            watch=_with_progress,
-        )
+        ranking = _ranking(run, prediction.config, memory)
     found = remedy_of() if ranking is None or ranking.best is None else None
     fits = found is None or found.fits
     if arguments.json:
@@ -167,8 +141,26 @@ def time_of(
     return "\n".join([throughput.render(), verdict, hint]), fits
 
 
-def _with_progress(ways: list) -> Iterable:
-    return tqdm(ways, desc="ways", unit="way", leave=False, disable=None)  # on terminals alone
+def _ranking(run: PlannedRun, config: ZeroConfig, memory_nbytes: int) -> Ranking:
+    """Ranks all ways to train, each with the micro-batches that are compared."""
+    if run.batch_of is None:
+        raise ConfigError(
+            "--table: rows that lie one behind the other (packing, padding_free) are not compared by how many there "
+            "are; leave --table out"
+        )
+
+    def predict_sizes(way: ZeroConfig, switch: bool) -> list[Throughput]:
+        sizes = sorted({*(size * run.rows_of_one for size in SIZES), run.num_rows})
+        found = run.predict_rows(sizes, way, switch)
+        if (unknown := next((each for each in found if each.time is None), None)) is not None:
+            raise UnsupportedError(unknown.note)
+        return [_throughput(each, run, rows) for rows, each in zip(sizes, found)]
+
+    def watch(ways: list) -> Iterable:
+        return tqdm(ways, desc="ways", unit="way", leave=False, disable=None)  # on terminals alone
+
+    switch = run.gradient_checkpointing
+    return rank_ways(predict_sizes, config, memory_nbytes, gradient_checkpointing=switch, watch=watch)
 
 
 def _throughput(prediction: Prediction, run: PlannedRun, num_rows: int) -> Throughput:

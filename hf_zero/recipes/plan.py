@@ -1,7 +1,7 @@
 """The tool `plan`: one process predicts the memory of each rank, and trains nothing. It answers in seconds, so what
 only a run needs (Trainer, data sets, TRL) is not imported here; a test says so."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from hf_zero.recipes.empty_models import (
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, positions_of
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, check_adapter, check_quantization
-from hf_zero.recipes.parser import AUTO, check_memory
+from hf_zero.recipes.parser import AUTO, check_memory, option
 from hf_zero.recipes.planned_run import PlannedRun, RowArguments, device_nbytes
 from hf_zero.trainer import ZeroArgumentsMixin
 
@@ -33,9 +33,7 @@ POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not ne
 class DeviceArguments:
     """Keys that no task has."""
 
-    memory: float | None = field(
-        default=None, metadata={"help": "GiB that one device has, to find what fits; by default this machine's GPU's."}
-    )
+    memory: float | None = option(None, "GiB that one device has, to find what fits; by default this machine's GPU's.")
 
     def __post_init__(self):
         check_memory(self.memory)
@@ -50,25 +48,20 @@ class RunArguments(ClusterArguments, RowArguments, DeviceArguments):
 class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunArguments, ZeroArgumentsMixin):
     """Keys of `plan`: settings of a run, under the names that tasks have for them."""
 
-    num_processes: int = field(default=1, metadata={"help": "How many ranks."})
-    bf16: bool = field(default=False, metadata={"help": "bf16 compute copy, fp32 masters."})
-    fp16: bool = field(default=False, metadata={"help": "Likewise in fp16."})
-    dtype: str = field(default="float32", metadata={"help": "The dtype that the weights are loaded in."})
-    optim: str = field(default="adamw_torch_fused", metadata={"help": "The optimizer."})
-    max_length: str = field(
-        default="1024", metadata={"help": "Tokens of a sequence; auto: the most with which the run fits a device."}
+    num_processes: int = option(1, "How many ranks.")
+    bf16: bool = option(False, "bf16 compute copy, fp32 masters.")
+    fp16: bool = option(False, "Likewise in fp16.")
+    dtype: str = option("float32", "The dtype that the weights are loaded in.")
+    optim: str = option("adamw_torch_fused", "The optimizer.")
+    max_length: str = option("1024", "Tokens of a sequence; auto: the most with which the run fits a device.")
+    per_device_train_batch_size: int = option(8, "Sequences of a rank's micro-batch.")
+    gradient_checkpointing: bool = option(False, "Blocks keep their inputs alone.")
+    use_cpu: bool = option(False, "Ranks train on CPUs, not on a GPU each.")
+    config: str | None = option(
+        None,
+        "In place of a model: the YAML file of a run, or a ready-made one; then all keys of its task may be given.",
     )
-    per_device_train_batch_size: int = field(default=8, metadata={"help": "Sequences of a rank's micro-batch."})
-    gradient_checkpointing: bool = field(default=False, metadata={"help": "Blocks keep their inputs alone."})
-    use_cpu: bool = field(default=False, metadata={"help": "Ranks train on CPUs, not on a GPU each."})
-    config: str | None = field(
-        default=None,
-        metadata={
-            "help": "In place of a model: the YAML file of a run, or a ready-made one; then all keys of its task may "
-            "be given."
-        },
-    )
-    ddp_timeout: int = field(default=1800, metadata={"help": "Of no account here."})
+    ddp_timeout: int = option(1800, "Of no account here.")
 
     def __post_init__(self):
         length = str(self.max_length)

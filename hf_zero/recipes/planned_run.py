@@ -23,15 +23,15 @@ from hf_zero.planner import (
     refuse_impossible,
 )
 from hf_zero.planner.advice import GIB
+from hf_zero.recipes.parser import option
 
 
 @dataclass
 class RowArguments:
     """Keys of `plan` for what no key of a task says."""
 
-    num_tokens: int | None = field(
-        default=None,
-        metadata={"help": "With --config: tokens of a row, in place of max_length, or where prompts decide it."},
+    num_tokens: int | None = option(
+        None, "With --config: tokens of a row, in place of max_length, or where prompts decide it."
     )
 
 

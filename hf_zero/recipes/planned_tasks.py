@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
@@ -70,16 +71,8 @@ def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
 
 
 def planned(settings: Settings, config: PretrainedConfig | None = None, num_tokens: int | None = None) -> PlannedRun:
-    """What a run is, told by its settings and the config of its model.
-
-    Args:
-        settings ([`Settings`]): of the run.
-        config (`PretrainedConfig`, *optional*): in place of that of its model, whose weights are not needed.
-        num_tokens (`int`, *optional*): of a row, in place of what the settings say.
-
-    Raises:
-        ConfigError: a setting is not valid, or such a run is not planned.
-    """
+    """What a run is, told by its settings and a config, by default that of its model, whose weights are not needed.
+    `num_tokens` of a row count in place of what the settings say."""
     arguments, training, task = settings.arguments, SimpleNamespace(**settings.training), settings.task
     _check(settings)
     config = _config_of(arguments) if config is None else config
@@ -87,10 +80,8 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     _check_way(settings, zero, training.gradient_checkpointing)
     model = _model(settings, config, zero.compute_dtype)
     row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
-    num_rows = training.per_device_train_batch_size * ROWS[task]
-    is_one_row, per_row = _is_one_row(training), 1
-    if is_one_row:
-        num_rows, per_row = 1, num_rows
+    num_rows, is_one_row = training.per_device_train_batch_size * ROWS[task], _is_one_row(training)
+    num_rows, per_row = (1, num_rows) if is_one_row else (num_rows, 1)
 
     def batch_of(length: int, rows: int) -> dict[str, Any]:
         batch: dict[str, Any] = {**example_batch(model, rows, length), **_images(config, rows)}
@@ -100,15 +91,9 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
             batch["fused_lm_head"] = True
         return cast_batch(batch, zero.compute_dtype)
 
-    freeze_parameters(model, arguments)
-    made = adapted(model, arguments, None, head_of(model) if task in ("classify", "reward") else ())
-    if made is not model and training.gradient_checkpointing:
-        made.enable_input_require_grads()
-    if has_fused_head(task, training):
-        _add_head(model)
     run = PlannedRun(
         name=named_model(arguments)[1],
-        model=made,
+        model=_as_trained(model, settings, training),
         config=zero,
         num_ranks=settings.num_processes or 1,
         batch=None,
@@ -132,6 +117,18 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         return replace(run, num_tokens=length, batch=batch_of(length, num_rows), batch_of=of_rows, resized=resized)
 
     return replace(resized(row), takes_longest=settings.takes_longest and num_tokens is None)
+
+
+def _as_trained(model: PreTrainedModel, settings: Settings, training: Any) -> nn.Module:
+    """Freezes and adapts a model as the run does, and gives it the head of its loss."""
+    new_modules = head_of(model) if settings.task in ("classify", "reward") else ()
+    freeze_parameters(model, settings.arguments)
+    made = adapted(model, settings.arguments, None, new_modules)
+    if made is not model and training.gradient_checkpointing:
+        made.enable_input_require_grads()
+    if has_fused_head(settings.task, training):
+        _add_head(model)
+    return made
 
 
 def _check_way(settings: Settings, config: ZeroConfig, gradient_checkpointing: bool) -> None:
