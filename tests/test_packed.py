@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 
 import hf_zero
 from hf_zero.activation import shard_model
@@ -18,7 +19,7 @@ from tests.distributed import run_ranks
 from tests.test_groups import _assert_equal_on_all_ranks, on_two_hosts
 from tests.test_parity import ATOL
 from tests.tiers import more
-from tests.training import Sharded, adamw, assert_close, assert_equal, train, train_accumulating
+from tests.training import Record, Sharded, adamw, assert_close, assert_equal, train, train_accumulating
 
 
 NAME = "llama"
@@ -159,7 +160,41 @@ def _freezes(model):
     return model
 
 
-def _sends_few_bytes(compute_dtype: torch.dtype | None) -> None:
+def _trains_elsewhere(folder: str) -> None:
+    """Rounded as in memory where parameters rest on disk, where updates are delayed, and beside an adapter."""
+    messages = {"shared_memory": False}
+    wanted = train(_subject(**messages), NAME, num_steps=2)
+    on_disk = _subject(offload="params", offload_dir=folder, **messages)
+    assert_equal(train(on_disk, NAME, num_steps=2), wanted, "parameters on disk")
+    delayed = [
+        train(_subject(offload=offload, delayed_update=1, **messages, **gathers), NAME, num_steps=3)
+        for offload, gathers in (("optimizer", {}), ("params", {}), ("params", {"gather_dtype": None}))
+    ]
+    assert_equal(delayed[1], delayed[0], "delayed updates")
+    assert not torch.equal(delayed[0].losses, delayed[2].losses)
+    # as for updates in time, see `_trains_alike`
+    assert_close(delayed[0], delayed[2], "delayed updates", loss=0.02, norm=0.05, weight=0.05, atol=2e-3)
+    adapted = Sharded(_with_adapter(), adamw, 3, **messages, **INT8)
+    plain, batch = _with_adapter(), models.batch(NAME, seed=5)
+    _round_like(plain, adapted)
+    loss, found = plain(**batch).loss, adapted(**batch).loss
+    assert torch.equal(found, loss)
+    loss.backward()
+    found.backward()
+    norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.requires_grad]).norm()
+    torch.testing.assert_close(adapted.clip_grad_norm_(1e9).float(), norm, rtol=1e-6, atol=0)
+
+
+def _with_adapter() -> torch.nn.Module:
+    model = models.build(NAME)
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    return get_peft_model(model, config)
+
+
+def _sends_few_bytes(compute_dtype: torch.dtype | None, folder: str) -> None:
+    if compute_dtype is None:
+        _trains_elsewhere(folder)
     subject = Sharded(_freezes(models.build(NAME)), adamw, 3, shared_memory=False, compute_dtype=compute_dtype, **INT8)
     train(subject, NAME, num_steps=1)
     engine, counters = subject.engine, subject.engine.comm.counters
@@ -175,8 +210,8 @@ def _sends_few_bytes(compute_dtype: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 @pytest.mark.full("more cases", after=1)
-def test_a_gather_sends_a_byte_for_each_value_and_a_scale_for_256(compute_dtype):
-    run_ranks(_sends_few_bytes, 2, compute_dtype)
+def test_a_gather_sends_a_byte_for_each_value_and_a_scale_for_256_wherever_values_rest(compute_dtype, tmp_path):
+    run_ranks(_sends_few_bytes, 2, compute_dtype, str(tmp_path))
 
 
 def _reduces_alike(dtype: torch.dtype, folder: str) -> None:
@@ -202,6 +237,7 @@ def _reduces_alike(dtype: torch.dtype, folder: str) -> None:
             assert_equal(found, wanted, f"stage {stage} {way}")
         wanted = found
     _stops_at_an_infinity(subject)
+    _scales_the_loss(settings)
     save_checkpoint(subject.model, subject.optimizer, folder)
     resumed = Sharded(models.build(NAME), adamw, 3, **settings)
     hf_zero.load_weights(resumed.model, folder)
@@ -237,6 +273,36 @@ def _stops_at_an_infinity(subject: Sharded) -> None:
         assert all(torch.equal(values, before[name]) for name, values in subject.weights().items())
 
 
+def _scales_the_loss(settings: dict) -> None:
+    """A power of two is in the scale of a block, and no bit depends on it. Where rank 1 overflows, no rank steps."""
+    runs: list[Record] = []
+    for is_scaled in (False, True):
+        subject = Sharded(models.build(NAME), adamw, 2, **settings)
+        scaler = hf_zero.ZeroGradScaler("cpu", init_scale=2.0**8, enabled=is_scaled)
+        losses, norms = [], []
+        for seed in range(2):
+            loss = subject(**models.batch(NAME, seed=10 * seed + dist.get_rank())).loss
+            scaler.scale(loss).backward()
+            scaler.unscale_(subject.optimizer)
+            losses.append(loss.detach())
+            norms.append(subject.clip_grad_norm_(0.1).detach())
+            scaler.step(subject.optimizer)
+            scaler.update()
+            subject.optimizer.zero_grad()
+        runs.append(Record(torch.stack(losses), torch.stack(norms), subject.weights()))
+    assert_equal(runs[1], runs[0], "a loss that is scaled")
+    loss = subject(**models.batch(NAME, seed=1)).loss
+    handle = subject.model.model.layers[1].mlp.down_proj.weight.register_hook(
+        lambda grad: grad * (float("inf") if dist.get_rank() else 1.0)
+    )
+    scaler.scale(loss).backward()
+    handle.remove()
+    scaler.step(subject.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**7
+    assert all(torch.equal(values, runs[1].weights[name]) for name, values in subject.weights().items())
+
+
 def _trains_in_groups(way: str) -> None:
     """Groups and hosts round what leaves them; every run has the same bits, on all ranks."""
     settings = {"reduce_dtype": torch.int8, "shared_memory": way != "messages"}
@@ -256,9 +322,18 @@ def _trains_in_groups(way: str) -> None:
         else:
             assert (runs[0].losses - exact.losses).abs().max() > 1e-5
             assert_close(runs[0], exact, way, loss=0.02, norm=0.05, weight=0.0, atol=6e-3)
-    with on_two_hosts(way == "two hosts"):
-        both = Sharded(models.build(NAME), adamw, 3, compute_dtype=torch.bfloat16, **settings, **INT8)
-    train_accumulating(both, NAME, num_steps=2)
+    bf16 = {"compute_dtype": torch.bfloat16}
+    exact = train_accumulating(Sharded(models.build(NAME), adamw, 3, **bf16), NAME, num_steps=2)
+    runs = []
+    for gathers in (INT8, INT8, {}):  # twice both, then gradients alone
+        with on_two_hosts(way == "two hosts"):
+            both = Sharded(models.build(NAME), adamw, 3, **bf16, **settings, **gathers)
+        runs.append(train_accumulating(both, NAME, num_steps=2))
+        _assert_equal_on_all_ranks(both, f"gathers and reductions, {way}")
+    assert_equal(runs[1], runs[0], "gathers and reductions")
+    assert not torch.equal(runs[0].losses, runs[2].losses), "gathers are rounded too"
+    # as where each is rounded alone: a weight by 1/254 of the largest of its block; two steps of Adam by 1e-3
+    assert_close(runs[0], exact, "gathers and reductions", loss=0.02, norm=0.05, weight=0.05, atol=4e-3)
 
 
 @pytest.mark.parametrize("way", ["two hosts", *more("shared memory", "messages")])

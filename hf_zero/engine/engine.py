@@ -30,7 +30,6 @@ DOUBLE_BACKWARD = (
 
 # After so many updates, replicas of shards are compared: as each is read for that, a step in between costs nothing.
 COMPARE_EVERY = 16
-
 HEAD_USED = (
     "{name}: is used before the blocks or between them, otherwise than by a call of the head, and its gradients are "
     "reduced before the blocks' backward; use it behind them, or make the head an attribute of another module too, "

@@ -200,10 +200,18 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again():
 def test_hooks_of_a_user_are_left_alone():
     model = models.build("llama")
     sharded = hf_zero.shard(model, stage=3, strict=True, offload_activations=True)
-    with torch.autograd.graph.save_on_cpu():
+    sent, packed = engine_of(sharded.model).comm.counters.sent_nbytes, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: tensor):
         loss = loss_of(model(**models.batch("llama", seed=0)))
     loss.backward()
-    assert engine_of(sharded.model).comm.counters.sent_nbytes.get("down", 0) == 0
+    seen = len(packed)
+    assert sent.get("down", 0) == 0
+    loss_of(model(**models.batch("llama", seed=0))).backward()
+    assert sent["down"] > 0, "without them the same is moved"
+    plain = models.build("llama")
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(1) or tensor, lambda tensor: tensor):
+        plain(**models.batch("llama", seed=0))
+    assert seen == len(packed) - seen, "the user's hooks see all that blocks save"
 
 
 def test_a_model_without_blocks_is_refused():

@@ -1,6 +1,7 @@
 """`check`: a machine that is right passes, and one that is not is said to be wrong, with what is."""
 
 import os
+import subprocess
 import sys
 import time
 import warnings
@@ -188,6 +189,24 @@ def test_processes_that_are_broken_are_found(capfd, monkeypatch, function, text)
     first = next(iter(failed))
     assert first in ("stage 0", "processes") and text in failed[first]  # it may end before the first probe begins
     assert f"for a bug report: {first}: " in output
+
+
+@pytest.mark.parametrize("argv, wanted", [(["--sanitize"], "1"), ([], None)])
+def test_the_sanitizer_is_on_in_the_processes_that_are_started_and_not_here(tmp_path, monkeypatch, argv, wanted):
+    """A device that is said to be there: where torch has no CUDA, a process ends as the sanitizer is switched on."""
+    seen = []
+
+    def start(num_processes: int, function, device_type: str, journal: str) -> None:
+        command = [sys.executable, "-c", f"import os; print(os.environ.get('{check.SANITIZER}'))"]
+        seen.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+        probes._note(journal, {"name": device_type, "status": probes.OK, "text": "nothing was tried"})
+
+    monkeypatch.delenv(check.SANITIZER, raising=False)
+    monkeypatch.setattr(check, "_device_type", lambda use_cpu: "cuda")
+    monkeypatch.setattr(check, "_num_devices", lambda device_type: 1)
+    monkeypatch.setattr(check, "launch", start)
+    assert main(["check", *argv]) == 0
+    assert seen == [str(wanted)] and check.SANITIZER not in os.environ
 
 
 @pytest.mark.quick

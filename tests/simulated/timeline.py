@@ -30,6 +30,12 @@ from tests.training import Sharded, adamw, loss_of
 
 COMPUTE = "default stream"
 FREE = ("", 0.0)
+COLORS = {
+    "kernel": "#98c1d9",
+    "all-gather": "#1b7f79",
+    "reduce-scatter": "#c8553d",
+    "copy between device and host": "#9a8c98",
+}
 # Large: each piece of a bucket takes the simulation long, and the model nothing.
 BUCKET_NBYTES = 2**20
 VOCABULARY, BATCH = 1024, (4, 64)
@@ -198,24 +204,54 @@ def draw(steps: dict[str, Step], path: str) -> None:
     """Draws what each stream does, one picture for each step, one below the other, on the same scale."""
     from matplotlib import pyplot
 
-    pyplot.rcParams["svg.hashsalt"] = "timeline"
-    colors = {"all-gather": "#1b7f79", "reduce-scatter": "#c8553d", "mm": "#3d5a80", "copy_": "#9a8c98"}
+    pyplot.rcParams.update({"svg.hashsalt": "timeline", "font.size": 8, "svg.fonttype": "none"})
+    heights = [0.35 + 0.17 * len(_rows(step)) for step in steps.values()]
     figure, axes = pyplot.subplots(
-        len(steps), figsize=(10, 1.3 * len(steps) + 0.4), sharex=True, layout="constrained", squeeze=False
+        len(steps),
+        figsize=(10, sum(heights) + 0.6),
+        height_ratios=heights,
+        sharex=True,
+        layout="constrained",
+        squeeze=False,
     )
     for axis, (name, step) in zip(axes[:, 0], steps.items()):
-        rows = sorted({each.stream for each in step.operations}, key=lambda stream: (stream != COMPUTE, stream))
-        for row, stream in enumerate(rows):
-            own = [each for each in step.operations if each.stream == stream and each.stop > each.start]
-            bars = [(1e3 * (each.start - step.start), 1e3 * (each.stop - each.start)) for each in own]
-            faces = [colors.get(each.what, "#98c1d9") for each in own]
-            axis.broken_barh(bars, (row - 0.4, 0.8), facecolors=faces)
-        axis.set_yticks(range(len(rows)), rows, fontsize=7)
+        for row, stream in enumerate(_rows(step).values()):
+            for what, bars in _bars(step, stream).items():
+                edges = [(1e3 * (start - step.start), 1e3 * (stop - start)) for start, stop in bars]
+                axis.broken_barh(edges, (row - 0.4, 0.8), facecolors=COLORS[what])
+        axis.set_yticks(range(len(_rows(step))), _rows(step))
         axis.invert_yaxis()
-        title = f"{name}: {1e3 * step.seconds:.2f} ms, of which {1e3 * step.exposed:.2f} exposed"
-        axis.set_title(title, fontsize=8, loc="left")
+        axis.set_title(f"{name}: {1e3 * step.seconds:.2f} ms, {1e3 * step.exposed:.2f} of it exposed", loc="left")
     axes[-1, 0].set_xlabel("ms of the model")
+    patches = [pyplot.Rectangle((0, 0), 1, 1, facecolor=color) for color in COLORS.values()]
+    figure.legend(patches, COLORS, loc="outside lower center", ncols=len(COLORS))
     figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
+
+
+def _rows(step: Step) -> dict[str, set[str]]:
+    """Returns what is drawn in one row, by its name: the streams, those of one way of a bus together. A stream that is
+    busy for next to nothing, such as that of the sums, is left out."""
+    rows: dict[str, set[str]] = {"computes": {COMPUTE}}
+    for stream in sorted({each.stream for each in step.operations} - {COMPUTE}):
+        way = next((way for way in ("up", "down") if stream.endswith(f"({way})")), None)
+        seconds = sum(each.stop - each.start for each in step.operations if each.stream == stream)
+        if seconds > 0.01 * step.seconds:
+            rows.setdefault(f"copies {way}" if way else stream, set()).add(stream)
+    return rows
+
+
+def _bars(step: Step, streams: set[str]) -> dict[str, list[tuple[float, float]]]:
+    """Returns when some streams are busy, by what they do. What follows at once is one bar."""
+    bars: dict[str, list[tuple[float, float]]] = {what: [] for what in COLORS}
+    own = [each for each in step.operations if each.stream in streams and each.stop > each.start]
+    for each in sorted(own, key=lambda each: each.start):
+        copies = "copy between device and host" if each.what == "copy_" and each.stream != COMPUTE else "kernel"
+        same = bars[each.what if each.what in COLORS else copies]
+        if same and each.start - same[-1][1] < 2e-3 * step.seconds:
+            same[-1] = same[-1][0], max(same[-1][1], each.stop)
+        else:
+            same.append((each.start, each.stop))
+    return bars
 
 
 def main() -> None:
