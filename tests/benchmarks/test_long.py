@@ -77,6 +77,12 @@ def test_the_longest_sequence_within_a_budget_is_found(tmp_path):
         assert entry["longest"] == max(fitting, default=0)
     assert result["counted"][FLAGS]["longest"] > result["counted"]["fsdp2"]["longest"]
     assert "| within 3 MiB" in done.stdout and "| / fsdp2" in done.stdout and not result["timed"]
+    again = run_here(long.main, "--smoke", "--modes", modes, "--resume", "--json", str(path))
+    assert again.returncode == 0 and "longest" not in again.stderr  # nothing is counted twice
+    assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:]
+    assert json.loads(path.read_text())["results"]["smoke"] == result
+    done = run_here(long.main, "--smoke", "--modes", modes, "--resume", "--num_processes", "1", "--json", str(path))
+    assert "num_processes 2, this run 1" in str(done.returncode)
     done = run_here(long.main, "--smoke", "--modes", "fsdp2", "--times", "--json", str(path))
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())["results"]["smoke"]
