@@ -91,7 +91,7 @@ def test_the_longest_sequence_within_a_budget_is_found(tmp_path):
 
 def test_the_modes_are_those_that_there_are():
     assert all(parse_mode(name).options.keys() <= ZeroSettings.__annotations__.keys() for name in long.DEFAULT_MODES)
-    assert len(set(long.DEFAULT_MODES)) == len(long.DEFAULT_MODES)
+    assert sorted(long.DEFAULT_MODES) == sorted(LADDER.values())
     assert parse_mode(FLAGS).options == {"chunked_loss": "on", "offload_activations": True, "sequence_parallel": 2}
     assert parse_mode(FLAGS).checkpointing and parse_mode("fsdp2+checkpointing").checkpointing
 
@@ -105,32 +105,86 @@ def test_settings_that_cannot_be_measured_are_refused():
         assert done.returncode == 2 and reason in done.stderr
 
 
-# Lines of the page's ladder, and the modes that were measured: the loss is chunked at all of these lengths by `auto`.
-_CHUNKED, _TILED = "hf_zero-3@chunked_loss=on", "hf_zero-3@chunked_loss=auto@tiled_mlp=auto"
+RAW = "2026-11-23-long.json"
+SIZES = {"128,256 words": "small-128k", "32,000 words": "small"}
+# Lines of the page's ladder, and the modes that were measured.
+_CHUNKED = "hf_zero-3@chunked_loss=auto"
+_TILED = f"{_CHUNKED}@tiled_mlp=auto"
+_OFFLOADED = f"{_TILED}@offload_activations=True"
 LADDER = {
+    "DDP": "ddp",
     "FSDP2": "fsdp2",
-    "FSDP2 with gradient checkpointing": "fsdp2+checkpointing",
+    "FSDP2, checkpointing": "fsdp2+checkpointing",
+    "DeepSpeed 3": "deepspeed-3",
+    "DeepSpeed 3, its tiled loss, checkpointing": "deepspeed-tiled-3+checkpointing",
+    "DeepSpeed 3, its tiled loss, checkpointing, Ulysses over both ranks": "deepspeed-ulysses-3+checkpointing",
     "`--zero_stage 3 --zero_chunked_loss off`": "hf_zero-3",
-    "`--zero_chunked_loss auto`, the default of trainers": _CHUNKED,
-    "the same with `--zero_sequence_parallel 2`": f"{_CHUNKED}@sequence_parallel=2",
-    "the chunked loss and `--gradient_checkpointing`": f"{_CHUNKED}+checkpointing",
-    "these two and `--zero_tiled_mlp auto`": f"{_TILED}+checkpointing",
-    "the first two of these and `--zero_sequence_parallel 2`": f"{_CHUNKED}@sequence_parallel=2+checkpointing",
+    "stage 3 with the chunked loss, which `auto` sets": _CHUNKED,
+    "chunked loss, `--zero_tiled_mlp auto`": _TILED,
+    "chunked loss, `--zero_offload_activations`": f"{_CHUNKED}@offload_activations=True",
+    "chunked loss, `--zero_sequence_parallel 2`": f"{_CHUNKED}@sequence_parallel=2",
+    "chunked loss, `--gradient_checkpointing`": f"{_CHUNKED}+checkpointing",
+    "chunked loss, checkpointing, tiled MLP": f"{_TILED}+checkpointing",
+    "chunked loss, checkpointing, tiled MLP, offloaded activations": f"{_OFFLOADED}+checkpointing",
+    "all of these, two ranks to a sequence": f"{_OFFLOADED}@sequence_parallel=2+checkpointing",
 }
+README_LINES = {line: mode for line, mode in LADDER.items() if "tiled" not in mode and "d" not in mode[:1]}
+README_LINES["all flags that there are for it"] = f"{_OFFLOADED}@sequence_parallel=2+checkpointing"
 
 
-def test_the_ladder_of_the_page_is_what_was_measured(request):
-    counted = {}
-    for name in ("2026-11-23-long-small-128k.json", "2026-11-23-long-small-128k-flags.json"):
-        raw = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-        assert raw["settings"]["budget_mib"] == 2048 and raw["settings"]["num_processes"] == 2
-        counted |= raw["results"]["small-128k"]["counted"]
-    lines = ["| set | longest sequence | of FSDP2's | MiB at 2,048 | MiB at 8,192 |", "|---|--:|--:|--:|--:|"]
-    for name, mode in LADDER.items():
-        entry, more = counted[mode], "" if counted[mode]["is_bounded"] else "≥ "
-        ratio = entry["longest"] / counted["fsdp2"]["longest"]
-        peaks = (f"{entry['peaks'][at] / 2**20:,.0f}" if at in entry["peaks"] else "-" for at in ("2048", "8192"))
-        lines.append(f"| {name} | {more}{entry['longest']:,} | {more}{ratio:.1f} | {' | '.join(peaks)} |")
-    check_part(ROOT / "docs" / "long.md", "ladder", "\n".join(lines), request.config.getoption("--write-docs"))
-    longest = [counted[mode]["longest"] for mode in LADDER.values()]
-    assert longest[2:] == sorted(longest[2:])
+def counted(size: str) -> dict[str, dict]:
+    """What was measured of each line of the ladder."""
+    raw = json.loads((ROOT / "benchmarks" / "results" / RAW).read_text())
+    assert raw["settings"]["budget_mib"] == 2048 and raw["settings"]["num_processes"] == 2
+    entries = raw["results"].get(SIZES[size], {}).get("counted", {})
+    return {mode: entries[mode] for mode in LADDER.values() if mode in entries}
+
+
+def longest(entry: dict, reference: dict) -> tuple[str, str]:
+    if not entry["longest"]:
+        return "none", "-"
+    more = "" if entry["is_bounded"] else "≥ "
+    return f"{more}{entry['longest']:,}", f"{more}{entry['longest'] / reference['longest']:.1f}"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_ladder_of_the_page_is_what_was_measured(request, size):
+    entries = counted(size)
+    lengths = (512, 2048, 4096, 8192, 16384)
+    shape = Workload(size=SIZES[size]).shape
+    millions = shape.num_parameters / 1e6
+    lines = [f"With {size} ({millions:.1f} M parameters, hidden size {shape.hidden}, {shape.layers} blocks):", ""]
+    lines.append(f"| set | longest sequence | of FSDP2's | MiB at {' | '.join(f'{length:,}' for length in lengths)} |")
+    lines.append(f"|---{'|--:' * (2 + len(lengths))}|")
+    for line, mode in LADDER.items():
+        if mode in entries:
+            peaks = [entries[mode]["peaks"].get(str(length)) for length in lengths]
+            cells = [line, *longest(entries[mode], entries["fsdp2"])]
+            cells += ["-" if peak is None else f"{peak / 2**20:,.0f}" for peak in peaks]
+            lines.append(f"| {' | '.join(cells)} |")
+    page = ROOT / "docs" / "long.md"
+    check_part(page, f"ladder {size}", "\n".join(lines) if entries else "", request.config.getoption("--write-docs"))
+
+
+def test_the_table_of_the_readme_is_what_was_measured(request):
+    entries = {size: found for size in SIZES if (found := counted(size))}
+    lines = [f"| longest sequence (of FSDP2's) | {' | '.join(entries)} |", f"|---|{'--:|' * len(entries)}"]
+    for line, mode in README_LINES.items():
+        if all(mode in each for each in entries.values()):
+            cells = [" (".join(longest(each[mode], each["fsdp2"])) + ")" for each in entries.values()]
+            lines.append(f"| {' | '.join([line, *cells])} |")
+    check_part(ROOT / "README.md", "long", "\n".join(lines), request.config.getoption("--write-docs"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_flags_reach_what_they_are_for(size):
+    """6 times FSDP2's length, and 0.55 of the activations where two ranks share each sequence."""
+    entries = counted(size)
+    if not entries:
+        pytest.skip("not counted")
+    assert entries[list(LADDER.values())[-1]]["longest"] >= 6 * entries["fsdp2"]["longest"]
+    whole, shared = (
+        entries[mode]["peaks"]["8192"] - entries[mode]["peaks"]["4096"]
+        for mode in (_CHUNKED, f"{_CHUNKED}@sequence_parallel=2")
+    )
+    assert shared <= 0.55 * whole
