@@ -242,13 +242,16 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     tensors = (*model.named_parameters(), *model.named_buffers())
     held = sorted(((*_range_of(t), name, id(t)) for name, t in tensors), key=lambda each: each[:2])
-    for (_, stop, first, one), (start, end, second, other) in zip(held, held[1:]):
+    stop, first, one = 0, "", 0  # of those before, the one that ends last
+    for start, end, second, other in held:
         if start < min(stop, end) and not trained.isdisjoint((one, other)):
             raise UnsupportedError(
                 f"{first}, {second}: lie in the same memory without being one parameter, and would be two when they "
                 "are sharded; tie them as one (`decoder.weight = encoder.weight`), compute one from the other in the "
                 "forward, or give one a copy (clone())"
             )
+        if end > stop:
+            stop, first, one = end, second, other
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Updates of masters that rest on the host: unit by unit, on a thread (ZeRO-Offload, arXiv 2101.06840, section 4)."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -13,7 +14,7 @@ from hf_zero.comm import Comm, Pending, Transfer
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
-from hf_zero.optim.flat_slices import FlatSlice
+from hf_zero.optim.flat_slices import FlatSlice, refuse_step_alone
 from hf_zero.optim.gradients import is_finite
 
 
@@ -52,6 +53,8 @@ class PartialStep:
         self._copy = object.__new__(type(optimizer))
         self._copy.__dict__.update(optimizer.__dict__)
         self._copy.param_groups = [dict(group) for group in self._groups]
+        hooks = optimizer._optimizer_step_pre_hooks.items()  # a part may well have no gradients
+        self._copy._optimizer_step_pre_hooks = OrderedDict(each for each in hooks if each[1] is not refuse_step_alone)
 
     def step(
         self, params: Iterable[nn.Parameter], scale: Tensor | None = None, found_inf: Tensor | None = None

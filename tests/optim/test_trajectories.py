@@ -84,18 +84,15 @@ def test_muon_with_clipping_and_a_tied_head_agrees_with_ddp():
     run_ranks(_tied, 2, "Muon with AdamW")
 
 
-def _experts(kind: str) -> None:
-    """Which experts are used changes from step to step, and one is used by one rank only."""
-    make = kinds.KINDS[kind]
+def _agrees_where_some_is_unused(kind: str, build, loss_at) -> None:
+    """Steps of `loss_at(subject, step)` give what DDP gives, bit for bit alike at all stages."""
     records = []
     for stage in (None, 0, 2, 3):
-        model = models.build("switch")
+        model, make = build(), kinds.KINDS[kind]
         subject = Plain(model, make) if stage is None else Sharded(model, make, stage)
         losses = []
         for step in range(5):
-            batch = models.batch("switch", seed=10 * step + dist.get_rank())
-            routes = [step % 2 if step > 2 else 0, 0, dist.get_rank() if step == 1 else 0]
-            loss = loss_of(subject(**batch, routes=routes))
+            loss = loss_at(subject, step)
             loss.backward()
             losses.append(loss.detach())
             subject.optimizer.step()
@@ -105,44 +102,49 @@ def _experts(kind: str) -> None:
     assert_close(zero, plain, "stage 0 and DDP")
     for record in others:
         assert_equal(record, zero, "stages 2 and 3 and stage 0")
-
-
-@pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
-def test_an_expert_that_nobody_used_is_left_alone(kind):
-    run_ranks(_experts, 2, kind)
 
 
 class Pair(nn.Module):
-    """Two layers of one unit, of which one is used at some steps only."""
+    """Two layers, of one unit or of two, of which one is used at some steps only."""
 
-    def __init__(self):
+    def __init__(self, are_blocks: bool):
         super().__init__()
-        self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        if are_blocks:
+            self.blocks = nn.ModuleList(layers)
+        else:
+            self.always, self.sometimes = layers
 
     def forward(self, x, uses_both: bool):
-        return (self.always(x) + (self.sometimes(x) if uses_both else 0)).square().mean()
+        always, sometimes = self.children() if hasattr(self, "always") else self.blocks
+        return (always(x) + (sometimes(x) if uses_both else 0)).square().mean()
+
+
+def _loss_of_pair(subject, step: int):
+    torch.manual_seed(10 * step + dist.get_rank())
+    return subject(x=torch.randn(4, 8), uses_both=step % 2 == 0)
+
+
+def _loss_of_experts(subject, step: int):
+    """Which experts are used changes from step to step, and one is used by one rank only."""
+    routes = [step % 2 if step > 2 else 0, 0, dist.get_rank() if step == 1 else 0]
+    return loss_of(subject(**models.batch("switch", seed=10 * step + dist.get_rank()), routes=routes))
+
+
+def _experts_and_blocks(kind: str) -> None:
+    _agrees_where_some_is_unused(kind, lambda: models.build("switch"), _loss_of_experts)
+    with kinds.precise_muon():
+        _agrees_where_some_is_unused(kind, lambda: Pair(are_blocks=True), _loss_of_pair)
+
+
+@pytest.mark.parametrize("kind", ["Muon with AdamW", *more("Adafactor")])
+def test_an_expert_or_a_block_that_nobody_used_is_left_alone(kind):
+    run_ranks(_experts_and_blocks, 2, kind)
 
 
 def _pair(kind: str) -> None:
-    make = kinds.KINDS[kind]
-    records = []
-    for stage in (None, 0, 2, 3):
-        torch.manual_seed(0)
-        model = Pair()
-        subject = Plain(model, make) if stage is None else Sharded(model, make, stage)
-        losses = []
-        for step in range(5):
-            torch.manual_seed(10 * step + dist.get_rank())
-            loss = subject(x=torch.randn(4, 8), uses_both=step % 2 == 0)
-            loss.backward()
-            losses.append(loss.detach())
-            subject.optimizer.step()
-            subject.optimizer.zero_grad()
-        records.append(Record(torch.stack(losses), torch.zeros(0), subject.weights()))
-    plain, zero, *others = records
-    assert_close(zero, plain, "stage 0 and DDP")
-    for record in others:
-        assert_equal(record, zero, "stages 2 and 3 and stage 0")
+    _agrees_where_some_is_unused(kind, lambda: Pair(are_blocks=False), _loss_of_pair)
 
 
 def test_rows_of_state_are_divided_where_a_parameter_is_unused_later():
