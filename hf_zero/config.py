@@ -112,6 +112,11 @@ def choose(setting: str, value, choices: dict):
     raise ConfigError(f"{setting}: {value!r} is not one of {valid}{hint}")
 
 
+def is_count(value, least: int = 1) -> bool:
+    """Says whether a setting is a whole number from `least` on, or `"auto"`."""
+    return value == "auto" or (type(value) is int and value >= least)
+
+
 # The kinds of the settings whose values are not looked up among a few, and how a message asks for them.
 _KINDS = {
     "stage": (Integral, "0, 1, 2 or 3"),
@@ -232,13 +237,13 @@ class ZeroConfig:
         if self.reduce_dtype not in REDUCE_DTYPES.values():
             valid = ", ".join(map(str, REDUCE_DTYPES.values()))
             raise ConfigError(f"reduce_dtype: {self.reduce_dtype} is not one of {valid}")
-        if self.bucket_nbytes != "auto" and (not isinstance(self.bucket_nbytes, int) or self.bucket_nbytes < 4096):
+        if not is_count(self.bucket_nbytes, least=4096):
             raise ConfigError(f"bucket_nbytes: {self.bucket_nbytes!r} is no size; give 4096 bytes or more, or auto")
         if self.prefetch_units < 0:
             raise ConfigError(f"prefetch_units: {self.prefetch_units} is negative; give 0 or more")
-        if self.keep_gathered != "auto" and (not isinstance(self.keep_gathered, int) or self.keep_gathered < 0):
+        if not is_count(self.keep_gathered, least=0):
             raise ConfigError(f"keep_gathered: {self.keep_gathered!r} is no number of blocks; give 0 or more, or auto")
-        if self.tiled_mlp != "auto" and (isinstance(self.tiled_mlp, str) or self.tiled_mlp < 1):
+        if not is_count(self.tiled_mlp):
             raise ConfigError(f"tiled_mlp: {self.tiled_mlp!r} is no number of tiles; give 1 or more, or auto")
         if self.sequence_parallel < 1:
             raise ConfigError(f"sequence_parallel: {self.sequence_parallel} is no number of ranks; give 1 or more")
@@ -261,7 +266,7 @@ class ZeroConfig:
     def _check_shard_size(self) -> None:
         if self.shard_size is None:
             return
-        if self.shard_size != "auto" and (isinstance(self.shard_size, str) or self.shard_size < 1):
+        if not is_count(self.shard_size):
             raise ConfigError(f"shard_size: {self.shard_size!r} is no number of ranks; give 1 or more, or auto")
         if self.stage == 0:
             raise ConfigError(

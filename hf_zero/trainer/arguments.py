@@ -14,7 +14,7 @@ from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, r
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.comm.ranks import take_timeout
-from hf_zero.config import GATHER_DTYPES, REDUCE_DTYPES, STAGES, ZeroConfig, choose
+from hf_zero.config import GATHER_DTYPES, REDUCE_DTYPES, STAGES, ZeroConfig, choose, is_count
 from hf_zero.errors import ConfigError
 from hf_zero.parent import end_with_launcher
 
@@ -176,7 +176,7 @@ class ZeroArgumentsMixin(_Arguments):
         words = {"True": "on", "False": "off"}  # YAML reads on and off so
         self.zero_chunked_loss = words.get(str(self.zero_chunked_loss).capitalize(), self.zero_chunked_loss)
         bucket = _number(self.zero_bucket_mb)
-        if bucket != "auto" and (isinstance(bucket, str) or bucket < 1):
+        if not is_count(bucket):
             raise ConfigError(f"zero_bucket_mb: {bucket} is not a size; give 1 or more (MiB), or auto")
         settings = {name: getattr(self, f"zero_{name}") for name in _SAME_NAMES}
         settings |= {name: _number(settings[name]) for name in ("keep_gathered", "shard_size", "tiled_mlp")}

@@ -53,6 +53,17 @@ REFUSED = {
     ),
     "a bucket of nothing": ({"zero_bucket_mb": 0}, "zero_bucket_mb: 0 .*give 1 or more .*or auto"),
     "a bucket that is no number": ({"zero_bucket_mb": "large"}, "zero_bucket_mb: large is not a size; .*or auto"),
+    "a bucket that is left out": ({"zero_bucket_mb": None}, "zero_bucket_mb: None is not a size; .*or auto"),
+    "a part of a size": ({"zero_bucket_mb": 2.5}, "zero_bucket_mb: 2.5 is not a size; .*or auto"),
+    "a size that is none": ({"zero_bucket_mb": True}, "zero_bucket_mb: True is not a size; .*or auto"),
+    "blocks that are not counted": (
+        {"zero_keep_gathered": True},
+        "zero_keep_gathered: True .*give 0 or more, or auto",
+    ),
+    "a part of a tile": (
+        {"zero_tiled_mlp": 2.5},
+        "zero_tiled_mlp: 2.5 is of type float; give a whole number, or auto",
+    ),
     "blocks that are no number": (
         {"zero_keep_gathered": "some"},
         "zero_keep_gathered: 'some' .*give 0 or more, or auto",
