@@ -77,7 +77,7 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
     _check(settings)
     config = _config_of(arguments) if config is None else config
     zero = ZeroArgumentsMixin.zero_config(cast(ZeroArgumentsMixin, training))
-    _check_way(settings, zero, training.gradient_checkpointing)
+    _check_way(settings, zero.chunked_loss, zero, training.gradient_checkpointing)
     model = _model(settings, config, zero.compute_dtype)
     row = 1 if settings.takes_longest and num_tokens is None else _length(settings, config, num_tokens)
     num_rows, is_one_row = training.per_device_train_batch_size * ROWS[task], _is_one_row(training)
@@ -108,7 +108,7 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         has_reference=_has_reference(settings),
         reads_logits=_reads_logits(task, training),
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
-        check=partial(_check_way, settings),
+        check=partial(_check_way, settings, zero.chunked_loss),
     )
 
     def resized(num_tokens: int) -> PlannedRun:
@@ -131,8 +131,8 @@ def _as_trained(model: PreTrainedModel, settings: Settings, training: Any) -> nn
     return made
 
 
-def _check_way(settings: Settings, config: ZeroConfig, gradient_checkpointing: bool) -> None:
-    """Refuses settings of ZeRO as the trainer of the task does."""
+def _check_way(settings: Settings, chunked_loss: str, config: ZeroConfig, gradient_checkpointing: bool) -> None:
+    """Refuses settings of ZeRO as the task's trainer does, and another `chunked_loss` where TRL computes the loss."""
     names = ("offload_activations", "chunked_loss", "tiled_mlp", "sequence_parallel")
     own = {f"zero_{name}": getattr(config, name) for name in names}
     check_activations({**settings.training, **own, "gradient_checkpointing": gradient_checkpointing})
@@ -141,7 +141,7 @@ def _check_way(settings: Settings, config: ZeroConfig, gradient_checkpointing: b
             f"zero_sequence_parallel: the loss of {settings.task} is computed from whole sequences; leave it out"
         )
     reads_logits = _reads_logits(settings.task, SimpleNamespace(**settings.training))
-    changes_nothing = reads_logits and config.chunked_loss != settings.training["zero_chunked_loss"]
+    changes_nothing = reads_logits and config.chunked_loss != chunked_loss
     if changes_nothing or (config.chunked_loss == "on" and settings.task != "classify"):
         raise ConfigError(f"zero_chunked_loss: the loss of {settings.task} is computed by TRL; leave it out")
 

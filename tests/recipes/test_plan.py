@@ -314,7 +314,9 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
         assert ("not counted: a copy of the logits" in of_pairs) is (task == "orpo")
         large = tmp_path / "large.json"
         large.write_text(json.dumps({**CONFIG, "vocab_size": 50_000}))
-        path = _run_file(tmp_path, task=task, model_name_or_path=str(large), use_peft=False, **NO_ADAPTER)
+        path = _run_file(
+            tmp_path, task=task, model_name_or_path=str(large), use_peft=False, zero_chunked_loss=False, **NO_ADAPTER
+        )
         num_logits = 4 * 100 * 50_000  # TRL reads them all
         assert _mib(_plan(capsys, "--config", path, "--num_tokens=100"), "logits and loss") > 8 * num_logits / 2**20
     dpo = _run_file(tmp_path, model_name_or_path=str(config_file), use_cpu=False, task="dpo", use_peft=False)
