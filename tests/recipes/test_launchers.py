@@ -2,13 +2,16 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from hf_zero.accelerator.launched import LAUNCHER_VARIABLES
 from hf_zero.recipes.parser import ready_made
+from tests.recipes.ranks import logged, run_on_ranks
 
 
 ROOT = Path(__file__).parents[2]
@@ -83,3 +86,26 @@ def test_the_script_for_slurm_tells_each_task_its_rank(said):
     lines = said([str(script), *argv, "--title", "two words"])
     for line, ranks in zip(lines, ("0 0 16", "9 1 16"), strict=True):
         assert line.strip() == f"{ranks} node1 21234 -m hf_zero.recipes {' '.join(argv)} --title two words"
+
+
+@pytest.mark.full("slow")
+def test_ray_starts_the_same_run(tiny_model, csv_file, tmp_path):
+    pytest.importorskip("ray.train", reason="ray is not installed; install the extra `ray`")
+    settings = {"model_name_or_path": tiny_model, "train_file": csv_file, "zero_stage": 3, "max_steps": 4}
+    settings |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "learning_rate": 5e-3}
+    argv = ["classify", "--use_cpu", *(f"--{name}={value}" for name, value in settings.items())]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [FOLDER / "ray_train.py", "--num_workers=2", *argv, f"--output_dir={tmp_path / 'of_ray'}"]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [each.code for each in run_on_ranks([*argv, f"--output_dir={tmp_path / 'of_torch'}"], tmp_path)] == [0, 0]
+    losses, expected = (logged(tmp_path / name, "loss") for name in ("of_ray", "of_torch"))
+    assert len(losses) == 4 and losses == expected
