@@ -202,7 +202,7 @@ class ZeroEngine(ModelUnits):
             unit.drop_gradients()
             unit.reshard()
         if self.root_loan is not None:
-            self.root_loan.end()
+            self.root_loan.break_off(in_backward=self._backward is not None)
         self.schedule.reset()
         self.head_stays = False
         self._forward, self._backward, self._is_reducing = ForwardPass(self), None, False
@@ -250,7 +250,6 @@ class ZeroEngine(ModelUnits):
         if self._has_broken_off and not in_backward():
             self.recover()
         self._grad_scale = self.grad_norm = None
-        self.schedule.end_step()
         self._first_forwards.end()
         for updates in list(self.updates):
             updates.abandon()
@@ -330,6 +329,7 @@ class ZeroEngine(ModelUnits):
         if not is_late:
             self.mark_updated(only_trained=True)
         self.clear_gradients()
+        self.schedule.end_step()
         if not self._is_order_known:
             self._agree_on_order()
 

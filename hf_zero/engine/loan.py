@@ -82,9 +82,10 @@ class RootLoan:
         if self._count_holders() != self._holders:
             root.unshard()
             return
+        self.is_under_way = True
         root.evict()
         root.slot.holder = self
-        self.is_under_way = self._slots.uses_idle = True
+        self._slots.uses_idle = True
         if self._behind is not None:
             self._engine.arenas.reduced.lend(self._behind)
 
@@ -103,7 +104,7 @@ class RootLoan:
     def end(self) -> None:
         """Ends the loan, when no gradient there is used any more. Does nothing when none is under way."""
         if self.is_under_way:
-            self.is_under_way = self._slots.uses_idle = False
+            self._slots.uses_idle = False
             self._root.evict()
             self._root.slot.holder = None
             if self._behind is not None:
@@ -111,14 +112,22 @@ class RootLoan:
             if self._is_elsewhere:
                 bind_to_slot(self._root.flats, self._root.slot)
                 self._is_elsewhere = False
+            self.is_under_way = False  # last: what broke off is done again
+
+    def break_off(self, in_backward: bool) -> None:
+        """Ends the loan after an exception. In a step's last backward the slot's contents are dropped in any case: so
+        they are on a rank that has lent it, and on one where that backward has ended."""
+        self.end()
+        if in_backward and self._engine.schedule.is_last_backward:
+            self._root.evict()
 
     def pass_on(self) -> None:
         """Ends the loan, and lends the memory to averages that are still to come in this step."""
         self.end()
         arena = self._engine.arenas.reduced
-        arena.lend(self._front)
         parts = [part for part in (self._front, self._behind) if part is not None]
         self._root.slot.holder = Loan(parts, arena, _averages(self._engine))
+        arena.lend(self._front)
 
 
 def saves_plainly() -> bool:
@@ -143,8 +152,8 @@ def lend_slots(engine: ModelUnits) -> None:
             continue
         if holder is not None:
             holder.evict()
-        arena.lend(slot.buffer)
         slot.holder = Loan([slot.buffer], arena, gradients)
+        arena.lend(slot.buffer)  # when whoever takes the slot would end the loan
 
 
 def _averages(engine: ModelUnits) -> list[GradientInArena]:

@@ -47,6 +47,7 @@ class ForwardPass:
             self._outermost, first = module, self._schedule.first_of.get(module)
             if first is not None and first.disk_prefetcher is None:
                 prefetch(self._engine.root, [first], self.running, 1)
+        self._note_saving()
         self.depth += 1
         is_head = self._engine.is_head(module)
         if is_head and torch.is_grad_enabled() and not self._schedule.is_behind(self._engine.head):
@@ -89,11 +90,16 @@ class ForwardPass:
             stack.see(unit)
         stack.carries_grad = stack.carries_grad or inputs_need_grad
         self._take(stack.advance(unit), stack)
-        if self.has_backward and self._engine.root_loan is not None and not saves_plainly():
-            self._engine.root_loan.is_wanted = False
+        self._note_saving()
         unit.unshard()
         num_ahead = self._engine.config.prefetch_units
         prefetch(unit, self._schedule.after(unit, num_ahead + 1), self.running, num_ahead)
+
+    def _note_saving(self) -> None:
+        """Keeps the root's slot from loans, when a backward will compute something again: it may need the root, and
+        this rank may be the only one."""
+        if self.has_backward and self._engine.root_loan is not None and not saves_plainly():
+            self._engine.root_loan.is_wanted = False
 
     def after_block(self, unit: Unit) -> None:
         """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
@@ -159,6 +165,7 @@ class BackwardPass:
         self._running = running
         self._current: Unit | None = None  # the unit whose backward is under way
         self._closed: set[Unit] = set()  # units whose reduction has begun
+        self._schedule.begin_backward()
 
     def open_pass(self, units: list[Unit]) -> None:
         """Notes that the gradient of the model's output has arrived.

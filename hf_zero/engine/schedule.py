@@ -86,7 +86,7 @@ class Schedule:
         self._left: Counter[Unit] = Counter()
         self._ahead = 0  # how many units at the end of the opened pass a recomputation has taken, and not yet backward
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
-        self._num_backwards = 0  # since the last step
+        self._num_backwards = 0  # that have begun since the last step
         self._num_expected = 1  # backwards before a step: as many as before the last one
 
     @property
@@ -146,21 +146,24 @@ class Schedule:
         self._passes = [units for units in self._passes if units] or [[]]
         self._opened = []
 
+    def begin_backward(self) -> None:
+        """Counts a backward. It counts from its beginning, which all ranks have in common; it may break off on one."""
+        self._num_backwards += 1
+
     def end_backward(self) -> None:
         """Notes that the backward under way has ended."""
         self._rewound.clear()
-        self._num_backwards += 1
 
     def end_step(self) -> None:
-        """Notes that the gradients of all backwards so far are gone."""
+        """Ends the count of backwards. All ranks call it together; a rank alone may drop its gradients at any time."""
         if self._num_backwards:
             self._num_expected, self._num_backwards = self._num_backwards, 0
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether a step is expected behind the backward under way: it comes after as many as the last time. All ranks
-        expect the same, and may expect it in vain."""
-        return self._num_backwards + 1 == self._num_expected
+        """Whether a step is expected behind the backward that began last: it comes after as many as the last time. All
+        ranks expect the same, and may expect it in vain."""
+        return self._num_backwards == self._num_expected
 
     def _tape_of(self, unit: Unit) -> list[Unit] | None:
         """Returns the pass with the next use of `unit`: one that backward has come to, else the latest."""

@@ -45,6 +45,7 @@ class ZeroGradScaler(GradScaler):
         sharded = sharded_of(optimizer)
         if self._enabled and sharded is not None:
             sharded.engine.clear_gradients()
+            sharded.engine.schedule.end_step()
         return result
 
 

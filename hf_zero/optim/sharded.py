@@ -222,8 +222,7 @@ class ShardedOptimizer(StateRecords):
 
     def _may_step(self) -> bool:
         """Whether the step may be taken: the gradients are finite, or `nonfinite` is "ignore". All ranks agree."""
-        self.step_was_skipped = False
-        setting = self.engine.config.nonfinite
+        self.step_was_skipped, setting = False, self.engine.config.nonfinite
         if setting == "ignore" or (not self._host.met_nonfinite and bool(known_norm(self.engine).isfinite())):
             return True
         evidence = evidence_of(self.engine, in_norms=False)
@@ -234,6 +233,7 @@ class ShardedOptimizer(StateRecords):
             logger.warning("%s; the step is left out", found)
         self.step_was_skipped = True
         self.engine.clear_gradients()
+        self.engine.schedule.end_step()
         return False
 
     @property

@@ -6,6 +6,7 @@ nothing is lent.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,6 +90,14 @@ def test_the_slot_is_lent_when_nobody_holds_its_values(change, is_lent, dtype, s
     run_ranks(_as_at_stage_2, 2, change, dtype, shared_memory, is_lent)
 
 
+@contextmanager
+def _breaking_off(subject: Sharded) -> Iterator[None]:
+    """Breaks a backward off on this rank alone, behind all that ranks do together in it."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(subject.engine.schedule, "end_backward", Mock(side_effect=KeyboardInterrupt))
+        yield
+
+
 def _lends_in_the_last_backward(checkpoints: bool, keeps: bool) -> None:
     subject = Sharded(models.build(NAME), adamw, 3, shared_memory=False)
     if checkpoints:
@@ -99,7 +108,11 @@ def _lends_in_the_last_backward(checkpoints: bool, keeps: bool) -> None:
                 batch = models.batch(NAME, seed=10 * step + micro + dist.get_rank())
                 with saved_tensors_hooks(lambda x: x, lambda x: x) if keeps else nullcontext():
                     loss = subject(**batch).loss
-                loss.backward()
+                breaks_off = (step, micro) == (2, 0) and dist.get_rank() == 0
+                with _breaking_off(subject) if breaks_off else nullcontext():
+                    loss.backward()
+                if (step, micro) == (1, 0) and dist.get_rank() == 0:
+                    subject.optimizer.zero_grad()
             subject.optimizer.step()
             subject.optimizer.zero_grad()
     # how many there are is known after the first step
@@ -108,5 +121,6 @@ def _lends_in_the_last_backward(checkpoints: bool, keeps: bool) -> None:
 
 @pytest.mark.parametrize("checkpoints, keeps", [(False, False), (True, False), (False, True)])
 def test_the_slot_is_lent_in_the_last_backward_of_a_step(checkpoints, keeps):
-    """Unless hooks do something else with what autograd saves, whose backward may need values without holding them."""
+    """Unless hooks do something else with what autograd saves, whose backward may need values without holding them.
+    All ranks lend alike, also when one alone drops its gradients between backwards, or breaks one off at its end."""
     run_ranks(_lends_in_the_last_backward, 2, checkpoints, keeps)
