@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 
@@ -127,11 +128,12 @@ class DeferredLogits:
     def _form(self, change: Callable[[Tensor], Tensor]) -> tuple[torch.Size, dict[str, Any]] | None:
         """Returns the shape after a change of shape, and how the logits then lie in memory; `None` where the
         vocabulary does not stay the last dimension."""
-        if self._stride is None:
-            before = torch.empty(self.shape, device="meta")
-        else:
-            before = torch.empty_strided(self.shape, self._stride, device="meta")
-        after = change(before)
+        with _disable_current_modes():  # what counts operations and their memory is not to count these
+            if self._stride is None:
+                before = torch.empty(self.shape, device="meta")
+            else:
+                before = torch.empty_strided(self.shape, self._stride, device="meta")
+            after = change(before)
         if after.shape[-1:] != self.shape[-1:]:
             return None
         is_view = after.untyped_storage()._cdata == before.untyped_storage()._cdata
