@@ -93,13 +93,25 @@ def shard_with(
             "and sums are exact",
             config.reduce_dtype,
         )
+    place_and_divide_activations(engine, partial(neighbours, engine.comm))
+    return engine
+
+
+def place_and_divide_activations(engine: ZeroEngine, connect: Callable[[int], Comm]) -> None:
+    """Installs all that an engine's settings ask for of activations: where they rest, and how sequences, loss and MLPs
+    are divided. What is there already stays.
+
+    Args:
+        engine (`ZeroEngine`): of a trained or a frozen model.
+        connect (`Callable`): connects so many neighbouring ranks, which share sequences.
+    """
+    config = engine.config
     if config.partition_activations or config.offload_activations:
         place_activations(engine)
     if config.sequence_parallel > 1:
-        divide_sequences(engine, partial(neighbours, engine.comm))
+        divide_sequences(engine, connect)
     install_chunked_loss(engine)
     install_tiled_mlp(engine)
-    return engine
 
 
 def refuse_unsuited(model: nn.Module, config: ZeroConfig) -> None:

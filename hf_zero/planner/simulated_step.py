@@ -10,18 +10,13 @@ casts beside that, such as the outputs of layer norms on GPUs, is left out.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.activation import refuse_group_size
-from hf_zero.activation.shard_model import (
-    divide_sequences,
-    install_chunked_loss,
-    install_tiled_mlp,
-    place_activations,
-    refuse_unsuited,
-)
+from hf_zero.activation.shard_model import place_and_divide_activations, refuse_unsuited
 from hf_zero.comm import Comm
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
@@ -126,12 +121,6 @@ class SimulatedStep:
                 ranks_per_host=ranks_per_host,
             )
             self.engine = self._build(replica, config, comm := make_comm())
-            if config.offload_activations:
-                place_activations(self.engine)
-            if config.sequence_parallel > 1:
-                divide_sequences(self.engine, partial(LoneNeighbours, comm, self.meter.timeline))
-            install_chunked_loss(self.engine)
-            install_tiled_mlp(self.engine)
             trained = [param for param in self.engine.model.parameters() if param.requires_grad]
             self.optimizer = ShardedOptimizer(self.engine, MetaOptimizer(trained, make_optimizer, self.meter.timeline))
             # a step without a backward: everything that comes with the first one, and stays, is there then,
@@ -148,15 +137,22 @@ class SimulatedStep:
             if has_reference:
                 self.reference = self._build(replica_of(model, blocks).requires_grad_(False), config, make_comm())
                 self.reference.comm.counters.counted_by = comm.counters
-                self.reference.unshard_around(with_head=False)  # and for good, since nothing changes it
 
     def _build(self, replica: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
-        return build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
+        engine = build(replica, config, comm, bus=LoneBus(comm.counters, self.meter))
+        place_and_divide_activations(engine, partial(LoneNeighbours, comm, self.meter.timeline))
+        return engine
 
     @property
     def _staging_nbytes(self) -> int:
         engines = filter(None, (self.engine, self.reference))
         return sum(next((flat.rest.masters.transfer.nbytes for flat in engine.flats), 0) for engine in engines)
+
+    def _refer(self, inputs: dict[str, Any]) -> None:
+        """Runs a forward of the reference model, if there is one."""
+        if self.reference is not None:
+            with torch.no_grad():
+                self.reference.model(**inputs)
 
     def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> StepMemory:
         """Runs one step of one micro-batch, with clipping.
@@ -165,25 +161,26 @@ class SimulatedStep:
             batch (`dict[str, Tensor]`): what the model's forward is given, with labels.
             max_norm (`float`): of the gradients.
         """
+        timeline, on_cpu = self.meter.timeline, self._on_cpu
+        with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline):
+            self._refer(_without_data(batch))  # its first gathers fill what those of each later step read
+            return self._counted_step(batch, max_norm)
+
+    def _counted_step(self, batch: dict[str, Tensor], max_norm: float) -> StepMemory:
         before = dict(self.engine.comm.counters.sent_nbytes)
         watch = _PeakRecorder(self.meter)
         for module in self.engine.modules.values():
             watch.follow(module)
-        timeline, on_cpu = self.meter.timeline, self._on_cpu
-        with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline), timeline.record():
-            inputs = {
-                key: torch.empty_like(value, device=META) if isinstance(value, Tensor) else value
-                for key, value in batch.items()
-            }
+        with self.meter.timeline.record():
+            inputs = _without_data(batch)
             loss = _loss_of(self.engine.model(**inputs))
             if self.reference is not None:
                 watch.lap("head")
-                with torch.no_grad():
-                    self.reference.model(**inputs)
+                self._refer(inputs)
                 watch.lap("reference")
             loss.backward()
             del loss, inputs
-            timeline.end_pass()
+            self.meter.timeline.end_pass()
             self.optimizer.clip_grad_norm_(max_norm)
             watch.lap("backward")
             resting, on_host = (
@@ -300,6 +297,14 @@ class _PeakRecorder:
         self.lap("update")
         for handle in self._handles:
             handle.remove()
+
+
+def _without_data(batch: dict[str, Any]) -> dict[str, Any]:
+    """Returns a batch with tensors on the meta device."""
+    return {
+        key: torch.empty_like(value, device=META) if isinstance(value, Tensor) else value
+        for key, value in batch.items()
+    }
 
 
 def _loss_of(output) -> Tensor:

@@ -25,10 +25,10 @@ def gpt2() -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, **sizes))
 
 
-def llama() -> PreTrainedModel:
+def llama(**sizes: int) -> PreTrainedModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_DECODER))
+    return LlamaForCausalLM(LlamaConfig(**{**_DECODER, **sizes}))
 
 
 def qwen3() -> PreTrainedModel:
@@ -59,7 +59,7 @@ def bert() -> PreTrainedModel:
     )
 
 
-BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
+BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     "gpt2": gpt2,
     "llama": llama,
     "qwen3": qwen3,
@@ -69,10 +69,10 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def build(name: str) -> PreTrainedModel:
-    """The model of this name, in training mode, as `Trainer` sets it up."""
+def build(name: str, **sizes: int) -> PreTrainedModel:
+    """The model of this name, in training mode, as `Trainer` sets it up. `sizes` replace some of its config."""
     torch.manual_seed(0)
-    model = BUILDERS[name]().train()
+    model = BUILDERS[name](**sizes).train()
     model.config.use_cache = False
     return model
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.config import REDUCE_DTYPES
+from hf_zero.config import REDUCE_DTYPES, ZeroConfig
 from hf_zero.engine import engine_of, has_sources
 from hf_zero.planner import Prediction, longest_sequence, predict
+from hf_zero.planner.simulated_step import SimulatedStep
 from tests.distributed import run_ranks
 from tests.planner import subjects
 from tests.tensor_meter import TensorMeter
@@ -121,8 +122,9 @@ def _compare(
     checkpointing: bool,
     settings: dict,
     train: Callable = _train,
+    length: int = subjects.LENGTH,
 ) -> None:
-    for found in run_ranks(train, predicted.num_ranks, make, name, checkpointing, settings):
+    for found in run_ranks(train, predicted.num_ranks, make, name, checkpointing, settings, length):
         assert predicted.resting_nbytes == pytest.approx(found["rest"], rel=REST)
         assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=PEAK)
         assert predicted.sent_nbytes == found["sent"]
@@ -144,11 +146,19 @@ def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):
     _check(name, True, stage=stage, compute_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("stage, dtype, checkpointing", [(3, torch.bfloat16, True), (2, None, False)])
 @pytest.mark.full("more cases", after=1)
-def test_rest_peak_and_traffic_with_a_frozen_reference(stage, dtype, checkpointing):
-    """It rests beside the model, and its forward runs while the model's activations are there."""
-    _check("llama", checkpointing, stage=stage, compute_dtype=dtype, has_reference=True)
+@pytest.mark.parametrize(
+    "stage, dtype, checkpointing, is_long", [(3, torch.bfloat16, True, True), (2, None, False, False)]
+)
+def test_rest_peak_and_traffic_with_a_frozen_reference(stage, dtype, checkpointing, is_long):
+    """It rests beside the model, and its forward runs while the model's activations are there. With long sequences
+    the chunked loss makes the peak: the logits of all tokens would take 32 MiB in fp32."""
+    settings = {"stage": stage, "compute_dtype": dtype, "has_reference": True}
+    settings |= {"chunked_loss": "on", "tiled_mlp": 4} if is_long else {}
+    vocab_size, length = (8 * subjects.VOCAB, 8 * subjects.LENGTH) if is_long else (subjects.VOCAB, subjects.LENGTH)
+    make = partial(subjects.build, "llama", vocab_size=vocab_size)
+    predicted = _predicted("llama", checkpointing, settings, model=make(), length=length)
+    _compare(predicted, make, "llama", checkpointing, settings, length=length)
 
 
 @pytest.mark.full("slow")
@@ -313,6 +323,15 @@ def test_hosts_have_as_many_ranks_as_is_said():
     assert together.step.shares_memory and not apart.step.shares_memory
     assert apart.sent_nbytes == by_messages.sent_nbytes != together.sent_nbytes
     assert apart.resting_nbytes < by_messages.resting_nbytes, "summands are read where they lie"
+
+
+def test_each_step_of_a_reference_with_a_second_copy_on_its_host_sends_as_much():
+    """Its first forward alone leaves the host, and comes before the step that is counted."""
+    config = ZeroConfig(stage=3, secondary_shard=True)
+    settings = {"num_ranks": 16, "ranks_per_host": 8, "gradient_checkpointing": False, "on_cpu": False}
+    step = SimulatedStep(subjects.build("llama"), config, make_optimizer=AdamW, has_reference=True, **settings)
+    first, second = (step.step(subjects.batch("llama")) for _ in range(2))
+    assert first.sent_nbytes == second.sent_nbytes
 
 
 def test_a_model_that_does_not_run_without_data_is_predicted_at_rest():
