@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -71,11 +71,10 @@ def load_weights(
     engine = require_engine(model)
     engine.begin_update()
     engine.evict_all()
-    what = "weights" if keys is None else "parts"
     tensors = saved_tensors(engine.model, engine.param_infos())
     tensors = tensors if keys is None else renamed(tensors, keys)
 
-    def read() -> tuple[LoadReport, WeightFiles, Ranges, ChecksumTable]:
+    def read() -> tuple[LoadReport, Origins, WeightFiles, Ranges, ChecksumTable]:
         files, table = _recorded_files(folder, weights_name)
         origins = _origins(engine.model, tensors, files, converts=keys is None)
         report = _report(folder, origins, ignored_pattern(engine.model), strict=strict)
@@ -83,18 +82,28 @@ def load_weights(
         _refuse_mismatches(folder, origins, spared=grown)
         with OpenFiles(folder, files) as opened:
             _offer_buffers(engine.model, opened, folder, grown)
-            engine.half_loaded[what] = str(folder)
+            begin_load(engine, origins.of, folder)
             _read_all(engine, opened, tensors, origins)
-        return report, files, opened.ranges, table
+        return report, origins, files, opened.ranges, table
 
     subject = f"loading {folder}"
-    report, files, ranges, table = run_on_all_ranks(engine.comm, subject, read)
+    report, origins, files, ranges, table = run_on_all_ranks(engine.comm, subject, read)
     check_ranges(engine.comm, subject, engine.comm.all_gather_object(ranges), files, table, folder)
-    engine.mark_updated()
-    del engine.half_loaded[what]
-    if keys is None:
-        engine.half_loaded.pop("parts", None)
+    end_load(engine, origins.of)
     return report
+
+
+def begin_load(engine: ZeroEngine, names: Iterable[str], folder: str | os.PathLike) -> None:
+    """Notes that parameters and buffers of these names are about to be overwritten from a folder, see
+    `ModelUnits.refuse_torn`."""
+    engine.half_loaded.update(dict.fromkeys(names, str(folder)))
+
+
+def end_load(engine: ZeroEngine, names: Iterable[str]) -> None:
+    """Lets the compute copies follow, and drops the notes of these names. All ranks call it, when all have read."""
+    engine.mark_updated()
+    for name in names:
+        engine.half_loaded.pop(name, None)
 
 
 def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[WeightFiles, ChecksumTable]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_zero.checkpoint.files import OpenFiles, Ranges
 from hf_zero.checkpoint.folders import remove_replaced, take_name
 from hf_zero.checkpoint.format import FileLayout, TensorEntry
+from hf_zero.checkpoint.load import begin_load, end_load
 from hf_zero.checkpoint.manifest import (
     STATE_FOLDER,
     Manifest,
@@ -37,7 +38,9 @@ MASTER_NAME = "master.safetensors"
 
 
 class Optimizer(Protocol):
-    """The methods that saving and loading need of an optimizer over shards."""
+    """What saving and loading need of an optimizer over shards."""
+
+    half_loaded: str | None  # see `ShardedState`
 
     def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
         """(state key such as "exp_avg", shard): of the parameter's shape, or of one of its own (factors, scales); see
@@ -127,17 +130,17 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     comm, subject, state_folder = engine.comm, f"loading state from {folder}", Path(folder) / STATE_FOLDER
     manifest, files, table = run_on_all_ranks(comm, subject, lambda: read_saved_state(folder))
     masters = files.layouts[MASTER_NAME].entries if MASTER_NAME in files.layouts else {}
+    own = [info.name for info in engine.param_infos() if info.name in masters]
 
     def read() -> Ranges:
-        engine.half_loaded["state"] = str(folder)
+        optimizer.half_loaded = str(folder)
         optimizer.load_groups_state(manifest.groups)
         optimizer.load_scalar_state(manifest.scalars)
-        held = engine.named_shards(resident=True) if masters else ()
-        saved = ((shard.name, shard) for shard in held if shard.name in masters)
         with OpenFiles(state_folder, files) as opened:
-            for name, shard in chain(_state_pieces(optimizer, resident=True), saved):
-                opened.check_shape(name, tuple(shard.shape))
-                opened.read_range(name, shard.start, shard.tensor)
+            _read_pieces(opened, _state_pieces(optimizer, resident=True))
+            begin_load(engine, own, folder)
+            held = engine.named_shards(resident=True) if own else ()
+            _read_pieces(opened, ((shard.name, shard) for shard in held if shard.name in masters))
             return opened.ranges
 
     ranges = collect_from_all_ranks(comm, subject, read)
@@ -149,10 +152,16 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
             f"{state_folder}: no place for {shortened(left)} in this run; "
             "resume with the optimizer and the trainable parameters that it was saved with"
         )
-    engine.mark_updated()
+    end_load(engine, own)
     engine.is_torn = False
-    del engine.half_loaded["state"]
+    optimizer.half_loaded = None
     return manifest
+
+
+def _read_pieces(opened: OpenFiles, pieces: Iterable[tuple[str, NamedShard]]) -> None:
+    for name, shard in pieces:
+        opened.check_shape(name, tuple(shard.shape))
+        opened.read_range(name, shard.start, shard.tensor)
 
 
 def _manifest(engine: ZeroEngine, layouts: Mapping[str, FileLayout], **content) -> Manifest:

@@ -36,7 +36,9 @@ class Updates(Protocol):
 
 
 class ShardedState(Protocol):
-    """An optimizer over the shards, as far as its memory is measured."""
+    """An optimizer over the shards, as far as its memory is measured, and its loads are watched."""
+
+    half_loaded: str | None  # the folder of a load of its state that broke off, until another has ended
 
     def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]:
         """Returns every tensor of its state on this rank, and where it rests."""
@@ -106,7 +108,7 @@ class ModelUnits(Uncopyable):
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
         self.is_torn = False  # a step on the host was interrupted: some units have its values, until others are loaded
-        # folders whose load broke off, by what was loaded ("weights", "state"), until another load of it has ended
+        # by name of a parameter or buffer: the folder of a load that broke off, until another load of it has ended
         self.half_loaded: dict[str, str] = {}
         self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
@@ -212,10 +214,16 @@ class ModelUnits(Uncopyable):
         Raises:
             `LifecycleError`: when there was one, and nothing was loaded since.
         """
-        for what, folder in self.half_loaded.items():
+        for name, folder in self.half_loaded.items():
             raise LifecycleError(
-                f"saving: loading the {what} of {folder} broke off, so a part has its values and the rest not; load a "
-                "whole checkpoint"
+                f"saving: loading the weights of {folder} broke off, so a part has its values and the rest not "
+                f"({name}, {len(self.half_loaded)} in all); load them anew, or load a whole checkpoint"
+            )
+        newest = self.optimizer() if self.optimizer is not None else None
+        if newest is not None and newest.half_loaded is not None:
+            raise LifecycleError(
+                f"saving: loading the state of {newest.half_loaded} broke off, so a part has its values and the rest "
+                "not; load a whole checkpoint, or make a new optimizer"
             )
         if self.is_torn:
             raise LifecycleError(

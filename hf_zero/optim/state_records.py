@@ -25,6 +25,7 @@ class StateRecords(torch.optim.Optimizer):
     engine: ZeroEngine
     inner: torch.optim.Optimizer
     slices: list[FlatSlice]
+    half_loaded: str | None = None  # see `ShardedState`
     num_steps: int  # so far, in this training and those that it continues
     _exchanges: dict[torch.optim.Optimizer, Exchange]  # of those that are not elementwise
     _group_names: list[list[str]]  # the parameters of each group

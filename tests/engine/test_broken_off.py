@@ -9,6 +9,9 @@ from safetensors.torch import save_file
 
 import hf_zero
 from hf_zero.checkpoint import load
+from hf_zero.checkpoint.files import OpenFiles
+from hf_zero.checkpoint.foreign.reading import load_foreign_weights
+from hf_zero.checkpoint.state import load_state
 from hf_zero.comm import Bus, Counters, Pending
 from hf_zero.engine import engine_of
 from hf_zero.errors import CheckpointError, LifecycleError
@@ -172,3 +175,72 @@ def test_a_load_that_breaks_off_leaves_no_former_values_and_is_not_saved(tmp_pat
     with pytest.raises(CheckpointError):
         hf_zero.load_weights(engine, tmp_path / "nowhere")  # refused before anything was read
     hf_zero.save_pretrained(engine, tmp_path / "once more")
+
+
+def _gone(*_, **__) -> None:
+    raise OSError("the disk is gone")
+
+
+def test_a_part_whose_load_broke_off_is_not_saved_before_it_is_loaded(tmp_path, monkeypatch):
+    subject = Sharded(models.build("mlp"), adamw, 3)
+    engine = subject.engine
+    hf_zero.save_pretrained(engine, tmp_path / "whole")
+    torch.save(models.build("mlp").state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+    names = [info.name for info in engine.param_infos()]
+    first, second = ({name: name for name in part} for part in (names[:3], names[3:]))
+
+    def break_off() -> None:
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the disk is gone"):
+            patch.setattr(load, "read_origin", _gone)
+            hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=first)
+
+    break_off()
+    hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=second)
+    with pytest.raises(LifecycleError, match=rf"whole broke off.* \({names[0]}, 3 in all\); load them anew"):
+        hf_zero.save_pretrained(engine, tmp_path / "mixed")
+    hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=first)
+    hf_zero.save_pretrained(engine, tmp_path / "again")
+    break_off()
+    load_foreign_weights(engine, tmp_path)
+    hf_zero.save_pretrained(engine, tmp_path / "from FSDP")
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_state_whose_load_broke_off_goes_with_its_optimizer(compute_dtype, tmp_path, monkeypatch):
+    model = models.build("mlp").to(compute_dtype)  # in half precision, masters are read with the state
+    subject = Sharded(model, adamw, 3, compute_dtype=compute_dtype)
+    engine, optimizer = subject.engine, subject.optimizer
+    subject(**models.batch("mlp", seed=1)).backward()
+    optimizer.step()
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
+
+    def refuses(what: str) -> None:
+        with pytest.raises(LifecycleError, match=f"loading the {what} of .*whole broke off"):
+            hf_zero.save_pretrained(engine, tmp_path / "mixed")
+
+    def break_off(name: str) -> None:
+        original = OpenFiles.read_range
+
+        def read(files, key, *args) -> None:
+            original(files, key, *args) if name not in key else _gone()
+
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the disk is gone"):
+            patch.setattr(OpenFiles, "read_range", read)
+            load_state(engine, optimizer, tmp_path / "whole")
+
+    break_off("exp_avg_sq")
+    refuses("state")
+    load_state(engine, optimizer, tmp_path / "whole")
+    hf_zero.save_pretrained(engine, tmp_path / "again")
+    if compute_dtype is not None:
+        last = engine.param_infos()[-1].name
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError):
+            patch.setattr(OpenFiles, "check_shape", lambda files, key, *_: _gone() if key == last else None)
+            load_state(engine, optimizer, tmp_path / "whole")
+        refuses("weights")
+    else:
+        break_off("exp_avg_sq")
+    hf_zero.load_weights(engine, tmp_path / "whole")
+    refuses("state")
+    newer = hf_zero.ShardedOptimizer(subject.model, torch.optim.AdamW)
+    hf_zero.save_checkpoint(engine, newer, tmp_path / "newer")

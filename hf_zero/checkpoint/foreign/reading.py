@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.checkpoint.foreign import dcp, deepspeed
 from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor
 from hf_zero.checkpoint.format import read_json
-from hf_zero.checkpoint.load import ignored_pattern, load_weights
+from hf_zero.checkpoint.load import begin_load, end_load, ignored_pattern, load_weights
 from hf_zero.checkpoint.manifest import manifest_path
 from hf_zero.checkpoint.names import saved_tensors, shortened
 from hf_zero.checkpoint.state import Optimizer
@@ -144,24 +144,25 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
         load_weights(engine, folder)
         return
 
-    def read() -> None:
+    def read() -> list[str]:
         with _understood(folder):
             found = _by_own_name(engine.model, read_weights(Path(folder)))
         buffers = [saved for saved in saved_tensors(engine.model, engine.param_infos()) if saved.buffer is not None]
         _check_weights(engine, folder, found, {saved.name: tuple(saved.shape) for saved in buffers})
-        engine.half_loaded["weights"] = str(folder)
+        names = [info.name for info in engine.param_infos() if info.name in found]
+        names += [saved.name for saved in buffers]
+        begin_load(engine, names, folder)
         with torch.no_grad():
             for shard in engine.named_shards(resident=True):
                 if shard.name in found:
                     found[shard.name].read_range(shard.start, shard.tensor)
             for saved in buffers:
                 saved.fill_buffer(partial(found[saved.name].read_range, 0))
+        return names
 
     engine.begin_update()
     engine.evict_all()
-    run_on_all_ranks(engine.comm, f"loading {folder}", read)
-    engine.mark_updated()
-    del engine.half_loaded["weights"]
+    end_load(engine, run_on_all_ranks(engine.comm, f"loading {folder}", read))
 
 
 def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
@@ -189,7 +190,7 @@ def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | o
         loaded = _groups(folder, groups, state.settings)
         if not state.numbers and not all("dampening" in group and not group["momentum"] for group in loaded):
             raise CheckpointError(f"{folder}: has no optimizer state; remove its file to go on with a new optimizer")
-        engine.half_loaded["state"] = str(folder)
+        optimizer.half_loaded = str(folder)
         optimizer.load_groups_state(loaded)
         optimizer.load_scalar_state(state.numbers)
         _check_keys(folder, state, optimizer)
@@ -202,7 +203,7 @@ def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | o
     engine.begin_update()
     run_on_all_ranks(engine.comm, f"loading the optimizer of {folder}", read)
     engine.mark_updated()
-    del engine.half_loaded["state"]
+    optimizer.half_loaded = None
 
 
 @contextmanager
