@@ -107,6 +107,7 @@ class Unit(Uncopyable):
         """Begins to gather the whole values into the slot, unless they are there or on their way."""
         if self.phase is not Phase.SHARDED:
             return
+        self.evict()  # waits for what had begun when an exception broke an attempt off
         self._take_slot()
         self._begin_all_gather()
 
@@ -116,7 +117,6 @@ class Unit(Uncopyable):
             self.disk_prefetcher.prefetch()
 
     def _begin_all_gather(self, *, exact: bool = False) -> None:
-        self.wait_for_all_gather()  # for what had begun when an exception broke an attempt off
         phase = moved(self.name, self.phase, Phase.GATHERING)
         arriving = self.disk_prefetcher.load() if self.disk_prefetcher is not None else None
         for flat in self.flats:
