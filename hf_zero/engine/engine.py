@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Pending
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.engine import writes
 from hf_zero.engine.away import in_backward
@@ -310,10 +309,7 @@ class ZeroEngine(ModelUnits):
         Args:
             only_trained (`bool`): frozen parameters have kept their values.
         """
-        pendings: list[Pending] = []
-        for unit in self.units:
-            pendings += unit.refresh(only_trained)
-        for pending in pendings:
+        for pending in [pending for unit in self.units for pending in unit.refresh(only_trained)]:
             pending.wait()
         for flat in self.flats:
             flat.mark_clean()
