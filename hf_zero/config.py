@@ -114,7 +114,7 @@ def choose(setting: str, value, choices: dict):
 
 def is_count(value, least: int = 1) -> bool:
     """Says whether a setting is a whole number from `least` on, or `"auto"`."""
-    return value == "auto" or (type(value) is int and value >= least)
+    return value == "auto" or (isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least)
 
 
 # The kinds of the settings whose values are not looked up among a few, and how a message asks for them.

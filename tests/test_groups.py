@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -331,6 +332,13 @@ def _refused(size) -> str:
     with pytest.raises(ConfigError) as caught:
         hf_zero.shard(models.build(NAME), stage=2, shard_size=size)
     return str(caught.value)
+
+
+def test_a_size_may_be_a_whole_number_of_numpy():
+    model = models.build(NAME)
+    hf_zero.shard(model, stage=2, shard_size=np.int64(1))
+    assert engine_of(model).config.shard_size == 1
+    assert _refused(np.int64(0)).endswith("is no number of ranks; give 1 or more, or auto")
 
 
 def test_sizes_that_do_not_fit_are_refused():

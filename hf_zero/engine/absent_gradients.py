@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.engine.access import unit_of
 from hf_zero.errors import LifecycleError
@@ -20,16 +21,22 @@ _SLICE = "_hf_zero_slice"  # an attribute
 
 
 @cache
-def guard_gradients() -> None:
+def guard_gradients() -> RemovableHandle:
     """Lets torch's optimizers and its functions that clip refuse trained parameters of sharded models, from now on in
-    this process. All others are stepped and clipped as ever."""
-    register_optimizer_step_pre_hook(_refuse_step)
+    this process. All others are stepped and clipped as ever.
+
+    Returns:
+        `RemovableHandle`: of the hook on all optimizers, the same at every call.
+    """
     for name, called in CLIPPING.items():
-        original = getattr(clip_grad, name)
+        original = getattr(clip_grad, name, None)
+        if original is None:
+            continue  # of another version of torch
         refusing = _refusing(original, called)
         for module in (clip_grad, torch.nn.utils):
-            if getattr(module, name, None) is original:
-                setattr(module, name, refusing)
+            for alias in [alias for alias, value in vars(module).items() if value is original]:
+                setattr(module, alias, refusing)
+    return register_optimizer_step_pre_hook(_refuse_step)
 
 
 def marked_as_slices(params: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -40,7 +47,9 @@ def marked_as_slices(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _are_sharded(params: Iterable[Tensor]) -> bool:
-    return any(param.requires_grad and unit_of(param) is not None for param in params)
+    # Within `gathered` a script may set the gradients of some by hand, and step and clip these.
+    grads = [param.grad for param in params if param.requires_grad and unit_of(param) is not None]
+    return bool(grads) and all(grad is None for grad in grads)
 
 
 def _are_slices(params: Iterable[Tensor]) -> bool:
@@ -48,7 +57,7 @@ def _are_slices(params: Iterable[Tensor]) -> bool:
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_) -> None:
-    if any(_are_sharded(group["params"]) for group in optimizer.param_groups):
+    if _are_sharded(param for group in optimizer.param_groups for param in group["params"]):
         name = type(optimizer).__name__
         raise LifecycleError(
             f"{name}: holds parameters of a sharded model, whose gradients are divided over the ranks; it would "

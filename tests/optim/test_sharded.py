@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.engine import ZeroEngine, engine_of
+from hf_zero.engine import ZeroEngine, absent_gradients, engine_of
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
@@ -237,6 +237,9 @@ def test_torchs_own_optimizers_and_clipping_refuse_a_sharded_model_and_no_other(
     with pytest.raises(LifecycleError, match="Adam: holds parameters of a sharded model, .* give it to hf_zero.Shard"):
         torch.optim.Adam(model.parameters()).step()
     torch.optim.Adam(plain.parameters()).step()
+    for clips in (torch.nn.utils.clip_grads_with_norm_, torch.nn.utils.clip_grad._clip_grads_with_norm_):
+        with pytest.raises(LifecycleError, match="call clip_grad_norm_ of the ShardedOptimizer"):
+            clips(model.parameters(), 1e-3, torch.tensor(1.0))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         with pytest.raises(LifecycleError, match=rf"torch.nn.utils.{name}: .* call {name} of the ShardedOptimizer"):
             getattr(torch.nn.utils, name)(model.parameters(), 1e-3)
@@ -247,6 +250,33 @@ def test_torchs_own_optimizers_and_clipping_refuse_a_sharded_model_and_no_other(
     assert torch.nn.utils.get_total_norm(grads) < 1.01e-3
     torch.nn.utils.clip_grad_value_(next(plain.parameters()), 1e-6)
     assert grads[0].abs().max() <= 1e-6 < grads[1].abs().max()
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_set_by_hand_within_gathered_are_clipped_and_stepped_by_torch(stage, some):
+    model = models.build("mlp")
+    hf_zero.shard(model, stage=stage)
+    params = list(model.parameters())
+    plain = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1)
+    with hf_zero.gathered(model, writeback=True):
+        before = [p.detach().clone() for p in params]
+        for p in params[:1] if some else params:
+            p.grad = torch.full_like(p, 2.0)
+        torch.nn.utils.clip_grad_value_(params, 1.0)
+        assert torch.nn.utils.clip_grad_norm_(params, 1e6) > 0
+        plain.step()
+        plain.zero_grad()
+        with pytest.raises(LifecycleError, match="SGD: holds parameters of a sharded model"):
+            plain.step()
+    with hf_zero.gathered(model):
+        for index, (p, old) in enumerate(zip(params, before)):
+            torch.testing.assert_close(p.detach(), old if some and index else old - 0.1)
+
+
+def test_a_function_that_torch_has_not_is_no_reason_not_to_shard(monkeypatch):
+    monkeypatch.setattr(absent_gradients, "CLIPPING", {"_clips_by_another_name": "clip_grad_norm_"})
+    absent_gradients.guard_gradients.__wrapped__().remove()
 
 
 def test_of_two_optimizers_on_one_model_the_first_is_refused():
