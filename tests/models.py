@@ -218,7 +218,6 @@ def _vectors(generator: torch.Generator) -> dict[str, Tensor]:
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama-tied": partial(llama, tied=True),
-    "llama-vocabulary": partial(llama, tied=True, vocab=3072),  # larger than all blocks
     "gpt2": gpt2,
     "bert": bert,
     "albert": albert,
@@ -234,7 +233,6 @@ _classified = partial(_tokens, labels=5)
 BATCHES: dict[str, Callable[[torch.Generator], dict[str, Tensor]]] = {
     "llama": _tokens,
     "llama-tied": _tokens,
-    "llama-vocabulary": _tokens,
     "gpt2": _tokens,
     "bert": _classified,
     "albert": _classified,

@@ -18,11 +18,9 @@ from hf_zero.engine.access import RanksInStep, remember, unit_of
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import Flat, ParamInfo
-from hf_zero.engine.gradient import gradient_of
-from hf_zero.engine.gradient_places import place_gradients
+from hf_zero.engine.gradient import GradientSlots, gradient_of
 from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.initial_values import draw_seed, initialize, is_bare, warn_of_constructors
-from hf_zero.engine.loan import RootLoan
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
@@ -34,7 +32,7 @@ from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
 from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
 from hf_zero.errors import CheckpointError, LifecycleError
-from hf_zero.sharding.arena import Arenas, Slot, parts_nbytes, trim
+from hf_zero.sharding.arena import Arena, Arenas, Slot, parts_nbytes, trim
 from hf_zero.sharding.layout import ALIGN_NUMEL, Layout
 
 
@@ -116,7 +114,7 @@ def build(
         flat.allocate()
     disk = _rest_on_disk(flats, config.offload_dir, bus)
     sharing = _sharing(units, parts)
-    _place_slots(sharing, config, comm, arenas)
+    _place_slots(sharing, config, comm, arenas.gathered)
     _read_sources(flats, comm)
     for flat in flats:
         flat.fill()
@@ -125,12 +123,11 @@ def build(
     if disk is not None:
         _make_disk_prefetchers(disk, sharing)
     remember(units)
-    place_gradients(sharing, comm, arenas.collected)
+    _place_gradients(sharing, comm, arenas.collected)
     _place_buffers(model, comm)
     engine = _assemble(model, config, comm, units, parts, placeholders, bus)
     engine.disk, engine.arenas, engine.divided_over = disk, arenas, divided_over
     engine.handles += patches
-    engine.root_loan = RootLoan.of(engine)
     trim(comm.device)
     return engine
 
@@ -262,9 +259,8 @@ def _sharing(units: list[Unit], parts: Partition) -> list[list[Unit]]:
     return [[u for u in others if u.name in blocks], [u for u in others if u.name not in blocks], [root]]
 
 
-def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm, arenas: Arenas) -> None:
-    """Gives a slot to every unit whose whole values do not rest. Blocks share slots, and so do embedding and head. In
-    the root's, blocks may collect gradients.
+def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm, arena: Arena) -> None:
+    """Gives a slot to every unit whose whole values do not rest. Blocks share slots, and so do embedding and head.
 
     A unit always uses the same slot: views that autograd saved in forward see the right values again in backward.
     """
@@ -278,11 +274,9 @@ def _place_slots(sharing: list[list[Unit]], config: ZeroConfig, comm: Comm, aren
     num_slots = min(len(blocks), config.prefetch_units + 1 + kept)
     counted = [(blocks, num_slots), *((group, 1) for group in others if group)]
     wanted = [(max((sizes[unit] for unit in group), default=0), count) for group, count in counted]
-    shares = comm.shard_group.shared_memory is not None
-    places = [arenas.collected if shares and group is others[-1] else arenas.gathered for group, _ in counted]
-    for arena, (nbytes, count) in zip(places, wanted):
+    for nbytes, count in wanted:
         arena.expect(nbytes, torch.uint8, count)
-    for arena, (group, _), (nbytes, count) in zip(places, counted, wanted):
+    for (group, _), (nbytes, count) in zip(counted, wanted):
         slots = [Slot(arena.take(nbytes, torch.uint8)) for _ in range(count)]
         for position, unit in enumerate(group):
             unit.slot = slots[position % count]
@@ -359,6 +353,24 @@ def _make_disk_prefetchers(disk: "DiskOffload", sharing: list[list[Unit]]) -> No
 
 def _own_ranges(flats: list[Flat]) -> list[torch.Tensor]:
     return [flat.full[slice(*flat.owned)] for flat in flats]
+
+
+def _place_gradients(sharing: list[list[Unit]], comm: Comm, arena: Arena) -> None:
+    """Gives memory for gradients to every trainable unit: memory of its own, or buffers that units share."""
+    lent = []
+    for group in sharing:
+        own = [unit for unit in group if unit.gradients and not unit.gradients[0].is_persistent]
+        lent.append({unit: parts_nbytes([g.flat.slot_part for g in unit.gradients]) for unit in own})
+    blocks, vocabulary, root = (max(sizes.values(), default=0) for sizes in lent)
+    if 2 * max(blocks, vocabulary) < 2 * blocks + vocabulary:  # less than with a buffer of their own
+        lent = [lent[0] | lent[1], lent[2]]
+    for sizes, count in zip(lent, (2, 1, 1)):
+        slots = GradientSlots(max(sizes.values(), default=0), min(len(sizes), count), arena)
+        for unit in sizes:
+            unit.gradient_slots = slots
+    for gradient in (g for group in sharing for unit in group for g in unit.gradients if g.is_persistent):
+        full = comm.shard_group.empty(gradient.flat.layout.full_numel, gradient.flat.dtype)
+        gradient.lend(full, gradient.views_of(full))
 
 
 def _place_buffers(model: nn.Module, comm: Comm) -> None:

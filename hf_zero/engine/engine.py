@@ -174,8 +174,7 @@ class ZeroEngine(ModelUnits):
             self._open_backward()
         if unit is self.head and self._backward is not None and self._backward.has_closed(unit):
             raise LifecycleError(HEAD_USED.format(name=gradient.flat.infos[index].name))
-        is_lent = unit is self.root and self.root_loan is not None and self.root_loan.is_under_way
-        if unit.phase is not Phase.UNSHARDED and not (unit.is_embedding or is_lent):
+        if unit.phase is not Phase.UNSHARDED and not unit.is_embedding:
             raise LifecycleError(
                 f"{gradient.flat.infos[index].name}: a gradient came into unit {unit.name!r} otherwise than through "
                 "the outputs of its forward, so its parameters were away; return the tensor from the block's forward, "
@@ -200,8 +199,6 @@ class ZeroEngine(ModelUnits):
         for unit in self.units:
             unit.drop_gradients()
             unit.reshard()
-        if self.root_loan is not None:
-            self.root_loan.break_off(in_backward=self._backward is not None)
         self.schedule.reset()
         self.head_stays = False
         self._forward, self._backward, self._is_reducing = ForwardPass(self), None, False

@@ -302,17 +302,13 @@ class GradientSlots:
         nbytes (`int`): what the largest unit needs.
         count (`int`): how many suffice.
         arena (`Arena`): where from.
-        idle (`list[Slot]`): as many in memory of another purpose, which has no use for it while `uses_idle` is set.
     """
 
-    uses_idle = False
-
-    def __init__(self, nbytes: int, count: int, arena: Arena, idle: list[Slot]):
+    def __init__(self, nbytes: int, count: int, arena: Arena):
         self.nbytes = nbytes
         self.count = count
-        self.idle = idle
         self._arena = arena
-        arena.expect(nbytes, torch.uint8, 0 if idle else count)
+        arena.expect(nbytes, torch.uint8, count)
         self._free: list[Slot] = []
         self._busy: dict[Slot, Pending | None] = {}  # None while gradients are being collected
 
@@ -326,9 +322,7 @@ class GradientSlots:
         first."""
         if not self._free and len(self._busy) >= self.count:
             self._wait_for_oldest()
-        slot = next((slot for slot in self.idle if self.uses_idle and slot not in self._busy), None)
-        if slot is None:
-            slot = self._free.pop() if self._free else Slot(self._arena.take(self.nbytes, torch.uint8))
+        slot = self._free.pop() if self._free else Slot(self._arena.take(self.nbytes, torch.uint8))
         self._busy[slot] = None
         return slot
 
@@ -340,8 +334,7 @@ class GradientSlots:
     def release(self, slot: Slot) -> None:
         """Takes a buffer back."""
         del self._busy[slot]
-        if slot not in self.idle:
-            self._free.append(slot)
+        self._free.append(slot)
 
     def wait_for_all(self) -> None:
         """Waits for all reductions under way, and frees the buffers, unless their arena would keep the memory."""

@@ -21,7 +21,6 @@ from hf_zero.sharding.arena import Arenas
 
 
 if TYPE_CHECKING:
-    from hf_zero.engine.loan import RootLoan
     from hf_zero.storage import DiskOffload
 
 
@@ -99,7 +98,6 @@ class ModelUnits(Uncopyable):
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.disk: DiskOffload | None = None  # where masters rest between uses; None where they rest in memory
         self.arenas: Arenas | None = None  # until `build` is done, and after `unshard`
-        self.root_loan: RootLoan | None = None  # None where the root's slot is not lent
         self.sinks: dict[int, Any] = {}  # where weights' gradients go (`direct.Sink`), by `id` of the weight
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
         self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)

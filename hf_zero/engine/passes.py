@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import Residency
-from hf_zero.engine.loan import lend_slots, saves_plainly
+from hf_zero.engine.loan import lend_slots
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.schedule import Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
@@ -47,7 +47,6 @@ class ForwardPass:
             self._outermost, first = module, self._schedule.first_of.get(module)
             if first is not None and first.disk_prefetcher is None:
                 prefetch(self._engine.root, [first], self.running, 1)
-        self._note_saving()
         self.depth += 1
         is_head = self._engine.is_head(module)
         if is_head and torch.is_grad_enabled() and not self._schedule.is_behind(self._engine.head):
@@ -90,16 +89,9 @@ class ForwardPass:
             stack.see(unit)
         stack.carries_grad = stack.carries_grad or inputs_need_grad
         self._take(stack.advance(unit), stack)
-        self._note_saving()
         unit.unshard()
         num_ahead = self._engine.config.prefetch_units
         prefetch(unit, self._schedule.after(unit, num_ahead + 1), self.running, num_ahead)
-
-    def _note_saving(self) -> None:
-        """Keeps the root's slot from loans, when a backward will compute something again: it may need the root, and
-        this rank may be the only one."""
-        if self.has_backward and self._engine.root_loan is not None and not saves_plainly():
-            self._engine.root_loan.is_wanted = False
 
     def after_block(self, unit: Unit) -> None:
         """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
@@ -190,9 +182,6 @@ class BackwardPass:
             unit.unshard()
             num_ahead = self._engine.config.prefetch_units
             prefetch(unit, self._schedule.before(num_ahead + 1), self._running, num_ahead)
-            loan = self._engine.root_loan
-            if loan is not None and unit in self._engine.modules and self._schedule.is_last_backward:
-                loan.try_to_begin()
 
     def visit_recomputation(self, unit: Unit) -> None:
         """Unshards a block that gradient checkpointing calls again before backward (Chen et al., arXiv 1604.06174)."""
@@ -209,8 +198,6 @@ class BackwardPass:
             lend_slots(engine)
         self._turn_to(None)
         for unit in [*reversed(engine.blocks), engine.root]:
-            if unit is engine.root:
-                self._take_root_back()
             if unit not in self._closed and unit.reduces_each_backward:
                 engine.reduce(unit)
             elif unit in self._closed and unit.has_collected:
@@ -222,13 +209,6 @@ class BackwardPass:
         self._schedule.end_backward()
         if engine.head is not None and not self._schedule.expects(engine.head):
             engine.head_stays = False
-
-    def _take_root_back(self) -> None:
-        """Ends the loan of the root's slot, when the last block's gradients there are reduced."""
-        engine = self._engine
-        if engine.root_loan is not None and engine.root_loan.is_under_way:
-            engine.wait_for_reductions()
-            engine.root_loan.pass_on()
 
     def _pass_over(self, visits: Iterator[Visit]) -> None:
         for visit in visits:

@@ -217,15 +217,11 @@ class Unit(Uncopyable):
         """Takes memory in which gradients are collected, unless it has some."""
         if self.gradients and self.gradients[0].full is None:
             slot = self._gradient_slot = self.gradient_slots.acquire()
-            for gradient, memory in zip(self.gradients, self.gradient_views(slot)):
+            if self not in slot.memos:
+                fulls = slot.views([gradient.flat.slot_part for gradient in self.gradients])
+                slot.memos[self] = [(full, g.views_of(full)) for g, full in zip(self.gradients, fulls)]
+            for gradient, memory in zip(self.gradients, slot.memos[self]):
                 gradient.lend(*memory)
-
-    def gradient_views(self, slot: Slot) -> list[tuple[Tensor, list[Tensor]]]:
-        """Returns what `Gradient.lend` is given, for each gradient in such a slot."""
-        if self not in slot.memos:
-            fulls = slot.views([gradient.flat.slot_part for gradient in self.gradients])
-            slot.memos[self] = [(full, g.views_of(full)) for g, full in zip(self.gradients, fulls)]
-        return slot.memos[self]
 
     def begin_gathered(self, writeback: bool) -> None:
         """Makes the parameters whole in memory outside of the slots, until `end_gathered`, in all their bits. With

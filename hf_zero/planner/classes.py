@@ -148,4 +148,4 @@ def _slots_nbytes(engine: ZeroEngine) -> tuple[int, int]:
     """Bytes of the slots that units are gathered in, and of those that gradients are collected in during backward."""
     slots = {id(unit.slot): unit.slot.buffer.numel() for unit in engine.units if unit.slot is not None}
     lent = {unit.gradient_slots for unit in engine.units if unit.gradient_slots is not None}
-    return sum(slots.values()), sum(each.nbytes * each.count for each in lent if not each.idle)
+    return sum(slots.values()), sum(each.nbytes * each.count for each in lent)

@@ -126,14 +126,9 @@ class SimulatedStep:
             # a step without a backward: everything that comes with the first one, and stays, is there then,
             # as does a root of which nothing is trained
             self.engine.unshard_around(with_head=False)
-            loan = self.engine.root_loan
-            if loan is not None:
-                loan.try_to_begin()
             self.engine.root.reshard()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if loan is not None:
-                loan.end()
             if has_reference:
                 self.reference = self._build(replica_of(model, blocks).requires_grad_(False), config, make_comm())
                 self.reference.comm.counters.counted_by = comm.counters

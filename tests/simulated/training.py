@@ -166,9 +166,6 @@ SCENARIOS = {
     "shared memory, stage 3, blocks skipped": Scenario(
         dict(stage=3), world="shared memory", skips=True, model="switch"
     ),
-    "shared memory, stage 3, a vocabulary larger than blocks, bf16": Scenario(
-        dict(stage=3, compute_dtype=BF16), world="shared memory", model="llama-vocabulary"
-    ),
     "shared memory, a backward that breaks off": Scenario(dict(stage=2), world="shared memory", fails=True),
     "staged messages, stage 3, whole matrices": Scenario(
         dict(stage=3), world="staged messages", make_optimizer=hf_zero.MuonWithAdamW()
@@ -176,9 +173,6 @@ SCENARIOS = {
     "messages, stage 2, bf16": Scenario(dict(stage=2, compute_dtype=BF16), world="messages"),
     "messages, shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16), world="messages"),
     "messages, stage 3": Scenario(dict(stage=3), world="messages"),
-    "messages, stage 3, a vocabulary larger than blocks": Scenario(
-        dict(stage=3), world="messages", model="llama-vocabulary"
-    ),
     "messages, a backward that breaks off": Scenario(dict(stage=3), world="messages", fails=True),
     "messages, stage 3, whole matrices": Scenario(
         dict(stage=3), world="messages", make_optimizer=hf_zero.MuonWithAdamW()
