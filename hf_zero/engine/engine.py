@@ -321,10 +321,14 @@ class ZeroEngine(ModelUnits):
         """
         if not is_late:
             self.mark_updated(only_trained=True)
-        self.clear_gradients()
-        self.schedule.end_step()
+        self.drop_step()
         if not self._is_order_known:
             self._agree_on_order()
+
+    def drop_step(self) -> None:
+        """Drops the gradients of a step that all ranks have taken, or leave out together."""
+        self.clear_gradients()
+        self.schedule.end_step()
 
     def _agree_on_order(self) -> None:
         """Makes the order in which all ranks called the blocks in the first step the one that is expected."""

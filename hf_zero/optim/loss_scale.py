@@ -44,8 +44,7 @@ class ZeroGradScaler(GradScaler):
         result = super().step(optimizer, *args, **kwargs)
         sharded = sharded_of(optimizer)
         if self._enabled and sharded is not None:
-            sharded.engine.clear_gradients()
-            sharded.engine.schedule.end_step()
+            sharded.engine.drop_step()
         return result
 
 

@@ -232,8 +232,7 @@ class ShardedOptimizer(StateRecords):
         if self.engine.comm.rank == 0:
             logger.warning("%s; the step is left out", found)
         self.step_was_skipped = True
-        self.engine.clear_gradients()
-        self.engine.schedule.end_step()
+        self.engine.drop_step()
         return False
 
     @property

@@ -143,12 +143,6 @@ class SimulatedStep:
         engines = filter(None, (self.engine, self.reference))
         return sum(next((flat.rest.masters.transfer.nbytes for flat in engine.flats), 0) for engine in engines)
 
-    def _refer(self, inputs: dict[str, Any]) -> None:
-        """Runs a forward of the reference model, if there is one."""
-        if self.reference is not None:
-            with torch.no_grad():
-                self.reference.model(**inputs)
-
     def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> StepMemory:
         """Runs one step of one micro-batch, with clipping.
 
@@ -158,7 +152,8 @@ class SimulatedStep:
         """
         timeline, on_cpu = self.meter.timeline, self._on_cpu
         with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline):
-            self._refer(_without_data(batch))  # its first gathers fill what those of each later step read
+            if self.reference is not None:  # its first gathers fill what those of each later step read
+                _refer(self.reference, _without_data(batch))
             return self._counted_step(batch, max_norm)
 
     def _counted_step(self, batch: dict[str, Tensor], max_norm: float) -> StepMemory:
@@ -171,7 +166,7 @@ class SimulatedStep:
             loss = _loss_of(self.engine.model(**inputs))
             if self.reference is not None:
                 watch.lap("head")
-                self._refer(inputs)
+                _refer(self.reference, inputs)
                 watch.lap("reference")
             loss.backward()
             del loss, inputs
@@ -292,6 +287,11 @@ class _PeakRecorder:
         self.lap("update")
         for handle in self._handles:
             handle.remove()
+
+
+@torch.no_grad()
+def _refer(reference: ZeroEngine, inputs: dict[str, Any]) -> None:
+    reference.model(**inputs)
 
 
 def _without_data(batch: dict[str, Any]) -> dict[str, Any]:
