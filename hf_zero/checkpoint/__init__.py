@@ -2,14 +2,13 @@
 
 from hf_zero.checkpoint.files import SafetensorsFile
 from hf_zero.checkpoint.foreign import load_foreign
-from hf_zero.checkpoint.format import FileLayout, TensorEntry
+from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
 from hf_zero.checkpoint.load import LoadReport, load_weights
 from hf_zero.checkpoint.manifest import Manifest, check_checkpoint, check_pretrained
 from hf_zero.checkpoint.pretrained import class_of, load_pretrained, pretrained_class
 from hf_zero.checkpoint.save import Checkpoint, plan_weights, save_checkpoint, save_pretrained
 from hf_zero.checkpoint.staging import Snapshots
 from hf_zero.checkpoint.state import load_state, plan_state, save_state
-from hf_zero.checkpoint.weight_files import WeightFiles
 
 
 __all__ = [

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.load import load_weights
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.save import plan_weights
 from hf_zero.checkpoint.staging import StagedFiles
-from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.comm.agreement import on_first, run_on_all_ranks
 from hf_zero.engine import ZeroEngine, gathered, materialize
 from hf_zero.errors import CheckpointError, UnsupportedError

@@ -16,8 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hf_zero.checkpoint.format import FileLayout, RangeChecksum, TensorEntry
-from hf_zero.checkpoint.weight_files import WeightFiles
+from hf_zero.checkpoint.format import FileLayout, RangeChecksum, TensorEntry, WeightFiles
 from hf_zero.errors import CheckpointError, size_text
 
 

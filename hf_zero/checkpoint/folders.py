@@ -1,12 +1,16 @@
-"""Folders that get their names when they are complete, and lose them before they are removed."""
+"""Folders that get their names when they are complete, and lose them before they are removed; small files in them."""
 
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import shutil
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from hf_zero.errors import CheckpointError
 
 
 logger = logging.getLogger(__name__)
@@ -113,6 +117,64 @@ def write_whole(path: Path, content: bytes) -> None:
     finally:
         new.unlink(missing_ok=True)
     sync_path(path.parent)
+
+
+# The longest that belongs to a checkpoint is the log of a run: some hundred bytes for each logged step.
+MAX_JSON_NBYTES = 512 * 2**20
+
+
+def read_json(path: str | os.PathLike, remedy: str = "resume from another checkpoint") -> dict:
+    """Returns the object that a JSON file holds.
+
+    Raises:
+        `FileNotFoundError`: there is none.
+        `CheckpointError`: it cannot be read, is no JSON, too long or nested too deeply, or is no object.
+    """
+    return parse_json(read_bytes(path, remedy), path, remedy)
+
+
+def read_bytes(path: str | os.PathLike, remedy: str) -> bytes:
+    """Returns the content of a JSON file, up to a limit; see `read_json`."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_JSON_NBYTES + 1)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: cannot be read ({reason}); {remedy}") from error
+    if len(content) > MAX_JSON_NBYTES:
+        raise CheckpointError(f"{path}: has more than {MAX_JSON_NBYTES} bytes, which no run writes; {remedy}")
+    return content
+
+
+def parse_json(content: bytes, path: str | os.PathLike, remedy: str) -> dict:
+    """Returns the object in the content of a JSON file; see `read_json`."""
+    try:
+        found = json.loads(content.decode())
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds a {type(found).__name__}, wanted an object; {remedy}")
+    return found
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether a text is the name of a file in one folder: not a path out of it, and nothing that the system
+    refuses."""
+    return is_inner_path(name) and "/" not in name and len(os.fsencode(name)) <= 255
+
+
+def is_inner_path(name: Any) -> bool:
+    """Whether a text is a relative path that stays below its folder."""
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except ValueError:  # half a character
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and str(path) == name and name != "." and ".." not in path.parts
 
 
 def sync_path(path: Path) -> None:

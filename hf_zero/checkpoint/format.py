@@ -1,4 +1,5 @@
-"""The format of a checkpoint's files: headers of safetensors files, checksums of their tensors, and JSON.
+"""The format of a model's files: headers of safetensors files, checksums of their tensors, and the files of a folder,
+one or several with the index that says which tensor lies where.
 
 The CRC-32s of ranges combine into that of a tensor, whoever wrote or read which of them, so it can be checked by any
 number of ranks, each of which sees only its own ranges, and by any other program (zlib.crc32 of the tensor's bytes in
@@ -10,17 +11,22 @@ zero bytes multiplies the remainder by x^(8n) (Ross Williams, "A painless guide 
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
-from hf_zero.errors import CheckpointError
+from hf_zero.checkpoint.folders import is_file_name, read_json
+from hf_zero.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 
+WEIGHTS_NAME = "model.safetensors"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"  # of PEFT
 # In the order in which the safetensors library lays tensors out (which keeps every tensor aligned to its dtype).
 DTYPE_OF_CODE = {
     "U64": torch.uint64,
@@ -245,59 +251,124 @@ def _times(a: int, b: int) -> int:
     return product
 
 
-# The longest that belongs to a checkpoint is the log of a run: some hundred bytes for each logged step.
-MAX_JSON_NBYTES = 512 * 2**20
+@dataclass(frozen=True)
+class WeightFiles:
+    """The weight files of a folder, and which tensor lies in which.
 
-
-def read_json(path: str | os.PathLike, remedy: str = "resume from another checkpoint") -> dict:
-    """Returns the object that a JSON file holds.
-
-    Raises:
-        `FileNotFoundError`: there is none.
-        `CheckpointError`: it cannot be read, is no JSON, too long or nested too deeply, or is no object.
+    Args:
+        index_name (`str`, *optional*): name of the index beside several files; `None` for a single one.
     """
-    return parse_json(read_bytes(path, remedy), path, remedy)
+
+    layouts: Mapping[str, FileLayout]
+    file_of: Mapping[str, str]
+    index_name: str | None
+
+    @classmethod
+    def of(cls, layouts: Mapping[str, FileLayout], index_name: str | None = None) -> "WeightFiles":
+        """Makes the weight files of these layouts. Raises [`CheckpointError`] where two of them hold tensors of one
+        name."""
+        file_of: dict[str, str] = {}
+        for name, layout in layouts.items():
+            for tensor in layout.entries:
+                if tensor in file_of:
+                    raise CheckpointError(
+                        f"tensor {tensor!r} is both in {file_of[tensor]} and in {name}; give every tensor its own name"
+                    )
+                file_of[tensor] = name
+        return cls(layouts, file_of, index_name)
+
+    @classmethod
+    def plan(
+        cls,
+        entries: Iterable[TensorEntry],
+        *,
+        max_shard_size: int | str = "50GB",
+        weights_name: str = WEIGHTS_NAME,
+    ) -> "WeightFiles":
+        """Splits tensors over files exactly as `PreTrainedModel.save_pretrained` does.
+
+        Args:
+            entries (`Iterable[TensorEntry]`): in the order of the state dict; they fill the files in turn.
+            max_shard_size (`int` or `str`): bytes of tensors in a file, such as `"5GB"`; a larger tensor gets its own.
+            weights_name (`str`): the name of a single file; several are named after it.
+        """
+        named = {entry.name: entry for entry in entries}
+        try:
+            found = split_state_dict_into_shards_factory(
+                named,
+                get_storage_size=lambda entry: entry.nbytes,
+                filename_pattern=weights_name.removesuffix(".safetensors") + "{suffix}.safetensors",
+                max_shard_size=max_shard_size,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"max_shard_size {max_shard_size!r} is not a size; give bytes as a number, or a text such as '5GB' "
+                "(TB, GB, MB, KB)"
+            ) from error
+        shards = found.filename_to_tensors or {weights_name: []}
+        layouts = {name: FileLayout.build(map(named.__getitem__, names)) for name, names in shards.items()}
+        return cls.of(layouts, _index_name(weights_name) if found.is_sharded else None)
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike, weights_name: str = WEIGHTS_NAME) -> "WeightFiles":
+        """Finds the weights of a folder and checks every header, and the index where there is one.
+
+        Raises:
+            `CheckpointError`: no such folder, no weights in it, a damaged file, or an index that disagrees with them.
+        """
+        folder = Path(folder)
+        index_name = _index_name(weights_name)
+        if not folder.is_dir():
+            raise MissingCheckpointError(f"{folder}: there is no such folder; check the path")
+        if (folder / weights_name).exists():
+            return cls.of({weights_name: FileLayout.read(folder / weights_name)})
+        if not (folder / index_name).exists():
+            raise MissingCheckpointError(
+                f"{folder}: found neither {weights_name} nor {index_name}; give the folder of a saved model"
+            )
+        weight_map = _read_weight_map(folder / index_name)
+        layouts = {name: FileLayout.read(folder / name) for name in sorted(set(weight_map.values()))}
+        for tensor, name in weight_map.items():
+            if tensor not in layouts[name].entries:
+                raise CheckpointError(
+                    f"{folder / index_name}: tensor {tensor!r} is said to be in {name}, which does not hold it; "
+                    "copy or download the folder again"
+                )
+        return cls(layouts, weight_map, index_name)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layout.nbytes for layout in self.layouts.values())
+
+    def entry(self, tensor: str) -> TensorEntry:
+        return self.layouts[self.file_of[tensor]].entries[tensor]
+
+    def index_text(self, num_parameters: int) -> str:
+        """Returns the content of the index file, as transformers writes it. Of tied parameters the elements count
+        once."""
+        total_nbytes = sum(layout.data_nbytes for layout in self.layouts.values())
+        index = {
+            "metadata": {"total_parameters": num_parameters, "total_size": total_nbytes},
+            "weight_map": dict(self.file_of),
+        }
+        return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def read_bytes(path: str | os.PathLike, remedy: str) -> bytes:
-    """Returns the content of a JSON file, up to a limit; see `read_json`."""
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_JSON_NBYTES + 1)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: cannot be read ({reason}); {remedy}") from error
-    if len(content) > MAX_JSON_NBYTES:
-        raise CheckpointError(f"{path}: has more than {MAX_JSON_NBYTES} bytes, which no run writes; {remedy}")
-    return content
+def is_weight_file(name: str, weights_name: str = WEIGHTS_NAME) -> bool:
+    """Whether a file of that name would take part in a model saved as `weights_name`, whole or in parts."""
+    stem = re.escape(weights_name.removesuffix(".safetensors"))
+    return (
+        name in (weights_name, _index_name(weights_name))
+        or re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors", name) is not None
+    )
 
 
-def parse_json(content: bytes, path: str | os.PathLike, remedy: str) -> dict:
-    """Returns the object in the content of a JSON file; see `read_json`."""
-    try:
-        found = json.loads(content.decode())
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); {remedy}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__}, wanted an object; {remedy}")
-    return found
+def _index_name(weights_name: str) -> str:
+    return f"{weights_name}.index.json"
 
 
-def is_file_name(name: Any) -> bool:
-    """Whether a text is the name of a file in one folder: not a path out of it, and nothing that the system
-    refuses."""
-    return is_inner_path(name) and "/" not in name and len(os.fsencode(name)) <= 255
-
-
-def is_inner_path(name: Any) -> bool:
-    """Whether a text is a relative path that stays below its folder."""
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
-        return False
-    try:
-        os.fsencode(name)
-    except ValueError:  # half a character
-        return False
-    path = PurePosixPath(name)
-    return not path.is_absolute() and str(path) == name and name != "." and ".." not in path.parts
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json(path, "copy or download it again").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(map(is_file_name, weight_map.values())):
+        raise CheckpointError(f"{path}: the index does not map tensors to files beside it; copy or download it again")
+    return weight_map

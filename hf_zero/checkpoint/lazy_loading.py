@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.files import OpenFiles
-from hf_zero.checkpoint.format import FileLayout, TensorEntry
+from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
 from hf_zero.checkpoint.load import read_origin
 from hf_zero.checkpoint.names import Header, Origin, origin_of, shortened, without_progress_bars
 from hf_zero.checkpoint.trace import Trace
-from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.compat import override
 from hf_zero.engine.source import set_source, source_of
 from hf_zero.errors import CheckpointError

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles, Ranges
+from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles
 from hf_zero.checkpoint.manifest import check_ranges, recorded
 from hf_zero.checkpoint.names import (
     Origin,
@@ -24,7 +25,6 @@ from hf_zero.checkpoint.names import (
 )
 from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.checkpoint.trace import within
-from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import is_pretrained
 from hf_zero.engine import Sharded, ZeroEngine, require_engine

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.files import Ranges
+from hf_zero.checkpoint.folders import is_file_name, parse_json, read_bytes, read_json
 from hf_zero.checkpoint.format import (
+    ADAPTER_WEIGHTS_NAME,
+    WEIGHTS_NAME,
     FileLayout,
+    WeightFiles,
     crc_of_whole,
-    is_file_name,
-    parse_json,
-    read_bytes,
-    read_json,
+    is_weight_file,
 )
 from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.table import COPY_AGAIN, STATE_PATTERNS, TABLE_NAME, Checksums, ChecksumTable
-from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.errors import CheckpointError, MissingCheckpointError

@@ -7,6 +7,7 @@ only moves runs of elements, every rank reads and writes those that it holds. Th
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,7 +159,13 @@ def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> lis
     Args:
         model (`nn.Module`, *optional*): its parameters may be placeholders; of them, only shapes are looked at.
             Without a model, the keys are kept.
+
+    Raises:
+        `CheckpointError`: two tensors of one name.
     """
+    twice = [key for key, count in Counter(saved.key for saved in tensors).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"tensor {twice[0]!r} is given twice; give every tensor its own name")
     trace = Trace()
     state = {saved.key: trace.new(saved.name, saved.shape, saved.dtype) for saved in tensors}
     if model is not None and is_pretrained(model):

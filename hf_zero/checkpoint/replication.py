@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles, Ranges
-from hf_zero.checkpoint.format import RangeChecksum
-from hf_zero.checkpoint.weight_files import WeightFiles
+from hf_zero.checkpoint.format import RangeChecksum, WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, reraise, run_on_all_ranks
 from hf_zero.errors import CheckpointError

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
 from hf_zero.checkpoint.names import FileTensor, SavedTensor, file_tensors, renamed, saved_tensors
 from hf_zero.checkpoint.staging import Snapshots, Staged, StagedFiles, connected, inside, move_into
 from hf_zero.checkpoint.state import Optimizer, plan_state
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.checkpoint.trace import Run
-from hf_zero.checkpoint.weight_files import WEIGHTS_NAME, WeightFiles, is_weight_file
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import ParamInfo, Sharded, ZeroEngine, require_engine
 from hf_zero.engine.opaque import is_opaque

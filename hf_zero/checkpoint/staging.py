@@ -23,10 +23,9 @@ from hf_zero.checkpoint.folders import (
     sync_path,
     take_name,
 )
-from hf_zero.checkpoint.format import crc_of_whole
+from hf_zero.checkpoint.format import WeightFiles, crc_of_whole
 from hf_zero.checkpoint.replication import FilesystemGroups, replicate_files, replicate_ranges
 from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable
-from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.errors import CheckpointError, NoRoomError, size_text

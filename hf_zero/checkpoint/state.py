@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_zero.checkpoint.files import OpenFiles, Ranges
 from hf_zero.checkpoint.folders import remove_replaced, take_name
-from hf_zero.checkpoint.format import FileLayout, TensorEntry
+from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
 from hf_zero.checkpoint.load import begin_load, end_load
 from hf_zero.checkpoint.manifest import (
     STATE_FOLDER,
@@ -26,7 +26,6 @@ from hf_zero.checkpoint.manifest import (
 )
 from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.staging import Staged, StagedFiles, connected, inside
-from hf_zero.checkpoint.weight_files import WeightFiles
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import NamedShard, Sharded, ZeroEngine, require_engine

@@ -19,8 +19,8 @@ from itertools import groupby
 from pathlib import Path
 
 from hf_zero.checkpoint.files import PIECE_NBYTES, SafetensorsFile
-from hf_zero.checkpoint.folders import write_whole
-from hf_zero.checkpoint.format import FileLayout, is_inner_path, parse_json, read_bytes
+from hf_zero.checkpoint.folders import is_inner_path, parse_json, read_bytes, write_whole
+from hf_zero.checkpoint.format import FileLayout
 from hf_zero.errors import CheckpointError
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
+from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.manifest import STATE_FOLDER, check_checksums, manifest_path
 from hf_zero.checkpoint.verify import (
     Scans,
@@ -15,7 +16,6 @@ from hf_zero.checkpoint.verify import (
     check_ties,
     scan_files,
 )
-from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, HfZeroError, size_text
 from hf_zero.recipes.loading import (
     adapter_config,

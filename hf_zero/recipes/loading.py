@@ -24,8 +24,8 @@ from transformers import (
 from transformers.utils import is_peft_available
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
+from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.names import shortened
-from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME
 from hf_zero.errors import CheckpointError, ConfigError, size_text
 from hf_zero.recipes.tasks import SourceArguments
 

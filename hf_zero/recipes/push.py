@@ -9,9 +9,9 @@ from typing import TypeVar
 from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
+from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME, is_weight_file
 from hf_zero.checkpoint.manifest import check_checksums
 from hf_zero.checkpoint.table import STATE_PATTERNS
-from hf_zero.checkpoint.weight_files import ADAPTER_WEIGHTS_NAME, is_weight_file
 from hf_zero.errors import ConfigError, HubError
 from hf_zero.recipes.artifacts import REPORT_NAME, RESOLVED_NAME
 from hf_zero.recipes.inspection import Inspection

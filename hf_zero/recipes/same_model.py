@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from hf_zero.checkpoint.format import read_json
+from hf_zero.checkpoint.folders import read_json
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.language_models import config_of, named_model
 from hf_zero.recipes.loading import ADAPTER_CONFIG_NAME, load_config

@@ -17,10 +17,9 @@ from accelerate.utils import gather_object
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import Manifest, check_checkpoint
-from hf_zero.checkpoint.folders import restore_replaced
+from hf_zero.checkpoint.folders import read_json, restore_replaced
 from hf_zero.checkpoint.foreign import detect
 from hf_zero.checkpoint.foreign.trusted import check_archive, load_small
-from hf_zero.checkpoint.format import read_json
 from hf_zero.checkpoint.manifest import TAKE_ANOTHER, manifest_path, recorded
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.errors import CheckpointError, MissingCheckpointError

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from hf_zero.checkpoint.names import renamed, saved_tensors, shortened
+from hf_zero.checkpoint.names import file_tensors, renamed, saved_tensors, shortened
+from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, world_of_one
 
@@ -52,6 +53,12 @@ def test_keys_that_the_model_leaves_out_are_left_out():
 def test_renaming_keeps_only_what_is_named():
     (only,) = renamed(tensors_of(models.Plain()), {"scale": "adapter.scale"})
     assert (only.name, only.key, only.shape) == ("scale", "adapter.scale", ())
+
+
+def test_two_tensors_under_one_name_are_refused():
+    tensors = renamed(tensors_of(models.Plain()), {"scale": "same", "first.bias": "same"})
+    with pytest.raises(CheckpointError, match="tensor 'same' is given twice; give every tensor its own name"):
+        file_tensors(None, tensors)
 
 
 def test_long_lists_are_shortened():

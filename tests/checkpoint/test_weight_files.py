@@ -4,8 +4,7 @@ import pytest
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from hf_zero.checkpoint.format import TensorEntry
-from hf_zero.checkpoint.weight_files import WeightFiles, is_weight_file
+from hf_zero.checkpoint.format import TensorEntry, WeightFiles, is_weight_file
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint import models
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_zero.checkpoint.folders import is_file_name
 from hf_zero.checkpoint.foreign.parts import Box, ForeignState, ForeignTensor
 from hf_zero.checkpoint.foreign.trusted import load_bytes, load_index, load_mapped
-from hf_zero.checkpoint.format import is_file_name
 from hf_zero.errors import CheckpointError
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_zero.checkpoint.folders import is_file_name
 from hf_zero.checkpoint.foreign.parts import Box, ForeignState, ForeignTensor, boxes_of
 from hf_zero.checkpoint.foreign.trusted import load_mapped
-from hf_zero.checkpoint.format import is_file_name
 from hf_zero.errors import CheckpointError
 
 

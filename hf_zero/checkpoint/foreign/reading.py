@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.checkpoint.folders import read_json
 from hf_zero.checkpoint.foreign import dcp, deepspeed
 from hf_zero.checkpoint.foreign.parts import ForeignState, ForeignTensor
-from hf_zero.checkpoint.format import read_json
 from hf_zero.checkpoint.load import begin_load, end_load, ignored_pattern, load_weights
 from hf_zero.checkpoint.manifest import manifest_path
 from hf_zero.checkpoint.names import saved_tensors, shortened
