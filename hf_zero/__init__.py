@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is
     from hf_zero.checkpoint import save_checkpoint as save_checkpoint
     from hf_zero.checkpoint import save_pretrained as save_pretrained
     from hf_zero.checkpoint import save_state as save_state
-    from hf_zero.checkpoint.parallel import TensorParallel as TensorParallel
     from hf_zero.engine import ShardedModel as ShardedModel
     from hf_zero.engine import compile_blocks as compile_blocks
     from hf_zero.engine import gathered as gathered
@@ -39,6 +38,7 @@ if TYPE_CHECKING:  # for editors and type checkers; `X as X` says that a name is
     from hf_zero.trainer import ZeroTrainer as ZeroTrainer
     from hf_zero.trainer import ZeroTrainerMixin as ZeroTrainerMixin
     from hf_zero.trainer import ZeroTrainingArguments as ZeroTrainingArguments
+    from hf_zero.trainer.tensor_parallel import TensorParallel as TensorParallel
 
 
 __version__ = "0.1.0"
@@ -49,7 +49,7 @@ _MODULES = {
     "ShardedModel": "engine",
     "ShardedOptimizer": "optim",
     "Snapshots": "checkpoint",
-    "TensorParallel": "checkpoint.parallel",
+    "TensorParallel": "trainer.tensor_parallel",
     "ZeroAccelerator": "accelerator",
     "ZeroArgumentsMixin": "trainer",
     "ZeroGradScaler": "optim",

@@ -30,7 +30,7 @@ from hf_zero.recipes.planned_run import PlannedRun
 from hf_zero.recipes.settings import Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroArgumentsMixin
-from hf_zero.trainer.activation_checks import check_activations
+from hf_zero.trainer.arguments import check_activations
 
 
 # How many rows of a batch the tasks make of one row of data.

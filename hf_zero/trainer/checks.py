@@ -19,8 +19,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available
 
 from hf_zero.errors import ConfigError, nearest
-from hf_zero.trainer.activation_checks import ACTIVATION_CHECKS, Settings
-from hf_zero.trainer.arguments import SUPPORTED_OPTIMS
+from hf_zero.trainer.arguments import ACTIVATION_CHECKS, SUPPORTED_OPTIMS, Settings
 
 
 WHOLE_NUMBERS = (int, int | None)

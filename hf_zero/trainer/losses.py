@@ -1,60 +1,97 @@
-"""Which losses of a trainer are computed without all logits at once: those of whose forward nothing else is read."""
+"""Losses of a part of the logits: without all of them at once, and on sequences that several ranks share. What Trainer
+counts by ranks is then counted once for each group of them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 from transformers import Trainer
 
-from hf_zero.activation import chunked_loss_of
+from hf_zero.activation import chunked_loss_of, sequence_parallel_of
 from hf_zero.compat import check_overrides
+from hf_zero.engine import engine_of
 from hf_zero.errors import ConfigError
+from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
 
 
-OVERRIDES = ("compute_loss", "prediction_step")
+OVERRIDES = (
+    *("compute_loss", "prediction_step", "get_total_train_batch_size", "floating_point_ops"),
+    "_track_num_input_tokens",
+)
 
 
 class LossMixin(ZeroTrainerBase):
-    """The part of `ZeroTrainerMixin` that lets the model compute its loss without its logits, see `ChunkedLoss`."""
+    """The part of `ZeroTrainerMixin` that lets the model compute its loss without its logits, see `ChunkedLoss`, and
+    that knows how many ranks share each batch.
 
+    Attributes:
+        summed_losses (`tuple[type, ...]`): the classes whose `compute_loss` is right for parts of sequences.
+    """
+
+    summed_losses: tuple[type, ...] = (Trainer,)
     _drops_logits = False  # an evaluation step is under way of which only the loss is wanted
+
+    def _refuse_loss(self, args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:
+        """Refuses a loss that would be computed from logits that are not there."""
+        cls = type(self)
+        if args.zero_chunked_loss == "on" and compute_loss_func is not None:
+            raise ConfigError(
+                "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto, or off, or leave "
+                "compute_loss_func out"
+            )
+        if args.zero_chunked_loss == "on" and has_own_loss(cls):
+            raise ConfigError(
+                f"zero_chunked_loss: {_full_name(_computes_loss(cls))} computes its loss by a method of its own, "
+                "which may read logits (TRL's trainers compute it without all of them by themselves); use auto, or off"
+            )
+        if args.zero_sequence_parallel > 1 and compute_loss_func is not None:
+            raise ConfigError(
+                "zero_sequence_parallel: compute_loss_func computes its loss from whole logits; leave one of them out"
+            )
+        known = (LossMixin, *self.summed_losses)
+        theirs = [base for base in cls.__mro__ if "compute_loss" in vars(base) and base not in known]
+        if args.zero_sequence_parallel > 1 and theirs:
+            raise ConfigError(
+                f"zero_sequence_parallel: {_full_name(theirs[0])} computes its loss by a method of its own, which "
+                "would see a part of the logits; leave zero_sequence_parallel out, or compute_loss"
+            )
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         """Computes the loss as Trainer does. The logits that the caller does not see may be left out."""
         is_last = type(self).compute_loss is LossMixin.compute_loss  # else who calls this may read the outputs
-        drops_logits = _computes_loss(type(self)) is Trainer and (
-            not return_outputs or (self._drops_logits and is_last)
-        )
+        drops_logits = not has_own_loss(type(self)) and (not return_outputs or (self._drops_logits and is_last))
         chunked = chunked_loss_of(self.model) if drops_logits else None
-        if chunked is None:
-            return super().compute_loss(model, inputs, return_outputs, **kwargs)
-        with chunked.active(True):
+        with nullcontext() if chunked is None else chunked.active(True):
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs):
-        """Evaluates a batch as Trainer does."""
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **kwargs) -> Any:
+        """Predicts as Trainer does. For metrics that need logits every rank computes whole sequences."""
         self._drops_logits = bool(prediction_loss_only)
+        engine = engine_of(self.model)  # None before the model is prepared: every rank then has whole sequences
+        sequences = None if engine is None else sequence_parallel_of(engine)
         try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
+            with nullcontext() if sequences is None or prediction_loss_only else sequences.whole():
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
         finally:
             self._drops_logits = False
 
+    def get_total_train_batch_size(self, args, **kwargs) -> int:
+        """Counts the rows of a step as Trainer does, those that ranks share once."""
+        return super().get_total_train_batch_size(args, **kwargs) // self.args.zero_sequence_parallel
+
+    def floating_point_ops(self, inputs, **kwargs) -> int:
+        """Estimates this rank's operations as Trainer does; ranks that share sequences share them."""
+        return super().floating_point_ops(inputs, **kwargs) // self.args.zero_sequence_parallel
+
+    def _track_num_input_tokens(self, inputs, **kwargs) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs, **kwargs)
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.args.zero_sequence_parallel
+
 
 check_overrides(LossMixin, Trainer, OVERRIDES)
-
-
-def refuse_own_loss(cls: type, args, compute_loss_func: Callable | None = None) -> None:
-    """Refuses losses without logits where a class computes its loss by a method of its own, or a function does."""
-    if args.zero_chunked_loss == "on" and compute_loss_func is not None:
-        raise ConfigError(
-            "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto, or off, or leave "
-            "compute_loss_func out"
-        )
-    if args.zero_chunked_loss == "on" and has_own_loss(cls):
-        theirs = _computes_loss(cls)
-        raise ConfigError(
-            f"zero_chunked_loss: {theirs.__module__}.{theirs.__name__} computes its loss by a method of its own, "
-            "which may read logits (TRL's trainers compute it without all of them by themselves); use auto, or off"
-        )
 
 
 def has_own_loss(cls: type) -> bool:
@@ -66,3 +103,7 @@ def _computes_loss(cls: type) -> type:
     """Returns the class whose `compute_loss` stands behind this mixin's."""
     bases = cls.__mro__[cls.__mro__.index(LossMixin) + 1 :]
     return next(base for base in bases if "compute_loss" in vars(base))
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"

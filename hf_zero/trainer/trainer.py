@@ -31,10 +31,9 @@ from hf_zero.planner import render_classes, tensor_classes
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
 from hf_zero.trainer.batches import evened
 from hf_zero.trainer.checks import check_schedule
-from hf_zero.trainer.losses import LossMixin, refuse_own_loss
+from hf_zero.trainer.losses import LossMixin
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
 from hf_zero.trainer.saving import Saver, SavingMixin
-from hf_zero.trainer.shared_sequences import SharedSequencesMixin
 from hf_zero.trainer.signals import StopOnSignal
 from hf_zero.trainer.tensor_parallel import apart, arrange, refuse_settings_of_divided
 from hf_zero.trainer.trainer_base import ZeroTrainerBase
@@ -65,7 +64,7 @@ class TellMemory(TrainerCallback):
             tqdm.write(text, file=sys.stderr)
 
 
-class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin, SharedSequencesMixin):
+class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
     """Makes any subclass of `Trainer` train with ZeRO: `class MyTrainer(ZeroTrainerMixin, TheirTrainer)`.
 
     Its arguments must carry the flags of `ZeroArgumentsMixin`. The model is sharded in place when it is first
@@ -88,9 +87,8 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin, SharedSequencesMi
         if settings is None:
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
-        refuse_own_loss(type(self), settings, given.get("compute_loss_func"))
-        _check_schedule(type(self), given)
         self._refuse_loss(settings, given.get("compute_loss_func"))
+        _check_schedule(type(self), given)
         if isinstance(model, (str, os.PathLike)):
             given["model"] = self._model_of(model, settings)
         for name in ("model", "ref_model"):
