@@ -14,8 +14,7 @@ from hf_zero.engine.placeholder import Placeholders, is_untouched
 from hf_zero.engine.rest import Rest, copy_overlap
 from hf_zero.engine.source import give_data, source_of
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.bits import bits_of
-from hf_zero.sharding.layout import Layout, Range
+from hf_zero.sharding.layout import Layout, Range, bits_of
 
 
 # Values of rank 0 are taken over in parts of so many elements, which are in memory twice.

@@ -20,7 +20,7 @@ from hf_zero.engine.access import unit_of
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.bits import bits_of
+from hf_zero.sharding.layout import bits_of
 
 
 _INSIDE = "write inside `with hf_zero.gathered(parameter, writeback=True):`"

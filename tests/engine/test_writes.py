@@ -11,7 +11,7 @@ import hf_zero
 from hf_zero.engine import engine_of
 from hf_zero.engine.rest import DeviceShard
 from hf_zero.errors import LifecycleError
-from hf_zero.sharding.bits import bits_of
+from hf_zero.sharding.layout import bits_of
 from tests.distributed import run_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, build_seeded, sgd, weights_of

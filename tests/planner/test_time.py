@@ -15,7 +15,7 @@ from hf_zero.planner.meter import Meter
 from hf_zero.planner.throughput import Throughput, rank_ways
 from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Mark, Wait, Work, step_time
 from hf_zero.planner.topology import Cluster, device_named, known_devices
-from hf_zero.sharding.bits import bits_of
+from hf_zero.sharding.layout import bits_of
 from tests.planner import subjects
 
 
