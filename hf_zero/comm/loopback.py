@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.base import ONE_HOST_NBYTES, Bucket, Comm, Pending
-from hf_zero.comm.native import NativeComm
+from hf_zero.comm.distributed import NativeComm
 from hf_zero.errors import CommError
 
 

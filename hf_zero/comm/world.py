@@ -15,8 +15,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from hf_zero.comm import ranks
 from hf_zero.comm.base import MESSAGES_NBYTES, SHARED_NBYTES, Comm, native_bucket_nbytes
+from hf_zero.comm.distributed import NativeComm, refuse_unordered
 from hf_zero.comm.groups import Average, group_beside, groups_of, ranks_beside, refuse_uneven, shard_size_of
-from hf_zero.comm.native import NativeComm, refuse_unordered
 from hf_zero.comm.pairwise import PairwiseComm, StagedComm
 from hf_zero.comm.rendezvous import rendezvous
 from hf_zero.comm.shared import SharedComm

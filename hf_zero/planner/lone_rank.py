@@ -20,8 +20,8 @@ from hf_zero.comm.base import (
 )
 from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.comm.bus import Transfer
+from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.groups import Average, refuse_uneven
-from hf_zero.comm.native import NativeComm
 from hf_zero.comm.pairwise import SUM_NBYTES, PairwiseComm
 from hf_zero.comm.peers import Kind
 from hf_zero.comm.shared import HostMemory, SharedComm

@@ -24,8 +24,8 @@ from hf_zero.activation.shard_model import shard_with
 from hf_zero.checkpoint import load_state, load_weights
 from hf_zero.checkpoint.save import save_checkpoint
 from hf_zero.comm import Comm, DistributedComm, connect
+from hf_zero.comm.distributed import NativeComm
 from hf_zero.comm.loopback import run_loopback
-from hf_zero.comm.native import NativeComm
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.errors import HfZeroError

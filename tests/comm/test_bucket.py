@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import hf_zero
 from hf_zero.comm.base import Bucket
-from hf_zero.comm.distributed import DistributedComm
-from hf_zero.comm.native import NativeComm
+from hf_zero.comm.distributed import DistributedComm, NativeComm
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import away, build, engine_of, opaque, partition
 from hf_zero.errors import ConfigError

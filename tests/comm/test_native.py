@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm import base, connect, ranks, world
+from hf_zero.comm.distributed import NativeComm, refuse_unordered
 from hf_zero.comm.groups import Average
-from hf_zero.comm.native import NativeComm, refuse_unordered
 from hf_zero.comm.shared import SharedComm
 from hf_zero.engine import build
 from hf_zero.errors import ConfigError

@@ -17,8 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from hf_zero.comm import connect
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.base import Comm
-from hf_zero.comm.distributed import DistributedComm
-from hf_zero.comm.native import NativeComm
+from hf_zero.comm.distributed import DistributedComm, NativeComm
 from hf_zero.comm.ranks import (
     _is_closed,
     failure,

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activation import store
 from hf_zero.checkpoint.files import SafetensorsFile
-from hf_zero.comm import Comm, bus, native
+from hf_zero.comm import Comm, bus, distributed
 from hf_zero.comm.groups import Average, groups_of
 from hf_zero.engine import build, host_transfer
 from hf_zero.engine.engine import ZeroEngine
@@ -131,7 +131,7 @@ class Accelerator:
         collectives (`list`): the name of the communicator, what was done and bytes, in the order of the launches.
     """
 
-    def __init__(self, seed: int = 0, kind: type[Comm] = native.NativeComm):
+    def __init__(self, seed: int = 0, kind: type[Comm] = distributed.NativeComm):
         self._kind = kind
         self.random = random.Random(seed)
         self.num_records = 0
@@ -257,8 +257,8 @@ class Accelerator:
             patch.setattr(Comm, "is_on_cpu", property(lambda comm: comm.device == HOST))
             patch.setattr(host_transfer, "NUM_PIECES", NUM_PIECES)
             patch.setattr(host_transfer.HostTransfer.__init__, "__defaults__", (PIECE_NBYTES,))
-            patch.setattr(native.NativeComm, "_collect", self._gather(native.NativeComm._collect))
-            patch.setattr(native.NativeComm, "_sum", self._reduce(native.NativeComm._sum))
+            patch.setattr(distributed.NativeComm, "_collect", self._gather(distributed.NativeComm._collect))
+            patch.setattr(distributed.NativeComm, "_sum", self._reduce(distributed.NativeComm._sum))
             patch.setattr(dist, "batch_isend_irecv", self._exchange(dist.batch_isend_irecv))
             patch.setattr(bus.Bus, "__init__", _named(bus.Bus.__init__))
             patch.setattr(bus.Bus, "empty", self._host_empty(bus.Bus.empty))

@@ -20,7 +20,7 @@ from hf_zero.activation import checkpointing_of, saved_tensors
 from hf_zero.activation.store import Division
 from hf_zero.checkpoint.save import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
-from hf_zero.comm import native, pairwise
+from hf_zero.comm import distributed, pairwise
 from hf_zero.engine import build, partition
 from hf_zero.optim.host import HostSteps
 from tests import models
@@ -246,7 +246,7 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
         with messages.installed():
             record = _over(pairwise.PairwiseComm, scenario)
         return Result(record, messages.complaints(), {}, Facts(_digest(record), (), ()))
-    kind = pairwise.StagedComm if scenario.world == "staged messages" else native.NativeComm
+    kind = pairwise.StagedComm if scenario.world == "staged messages" else distributed.NativeComm
     accelerator, nbytes = Accelerator(scenario.seed + seed, kind), []
     try:
         with accelerator.installed():
@@ -286,7 +286,7 @@ def trains(name: str, seed: int = 0) -> Report:
     """Trains on the accelerator, with the same losses, norms and weights as on the CPU, bit for bit."""
     result = run(SCENARIOS[name], seed)
     again = f"python -m tests.simulated --races --seed {seed} --ranks {dist.get_world_size()} {name!r}"
-    assert_equal(result.record, _over(native.NativeComm, SCENARIOS[name]), again)
+    assert_equal(result.record, _over(distributed.NativeComm, SCENARIOS[name]), again)
     return Report([f"{race} ({again})" for race in result.races], result.host_waits, result.facts.collectives)
 
 
