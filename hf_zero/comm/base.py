@@ -33,13 +33,8 @@ class Counters:
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, verb: str, nbytes: int, what: str | None = None) -> None:
-        """Adds bytes to the counts.
-
-        Args:
-            verb (`str`): what was done with them.
-            nbytes (`int`): how many.
-            what (`str`, *optional*): the unit that they belong to.
-        """
+        """Adds bytes to the counts: under the verb for what was done with them, and for the unit to which they
+        belong."""
         with self._lock:  # the threads of a bus count too
             self.sent_nbytes[verb] = self.sent_nbytes.get(verb, 0) + nbytes
             if what is not None:
@@ -93,12 +88,7 @@ def native_bucket_nbytes(num_ranks: int, num_hosts: int) -> int:
 
 class Bucket:
     """Memory of a constant size through which larger tensors go in pieces (ZeRO-R C_B, arXiv 1910.02054 section 6.2),
-    made when it is first used and kept from then on.
-
-    Args:
-        nbytes (`int`): its size.
-        device (`torch.device`): where it lies.
-    """
+    made when it is first used and kept from then on."""
 
     memory: Tensor | None = None  # None until the first use
 
@@ -186,12 +176,8 @@ class Comm:
         self.packing: list[Bucket] = []  # buckets of those who send values in few bits, see `hf_zero.comm.blockwise`
 
     def divide(self, shard_group: "Comm", replicate_group: "Comm", average: "Averages") -> None:
-        """Divides the ranks into several shard groups, see [Note: who shards, and who decides].
-
-        Args:
-            shard_group, replicate_group (`Comm`): of this rank.
-            average (`Averages`): averages over all ranks.
-        """
+        """Divides the ranks into several shard groups, see [Note: who shards, and who decides]. `average` is over all
+        ranks, the groups are this rank's."""
         self._shard_group, self.replicate_group, self._average = shard_group, replicate_group, average
         shard_group.counters.counted_by = replicate_group.counters.counted_by = self.counters
         replicate_group.counters.counted_as = "all_reduce"
@@ -318,11 +304,8 @@ class Comm:
     def average(
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
     ) -> Pending:
-        """Averages `full` over all data-parallel ranks, and gives every rank its range of the shard group.
-
-        Args:
-            full, out, dtype, accumulate, what, bits: as for `reduce_scatter` over the shard group.
-        """
+        """Averages `full` over all data-parallel ranks, and gives every rank its range of the shard group. The
+        arguments are those of `reduce_scatter` over the shard group."""
         average = self.reduce_scatter if self._average is None else self._average
         return average(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
 

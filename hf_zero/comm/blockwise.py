@@ -130,11 +130,7 @@ def _parts(
 
 class PackedGather:
     """Gathers values in 8 bits: a rank rounds its range, and all ranks, this one included, take what was rounded. So
-    every rank computes with the same values, whichever way they have come.
-
-    Args:
-        comm (`Comm`): the ranks of a shard group.
-    """
+    every rank computes with the same values, whichever way they have come."""
 
     BITS = 8
 
@@ -148,7 +144,6 @@ class PackedGather:
         Args:
             full (`Tensor`): 1-D, as for `Comm.all_gather`; all of it is overwritten.
             shard (`Tensor`): 1-D, this rank's range of it, or apart.
-            what (`str`): the unit's name, for messages.
         """
         nbytes = packed_nbytes(shard.numel(), self.BITS)
         bucket = self._take(nbytes * self._comm.num_ranks)
@@ -250,12 +245,7 @@ def least_nbytes(num_ranks: int, bits: int) -> int:
 
 
 class _ReadableBucket(Bucket):
-    """A bucket in memory that other ranks can read where they share memory.
-
-    Args:
-        nbytes (`int`): its size.
-        comm (`Comm`): the ranks.
-    """
+    """A bucket in memory that other ranks can read where they share memory."""
 
     def __init__(self, nbytes: int, comm: Comm):
         super().__init__(nbytes, comm.device)

@@ -69,12 +69,8 @@ class _Pages(mmap.mmap):
 
 
 class Bus:
-    """Copies between one device and the host, with a stream for each direction, and counts the bytes.
-
-    Args:
-        device (`torch.device`): the device.
-        counters (`Counters`): where "up" (host to device) and "down" bytes are added.
-    """
+    """Copies between one device and the host, with a stream for each direction, and counts the bytes as "up" (host to
+    device) and "down"."""
 
     def __init__(self, device: torch.device, counters: Counters):
         self.device = device
@@ -88,13 +84,8 @@ class Bus:
         self._failure: BaseException | None = None
 
     def empty(self, numel: int, dtype: torch.dtype, *, locked: bool = True) -> Tensor:
-        """Allocates host memory, 1-D and zero. It is freed when no tensor uses it.
-
-        Args:
-            numel (`int`): elements.
-            dtype (`torch.dtype`): of the elements.
-            locked (`bool`): page-locked, so that the device can copy from and to it by itself.
-        """
+        """Allocates host memory, 1-D and zero, by default page-locked, so that the device can copy from and to it by
+        itself. It is freed when no tensor uses it."""
         nbytes = max(1, numel * dtype.itemsize)
         pages = _Pages(-1, nbytes)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
@@ -151,11 +142,8 @@ class Bus:
 
     @contextmanager
     def on_side_stream(self, way: str) -> Iterator[None]:
-        """Issues the work of the context to a stream of the bus, after the work that the current stream has so far.
-
-        Args:
-            way (`str`): "up" or "down".
-        """
+        """Issues the work of the context to the stream "up" or "down", after the work that the current stream has so
+        far."""
         stream = self._streams[way]
         stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(stream):
@@ -194,11 +182,7 @@ class Bus:
             raise
 
     def wait_for_jobs(self) -> None:
-        """Waits until all jobs are done.
-
-        Raises:
-            what the first job that failed raised.
-        """
+        """Waits until all jobs are done. Raises what the first one that failed raised."""
         failure = None
         while self._jobs:  # a job may add others
             try:

@@ -204,15 +204,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def refuse_unordered(setting: str, version: tuple[int, ...]) -> None:
-    """Refuses a second communicator where NCCL would launch its kernels and those of the first in no common order.
-
-    Args:
-        setting (`str`): what asks for it, for the message.
-        version (`tuple[int, ...]`): of NCCL.
-
-    Raises:
-        `ConfigError`: saying what to set.
-    """
+    """Refuses a second communicator, for which a setting asks, where this version of NCCL would launch its kernels and
+    those of the first in no common order. Raises [`ConfigError`]."""
     if version < LAUNCH_ORDER_VERSION or os.environ.get(LAUNCH_ORDER) != "1":
         raise ConfigError(
             f"{setting}: with NCCL {'.'.join(map(str, version))} and {LAUNCH_ORDER}="
@@ -225,14 +218,7 @@ def communicator(
     group: dist.ProcessGroup, device: torch.device, timeout: timedelta, purpose: str
 ) -> dist.ProcessGroup:
     """Returns a process group of the same ranks, whose kernels go before those that compute where the backend knows
-    priorities. Who asks for the same purpose again gets the same one. The first call is collective.
-
-    Args:
-        group (`dist.ProcessGroup`): the ranks.
-        device (`torch.device`): where the tensors live.
-        timeout (`timedelta`): how long one exchange may take.
-        purpose (`str`): what goes through it.
-    """
+    priorities. Who asks for the same purpose again gets the same one. The first call is collective."""
     known = _COMMUNICATORS.setdefault(group, {})
     if (purpose, timeout) not in known:
         options = None

@@ -7,7 +7,6 @@ FSDP's hybrid sharding, arXiv 2304.11277, section 3.2.2).
 """
 
 from collections import Counter
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,11 +41,7 @@ def shard_size_of(group: dist.ProcessGroup, shard_size: int | str | None) -> int
 
 def ranks_of_a_host(hosts: list[str]) -> int:
     """Returns how many ranks each host has; all ranks, where a host has one alone, or the hosts have not equally many,
-    one behind the other.
-
-    Args:
-        hosts (`list[str]`): the host of each rank.
-    """
+    one behind the other. `hosts` has the host of each rank."""
     size = hosts.count(hosts[0])
     parts = [hosts[start : start + size] for start in range(0, len(hosts), size)]
     is_even = all(len(part) == size and len(set(part)) == 1 for part in parts) and len(parts) == len(set(hosts))
@@ -55,12 +50,7 @@ def ranks_of_a_host(hosts: list[str]) -> int:
 
 def ranks_beside(rank: int, hosts: list[str]) -> list[int] | None:
     """Returns the ranks on the host of one of them, itself included; `None` where all are on one host, and where hosts
-    have not as many ranks, two or more.
-
-    Args:
-        rank (`int`): the one.
-        hosts (`list[str]`): the host of each rank.
-    """
+    have not as many ranks, two or more. `hosts` has the host of each rank."""
     sizes = Counter(hosts)
     if len(sizes) == 1 or len(set(sizes.values())) > 1 or sizes[hosts[rank]] == 1:
         return None
@@ -68,16 +58,8 @@ def ranks_beside(rank: int, hosts: list[str]) -> list[int] | None:
 
 
 def refuse_uneven(shard_size: int | str | None, num_ranks: int, name: str = "shard_size") -> None:
-    """Refuses a number of ranks that form no equal shard groups.
-
-    Args:
-        shard_size (`int` or `str`, *optional*): ranks of a shard group; `None` or "auto" always fits.
-        num_ranks (`int`): all data-parallel ranks.
-        name (`str`): of the setting, for the message.
-
-    Raises:
-        `ConfigError`: naming the sizes that fit.
-    """
+    """Refuses a number of data-parallel ranks that form no equal shard groups. Raises [`ConfigError`] with the sizes
+    that fit. A size that is `None` or "auto" always does."""
     if shard_size not in (None, "auto"):
         refuse_no_divisor(
             int(shard_size), num_ranks, name, "auto for the ranks of one host, or leave it out to shard over all"
@@ -85,17 +67,8 @@ def refuse_uneven(shard_size: int | str | None, num_ranks: int, name: str = "sha
 
 
 def refuse_no_divisor(size: int, num_ranks: int, name: str, otherwise: str) -> None:
-    """Refuses a size of groups that does not divide the ranks.
-
-    Args:
-        size (`int`): ranks of a group.
-        num_ranks (`int`): all data-parallel ranks.
-        name (`str`): of the setting, for the message.
-        otherwise (`str`): what else to do, for the message.
-
-    Raises:
-        `ConfigError`: naming the sizes that fit.
-    """
+    """Refuses a size of groups that does not divide the data-parallel ranks. Raises [`ConfigError`] with the name of
+    the setting, the sizes that fit, and what to do `otherwise`."""
     if num_ranks % size:
         fitting = ", ".join(str(each) for each in range(1, num_ranks + 1) if num_ranks % each == 0)
         raise ConfigError(
@@ -106,38 +79,20 @@ def refuse_no_divisor(size: int, num_ranks: int, name: str, otherwise: str) -> N
 
 def groups_of(group: dist.ProcessGroup, shard_size: int, timeout_seconds: float) -> dict[str, dist.ProcessGroup]:
     """Returns this rank's shard group and replicate group, as "shard" and "replicate". The first call for a size is
-    collective.
-
-    Args:
-        group (`dist.ProcessGroup`): all data-parallel ranks.
-        shard_size (`int`): ranks of a shard group.
-        timeout_seconds (`float`): how long one exchange may take.
-    """
-    members, rank, known = dist.get_process_group_ranks(group), dist.get_rank(group), _GROUPS.setdefault(group, {})
-    first = rank // shard_size * shard_size
+    collective."""
+    every, rank, known = range(dist.get_world_size(group)), dist.get_rank(group), _GROUPS.setdefault(group, {})
     if shard_size not in known:
-        parts = {"shard": members[first : first + shard_size], "replicate": members[rank % shard_size :: shard_size]}
-        with ranks.transport_errors("connecting the ranks", group):
-            backend, limit = dist.get_backend_config(group), timedelta(seconds=timeout_seconds)
-            known[shard_size] = {
-                name: ranks.make_group(part, timeout=limit, backend=backend) for name, part in parts.items()
-            }
+        first = rank // shard_size * shard_size
+        parts = {"shard": every[first : first + shard_size], "replicate": every[rank % shard_size :: shard_size]}
+        known[shard_size] = {name: ranks.part_of(group, part, timeout_seconds) for name, part in parts.items()}
     return known[shard_size]
 
 
 def group_beside(group: dist.ProcessGroup, beside: list[int], timeout_seconds: float) -> dist.ProcessGroup:
-    """Returns the group of the ranks on this rank's host. The first call is collective.
-
-    Args:
-        group (`dist.ProcessGroup`): the ranks of a shard group.
-        beside (`list[int]`): those of this host, see `ranks_beside`.
-        timeout_seconds (`float`): how long one exchange may take.
-    """
+    """Returns the group of those ranks of a shard group that are on this rank's host, see `ranks_beside`. The first
+    call is collective."""
     if group not in _BESIDE:
-        members, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
-        with ranks.transport_errors("connecting the ranks", group):
-            backend = dist.get_backend_config(group)
-            _BESIDE[group] = ranks.make_group([members[rank] for rank in beside], timeout=limit, backend=backend)
+        _BESIDE[group] = ranks.part_of(group, beside, timeout_seconds)
     return _BESIDE[group]
 
 
@@ -147,9 +102,6 @@ class Average:
 
     Each group sums in one order, then the sums of the groups are added in the order of the groups: a run repeats bit
     for bit. With groups of one rank, or one group of all, the order is that of one reduce-scatter over all ranks.
-
-    Args:
-        shard_group, replicate_group (`Comm`): of this rank.
     """
 
     def __init__(self, shard_group: Comm, replicate_group: Comm):

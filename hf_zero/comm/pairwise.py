@@ -26,9 +26,7 @@ class PairwiseComm(DistributedComm):
     """Collectives for gloo built from sends and receives.
 
     Args:
-        group (`dist.ProcessGroup`): the data-parallel ranks.
-        device (`torch.device`): where the tensors live.
-        timeout_seconds (`float`): how long one exchange may take.
+        group, device, timeout_seconds: as for `DistributedComm`.
         bucket_nbytes (`int`): size of the staging buffer for received summands, shared by all reductions.
     """
 

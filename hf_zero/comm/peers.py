@@ -118,13 +118,8 @@ class Peer:
 
 
 class Peers:
-    """The connections to all other ranks, which must begin the same collectives in the same order.
-
-    Args:
-        group (`dist.ProcessGroup`): all ranks.
-        timeout_seconds (`float`): how long to wait for a message.
-        connections (`dict[int, socket.socket]`): to every other rank, see `hf_zero.comm.rendezvous`.
-    """
+    """The connections to all other ranks, which must begin the same collectives in the same order, see
+    `hf_zero.comm.rendezvous`. Each message is waited for at most `timeout_seconds`."""
 
     def __init__(self, group: ProcessGroup, timeout_seconds: float, connections: dict[int, socket.socket]):
         self.all = [Peer(rank, connections[rank]) for rank in sorted(connections)]
@@ -140,8 +135,7 @@ class Peers:
         """Tells all other ranks that this rank is ready for its next collective.
 
         Args:
-            tag (`int`): of the unit and what is done with it.
-            what (`str`): the same in words, for messages.
+            tag, what: of the unit and what is done with it; the latter in words.
             number, offset (`int`): where its values lie: of the memory, and in bytes.
         """
         self._tags[tag] = what
@@ -183,13 +177,8 @@ class Peers:
             raise self._failed(what, peer, error) from error
 
     def out_of_step(self, what: str, peer: Peer, there: str | int) -> CommError:
-        """Returns the error for ranks that do different things at the same time.
-
-        Args:
-            what (`str`): what this rank does.
-            peer (`Peer`): the other one.
-            there (`str` or `int`): what that one does, or the tag of it.
-        """
+        """Returns the error for ranks that do different things at the same time: this one `what`, the other one what
+        is done `there`, or has that tag."""
         if isinstance(there, int):
             there = self._tags.get(there, "another unit or step")
         return CommError(

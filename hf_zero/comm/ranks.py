@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -50,12 +50,8 @@ _ADDRESSES: WeakKeyDictionary[dist.ProcessGroup, bytes] = WeakKeyDictionary()
 
 
 def exchange_addresses(group: dist.ProcessGroup, device: torch.device = CPU) -> None:
-    """Exchanges host and process among the ranks of a group. All of them call it.
-
-    Args:
-        group (`dist.ProcessGroup`): the ranks.
-        device (`torch.device`): on which they exchange tensors, unless gloo does.
-    """
+    """Exchanges host and process among the ranks of a group, on the device unless gloo does it. All of them call
+    it."""
     if group not in _ADDRESSES:
         own = bytearray(_ADDRESS.pack(os.getpid(), socket.gethostname().encode()))
         row = torch.frombuffer(own, dtype=torch.uint8).to(CPU if is_gloo(group) else device)
@@ -82,6 +78,14 @@ def make_group(members: list[int], **settings: Any) -> dist.ProcessGroup:
         settings: further arguments of `dist.new_group`.
     """
     return dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size(), **settings)
+
+
+def part_of(group: dist.ProcessGroup, part: Sequence[int], timeout_seconds: float) -> dist.ProcessGroup:
+    """Makes a process group of some ranks of another one, with the backends of that one. All of these call it."""
+    members, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout_seconds)
+    with transport_errors("connecting the ranks", group):
+        backend = dist.get_backend_config(group)
+        return make_group([members[rank] for rank in part], timeout=limit, backend=backend)
 
 
 def name_of(group: dist.ProcessGroup, rank: int) -> str:
@@ -161,7 +165,6 @@ def failure(
 
     Args:
         what (`str`): what was under way.
-        group (`dist.ProcessGroup`): the ranks that took part.
         error (`BaseException` or `str`): what the transport says.
         peer (`int`, *optional*): the rank of the group that was waited for, if it was a single one.
         gone (`Collection[int]`): ranks that are known to have ended.
@@ -185,15 +188,8 @@ def failure(
 
 @contextmanager
 def transport_errors(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Names the ranks that cannot be reached when other code than ours communicates, such as Trainer's.
-
-    Args:
-        what (`str`): what is under way.
-        group (`dist.ProcessGroup`, *optional*): the ranks; by default the world.
-
-    Raises:
-        `CommError`: instead of an error of the transport. All other errors pass.
-    """
+    """Names the ranks that cannot be reached when other code than ours communicates, such as Trainer's, by default
+    those of the world. Raises [`CommError`] instead of an error of the transport. All other errors pass."""
     try:
         yield
     except RuntimeError as error:

@@ -51,12 +51,7 @@ class _Endpoint:
 
 
 class Neighbours(NamedTuple):
-    """The ranks of each host, and the connections of this rank.
-
-    Args:
-        hosts (`list[list[int]]`): the ranks of each host, as many on each.
-        connections (`dict[int, socket.socket]`): to each other rank of this host.
-    """
+    """The ranks of each host, as many on each, and the connections of this rank to each other one of its host."""
 
     hosts: list[list[int]]
     connections: dict[int, socket.socket]
@@ -64,14 +59,8 @@ class Neighbours(NamedTuple):
 
 def rendezvous(group: dist.ProcessGroup) -> tuple[Neighbours | None, str | None]:
     """Connects this rank with every other one of its host by a Unix socket. Returns `None` where the ranks of a host
-    cannot share memory, or each is alone on its host.
-
-    Args:
-        group (`dist.ProcessGroup`): the ranks; all of them call.
-
-    Returns:
-        `tuple`: what came of it, or `None`; then also why, where ranks do share a host or cannot tell.
-    """
+    cannot share memory, or each is alone on its host; then also why, where ranks do share a host or cannot tell. All
+    ranks call it."""
     endpoints, rank = _all_gather(_Endpoint.own(), group), dist.get_rank(group)
     for owner, endpoint in enumerate(endpoints):
         if endpoint.fault is not None:

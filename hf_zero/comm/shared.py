@@ -16,13 +16,8 @@ from hf_zero.comm.peers import Kind, Peers, mapped
 
 
 class HostMemory:
-    """Memory of this host that all ranks map: shared memory, or a rank's own memory that the others read.
-
-    Args:
-        rank, num_ranks (`int`): this one, and how many there are.
-        peers (`Peers`): the others.
-        counters (`Counters`): where what is read counts as sent.
-    """
+    """Memory of this host that all ranks map: shared memory, or a rank's own memory that the others read, which counts
+    as sent."""
 
     def __init__(self, rank: int, num_ranks: int, peers: Peers, counters: Counters):
         self._rank = rank

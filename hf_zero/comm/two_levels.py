@@ -35,12 +35,7 @@ Steps = Generator[Condition, None, None]
 
 
 class _UnderWay:
-    """A collective under way.
-
-    Args:
-        tag (`int`): of the unit and what is done with it.
-        steps (`Steps`): its work.
-    """
+    """A collective under way, with the tag of the unit and what is done with it."""
 
     def __init__(self, tag: int, steps: Steps):
         self.tag = tag
@@ -293,13 +288,8 @@ class TwoLevelComm(PairwiseComm):
 
 
 class HostComm(Comm):
-    """The gathers among the ranks of one host of a `TwoLevelComm`. They are under way among those of all its ranks, in
-    one order, so that no rank waits for one that waits.
-
-    Args:
-        comm (`TwoLevelComm`): the ranks of all hosts.
-        members (`list[int]`): those of this host, in their order.
-    """
+    """The gathers among the ranks of one host, the `members` in their order, of a `TwoLevelComm`. They are under way
+    among those of all its ranks, in one order, so that no rank waits for one that waits."""
 
     def __init__(self, comm: TwoLevelComm, members: list[int]):
         super().__init__(comm.device, comm.timeout_seconds)

@@ -97,25 +97,14 @@ def _join(device: torch.device, timeout_seconds: float | None, *, is_world: bool
 
 def neighbours(comm: Comm, size: int) -> Comm:
     """Connects groups of neighbouring ranks for messages of their own, and returns this rank's; all ranks at once
-    where the group is that large. All ranks call it.
-
-    Args:
-        comm (`Comm`): all ranks.
-        size (`int`): ranks of a group, which divides them.
-
-    Raises:
-        `ConfigError`: when NCCL would launch two communicators in no common order.
-    """
+    where the group is that large. All ranks call it. Raises [`ConfigError`] when NCCL would launch two communicators
+    in no common order."""
     if size == comm.num_ranks:
         return comm
     group: dist.ProcessGroup = comm.group  # type: ignore[attr-defined]
-    if _backend(group, comm.device) == "nccl":
-        refuse_unordered("sequence_parallel", torch.cuda.nccl.version())
+    _refuse_unordered("sequence_parallel", group, comm.device)
     first = comm.rank // size * size
-    members = dist.get_process_group_ranks(group)[first : first + size]
-    limit, backend = timedelta(seconds=comm.timeout_seconds), dist.get_backend_config(group)
-    with ranks.transport_errors("connecting the ranks", group):
-        own = ranks.make_group(members, timeout=limit, backend=backend)
+    own = ranks.part_of(group, range(first, first + size), comm.timeout_seconds)
     found = _comm_of(own, comm.device, comm.timeout_seconds, "auto", shared_memory=False, separate_reductions=False)
     found.counters.counted_by = comm.counters
     return found
@@ -148,10 +137,7 @@ def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup
 
 def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> dist.ProcessGroup:
     """Returns the group of the ranks that hold the same part of the model as this one. All ranks of the world call it.
-
-    Raises:
-        `ConfigError`: where some rank belongs to no division like the others.
-    """
+    Raises [`ConfigError`] where some rank belongs to no division like the others."""
     own = dist.get_process_group_ranks(dividing)
     divisions: list = [None] * dist.get_world_size()
     dist.all_gather_object(divisions, own)
@@ -168,8 +154,7 @@ def ranks_alike(dividing: dist.ProcessGroup, timeout_seconds: float | None) -> d
 
 def _divide(comm: Comm, group: dist.ProcessGroup, shard_size: int, make: Callable[..., Comm]) -> None:
     """Divides ranks that are connected into shard groups of equal size. All of them call it."""
-    if _backend(group, comm.device) == "nccl":
-        refuse_unordered("shard_size", torch.cuda.nccl.version())
+    _refuse_unordered("shard_size", group, comm.device)
     parts = groups_of(group, shard_size, comm.timeout_seconds)
     shard_group, replicate_group = make(parts["shard"]), make(parts["replicate"])
     # what is sharded over memory rests in another way, so either all groups share it or none does
@@ -188,8 +173,7 @@ def _connect_hosts(comm: Comm, group: dist.ProcessGroup, make: Callable[..., Com
     within: dist.ProcessGroup | None = getattr(shard_group, "group", None)  # none of one rank
     hosts = ranks.hosts(within) if within is not None else [""]
     if shard_group.host_group is None and shard_group.shared_memory is None:
-        if _backend(group, comm.device) == "nccl":
-            refuse_unordered("secondary_shard", torch.cuda.nccl.version())
+        _refuse_unordered("secondary_shard", group, comm.device)
         beside = ranks_beside(shard_group.rank, hosts)
         if within is not None and beside is not None:
             own = group_beside(within, beside, comm.timeout_seconds)
@@ -229,8 +213,8 @@ def _kind_of(
     """Returns the class of collectives for these ranks, and further arguments of its constructor."""
     backend = _backend(group, device)
     if backend != "gloo":
-        if backend == "nccl" and separate_reductions:
-            refuse_unordered("separate_reductions", torch.cuda.nccl.version())
+        if separate_reductions:
+            _refuse_unordered("separate_reductions", group, device)
         return NativeComm, [separate_reductions]
     if device.type != "cpu":
         return StagedComm, []
@@ -246,6 +230,13 @@ def _bucket_nbytes(kind: Callable[..., Comm], group: dist.ProcessGroup) -> int:
     if kind is NativeComm:
         return native_bucket_nbytes(dist.get_world_size(group), len(set(ranks.hosts(group))))
     return SHARED_NBYTES if kind is SharedComm else MESSAGES_NBYTES
+
+
+def _refuse_unordered(setting: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuses a setting that asks for a second communicator as `refuse_unordered` does, where NCCL serves the
+    device."""
+    if _backend(group, device) == "nccl":
+        refuse_unordered(setting, torch.cuda.nccl.version())
 
 
 def _leave() -> None:
