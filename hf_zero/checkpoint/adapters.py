@@ -87,11 +87,8 @@ def adapter_keys(model: nn.Module, adapter: str, **settings) -> dict[str, str]:
     """Returns the parameters and buffers of one adapter, and their names in its file. All ranks call it.
 
     PEFT knows: it is given empty tensors in place of the parameters, and hands out those that belong to the adapter.
-    A tied parameter may be there under several of its names. Learned prompts, which are computed, are left out.
-
-    Raises:
-        `UnsupportedError`: for adapters whose file holds something else than parameters.
-    """
+    A tied parameter may be there under several of its names. Learned prompts, which are computed, are left out. Raises
+    [`UnsupportedError`] for adapters whose file holds something else than parameters."""
     from peft import get_peft_model_state_dict
 
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named_tensors(model)}

@@ -28,11 +28,7 @@ _WRITE_NBYTES = 64 * 2**20
 
 
 class SafetensorsFile:
-    """An open safetensors file. Use `create`, `open` or `open_for_writing`; it is a context manager.
-
-    Args:
-        file (`io.FileIO`): the open file, unbuffered, which this object then owns.
-    """
+    """An open safetensors file. Use `create`, `open` or `open_for_writing`; it is a context manager."""
 
     path: str
     layout: FileLayout
@@ -65,14 +61,8 @@ class SafetensorsFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike, layout: FileLayout | None = None) -> "SafetensorsFile":
-        """Opens a file for reading and checks its header against its size.
-
-        Args:
-            layout (`FileLayout`, *optional*): its layout where it has been read, and checked, just before.
-
-        Raises:
-            `CheckpointError`: the file is missing, truncated, or not a safetensors file.
-        """
+        """Opens a file for reading, and checks its header against its size unless the `layout` was read just before.
+        Raises [`CheckpointError`] where the file is missing, truncated, or not a safetensors file."""
         return cls(os.fspath(path), layout or FileLayout.read(path), _opened(path, "rb"))
 
     def write_range(self, name: str, start: int, values: Tensor) -> RangeChecksum:
@@ -254,11 +244,8 @@ Ranges = dict[str, list[RangeChecksum]]  # by tensor
 
 
 class OpenFiles:
-    """The files of a folder, a context manager. Each file is opened when its first tensor is needed.
-
-    Args:
-        writable (`bool`): whether they were created with this layout and are to be written, or are read.
-    """
+    """The files of a folder, a context manager. Each file is opened when its first tensor is needed: to be read or,
+    where they are `writable`, written, after they were created with this layout."""
 
     def __init__(self, folder: str | os.PathLike, files: WeightFiles, *, writable: bool = False):
         self.folder = Path(folder)
@@ -269,14 +256,13 @@ class OpenFiles:
 
     def write_range(self, tensor: str, start: int, values: Tensor) -> None:
         """Writes as `SafetensorsFile.write_range` does, and records the range."""
-        self.note(tensor, self.file_of(tensor).write_range(tensor, start, values))
+        self._note(tensor, self.file_of(tensor).write_range(tensor, start, values))
 
     def read_range(self, tensor: str, start: int, out: Tensor) -> None:
         """Reads as `SafetensorsFile.read_range` does, and records the range."""
-        self.note(tensor, self.file_of(tensor).read_range(tensor, start, out))
+        self._note(tensor, self.file_of(tensor).read_range(tensor, start, out))
 
-    def note(self, tensor: str, found: RangeChecksum) -> None:
-        """Records a range of a tensor in `ranges`."""
+    def _note(self, tensor: str, found: RangeChecksum) -> None:
         self.ranges.setdefault(tensor, []).append(found)
 
     def check_shape(self, tensor: str, shape: tuple[int, ...]) -> None:

@@ -68,11 +68,8 @@ class FileSource:
 
 
 class StoredFiles:
-    """Safetensors files whose headers have been read, and which are opened for each parameter anew.
-
-    Args:
-        paths (`Sequence[str]`): the files; of tensors that several hold, the last counts, as in transformers.
-    """
+    """Safetensors files whose headers have been read, and which are opened for each parameter anew. Of tensors that
+    several hold, the last counts, as in transformers."""
 
     def __init__(self, paths: Sequence[str]):
         layouts = {str(path): FileLayout.read(path) for path in paths}
@@ -93,11 +90,8 @@ class StoredFiles:
 
 
 class MappedTensors:
-    """The tensors of files that torch has pickled, mapped into memory. It has the methods of `OpenFiles`.
-
-    Args:
-        tensors (`Mapping[str, Tensor]`): as `torch.load(mmap=True)` gives them.
-    """
+    """The tensors of files that torch has pickled, as `torch.load(mmap=True)` gives them. It has the methods of
+    `OpenFiles`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = tensors
@@ -107,7 +101,6 @@ class MappedTensors:
         return nullcontext(self)
 
     def read_range(self, name: str, start: int, out: Tensor) -> None:
-        """Reads as `OpenFiles.read_range` does."""
         out.copy_(self._tensors[name].reshape(-1)[start : start + out.numel()])
 
 
@@ -121,14 +114,9 @@ def _state_of(path: str) -> tuple[int, int] | None:
 
 @contextmanager
 def lazy_loading(allow_missing: Sequence[str]) -> Iterator[None]:
-    """Makes `from_pretrained` leave weights in their files, in this thread and while the context lasts.
-
-    Args:
-        allow_missing (`Sequence[str]`): see `load_pretrained`.
-
-    Raises:
-        `ConfigError`: this version of transformers lacks a method that is replaced, or a parameter of it.
-    """
+    """Makes `from_pretrained` leave weights in their files, in this thread and while the context lasts; for
+    `allow_missing` see `load_pretrained`. Raises [`ConfigError`] where this version of transformers lacks a method
+    that is replaced, or a parameter of it."""
     from transformers import PreTrainedModel
 
     token = _request.set(_Request(tuple(allow_missing)))

@@ -197,14 +197,8 @@ class RangeReader(Protocol):
 def read_origin(
     opened: RangeReader, origin: Origin, start: int, out: Tensor, *, through: torch.dtype | None = None
 ) -> None:
-    """Fills a range of a parameter from the files.
-
-    Args:
-        origin (`Origin`): of which tensors the parameter is made.
-        start (`int`): first element of the run in the flattened parameter.
-        out (`Tensor`): the run, 1-D.
-        through (`torch.dtype`, *optional*): rounds the values to this dtype on the way.
-    """
+    """Fills `out`, 1-D, with the elements of a flattened parameter from `start` on, and rounds them to the dtype
+    `through` on the way."""
     dtype = through or out.dtype
     if origin.computation is not None:
         for first, values in origin.computation.read(opened.read_range, start, start + out.numel()):

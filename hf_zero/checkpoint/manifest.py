@@ -10,7 +10,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -141,13 +141,11 @@ class Compared:
 
 
 def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -> Compared | None:
-    """Compares every file and tensor of a folder with its checksums, those first that training reads.
+    """Compares every file and tensor of a folder with its checksums, those first that training reads. Returns `None`
+    for a folder that was saved without checksums.
 
     Args:
         known (`Checksums`, *optional*): of the tensors in files that have been read already; the others are read.
-
-    Returns:
-        [`Compared`] or `None`: `None` for a folder that was saved without checksums.
 
     Raises:
         `CheckpointError`: names the file, and the tensor, that differs or lacks.
@@ -182,10 +180,8 @@ def recorded(folder: str | os.PathLike) -> ChecksumTable | None:
 def check_pretrained(folder: str | os.PathLike, *, variant: str | None = None) -> None:
     """Checks that a folder can be loaded from: a config, weights, and safetensors files that are whole.
 
-    Costs a read of the headers. Weights in other formats than safetensors are left to transformers.
-
-    Args:
-        variant (`str`, *optional*): such as "fp16", for `model.fp16.safetensors`.
+    Costs a read of the headers. Weights in other formats than safetensors are left to transformers. A variant is such
+    as "fp16", for `model.fp16.safetensors`.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -229,7 +225,7 @@ def check_weights(folder: str | os.PathLike, *, variant: str | None = None) -> N
 def check_ranges(
     comm: Comm,
     subject: str,
-    ranges: Iterable[Ranges],
+    ranges: Sequence[Ranges],
     files: WeightFiles,
     table: ChecksumTable,
     folder: str | os.PathLike,
@@ -241,13 +237,12 @@ def check_ranges(
     again for its checksum, by one of them.
 
     Args:
-        ranges (`Iterable[Ranges]`): what each rank has read. A tensor that none has read is not compared.
+        ranges (`Sequence[Ranges]`): what each rank has read. A tensor that none has read is not compared.
         subfolder (`str`): where in it the files lie.
 
     Raises:
         `CheckpointError`: naming the file and the tensor whose bytes have changed.
     """
-    ranges = list(ranges)
     saved, again = set(table.tensors), []
     for tensor, name in files.file_of.items():
         parts = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]

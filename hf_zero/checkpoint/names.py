@@ -122,16 +122,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Origin:
-    """The tensors from which a tensor is made: those of files for a parameter, or parameters and buffers for a tensor
-    of a file.
-
-    Args:
-        runs (`Sequence[Run]`): out of the tensors that they name, parameters and buffers by `SavedTensor` name.
-        computation (`Computation`, *optional*): in place of runs.
-    """
+    """The tensors from which a tensor is made: those of files for a parameter, or parameters and buffers, by the name
+    of the `SavedTensor`, for a tensor of a file."""
 
     runs: Sequence[Run]
-    computation: Computation | None = None
+    computation: Computation | None = None  # in place of runs
 
 
 @dataclass(frozen=True)

@@ -162,14 +162,9 @@ def quantizer_of(settings: Any) -> str | None:
 
 
 def checkpoint_quantizer(name_or_folder: str | os.PathLike, where: Mapping[str, Any], settings: Any) -> str | None:
-    """Returns the quantizer of a checkpoint: that of the given config, else that of the checkpoint's own config.
-
-    Args:
-        where (`Mapping[str, Any]`): `from_pretrained`'s arguments that say where to look.
-
-    Raises:
-        `UnsupportedError`: its weights cannot be sharded.
-    """
+    """Returns the quantizer of a checkpoint: that of the given config, else that of the checkpoint's own, for which
+    the arguments of `from_pretrained` say `where` to look. Raises [`UnsupportedError`] where its weights cannot be
+    sharded."""
     if settings is None:
         settings = _config_of(name_or_folder, where).get("quantization_config")
     found = quantizer_of(settings)

@@ -23,13 +23,9 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FilesystemGroups:
-    """The ranks, grouped by the folder that they see.
+    """The ranks, grouped by the folder that they see."""
 
-    Args:
-        members (`tuple[tuple[int, ...], ...]`): the ranks of each group in rising order; the first is its writer.
-    """
-
-    members: tuple[tuple[int, ...], ...]
+    members: tuple[tuple[int, ...], ...]  # of each group in rising order; the first is its writer
     rank: int
 
     @classmethod

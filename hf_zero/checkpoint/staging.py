@@ -79,11 +79,8 @@ class Staged:
         cls, comm: Comm, destination: str | os.PathLike, parts: Sequence[StagedFiles], *, inside: bool = False
     ) -> "Staged":
         """Makes the temporary folder with all safetensors files at their full size, and the small files beside them.
-
-        Args:
-            destination (`str` or `os.PathLike`): the folder that is saved; missing parents are created.
-            inside (`bool`): stages within the destination, for a save that adds to what is there, and not beside it.
-        """
+        It lies beside the destination, whose missing parents are created, or `inside` it for a save that adds to
+        it."""
         destination = Path(os.path.abspath(destination))
         parent = destination if inside else destination.parent
         subject = f"saving to {destination}"

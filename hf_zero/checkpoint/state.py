@@ -78,14 +78,8 @@ def save_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike, 
 
 
 def plan_state(engine: ZeroEngine, optimizer: Optimizer, **facts) -> StagedFiles:
-    """Plans the files of `save_state`. Collective.
-
-    Args:
-        facts: fields of `Manifest` that only the caller knows.
-
-    Raises:
-        `CheckpointError`: the ranks hold different state, or a value that JSON does not know.
-    """
+    """Plans the files of `save_state`. Collective. The facts are fields of `Manifest` that only the caller knows.
+    Raises [`CheckpointError`] where the ranks hold different state, or a value that JSON does not know."""
     comm, subject = engine.comm, "saving the optimizer's state"
     entries = _whole_tensors(comm, subject, lambda: _state_pieces(optimizer, values=False))
     masters = _whole_tensors(comm, subject, lambda: _master_pieces(engine, values=False))

@@ -12,7 +12,7 @@ what people change (`README.md`) and hidden files. Files that are added later ar
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import groupby
@@ -136,21 +136,12 @@ class ChecksumTable:
         """(file, tensor) for every tensor with a checksum, in the order of the files."""
         return [(name, tensor) for name, found in self.files.items() for tensor in found.tensors or ()]
 
-    def check_files(self, folder: str | os.PathLike, *, without: Iterable[str] = ()) -> int:
+    def check_files(self, folder: str | os.PathLike, *, without: Collection[str] = ()) -> None:
         """Compares the files that a resumed run reads with the table: sizes, headers, and other files whole, but no
-        tensors.
-
-        Returns:
-            `int`: how many files agree.
-
-        Raises:
-            `CheckpointError`: naming the first file that lacks or differs.
-        """
-        without = set(without)
-        names = [name for name in self.files if is_read(name) and name not in without]
-        for name in names:
-            self.check_file(folder, name)
-        return len(names)
+        tensors. Raises [`CheckpointError`] with the first file that lacks or differs."""
+        for name in self.files:
+            if is_read(name) and name not in without:
+                self.check_file(folder, name)
 
     def changed_files(self, folder: str | os.PathLike) -> list[str]:
         """Returns the other files that are missing or changed. Users edit some between runs, such as a chat
@@ -188,12 +179,8 @@ class ChecksumTable:
     def check_tensors(
         self, folder: str | os.PathLike, tensors: Iterable[tuple[str, str]], known: Checksums | None = None
     ) -> None:
-        """Compares tensors with their checksums.
-
-        Args:
-            tensors (`Iterable[tuple[str, str]]`): (file, tensor), out of `tensors`, all of one file together.
-            known (`Checksums`, *optional*): of files that have been read already; the others are read.
-        """
+        """Compares tensors, each (file, tensor), all of one file together, with their checksums. Files that are
+        `known` have been read already; the others are read."""
         for name, units in groupby(tensors, key=lambda unit: unit[0]):
             path = Path(folder) / name
             if known is not None and name in known:

@@ -90,11 +90,8 @@ class Computation:
         self, read_range: Callable[[str, int, Tensor], None], start: int, stop: int
     ) -> Iterator[tuple[int, Tensor]]:
         """Yields the elements [start, stop) of the result, part by part, each with its first one: of tensors that are
-        stacked, such as experts, one is in memory after the other.
-
-        Args:
-            read_range (`Callable`): fills a 1-D tensor with a source's values from an element on.
-        """
+        stacked, such as experts, one is in memory after the other. `read_range` fills a 1-D tensor with a source's
+        values from an element on."""
         num_parts, numel = self.num_parts, self.meta.numel() // self.num_parts
         for part in range(start // numel, -(-stop // numel)):
             values = {}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.files import SafetensorsFile
-from hf_zero.checkpoint.format import FileLayout, TensorEntry
-from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest
+from hf_zero.checkpoint.format import TensorEntry
+from hf_zero.checkpoint.manifest import STATE_FOLDER, Manifest, read_saved_state
 from hf_zero.checkpoint.names import shortened
 from hf_zero.checkpoint.state import MASTER_NAME
 from hf_zero.checkpoint.table import COPY_AGAIN
@@ -38,14 +38,8 @@ Scans = Mapping[str, Mapping[str, TensorScan]]  # by file name within the folder
 
 
 def scan_files(folder: str | os.PathLike, names: list[str]) -> Scans:
-    """Reads safetensors files once, from their first byte to their last, in pieces of 4 MiB.
-
-    Args:
-        names (`list[str]`): files, relative to it.
-
-    Raises:
-        `CheckpointError`: a file is missing, damaged or cut off.
-    """
+    """Reads safetensors files of a folder once, from their first byte to their last, in pieces of 4 MiB. Raises
+    [`CheckpointError`] where one is missing, damaged or cut off."""
     return {name: scan_file(Path(folder) / name) for name in names}
 
 
@@ -88,23 +82,15 @@ def check_ties(folder: str | os.PathLike, scans: Scans, ties: Mapping[str, str])
 
 
 def check_optimizer_state(folder: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Checks that the optimizer state in `folder/zero` is whole: files, sizes, and every parameter's tensors.
-
-    Costs a read of the headers.
-
-    Args:
-        shapes (`Mapping[str, tuple[int, ...]]`): of the weights by name; state of another shape is refused.
-
-    Returns:
-        `int`: how many tensors of state there are.
-    """
-    manifest = Manifest.read(folder)
+    """Checks that the optimizer state in `folder/zero` is whole: files, sizes, and every parameter's tensors, of the
+    shapes of the weights where these are given by name. Costs a read of the headers. Returns how many tensors there
+    are."""
+    manifest, files, _ = read_saved_state(folder)
     trained = {name for group in manifest.groups for name in group["param_names"]}
-    owner_of: dict[str, str] = {}
-    for name in manifest.state_files:
-        path = Path(folder) / STATE_FOLDER / name
-        for tensor, entry in FileLayout.read(path).entries.items():
-            owner_of[tensor] = _owner(path, entry, trained, shapes)
+    owner_of = {
+        tensor: _owner(Path(folder) / STATE_FOLDER / name, files.entry(tensor), trained, shapes)
+        for tensor, name in files.file_of.items()
+    }
     _check_groups(folder, manifest, owner_of)
     return len(owner_of)
 
