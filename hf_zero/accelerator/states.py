@@ -17,20 +17,9 @@ from accelerate import Accelerator
 from accelerate.utils import RNG_STATE_NAME
 from torch import Tensor
 
-from hf_zero.checkpoint import (
-    Checkpoint,
-    check_checkpoint,
-    load_weights,
-    plan_state,
-    plan_weights,
-)
-from hf_zero.checkpoint import (
-    load_state as load_optimizer_state,
-)
-from hf_zero.checkpoint import (
-    save_pretrained as save_weights,
-)
-from hf_zero.checkpoint.adapters import is_adapter_model, load_adapters, plan_prompts, save_adapters
+from hf_zero import checkpoint as files
+from hf_zero.checkpoint import Checkpoint, check_checkpoint, plan_state
+from hf_zero.checkpoint.adapters import is_adapter_model, load_model, plan_model, save_adapters
 from hf_zero.checkpoint.folders import remove_folder, restore_replaced
 from hf_zero.checkpoint.names import named_tensors
 from hf_zero.checkpoint.staging import added
@@ -50,16 +39,10 @@ _KNOWN = {"save_directory", "is_main_process", "save_function", "safe_serializat
 
 @dataclass
 class LastStep:
-    """The loss and the gradient norm of the last optimizer step.
+    """The loss and the gradient norm of the last optimizer step."""
 
-    Args:
-        loss (`Tensor`, *optional*): 0-d, of this rank: the sum over the micro-batches of the step.
-        grad_norm (`Tensor`, *optional*): 0-d, before clipping, of all ranks; Trainer measures it also
-            where it does not clip.
-    """
-
-    loss: Tensor | None = None
-    grad_norm: Tensor | None = None
+    loss: Tensor | None = None  # 0-d, of this rank: the sum over the micro-batches of the step
+    grad_norm: Tensor | None = None  # 0-d, before clipping, of all ranks; Trainer measures it also without clipping
     _is_over: bool = True
 
     def add(self, loss: Tensor, *, ends: bool) -> None:
@@ -129,9 +112,9 @@ def load_run(
 
     run_on_all_ranks(comm, f"loading {folder}", check)
     for (engine, optimizer), each in zip(prepared, folders, strict=True):
-        (load_adapters if is_adapter_model(engine.model) else load_weights)(engine, str(each))
+        load_model(engine, str(each))
         if optimizer is not None:
-            load_optimizer_state(engine, optimizer, each)
+            files.load_state(engine, optimizer, each)
     with _without_models(accelerator):
         run_on_all_ranks(comm, f"loading {folder}", lambda: load_rest(str(folder)))
     if not (folder / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl").exists():
@@ -141,7 +124,7 @@ def load_run(
 def save_model(engine: ZeroEngine, folder: str | os.PathLike, *, max_shard_size: int | str) -> None:
     """Writes a folder that `from_pretrained` loads, or one of PEFT's adapters. Collective."""
     if not is_adapter_model(engine.model):
-        save_weights(engine, folder, max_shard_size=max_shard_size)
+        files.save_pretrained(engine, folder, max_shard_size=max_shard_size)
         return
     with added(engine.comm, folder) as staged:
         save_adapters(engine, str(staged))
@@ -249,9 +232,7 @@ def _begin(
     state = None
     if optimizer is not None:
         state = plan_state(engine, optimizer, step=optimizer.num_steps, **last_step.facts(engine))
-    is_adapter = is_adapter_model(engine.model)
-    weights = plan_prompts(engine) if is_adapter else plan_weights(engine, max_shard_size=max_shard_size)
-    return Checkpoint.begin(engine, folder, weights, state)
+    return Checkpoint.begin(engine, folder, plan_model(engine, max_shard_size=max_shard_size), state)
 
 
 def _finish(checkpoint: Checkpoint, engine: ZeroEngine) -> None:

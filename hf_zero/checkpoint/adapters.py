@@ -55,16 +55,22 @@ def save_adapters(engine: ZeroEngine, folder: str | os.PathLike) -> None:
         run_on_all_ranks(engine.comm, f"saving adapters to {folder}", write)
 
 
-def plan_prompts(engine: ZeroEngine) -> StagedFiles | None:
-    """Plans the file for parameters of learned prompts, for which PEFT's own has no place. All ranks call it."""
+def plan_model(engine: ZeroEngine, *, max_shard_size: int | str = "50GB") -> StagedFiles | None:
+    """Plans the weights of a model that all ranks write. Of a PEFT model they are the parameters of learned prompts,
+    for which PEFT's own files have no place. All ranks call it."""
+    if not is_adapter_model(engine.model):
+        return plan_weights(engine, max_shard_size=max_shard_size)
     keys = _prompt_keys(engine.model)
     return plan_weights(engine, weights_name=PROMPTS_NAME, keys=keys, write_beside=lambda _: None) if keys else None
 
 
-def load_adapters(engine: ZeroEngine, folder: str) -> None:
-    """Reads the adapters that `save_adapters` or PEFT wrote, every rank its own ranges; all but "default" have folders
-    of their own in `folder`. All ranks call it."""
+def load_model(engine: ZeroEngine, folder: str) -> None:
+    """Reads the weights of a model, every rank its own ranges. Of a PEFT model they are the adapters that
+    `save_adapters` or PEFT wrote; all but "default" have folders of their own in `folder`. All ranks call it."""
     model = engine.model
+    if not is_adapter_model(model):
+        load_weights(engine, folder)
+        return
     prompts = _prompt_keys(model)
     if prompts and os.path.isfile(os.path.join(folder, PROMPTS_NAME)):
         load_weights(engine, folder, weights_name=PROMPTS_NAME, keys=prompts)

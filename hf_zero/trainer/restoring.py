@@ -14,8 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.optimization import AdafactorSchedule
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from hf_zero.checkpoint import Manifest, load_state, load_weights
-from hf_zero.checkpoint.adapters import is_adapter_model, load_adapters
+from hf_zero.checkpoint import Manifest, load_state
+from hf_zero.checkpoint.adapters import load_model
 from hf_zero.checkpoint.folders import restore_replaced
 from hf_zero.checkpoint.foreign import carried, detect, load_foreign_state, load_foreign_weights
 from hf_zero.checkpoint.foreign.trusted import load_small
@@ -42,8 +42,7 @@ def changes(
     Args:
         scheduler (`LRScheduler`): as it goes on: this run's, with the state that was saved.
         given (`list[float]`): by group the learning rate that this run was given.
-        num_steps (`int`): for which this run makes its schedule.
-        num_steps_before (`int`, *optional*): for which the run that saved did.
+        num_steps, num_steps_before: for which this run makes its schedule, and the run that saved did.
     """
     for base, own in zip(getattr(scheduler, "base_lrs", ()), given):  # ReduceLROnPlateau has none
         if not math.isclose(base, own, rel_tol=1e-6):
@@ -113,17 +112,11 @@ def show_rates(scheduler: LRScheduler | None) -> None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The record of the earlier run that a resumed run has.
+    """The record of the earlier run that a resumed run has."""
 
-    Args:
-        position (`Position`): where it was in its data.
-        loss (`float`, *optional*): of its last step.
-        accumulation (`int`, *optional*): micro-batches in a step; some models' losses grow with it.
-    """
-
-    position: Position = Position(0, 0, 0)
-    loss: float | None = None
-    accumulation: int | None = None
+    position: Position = Position(0, 0, 0)  # in its data
+    loss: float | None = None  # of its last step
+    accumulation: int | None = None  # micro-batches in a step; some models' losses grow with it
 
 
 def resumed_from(folder: str | os.PathLike | None) -> Resumed:
@@ -199,8 +192,8 @@ class RestoringMixin(ZeroTrainerBase):
         foreign = detect(folder)
         if foreign is not None and foreign.read_weights is not None:
             load_foreign_weights(engine, folder)
-            return
-        (load_adapters if is_adapter_model(self.model) else load_weights)(engine, folder)
+        else:
+            load_model(engine, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

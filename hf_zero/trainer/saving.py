@@ -15,15 +15,14 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state, plan_weights, save_pretrained, save_state
-from hf_zero.checkpoint.adapters import is_adapter_model, plan_prompts, save_adapters
+from hf_zero.checkpoint import Checkpoint, Snapshots, plan_state, save_pretrained, save_state
+from hf_zero.checkpoint.adapters import is_adapter_model, plan_model, save_adapters
 from hf_zero.checkpoint.staging import StagedFiles, added
 from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.engine import ZeroEngine
 from hf_zero.errors import CommError
-from hf_zero.optim import ShardedOptimizer
 from hf_zero.trainer.batches import BatchesMixin
 from hf_zero.trainer.disk_space import keep_best, lack_of_room, rotation, save_with_room
 from hf_zero.trainer.hub import PushMixin, without_tokens
@@ -44,11 +43,8 @@ OVERRIDES = (
 
 
 class Saver:
-    """The checkpoint that is being saved, and the one that a thread is still writing.
-
-    Args:
-        in_background (`bool`): lets a thread write, after a copy.
-    """
+    """The checkpoint that is being saved, and the one that a thread is still writing, after a copy, where it writes
+    `in_background`."""
 
     def __init__(self, *, in_background: bool):
         self._snapshots = Snapshots() if in_background else None
@@ -81,29 +77,11 @@ class Saver:
         finally:
             self._snapshots = snapshots
 
-    def begin(
-        self,
-        engine: ZeroEngine,
-        optimizer: ShardedOptimizer | None,
-        folder: str,
-        *,
-        weights: StagedFiles | None,
-        **facts,
-    ) -> Checkpoint:
-        """Checks the space for a checkpoint and makes its temporary folder. Collective.
-
-        Args:
-            optimizer (`ShardedOptimizer`, *optional*): `None` to save the model alone.
-            weights (`StagedFiles`, *optional*): to be written by all ranks, beside what the caller writes there.
-        """
+    def begin(self, engine: ZeroEngine, folder: str, weights: StagedFiles | None, state: StagedFiles | None) -> None:
+        """Checks the space for a checkpoint and makes its temporary folder. Collective. All ranks write weights and
+        state, beside what the caller writes there."""
         self._push = None  # of a checkpoint that could not be saved
-        self._current = Checkpoint.begin(
-            engine,
-            folder,
-            weights,
-            plan_state(engine, optimizer, **facts) if optimizer is not None else None,
-        )
-        return self._current
+        self._current = Checkpoint.begin(engine, folder, weights, state)
 
     def push_later(self, push: Callable[[], None]) -> None:
         """Puts off an upload until the checkpoint is complete."""
@@ -201,14 +179,10 @@ class SavingMixin(PushMixin, BatchesMixin):
     def _write_checkpoint(self, model, trial, folder: str, **kwargs) -> None:
         """Lets Trainer write its files into a temporary folder, adds the tensors, and gives it its name."""
         self._prepared_optimizer.eval()  # the weights to save are those to evaluate; the next step turns back
-        run_dir = os.path.dirname(folder)
-        self._saver.begin(
-            self._engine,
-            None if self.args.save_only_model else self._zero_optimizer,
-            folder,
-            weights=(plan_prompts if is_adapter_model(self.model) else plan_weights)(self._engine),
-            **({} if self.args.save_only_model else self._facts()),
-        )
+        run_dir, engine, state = os.path.dirname(folder), self._engine, None
+        if not self.args.save_only_model:
+            state = plan_state(engine, self._prepared_optimizer, **self._facts())
+        self._saver.begin(engine, folder, plan_model(engine), state)
         failure: BaseException | None = None
         try:
             super()._save_checkpoint(model, trial, **kwargs)
@@ -216,7 +190,7 @@ class SavingMixin(PushMixin, BatchesMixin):
         except Exception as error:  # a full disk, say, where this rank writes a file of its own
             failure = error
         try:
-            run_on_all_ranks(self._engine.comm, f"saving to {folder}", lambda: reraise(failure))
+            run_on_all_ranks(engine.comm, f"saving to {folder}", lambda: reraise(failure))
         except BaseException:
             self._saver.discard()
             raise
