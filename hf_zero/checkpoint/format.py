@@ -78,19 +78,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The places of all tensors in one safetensors file.
+    """The places of all tensors in one safetensors file."""
 
-    Args:
-        header (`bytes`): length, JSON and padding: the file's first bytes as they are on disk.
-        entries (`Mapping[str, TensorEntry]`): the tensors by name, in file order.
-        offsets (`Mapping[str, int]`): for each tensor, the byte of the file at which it begins.
-        nbytes (`int`): size of the whole file.
-    """
-
-    header: bytes
-    entries: Mapping[str, TensorEntry]
-    offsets: Mapping[str, int]
-    nbytes: int
+    header: bytes  # length, JSON and padding: the file's first bytes as they are on disk
+    entries: Mapping[str, TensorEntry]  # the tensors by name, in file order
+    offsets: Mapping[str, int]  # for each tensor, the byte of the file at which it begins
+    nbytes: int  # of the whole file
 
     @property
     def data_nbytes(self) -> int:
@@ -253,15 +246,11 @@ def _times(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weight files of a folder, and which tensor lies in which.
-
-    Args:
-        index_name (`str`, *optional*): name of the index beside several files; `None` for a single one.
-    """
+    """The weight files of a folder, and which tensor lies in which."""
 
     layouts: Mapping[str, FileLayout]
     file_of: Mapping[str, str]
-    index_name: str | None
+    index_name: str | None  # of the index beside several files; None for a single one
 
     @classmethod
     def of(cls, layouts: Mapping[str, FileLayout], index_name: str | None = None) -> "WeightFiles":

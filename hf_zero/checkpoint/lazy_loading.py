@@ -44,18 +44,12 @@ class _Request:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The files that hold the values of one parameter, see `hf_zero.engine.source.Source`.
+    """The files that hold the values of one parameter, see `hf_zero.engine.source.Source`."""
 
-    Args:
-        files (`StoredFiles` or `MappedTensors`): shared by all parameters of the model.
-        origin (`Origin`): of which tensors in them the parameter is made.
-        dtype (`torch.dtype`): the dtype that the model was loaded in.
-    """
-
-    files: "StoredFiles | MappedTensors"
-    origin: Origin
+    files: "StoredFiles | MappedTensors"  # shared by all parameters of the model
+    origin: Origin  # of which tensors in them the parameter is made
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # that the model was loaded in
 
     def read(self, start: int, out: Tensor, dtype: torch.dtype) -> None:
         with self.files.open() as opened:

@@ -43,30 +43,17 @@ TAKE_ANOTHER = "resume from another checkpoint"
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a saved state. A state without it is incomplete.
+    """The record of a saved state. A state without it is incomplete."""
 
-    Args:
-        stage (`int`): ZeRO stage of the run that saved. Any stage can load.
-        num_ranks (`int`): ranks of that run. Any number can load.
-        step (`int`, *optional*): optimizer steps that the run had taken.
-        loss (`float`, *optional*): of the last step, the mean over the ranks.
-        grad_norm (`float`, *optional*): of the last step, before clipping.
-        dtypes (`dict[str, list[str]]`): dtypes of the "weights", and of the tensors of each file of the state.
-        groups (`list[dict]`): the optimizer's hyperparameters and parameter names, group by group.
-        scalars (`dict[str, dict[str, float]]`): per parameter that has state, its numbers, such as Adam's "step".
-        extra (`dict`): whatever the caller wants back, JSON-able.
-        format_version (`int`): of this layout.
-    """
-
-    stage: int
-    num_ranks: int
-    dtypes: dict[str, list[str]]
-    groups: list[dict]
-    scalars: dict[str, dict[str, float]]
-    step: int | None = None
-    loss: float | None = None
-    grad_norm: float | None = None
-    extra: dict = field(default_factory=dict)
+    stage: int  # of the run that saved; any stage can load
+    num_ranks: int  # likewise
+    dtypes: dict[str, list[str]]  # of the "weights", and of the tensors of each file of the state
+    groups: list[dict]  # the optimizer's hyperparameters and parameter names
+    scalars: dict[str, dict[str, float]]  # per parameter that has state, its numbers, such as Adam's "step"
+    step: int | None = None  # optimizer steps that the run had taken
+    loss: float | None = None  # of the last step, the mean over the ranks
+    grad_norm: float | None = None  # of the last step, before clipping
+    extra: dict = field(default_factory=dict)  # whatever the caller wants back, JSON-able
     format_version: int = FORMAT_VERSION
 
     def text(self) -> str:
@@ -126,18 +113,11 @@ def read_saved_state(folder: str | os.PathLike) -> tuple[Manifest, WeightFiles, 
 
 @dataclass(frozen=True)
 class Compared:
-    """The files and tensors that agree with their checksums.
-
-    Args:
-        num_tensors (`int`): of safetensors files.
-        num_files (`int`): of all kinds.
-        left_out (`tuple[str, ...]`): files of the run's state, all of which have stayed behind when the folder was
-            pushed or copied without them.
-    """
+    """The files and tensors that agree with their checksums."""
 
     num_tensors: int
-    num_files: int
-    left_out: tuple[str, ...]
+    num_files: int  # of all kinds
+    left_out: tuple[str, ...]  # the run's state, all of which has stayed behind when the folder was pushed or copied
 
 
 def check_checksums(folder: str | os.PathLike, known: Checksums | None = None) -> Compared | None:

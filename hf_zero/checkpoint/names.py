@@ -25,23 +25,14 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A parameter or buffer of a model, with its names.
+    """A parameter or buffer of a model, with its names."""
 
-    Args:
-        name (`str`): the engine's name of the parameter, or the first name of the buffer.
-        key (`str`): its name in files that are written here.
-        aliases (`tuple[str, ...]`): every name it has in the model: more than one when it is tied.
-        dtype (`torch.dtype`): as saved.
-        shape (`tuple[int, ...]`): of the whole tensor.
-        buffer (`Tensor`, *optional*): the buffer itself, whole on every rank; `None` for a parameter.
-    """
-
-    name: str
-    key: str
-    aliases: tuple[str, ...]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    buffer: Tensor | None = None
+    name: str  # the engine's name of the parameter, or the first name of the buffer
+    key: str  # in files that are written here
+    aliases: tuple[str, ...]  # every name that it has in the model: more than one when it is tied
+    dtype: torch.dtype  # as saved
+    shape: tuple[int, ...]  # of the whole tensor
+    buffer: Tensor | None = None  # whole on every rank; None for a parameter
 
     @property
     def entry(self) -> TensorEntry:

@@ -61,16 +61,11 @@ COPY_AGAIN = "copy or download it again, or use another checkpoint"
 
 @dataclass(frozen=True)
 class FileSum:
-    """The size and checksums of a file.
-
-    Args:
-        crc32 (`int`): of all its bytes or, where it has tensors, of its header.
-        tensors (`Mapping[str, int]`, *optional*): CRC-32 of each tensor's bytes, for safetensors files.
-    """
+    """The size and checksums of a file."""
 
     nbytes: int
-    crc32: int
-    tensors: Mapping[str, int] | None = None
+    crc32: int  # of all its bytes or, where it has tensors, of its header
+    tensors: Mapping[str, int] | None = None  # CRC-32 of each tensor's bytes, for safetensors files
 
     def entry(self) -> dict:
         """Returns the entry as it stands in the table."""

@@ -59,17 +59,11 @@ class TracedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Computation:
-    """How a tensor is made of tensors of `Trace.new`, where that is more than a few runs of their elements.
+    """How a tensor is made of tensors of `Trace.new`, where that is more than a few runs of their elements."""
 
-    Args:
-        meta (`Tensor`): the result, without data.
-        steps (`Sequence[TracedCall]`): the operations that lead to it, in their order.
-        sources (`Mapping[str, Tensor]`): the tensors that it takes, without data.
-    """
-
-    meta: Tensor
-    steps: Sequence[TracedCall]
-    sources: Mapping[str, Tensor]
+    meta: Tensor  # the result, without data
+    steps: Sequence[TracedCall]  # the operations that lead to it, in their order
+    sources: Mapping[str, Tensor]  # the tensors that it takes, without data
 
     @cached_property
     def num_parts(self) -> int:

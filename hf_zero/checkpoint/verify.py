@@ -22,16 +22,11 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TensorScan:
-    """The result of reading a tensor once.
-
-    Args:
-        crc32 (`int`): zlib's, of the whole tensor's bytes as they lie in the file.
-        num_nonfinite (`int`): elements that are NaN or infinite.
-    """
+    """The result of reading a tensor once."""
 
     entry: TensorEntry
-    crc32: int
-    num_nonfinite: int
+    crc32: int  # zlib's, of the whole tensor's bytes as they lie in the file
+    num_nonfinite: int  # elements that are NaN or infinite
 
 
 Scans = Mapping[str, Mapping[str, TensorScan]]  # by file name within the folder, then by tensor name

@@ -36,19 +36,12 @@ OVERRIDES = ("set_initial_training_values", "_init_training_state", "_run_epoch"
 
 @dataclass(frozen=True)
 class Epochs:
-    """The way in which a run takes its samples.
+    """The way in which a run takes its samples."""
 
-    Args:
-        num_samples (`int`): in an epoch, over all ranks.
-        per_batch (`int`): in a batch of all ranks.
-        accumulation (`int`): batches in an optimizer step; an epoch's last step may have fewer.
-        drop_last (`bool`): leaves out an epoch's last samples where they do not fill a batch of all ranks.
-    """
-
-    num_samples: int
-    per_batch: int
-    accumulation: int = 1
-    drop_last: bool = False
+    num_samples: int  # in an epoch, over all ranks
+    per_batch: int  # in a batch of all ranks
+    accumulation: int = 1  # batches in an optimizer step; an epoch's last step may have fewer
+    drop_last: bool = False  # leaves out an epoch's last samples where they do not fill a batch of all ranks
 
     @property
     def per_step(self) -> int:
@@ -67,17 +60,11 @@ class Epochs:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the order of samples that all ranks share; batches, ranks and accumulation only cut it up.
+    """A place in the order of samples that all ranks share; batches, ranks and accumulation only cut it up."""
 
-    Args:
-        epoch (`int`): whole passes over the data before it.
-        sample (`int`): samples of this epoch that have been trained on.
-        step (`int`): optimizer steps that the run had taken when it was there.
-    """
-
-    epoch: int
-    sample: int
-    step: int
+    epoch: int  # whole passes over the data before it
+    sample: int  # samples of this epoch that have been trained on
+    step: int  # optimizer steps that the run had taken when it was there
 
     def left(self, data: Epochs) -> int:
         """Returns how many optimizer steps are left until the end of the epoch."""
@@ -110,11 +97,8 @@ class Position:
 class Remaining(Sampler):
     """The order of another sampler, but without a few samples of one epoch that have been trained on already.
 
-    Batches can be skipped whole. What a run with other batches had taken from the next one is left out here.
-
-    Args:
-        first (`int`): position of the first of them.
-        count (`int`): how many.
+    Batches can be skipped whole. What a run with other batches had taken from the next one is left out here: `count`
+    samples, the first of them at position `first`.
     """
 
     def __init__(self, sampler: Sampler, *, epoch: int, first: int, count: int):

@@ -37,45 +37,26 @@ NO_METRICS = re.compile(r"eval_(runtime|.*_per_second|model_preparation_time)$")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts of a run. What is `None` or empty does not appear in the card.
-
-    Args:
-        base_model (`str`, *optional*): what was fine-tuned: a hub id, or a local name.
-        base_on_hub (`bool`): whether `base_model` is a hub id.
-        datasets (`tuple[str, ...]`): the data, as it is called.
-        dataset_ids (`tuple[str, ...]`): hub ids among them.
-        zero_stage (`int`, *optional*): 0 to 3.
-        precision (`str`, *optional*): such as "bf16 with fp32 masters".
-        train_seconds (`float`, *optional*): wall time of the training.
-        num_steps (`int`, *optional*): optimizer steps.
-        memory (`tuple[MemoryReport, ...]`): by rank.
-        metrics (`Mapping[str, float]`): the last evaluation, and the training loss.
-        hyperparameters (`Mapping[str, Any]`): by name.
-        versions (`Mapping[str, str]`): by package.
-        metadata (`Mapping[str, Any]`): further entries for the card's head: language, license, pipeline_tag.
-        tags (`tuple[str, ...]`): beyond our own.
-        library (`str`): which library loads the model.
-        sections (`Mapping[str, str]`): further Markdown, by title.
-    """
+    """The facts of a run. What is `None` or empty does not appear in the card."""
 
     model_name: str
-    base_model: str | None = None
+    base_model: str | None = None  # what was fine-tuned: a hub id, or a local name
     base_on_hub: bool = True
-    datasets: tuple[str, ...] = ()
-    dataset_ids: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()  # the data, as it is called
+    dataset_ids: tuple[str, ...] = ()  # hub ids among them
     zero_stage: int | None = None
     num_ranks: int | None = None
-    precision: str | None = None
-    train_seconds: float | None = None
-    num_steps: int | None = None
-    memory: tuple[MemoryReport, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    precision: str | None = None  # such as "bf16 with fp32 masters"
+    train_seconds: float | None = None  # wall time
+    num_steps: int | None = None  # of the optimizer
+    memory: tuple[MemoryReport, ...] = ()  # by rank
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the last evaluation, and the training loss
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    tags: tuple[str, ...] = ()
-    library: str = "transformers"
-    sections: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # by package
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # of the card's head: language, license, pipeline_tag
+    tags: tuple[str, ...] = ()  # beyond our own
+    library: str = "transformers"  # which loads the model
+    sections: Mapping[str, str] = field(default_factory=dict)  # further Markdown, by title
 
 
 def card_text(facts: RunFacts) -> str:

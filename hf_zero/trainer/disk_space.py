@@ -38,11 +38,9 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def check_room(trainer: ZeroTrainerBase) -> None:
-    """Checks, before the first step, that the files that the run will save fit its disk. All ranks call it.
-
-    Raises:
-        `CheckpointError`: there is no room for one checkpoint, and the model at the end where that will be saved.
-    """
+    """Checks, before the first step, that the files that the run will save fit its disk. All ranks call it. Raises
+    [`CheckpointError`] where there is no room for one checkpoint, and the model at the end where that will be
+    saved."""
     args = trainer.args
     num_saved = _num_checkpoints(args, trainer.state)
     if not num_saved and not trainer.leaves_model:
@@ -168,15 +166,9 @@ class _Elsewhere:
 
 
 def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
-    """Tries to save, and returns the error if the disk had no room. All ranks call it.
-
-    Args:
-        save (`Callable`): raises on all ranks when it fails on one.
-
-    Returns:
-        `int` or `None`: how many bytes are missing, 0 where that is not known; `None` when it is saved. The same on
-        all ranks.
-    """
+    """Tries to save, by an act that raises on all ranks when it fails on one. Returns how many bytes are missing if
+    the disk had no room, 0 where that is not known, and `None` when it is saved; the same on all ranks, which all call
+    it."""
     failure: Exception | None = None
     try:
         save()
@@ -191,11 +183,8 @@ def lack_of_room(comm: Comm, save: Callable[[], object]) -> int | None:
 
 
 def fallback_of(fallback: str, folder: str, inside: str = "") -> str:
-    """Returns an empty folder inside the fallback folder.
-
-    Args:
-        inside (`str`): a folder in it, which is to hold nothing; the named one may then hold others.
-    """
+    """Returns an empty folder inside the fallback folder. It may hold others where a folder `inside` it is to hold
+    nothing."""
     name = Path(os.path.abspath(folder)).name
     named = (Path(fallback) / (name if number == 1 else f"{name}-{number}") for number in range(1, 10**6))
     return str(next(path / inside for path in named if _is_usable(path) and _is_empty(path / inside)))
@@ -261,12 +250,8 @@ def rotation(run_dir: str, limit: int | None, best: str | None, newest: str) -> 
     complete.
 
     Whatever the limit, these stay: `newest`, `best`, and the newest that is known to be finite, so that a run whose
-    loss has become NaN does not push out the last checkpoint that is of use.
-
-    Args:
-        limit (`int`, *optional*): how many stay; `None` or 0: all.
-        newest (`str`): the one that has just been saved. A run that went on from an older one may have others with
-            more steps.
+    loss has become NaN does not push out the last checkpoint that is of use. `newest` has just been saved; a run that
+    went on from an older one may have others with more steps. A limit of `None` or 0 keeps all.
     """
 
     def rotate() -> None:

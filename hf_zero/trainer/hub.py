@@ -216,11 +216,7 @@ check_overrides(PushMixin, Trainer, OVERRIDES)
 @contextmanager
 def uploading(token: str | None = None) -> Iterator[None]:
     """Makes Trainer's uploads leave out private files: the training arguments, and files outside the folder to which
-    links in it lead.
-
-    Args:
-        token (`str`, *optional*): for uploads that are given none.
-    """
+    links in it lead. The token is for uploads that are given none."""
     api = hf_api()
     upload = api.upload_folder
 

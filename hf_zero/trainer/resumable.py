@@ -35,29 +35,18 @@ _RNG_STATES = re.compile(r"rng_state(_\d+)?\.pth")
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint from which a run goes on.
+    """The checkpoint from which a run goes on."""
 
-    Args:
-        folder (`str`, *optional*): the newest that is whole; `None` where none is.
-        faults (`dict[str, str]`): what is wrong with those that are newer, by folder, the newest first.
-    """
-
-    folder: str | None
-    faults: dict[str, str]
+    folder: str | None  # the newest that is whole
+    faults: dict[str, str]  # what is wrong with those that are newer, by folder, the newest first
 
 
 def newest_whole(output_dir: str, *, is_first: bool, strict: bool = False) -> Choice:
     """Returns the newest checkpoint that is undamaged on every rank. All ranks call it, and get the same.
 
     What is small is read by every rank, the tensors are divided over the ranks that see the same files. What is
-    skipped is said, and why.
-
-    Args:
-        is_first (`bool`): whether this rank speaks for all.
-        strict (`bool`): takes the newest or none.
-
-    Raises:
-        `CheckpointError`: the newest is damaged, and `strict` was asked for.
+    skipped is said, and why, by the rank that `is_first`. Raises [`CheckpointError`] where the newest is damaged, and
+    `strict` was asked for.
     """
     folder = Path(output_dir)
     restore_replaced(folder)
@@ -119,11 +108,7 @@ def _identity(folder: Path) -> tuple[int, ...] | None:
 def chosen(args: ZeroArgumentsMixin) -> str:
     """Returns the checkpoint that `resume_from_checkpoint=True` means. All ranks call it, and get the same. Raises
     [`CheckpointError`] where there is none, or the newest is damaged and `zero_resume_strict` is set."""
-    choice = newest_whole(
-        args.output_dir,
-        is_first=args.process_index == 0,
-        strict=args.zero_resume_strict,
-    )
+    choice = newest_whole(args.output_dir, is_first=args.process_index == 0, strict=args.zero_resume_strict)
     if choice.folder is None:
         raise MissingCheckpointError(
             f"{args.output_dir}: holds no complete checkpoint to resume from; train from the start"
@@ -168,11 +153,7 @@ def _fault(check: Callable[[], None]) -> CheckpointError | None:
 
 def check_belonging(folder: Path) -> None:
     """Checks that the trainer's state, the manifest, the place in the data and the schedule are of one step, and that
-    the states of the generators are there.
-
-    Args:
-        folder (`Path`): a checkpoint of `ZeroTrainer`, or of another program.
-    """
+    the states of the generators are there. The checkpoint may be of another program."""
     step = read_step(folder)
     if not manifest_path(folder).is_file():
         for path in sorted(folder.iterdir()):

@@ -76,17 +76,12 @@ def _split(path: Sequence[Any]) -> tuple[str, str]:
 
 @dataclass
 class _Folder:
-    """One folder of a distributed checkpoint, whose index was read.
-
-    Args:
-        places (`dict`): (key, offsets of the chunk) to file and bytes.
-        last (`tuple`, *optional*): the chunk that was read last, until the next one is read.
-    """
+    """One folder of a distributed checkpoint, whose index was read."""
 
     folder: Path
     index: Any
-    places: dict[tuple, Any]
-    last: tuple[tuple, Tensor] | None = None
+    places: dict[tuple, Any]  # (key, offsets of the chunk) to file and bytes
+    last: tuple[tuple, Tensor] | None = None  # the chunk that was read last, until the next one is read
 
     @classmethod
     def read(cls, folder: Path) -> "_Folder":

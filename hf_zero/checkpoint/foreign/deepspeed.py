@@ -93,18 +93,12 @@ class _ParamLocation:
 
 @dataclass(frozen=True)
 class _Files:
-    """The opened files of one checkpoint.
-
-    Args:
-        model (`dict`): rank 0's model states.
-        optim (`list[dict]`): every rank's optimizer states.
-        layout (`int`): 2 for that of stages 1 and 2, 3 for that of stage 3.
-    """
+    """The opened files of one checkpoint."""
 
     folder: Path
-    model: dict[str, Any]
-    optim: list[dict[str, Any]]
-    layout: int
+    model: dict[str, Any]  # rank 0's model states
+    optim: list[dict[str, Any]]  # every rank's optimizer states
+    layout: int  # 2 for that of stages 1 and 2, 3 for that of stage 3
 
     @classmethod
     def read(cls, folder: Path) -> "_Files":

@@ -16,16 +16,11 @@ class Box:
 
     A part that is not as wide as the tensor lies in as many places of the flattened one as it has rows, which may be
     millions. So the box is kept, and cut only where it is read.
-
-    Args:
-        offsets (`tuple[int, ...]`): its first element, by dimension.
-        sizes (`tuple[int, ...]`): how many, by dimension.
-        load (`Callable[[], Tensor]`): reads all of it, or gives a mapped tensor, of which only what is used is read.
     """
 
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of its first element, by dimension
     sizes: tuple[int, ...]
-    load: Callable[[], Tensor]
+    load: Callable[[], Tensor]  # reads all of it, or gives a mapped tensor, of which only what is used is read
 
     @property
     def numel(self) -> int:
@@ -77,25 +72,16 @@ def slabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """A tensor of a checkpoint.
-
-    Args:
-        grid (`tuple[int, ...]`): the shape in which the boxes count: the tensor's, or that of the flattened one.
-        boxes (`tuple[Box, ...]`): they tile it.
-    """
+    """A tensor of a checkpoint."""
 
     shape: tuple[int, ...]
-    grid: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    grid: tuple[int, ...]  # the shape in which the boxes count: the tensor's, or that of the flattened one
+    boxes: tuple[Box, ...]  # they tile it
 
     @classmethod
     def build(cls, name: str, shape: Iterable[int], boxes: Iterable[Box], *, is_flat: bool) -> "ForeignTensor":
         """Makes a tensor of boxes, and checks that they tile it; where it `is_flat`, that they tile the flattened
-        tensor.
-
-        Raises:
-            `CheckpointError`: naming the tensor of which a part is missing.
-        """
+        tensor. Raises [`CheckpointError`] with the tensor of which a part is missing."""
         shape, boxes = tuple(int(size) for size in shape), tuple(box for box in boxes if box.numel)
         numel, found = math.prod(shape), sum(box.numel for box in boxes)
         grid = (numel,) if is_flat else shape
@@ -120,17 +106,11 @@ class ForeignTensor:
 
 @dataclass
 class ForeignState:
-    """An optimizer's state by parameter name.
+    """An optimizer's state by parameter name, then by state key."""
 
-    Args:
-        tensors (`dict`): {parameter: {state key: tensor of the parameter's shape}}.
-        numbers (`dict`): {parameter: {state key: number}}; every parameter that has state has an entry.
-        settings (`dict`): {parameter: hyperparameters of its group}.
-    """
-
-    tensors: dict[str, dict[str, ForeignTensor]] = field(default_factory=dict)
-    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
-    settings: dict[str, dict] = field(default_factory=dict)
+    tensors: dict[str, dict[str, ForeignTensor]] = field(default_factory=dict)  # of the parameter's shape
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # of every parameter that has state
+    settings: dict[str, dict] = field(default_factory=dict)  # the hyperparameters of its group
 
     def put(self, name: str, key: str, value: ForeignTensor | float | None) -> None:
         numbers = self.numbers.setdefault(name, {})

@@ -37,16 +37,11 @@ _SWITCHES = ("decoupled_weight_decay", "amsgrad", "nesterov", "centered", "maxim
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """The format of another program's checkpoints.
-
-    Args:
-        read_weights (`Callable`, *optional*): a folder's weights; `None` where they are a model folder's safetensors.
-        read_state (`Callable`): a folder's optimizer state, given this run's optimizer groups.
-    """
+    """The format of another program's checkpoints."""
 
     name: str
-    read_weights: Callable[[Path], dict[str, ForeignTensor]] | None
-    read_state: Callable[[Path, Sequence[dict]], ForeignState]
+    read_weights: Callable[[Path], dict[str, ForeignTensor]] | None  # None where they are a model folder's safetensors
+    read_state: Callable[[Path, Sequence[dict]], ForeignState]  # given this run's optimizer groups
 
 
 DEEPSPEED = ForeignFormat("DeepSpeed ZeRO", deepspeed.read_weights, deepspeed.read_state)
@@ -57,10 +52,7 @@ TRAINER = ForeignFormat("Trainer", None, dcp.trainer_state)
 
 def detect(folder: str | os.PathLike) -> ForeignFormat | None:
     """Detects which program wrote a checkpoint, by the files in the folder. Only DeepSpeed's `latest` is opened.
-
-    Returns:
-        [`ForeignFormat`], or `None` for a checkpoint of hf_zero's own, for weights alone and for what is not known.
-    """
+    Returns `None` for a checkpoint of hf_zero's own, for weights alone and for what is not known."""
     folder = Path(folder)
     if manifest_path(folder).exists():
         return None
@@ -76,27 +68,17 @@ def detect(folder: str | os.PathLike) -> ForeignFormat | None:
 
 @dataclass(frozen=True)
 class Carried:
-    """The facts that a foreign checkpoint has of its run, beside weights and optimizer state.
+    """The facts that a foreign checkpoint has of its run, beside weights and optimizer state."""
 
-    Args:
-        num_steps (`int`, *optional*): optimizer steps taken, where a file says it.
-        position (`bool`): `trainer_state.json`, from which Trainer finds its place in the data.
-        scheduler (`bool`): `scheduler.pt`; without it a schedule can only be moved on to `num_steps`.
-        rng_ranks (`int`): ranks whose random states were saved; Trainer takes them up when it runs on as many.
-    """
-
-    num_steps: int | None
-    position: bool
-    scheduler: bool
-    rng_ranks: int
+    num_steps: int | None  # optimizer steps taken, where a file says it
+    position: bool  # `trainer_state.json`, from which Trainer finds its place in the data
+    scheduler: bool  # `scheduler.pt`; without it a schedule can only be moved on to `num_steps`
+    rng_ranks: int  # whose random states were saved; Trainer takes them up when it runs on as many
 
 
 def carried(folder: str | os.PathLike) -> Carried:
-    """Returns the facts of a foreign run that can be taken over beside weights and optimizer state.
-
-    Raises:
-        `CheckpointError`: a damaged DeepSpeed checkpoint.
-    """
+    """Returns the facts of a foreign run that can be taken over beside weights and optimizer state. Raises
+    [`CheckpointError`] for a damaged DeepSpeed checkpoint."""
     folder = Path(folder)
     position = folder / "trainer_state.json"
     num_steps = None
