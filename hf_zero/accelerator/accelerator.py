@@ -154,11 +154,8 @@ class ZeroAccelerator(SharingAccelerator):
     # Preparing
 
     def shard(self, model: nn.Module) -> ZeroEngine:
-        """Returns the engine of a model, and shards the model first if it is not sharded yet.
-
-        Raises:
-            `ConfigError`: it is sharded already, with another of the settings in `SAME`.
-        """
+        """Returns the engine of a model, and shards the model first if it is not sharded yet. Raises [`ConfigError`]
+        where it is sharded already, with another of the settings in `SAME`."""
         engine, wanted = engine_of(model), self.zero_config
         engine = engine or shard_with(model, wanted, device=self.zero_device)
         for name in SAME:
@@ -202,10 +199,8 @@ class ZeroAccelerator(SharingAccelerator):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement=None, **kwargs):
         """Puts the optimizer onto the shards of the model whose parameters it has, which was prepared before it.
-
-        Raises:
-            `ConfigError`: its parameters are of no prepared model, or of one that has an optimizer already.
-        """
+        Raises [`ConfigError`] where its parameters are of no prepared model, or of one that has an optimizer
+        already."""
         known = next((found for found in self._optimizers if sharded_of(found).inner is optimizer), None)
         if known is not None:
             return known
@@ -251,22 +246,15 @@ class ZeroAccelerator(SharingAccelerator):
             super().backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2) -> Tensor:
-        """Clips by the exact norm over all shards; `parameters` are those of the prepared model.
-
-        Raises:
-            `ConfigError`: they are not all the trainable parameters of one model.
-        """
+        """Clips by the exact norm over all shards; `parameters` are those of the prepared model. Raises
+        [`ConfigError`] where they are not all the trainable parameters of one model."""
         optimizer = self._optimizer_of(parameters, "clip_grad_norm_")
         self.unscale_gradients()
         self.last_step.grad_norm = optimizer.clip_grad_norm_(max_norm, norm_type)
         return self.last_step.grad_norm
 
     def clip_grad_value_(self, parameters, clip_value) -> None:
-        """Clips every element; `parameters` are those of the prepared model.
-
-        Raises:
-            `ConfigError`: they are not all the trainable parameters of one model.
-        """
+        """Clips every element; `parameters` and errors are those of `clip_grad_norm_`."""
         optimizer = self._optimizer_of(parameters, "clip_grad_value_")
         self.unscale_gradients()
         optimizer.clip_grad_value_(clip_value)

@@ -33,18 +33,11 @@ OTHER_ENGINES = (
 )
 
 
-def refuse_other_engines(
-    settings: Mapping[str, Any], environment: Mapping[str, str] | None = None, *, prefix: str = "--"
-) -> None:
-    """Refuses settings and environment variables that ask for another way to shard.
-
-    Args:
-        environment (`Mapping[str, str]`, *optional*): instead of `os.environ`.
-        prefix (`str`): stands before the name of a setting in the message.
-    """
-    environment = os.environ if environment is None else environment
+def refuse_other_engines(settings: Mapping[str, Any], *, prefix: str = "--") -> None:
+    """Refuses settings and environment variables that ask for another way to shard. `prefix` stands before the name of
+    a setting in the message."""
     found = [f"{prefix}{name}" for name in OTHER_SETTINGS if settings.get(name)]
-    found += [name for name in OTHER_ENGINES if _is_on(environment.get(name, ""))]
+    found += [name for name in OTHER_ENGINES if _is_on(os.environ.get(name, ""))]
     if found:
         raise ConfigError(
             f"{found[0]}: found beside hf_zero, which shards by itself; remove it and use {prefix}zero_stage"

@@ -5,14 +5,15 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.files import PIECE_NBYTES, OpenFiles, Ranges
-from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles
-from hf_zero.checkpoint.manifest import check_ranges, recorded
+from hf_zero.checkpoint.format import WEIGHTS_NAME, WeightFiles, crc_of_whole
+from hf_zero.checkpoint.manifest import recorded
 from hf_zero.checkpoint.names import (
     Origin,
     Origins,
@@ -25,6 +26,7 @@ from hf_zero.checkpoint.names import (
 )
 from hf_zero.checkpoint.table import ChecksumTable
 from hf_zero.checkpoint.trace import within
+from hf_zero.comm import Comm
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.compat import is_pretrained
 from hf_zero.engine import Sharded, ZeroEngine, require_engine
@@ -104,6 +106,43 @@ def end_load(engine: ZeroEngine, names: Iterable[str]) -> None:
     engine.mark_updated()
     for name in names:
         engine.half_loaded.pop(name, None)
+
+
+def check_ranges(
+    comm: Comm,
+    subject: str,
+    ranges: Sequence[Ranges],
+    files: WeightFiles,
+    table: ChecksumTable,
+    folder: str | os.PathLike,
+    subfolder: str = "",
+) -> None:
+    """Compares the checksums of ranges that were read with those that were saved. Collective.
+
+    A tensor that the ranks have read in ranges that do not add up to it (one that is transposed on loading) is read
+    again for its checksum, by one of them.
+
+    Args:
+        ranges (`Sequence[Ranges]`): what each rank has read. A tensor that none has read is not compared.
+        subfolder (`str`): where in it the files lie.
+
+    Raises:
+        `CheckpointError`: naming the file and the tensor whose bytes have changed.
+    """
+    saved, again = set(table.tensors), []
+    for tensor, name in files.file_of.items():
+        parts = [part for ranges_of_rank in ranges for part in ranges_of_rank.get(tensor, ())]
+        path = os.path.join(subfolder, name)
+        if (path, tensor) not in saved or not parts:
+            continue
+        found = crc_of_whole(parts, files.entry(tensor).nbytes)
+        if found is None:
+            again.append((path, tensor))
+        else:
+            table.check_tensor(Path(folder) / path, path, tensor, found)
+    if again:
+        own = sorted(again)[comm.rank :: comm.num_ranks]
+        run_on_all_ranks(comm, subject, lambda: table.check_tensors(folder, own))
 
 
 def _recorded_files(folder: str | os.PathLike, weights_name: str) -> tuple[WeightFiles, ChecksumTable]:

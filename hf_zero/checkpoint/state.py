@@ -16,11 +16,12 @@ from torch import Tensor
 from hf_zero.checkpoint.files import OpenFiles, Ranges
 from hf_zero.checkpoint.folders import remove_replaced, take_name
 from hf_zero.checkpoint.format import FileLayout, TensorEntry, WeightFiles
-from hf_zero.checkpoint.load import begin_load, end_load
+from hf_zero.checkpoint.load import begin_load, check_ranges, end_load
 from hf_zero.checkpoint.manifest import (
+    MASTER_NAME,
+    OPTIMIZER_NAME,
     STATE_FOLDER,
     Manifest,
-    check_ranges,
     manifest_path,
     read_saved_state,
 )
@@ -30,10 +31,6 @@ from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import NamedShard, Sharded, ZeroEngine, require_engine
 from hf_zero.errors import CheckpointError
-
-
-OPTIMIZER_NAME = "optimizer.safetensors"
-MASTER_NAME = "master.safetensors"
 
 
 class Optimizer(Protocol):

@@ -8,12 +8,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_zero.checkpoint import WeightFiles, check_pretrained
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
-from hf_zero.checkpoint.manifest import STATE_FOLDER, check_checksums, manifest_path
-from hf_zero.checkpoint.verify import (
+from hf_zero.checkpoint.manifest import (
+    STATE_FOLDER,
     Scans,
+    check_checksums,
     check_finite,
     check_optimizer_state,
     check_ties,
+    manifest_path,
     scan_files,
 )
 from hf_zero.errors import CheckpointError, HfZeroError, size_text

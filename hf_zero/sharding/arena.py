@@ -164,17 +164,11 @@ class Arena:
 
 
 class Arenas(NamedTuple):
-    """The arenas of one engine, one for each purpose.
+    """The arenas of one engine, one for each purpose."""
 
-    Args:
-        gathered (`Arena`): slots in which whole parameters appear.
-        collected (`Arena`): slots in which backward collects gradients.
-        reduced (`Arena`): gradients that are averaged over the ranks, between backward and step.
-    """
-
-    gathered: Arena
-    collected: Arena
-    reduced: Arena
+    gathered: Arena  # slots in which whole parameters appear
+    collected: Arena  # slots in which backward collects gradients
+    reduced: Arena  # gradients that are averaged over the ranks, between backward and step
 
     @classmethod
     def of(cls, comm: Comm) -> "Arenas":
@@ -196,23 +190,15 @@ class Holder(Protocol):
 
 
 class Slot:
-    """One reused buffer. Its contents belong to `holder`, which filled it last, until another holder takes it.
-
-    Args:
-        buffer (`Tensor`): 1-D uint8.
-    """
+    """One reused buffer. Its contents belong to `holder`, which filled it last, until another holder takes it."""
 
     def __init__(self, buffer: Tensor):
-        self.buffer = buffer
+        self.buffer = buffer  # 1-D uint8
         self.memos: dict[object, Any] = {}  # what a borrower keeps as long as there is the buffer
         self.holder: Holder | None = None  # None until it is first filled
 
     def views(self, parts: list[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Returns consecutive 1-D views.
-
-        Args:
-            parts (`list[tuple[int, torch.dtype]]`): number of elements and dtype of each, see `parts_nbytes`.
-        """
+        """Returns consecutive 1-D views of so many elements and that dtype each, see `parts_nbytes`."""
         views, offset = [], 0
         for numel, dtype in parts:
             views.append(self.buffer[offset : offset + numel * dtype.itemsize].view(dtype))

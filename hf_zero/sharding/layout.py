@@ -52,18 +52,12 @@ class Layout:
     Padding stands between parameters and at the end, never inside one. All ranks own ranges of equal length. Where
     several ranks hold the same shard, each is responsible for an equal part of it: those parts are the shards of all
     ranks together.
-
-    Args:
-        spans (`tuple[ParamSpan, ...]`): one per parameter, in order.
-        num_ranks (`int`): over how many ranks the buffer is divided.
-        num_replicas (`int`): how many ranks hold the same shard.
-        align_to (`int`): parameters and the ranks' parts begin at multiples of so many elements.
     """
 
-    spans: tuple[ParamSpan, ...]
-    num_ranks: int
-    num_replicas: int = 1
-    align_to: int = ALIGN_NUMEL
+    spans: tuple[ParamSpan, ...]  # one per parameter, in order
+    num_ranks: int  # over how many the buffer is divided
+    num_replicas: int = 1  # how many ranks hold the same shard
+    align_to: int = ALIGN_NUMEL  # parameters and the ranks' parts begin at multiples of so many elements
 
     @classmethod
     def of(
@@ -130,16 +124,11 @@ _NUM_ROWS = 2**14
 
 
 def bits_of(values: Tensor) -> Tensor:
-    """Sums up the bits of a flat buffer. The sum also depends on where they are: it changes when two words, rows or
+    """Sums up the bits of a flat buffer, 1-D and a whole number of 8-byte words long, in a 0-d int64 tensor on the
+    same device; overflow wraps around. The sum also depends on where they are: it changes when two words, rows or
     columns change places.
 
     Plain sums, since they go at the speed of the memory on every device.
-
-    Args:
-        values (`Tensor`): 1-D, a whole number of 8-byte words long.
-
-    Returns:
-        `Tensor`: 0-d int64, on the same device. Overflow wraps around.
     """
     words = values.detach().view(torch.int64)
     total = words.new_zeros(())

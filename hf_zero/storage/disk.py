@@ -22,15 +22,9 @@ NUM_BUFFERS = 3  # for what is used, read and written
 
 @dataclass(frozen=True)
 class Extent:
-    """The bytes of a file that hold a 1-D tensor, or a window of one.
+    """The bytes of a file that hold a 1-D tensor, or a window of one."""
 
-    Args:
-        offset (`int`): of its first byte, a multiple of a page.
-        numel (`int`): its elements.
-        dtype (`torch.dtype`): of them.
-    """
-
-    offset: int
+    offset: int  # of its first byte, a multiple of a page
     numel: int
     dtype: torch.dtype
 
@@ -65,12 +59,8 @@ def windows(numel: int) -> list[tuple[int, int]]:
 class DiskBuffers:
     """A few buffers in memory through which records of a swap file are read and written, one after the other.
 
-    One thread at a time uses them; others have buffers of their own, for the same file.
-
-    Args:
-        file (`SwapFile`): the file.
-        make (`Callable`): gives memory of so many bytes that begins at a page, 1-D uint8.
-        num_buffers (`int`): how many there are.
+    One thread at a time uses them; others have buffers of their own, for the same file. `make` gives memory of so many
+    bytes that begins at a page, 1-D uint8.
     """
 
     def __init__(self, file: SwapFile, make: Callable[[int], Tensor], num_buffers: int = NUM_BUFFERS):
@@ -86,15 +76,8 @@ class DiskBuffers:
         file.readers.add(self)
 
     def tensors(self, comm: Comm, parts: Sequence[tuple[int, torch.dtype]]) -> list["DiskTensor"]:
-        """Reserves room in the file for tensors, which are then zero. Collective.
-
-        Args:
-            comm (`Comm`): the ranks.
-            parts (`Sequence[tuple[int, torch.dtype]]`): number of elements and dtype of each, on this rank.
-
-        Raises:
-            `StorageError`: on all ranks, when there is no room for what one needs.
-        """
+        """Reserves room in the file for tensors, which are then zero, by the number of elements and the dtype of each
+        on this rank. Collective. Raises [`StorageError`] on all ranks, when there is no room for what one needs."""
         sizes = [in_pages(numel * dtype.itemsize) for numel, dtype in parts]
         offsets = accumulate(sizes, initial=self.file.reserve(comm, sum(sizes)))
         return [DiskTensor(self, Extent(offset, *part)) for offset, part in zip(offsets, parts)]
@@ -111,7 +94,6 @@ class DiskBuffers:
         written. The tensors are valid until the next are asked for.
 
         Args:
-            records (`Sequence[Record]`): in what order.
             writes (`bool`): they are written back.
             uses (`list[Pending]`, *optional*): to which the caller adds what still reads the tensors when it goes on.
             then (`Record`, *optional*): what is read while the last one is used, for a later walk.
@@ -149,12 +131,8 @@ class DiskBuffers:
         return self._ahead is not None and self._ahead[0] == record and not self._is_stale
 
     def load(self, record: Record, *, reads: bool = True) -> list[Tensor]:
-        """Loads the tensors of a record into memory, where they stay until `release`.
-
-        Args:
-            record (`Record`): what.
-            reads (`bool`): `False` where all of it will be overwritten.
-        """
+        """Loads the tensors of a record into memory, where they stay until `release`. Where all of it will be
+        overwritten, nothing need be read."""
         assert record not in self._here, "it is here already"
         if not reads:
             reading: list[Pending] = []
@@ -170,13 +148,8 @@ class DiskBuffers:
         return [memory[: e.numel * e.dtype.itemsize].view(e.dtype) for e, memory in _parts(record, buffer)]
 
     def release(self, record: Record, *, writes: bool, uses: Sequence[Pending] = ()) -> None:
-        """Releases a loaded record and begins to write it. Its tensors must not be written to any more.
-
-        Args:
-            record (`Record`): what.
-            writes (`bool`): `False` leaves in the file what was there.
-            uses (`Sequence`): what still reads its tensors.
-        """
+        """Releases a loaded record and begins to write it, or leaves in the file what was there. Its tensors must not
+        be written to any more; `uses` still read them."""
         buffer = self._here.pop(record)
         writing = [self.file.write(e.offset, memory) for e, memory in _parts(record, buffer)] if writes else []
         self._released.append((buffer, [*writing, *uses]))
@@ -211,14 +184,9 @@ class DiskBuffers:
 
 @dataclass(frozen=True, eq=False)
 class DiskTensor:
-    """A 1-D tensor that rests on disk.
+    """A 1-D tensor that rests on disk."""
 
-    Args:
-        buffers (`DiskBuffers`): through which it comes.
-        extent (`Extent`): where.
-    """
-
-    buffers: DiskBuffers
+    buffers: DiskBuffers  # through which it comes
     extent: Extent
 
     @property
@@ -245,12 +213,7 @@ class DiskTensor:
             yield start, values
 
     def write(self, start: int, values: Tensor) -> None:
-        """Overwrites a window.
-
-        Args:
-            start (`int`): its first element.
-            values (`Tensor`): all of it, of any dtype.
-        """
+        """Overwrites the whole window that begins at element `start` with values of any dtype."""
         record = (self.extent.window(start, start + values.numel()),)
         self.buffers.load(record, reads=False)[0].copy_(values)
         self.buffers.release(record, writes=True)

@@ -19,9 +19,7 @@ class DiskOffload:
     All ranks make it, and call `swap`, together.
 
     Args:
-        comm (`Comm`): the ranks.
         folder (`str`): in which each rank has a file.
-        bus (`Bus`): the way to the device.
         parts (`Sequence[tuple[int, torch.dtype]]`): number of elements and dtype of each tensor that a model has.
         casts (`bool`): some of them are written while the masters that they follow are in memory.
 
@@ -72,7 +70,6 @@ class DiskPrefetcher:
 
     Args:
         buffers (`DiskBuffers`): all prefetchers share them.
-        bus (`Bus`): the way to the device.
         tensors (`list[DiskTensor]`): what is gathered together.
         targets (`Callable`): gives the memory on the device of each of them.
         in_windows (`bool`): a part after the other, where they may be too large to be in memory whole.
@@ -131,7 +128,6 @@ class Swap:
 
     Args:
         buffers (`DiskBuffers`): through which the masters come.
-        comm (`Comm`): the ranks.
         slices (`Sequence[Swapped]`): all that are updated, each within one window of its tensor.
         state (`dict`): the optimizer's, by slice's parameter. The numbers in it stay in memory.
         state_of (`Callable`): gives the dtypes of the tensors of a slice's state, by key.
@@ -155,12 +151,8 @@ class Swap:
         self._next: dict[Record, Record] = {}  # what came next when it was last used
 
     def walk(self, slices: Sequence[Swapped], *, writes: bool) -> Iterator[Turn]:
-        """Yields slices in turn. Meanwhile the next ones are read and the last ones written.
-
-        Args:
-            slices (`Sequence[Swapped]`): which.
-            writes (`bool`): their masters and state are written back.
-        """
+        """Yields slices in turn. Meanwhile the next ones are read, and with `writes` the last ones, masters and state,
+        written back."""
         turns: dict[Record, tuple[DiskTensor, tuple[int, int], list[Swapped]]] = {}
         for each in slices:
             master = each.on_disk

@@ -66,14 +66,13 @@ class SwapFile:
     """A file without a name, of which nothing is left however the process ends. It is made by `open`.
 
     What is asked for later finds what was written before: a read or write waits for those under way that it meets.
-    When the disk refuses a read or write, everything that is asked of the file from then on raises.
+    When the disk refuses a read or write, everything that is asked of the file from then on raises. It counts "disk
+    read" and "disk write" bytes.
 
     Args:
         where (`str`): the folder and the rank, for messages.
-        folder (`Path`): in which it lies.
         descriptors (`tuple[int, int | None]`): for ordinary and for direct access, which this object then owns; `None`
             where the file system has no direct access.
-        counters (`Counters`): where "disk read" and "disk write" bytes are added.
     """
 
     def __init__(self, where: str, folder: Path, descriptors: tuple[int, int | None], counters: Counters):
@@ -93,11 +92,8 @@ class SwapFile:
 
     @classmethod
     def open(cls, comm: Comm, folder: str | os.PathLike) -> "SwapFile":
-        """Makes each rank's file in a folder, which ranks and hosts may share. Collective.
-
-        Raises:
-            `StorageError`: on all ranks, when one finds no such folder or may not write there.
-        """
+        """Makes each rank's file in a folder, which ranks and hosts may share. Collective. Raises [`StorageError`] on
+        all ranks, when one finds no such folder or may not write there."""
         folder = Path(os.path.abspath(folder))
         subject = f"offload_dir {folder}"
         descriptors = run_on_all_ranks(comm, subject, lambda: _opened(folder, subject, comm.rank), StorageError)
@@ -109,18 +105,9 @@ class SwapFile:
         return self._descriptor != self._plain
 
     def reserve(self, comm: Comm, nbytes: int) -> int:
-        """Reserves room at the end of the file, filled with zeros, so that a full disk is noticed now. Collective.
-
-        Args:
-            comm (`Comm`): the ranks.
-            nbytes (`int`): how much on this rank; it is rounded up to whole pages.
-
-        Returns:
-            `int`: where it begins.
-
-        Raises:
-            `StorageError`: on all ranks, when there is no room for what one needs.
-        """
+        """Reserves room at the end of the file, filled with zeros, so that a full disk is noticed now, and returns
+        where it begins. It has so many bytes on this rank, rounded up to whole pages. Collective. Raises
+        [`StorageError`] on all ranks, when there is no room for what one needs."""
         start, nbytes = self.nbytes, in_pages(nbytes)
         run_on_all_ranks(comm, self.where, lambda: self._allocate(start, nbytes), StorageError)
         self.nbytes = start + nbytes
@@ -143,15 +130,8 @@ class SwapFile:
             ) from error
 
     def read(self, offset: int, memory: Tensor) -> Pending:
-        """Fills `memory` with what lies at `offset`, a multiple of a page.
-
-        Args:
-            offset (`int`): where in the file.
-            memory (`Tensor`): contiguous, whole pages of the host's memory.
-
-        Returns:
-            `Pending`: whose `wait` raises `StorageError` when the disk has refused.
-        """
+        """Fills `memory`, contiguous whole pages of the host's, with what lies at `offset`, a multiple of a page. The
+        `wait` of what it returns raises [`StorageError`] when the disk has refused."""
         return self._move(READ, offset, memory)
 
     def write(self, offset: int, memory: Tensor) -> Pending:
@@ -259,11 +239,8 @@ class Speed:
 
     @classmethod
     def measure(cls, file: SwapFile, comm: Comm) -> "Speed":
-        """Writes and reads the beginning of a file that has nothing in it yet: zeros. Collective.
-
-        Raises:
-            `StorageError`: on all ranks, when the disk refuses one of them.
-        """
+        """Writes and reads the beginning of a file that has nothing in it yet: zeros. Collective. Raises
+        [`StorageError`] on all ranks, when the disk refuses one of them."""
         nbytes = min(PROBE_NBYTES, file.nbytes)
         memory = torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
@@ -280,12 +257,8 @@ class Speed:
         return cls(read=read, write=write)
 
     def log(self, file: SwapFile, what: str) -> None:
-        """Logs how long a step takes in which everything in the file is read and written once.
-
-        Args:
-            file (`SwapFile`): where all that is needed has been reserved.
-            what (`str`): what rests there.
-        """
+        """Logs how long a step takes in which everything in the file, where all that is needed has been reserved, is
+        read and written once."""
         seconds = file.nbytes / self.read + file.nbytes / self.write
         way = "past the page cache" if file.is_direct else "through the page cache"
         line = f"{file.where}: {file.nbytes / 1e9:.2f} GB of {what} rest there, moved {way}"

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_zero
-from hf_zero.checkpoint import verify as room
+from hf_zero.checkpoint import manifest as room
 from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
 from hf_zero.recipes.cli import main
 from tests import models
