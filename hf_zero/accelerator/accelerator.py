@@ -232,11 +232,8 @@ class ZeroAccelerator(SharingAccelerator):
 
     def backward(self, loss, **kwargs) -> None:
         """Runs backward as accelerate does, and notes the loss. Where nothing comes between the last backward and the
-        step, that backward already updates what is offloaded.
-
-        Raises:
-            `LifecycleError`: when the loss was made of parameters whose data was away, such as a penalty on all.
-        """
+        step, that backward already updates what is offloaded. Raises [`LifecycleError`] when the loss was made of
+        parameters whose data was away, such as a penalty on all."""
         for engine in filter(None, map(engine_of, self._models)):
             engine.refuse_misuse()
         self.last_step.add(loss.detach() / self.gradient_accumulation_steps, ends=self.sync_gradients)

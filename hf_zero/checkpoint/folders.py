@@ -124,12 +124,8 @@ MAX_JSON_NBYTES = 512 * 2**20
 
 
 def read_json(path: str | os.PathLike, remedy: str = "resume from another checkpoint") -> dict:
-    """Returns the object that a JSON file holds.
-
-    Raises:
-        `FileNotFoundError`: there is none.
-        `CheckpointError`: it cannot be read, is no JSON, too long or nested too deeply, or is no object.
-    """
+    """Returns the object that a JSON file holds. Raises `FileNotFoundError` where there is none, and
+    [`CheckpointError`] where it cannot be read, is no JSON, too long or nested too deeply, or is no object."""
     return parse_json(read_bytes(path, remedy), path, remedy)
 
 

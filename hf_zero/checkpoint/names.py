@@ -51,9 +51,7 @@ def saved_tensors(model: nn.Module, parameters: Sequence[ParamInfo]) -> list[Sav
 
     Tied tensors appear once, under the name that the model's class declares as the source of the tie (its first name
     where nothing is declared). Buffers that the model does not persist and keys that it asks to leave out are absent.
-
-    Args:
-        model (`nn.Module`): parameters may be placeholders: identities and names count, no value is read.
+    Parameters may be placeholders: identities and names count, no value is read.
     """
     info_of = {info.name: info for info in parameters}
     tie_targets = set(getattr(model, "all_tied_weights_keys", None) or ())
@@ -140,15 +138,9 @@ class Origins:
 
 
 def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> list[FileTensor]:
-    """Returns the tensors that `model.save_pretrained` would write, in its order.
-
-    Args:
-        model (`nn.Module`, *optional*): its parameters may be placeholders; of them, only shapes are looked at.
-            Without a model, the keys are kept.
-
-    Raises:
-        `CheckpointError`: two tensors of one name.
-    """
+    """Returns the tensors that `model.save_pretrained` would write, in its order; without a model, under their keys.
+    Parameters may be placeholders: only shapes are looked at. Raises [`CheckpointError`] for two tensors of one
+    name."""
     twice = [key for key, count in Counter(saved.key for saved in tensors).items() if count > 1]
     if twice:
         raise CheckpointError(f"tensor {twice[0]!r} is given twice; give every tensor its own name")
@@ -167,13 +159,8 @@ def file_tensors(model: nn.Module | None, tensors: Sequence[SavedTensor]) -> lis
 
 def origins_in(model: nn.Module, tensors: Sequence[SavedTensor], entries: Mapping[str, TensorEntry]) -> Origins:
     """Finds the tensors of a folder from which each tensor of a model is made, as `from_pretrained` would make it.
-
-    Args:
-        model (`nn.Module`): its parameters may be placeholders; of them, only shapes are looked at.
-
-    Raises:
-        `CheckpointError`: transformers cannot convert these tensors into the model's.
-    """
+    Parameters may be placeholders: only shapes are looked at. Raises [`CheckpointError`] where transformers cannot
+    convert these tensors into the model's."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 

@@ -33,21 +33,14 @@ from hf_zero.errors import CheckpointError, NoRoomError, size_text
 
 @dataclass(frozen=True)
 class StagedFiles:
-    """The safetensors files of one folder that is saved, and what lies beside them.
+    """The safetensors files of one folder that is saved, and what lies beside them."""
 
-    Args:
-        files (`WeightFiles`): the files, the same on all ranks.
-        pieces (`Callable`): gives this rank's (tensor name, first element, 1-D values); the ranks' together tile all
-            tensors. All ranks take all of them, so that collectives may be between them.
-        write_beside (`Callable`): writes small files into the folder that is saved; one rank of each file system calls
-            it.
-        subfolder (`str`): where the safetensors files lie, relative to the destination.
-    """
-
-    files: WeightFiles
+    files: WeightFiles  # the same on all ranks
+    # this rank's (tensor name, first element, 1-D values); the ranks' together tile all tensors. All ranks take all of
+    # them, so that collectives may be between them
     pieces: Callable[[], Iterable[tuple[str, int, Tensor]]]
-    write_beside: Callable[[Path], None]
-    subfolder: str = ""
+    write_beside: Callable[[Path], None]  # small files, into the folder; one rank of each file system calls it
+    subfolder: str = ""  # where the safetensors files lie, relative to the destination
 
 
 class Staged:

@@ -18,17 +18,12 @@ from hf_zero.comm.base import Counters, Pending
 
 
 class Transfer(Pending):
-    """A copy under way on a stream of the bus.
-
-    Args:
-        event: of the device's module, recorded behind the copy.
-        source (`Tensor`): what is read, which lives as long as this object.
-    """
+    """A copy under way on a stream of the bus, with the event that is recorded behind it."""
 
     def __init__(self, event, source: Tensor):
         super().__init__(event.wait)
         self._event = event
-        self.source = source
+        self.source = source  # what is read, which lives as long as this object
 
     # `wait` makes the device's current stream wait, and not the host: kernels issued after it find the values.
 

@@ -49,8 +49,7 @@ class DistributedComm(Comm):
 
     Args:
         group (`dist.ProcessGroup`): the data-parallel ranks.
-        device (`torch.device`): where the tensors live.
-        timeout_seconds (`float`): how long one exchange may take.
+        device, timeout_seconds: as for `Comm`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float):

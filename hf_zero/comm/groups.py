@@ -27,13 +27,8 @@ _BESIDE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def shard_size_of(group: dist.ProcessGroup, shard_size: int | str | None) -> int:
-    """Returns how many ranks each shard group has. The ranks must have exchanged their addresses.
-
-    Args:
-        group (`dist.ProcessGroup`): all data-parallel ranks.
-        shard_size (`int` or `str`, *optional*): what the user gave: a number that divides them; "auto" for the ranks
-            of one host; `None` for all.
-    """
+    """Returns how many of the data-parallel ranks each shard group has. They must have exchanged their addresses. The
+    user gave a number that divides them; "auto" for the ranks of one host; `None` for all."""
     if shard_size == "auto":
         return ranks_of_a_host(ranks.hosts(group))
     return dist.get_world_size(group) if shard_size is None else int(shard_size)

@@ -29,19 +29,13 @@ def run_loopback(
     bucket_nbytes: int = ONE_HOST_NBYTES,
     delay: Callable[[], None] | None = None,
 ) -> list[Result]:
-    """Calls a function once for each rank, in a thread of its own and on a stream of its own.
+    """Calls a function once for each rank, in a thread of its own and on a stream of its own. Returns what the ranks
+    returned, in rank order.
 
     Args:
-        num_ranks (`int`): how many ranks.
-        function (`Callable`): takes the rank's [`LoopbackComm`].
-        device (`torch.device`): the device of all ranks.
         timeout_seconds (`float`): how long a rank waits for the others in one exchange.
-        bucket_nbytes (`int`): size of each bucket.
         delay (`Callable`, *optional*): is called before the copies of each collective, on their stream. It may issue
             work that makes them late.
-
-    Returns:
-        `list`: what the ranks returned, in rank order.
 
     Raises:
         `CommError`: a rank did not come to an exchange in time.
@@ -133,15 +127,11 @@ class _Loop:
 
 
 class _Copies:
-    """The copies of one collective, under way on their stream.
-
-    Args:
-        done: an event behind them.
-        held: what they read, which lives until it is waited for.
-    """
+    """The copies of one collective, under way on their stream, with the event behind them."""
 
     def __init__(self, done: Any, held: Any):
-        self._done, self._held = done, held
+        self._done = done
+        self._held = held  # what they read, which lives until it is waited for
 
     def wait(self) -> None:
         """Lets the current stream wait, and not the host, as a collective of NCCL does."""
@@ -156,12 +146,8 @@ class LoopbackComm(NativeComm):
     have read what they need. Nothing but events orders it with other work, so who forgets to wait finds old values.
 
     Args:
-        loop (`_Loop`): what the ranks share.
-        rank (`int`): this one.
-        device (`torch.device`): where the tensors live.
         name (`str`): of the communicators.
-        bucket_nbytes (`int`): size of each bucket.
-        delay (`Callable`, *optional*): called before the copies of each collective, on their stream.
+        device, bucket_nbytes, delay: as for `run_loopback`.
     """
 
     def __init__(

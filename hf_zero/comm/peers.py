@@ -59,11 +59,8 @@ class Peer:
         self._waiter.register(connection, select.POLLIN)
 
     def send(self, kind: Kind, *numbers: int, descriptor: int | None = None) -> bool:
-        """Sends one message. Returns False when the connection takes none now.
-
-        Raises:
-            `OSError`: when it cannot be sent, and not because the other rank has ended.
-        """
+        """Sends one message. Returns False when the connection takes none now. Raises `OSError` when it cannot be
+        sent, and not because the other rank has ended."""
         message = _MESSAGE.pack(kind, *(numbers or (0, 0, 0)))
         try:
             if descriptor is None:
@@ -158,11 +155,8 @@ class Peers:
                     self.receive(other, 0.001, "sending")
 
     def receive_until(self, peer: Peer, is_there: Callable[[Peer], object], what: str) -> None:
-        """Receives messages of one rank until the expected one is there.
-
-        Raises:
-            `CommError`: when it does not come, or the ranks are out of step.
-        """
+        """Receives messages of one rank until the expected one is there. Raises [`CommError`] when it does not come,
+        or the ranks are out of step."""
         self._refuse_out_of_step(peer, what)
         while not is_there(peer):
             if not self.receive(peer, self._timeout_seconds, what):

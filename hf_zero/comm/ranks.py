@@ -68,14 +68,11 @@ def same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
 
 
 def make_group(members: list[int], **settings: Any) -> dist.ProcessGroup:
-    """Makes a process group, in which ranks that are no members have no part.
+    """Makes a process group of global ranks, in which ranks that are no members have no part. The settings are those
+    of `dist.new_group`.
 
     torch names such a group by its members and how many groups each has made, so members that have made unlike many
     could wait for each other for ever. A group of all ranks is named as others are, since it leaves none out.
-
-    Args:
-        members (`list[int]`): global ranks.
-        settings: further arguments of `dist.new_group`.
     """
     return dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size(), **settings)
 

@@ -122,11 +122,7 @@ def local_device(device: torch.device | str) -> torch.device:
 
 
 def refuse_dividing(group: dist.ProcessGroup | None, dividing: dist.ProcessGroup) -> None:
-    """Refuses data-parallel ranks that hold different parts of the model.
-
-    Raises:
-        `ConfigError`: naming them.
-    """
+    """Refuses data-parallel ranks that hold different parts of the model, and names them."""
     peers = set(dist.get_process_group_ranks(dividing)) & set(dist.get_process_group_ranks(group or dist.group.WORLD))
     if len(peers) > 1:
         raise ConfigError(

@@ -101,11 +101,8 @@ class Arena:
         return tensor
 
     def give(self, tensor: Tensor) -> None:
-        """Gives a tensor of `take` back. Its memory may be taken again at once.
-
-        Raises:
-            `LifecycleError`: when it is not taken from here, or given back already.
-        """
+        """Gives a tensor of `take` back. Its memory may be taken again at once. Raises [`LifecycleError`] when it is
+        not taken from here, or given back already."""
         place = _place(tensor)
         if place not in self._taken:
             raise LifecycleError(

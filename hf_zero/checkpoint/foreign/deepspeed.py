@@ -46,11 +46,7 @@ def tag_folder(folder: Path) -> Path | None:
 
 def read_weights(folder: Path) -> dict[str, ForeignTensor]:
     """Returns parameters and buffers by name: fp32 masters of trained parameters, and the others as the model had
-    them.
-
-    Raises:
-        `CheckpointError`: files are missing, damaged, or of a kind that is not imported.
-    """
+    them. Raises [`CheckpointError`] where files are missing, damaged, or of a kind that is not imported."""
     files = _Files.read(folder)
     weights = {
         name: ForeignTensor.of(tensor)

@@ -47,11 +47,7 @@ class Box:
 
 def slabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """Yields the rectangles that together are elements [start, stop) of a flattened tensor, at most two for each
-    dimension.
-
-    Yields:
-        for each dimension, the first index and the one behind the last.
-    """
+    dimension: for each dimension, the first index and the one behind the last."""
     if start >= stop:
         return
     if not shape:
@@ -132,12 +128,8 @@ def _overlap(boxes: Sequence[Box], num_dims: int) -> bool:
 
 
 def boxes_of(parts: Sequence[Tensor], offset: int, numel: int, *, start: int = 0) -> Iterator[Box]:
-    """Yields boxes for elements [offset, offset + numel) of mapped 1-D tensors that lie one behind the other.
-
-    Args:
-        offset (`int`): counted over all of them.
-        start (`int`): where the first of them lies in the tensor that is put together.
-    """
+    """Yields boxes for elements [offset, offset + numel) of mapped 1-D tensors that lie one behind the other, counted
+    over all of them. The first lies at `start` in the tensor that is put together."""
     passed = 0
     for part in parts:
         first, last = max(offset, passed), min(offset + numel, passed + part.numel())

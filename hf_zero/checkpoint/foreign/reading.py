@@ -111,14 +111,9 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
     """Loads a foreign checkpoint's weights into the masters. Collective; fails on all ranks or on none.
 
     fp32 values are taken where the checkpoint has them. Names, shapes and the completeness of files are checked before
-    the first value is written. Of a PEFT model, frozen weights that were left out keep their values.
-
-    Args:
-        folder (`str` or `os.PathLike`): the checkpoint, any number of ranks having written it.
-
-    Raises:
-        `CheckpointError`: the folder is of no known kind, damaged, names code to run, or tensors are missing, left
-            over or of other shapes.
+    the first value is written. Of a PEFT model, frozen weights that were left out keep their values. Any number of
+    ranks may have written them. Raises [`CheckpointError`] where the folder is of no known kind, damaged, names code
+    to run, or tensors are missing, left over or of other shapes.
     """
     kind = run_on_all_ranks(engine.comm, f"loading {folder}", lambda: _known(folder))
     read_weights = kind.read_weights
@@ -150,13 +145,8 @@ def load_foreign_weights(engine: ZeroEngine, folder: str | os.PathLike) -> None:
 def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | os.PathLike) -> None:
     """Loads a foreign checkpoint's optimizer state and hyperparameters. Collective. Load the weights first.
 
-    A parameter without state in the checkpoint has had no gradient there and starts without state here.
-
-    Args:
-        optimizer ([`Optimizer`]): of the same kind, over the same trainable parameters.
-
-    Raises:
-        `CheckpointError`: the state is missing, damaged, of other parameters, shapes or of another optimizer.
+    A parameter without state in the checkpoint has had no gradient there and starts without state here. Raises
+    [`CheckpointError`] where the state is missing, damaged, of other parameters, shapes or of another optimizer.
     """
     kind = run_on_all_ranks(engine.comm, f"loading {folder}", lambda: _known(folder))
 

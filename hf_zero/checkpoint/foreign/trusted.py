@@ -50,14 +50,9 @@ class Index(InertRecord):
 
 
 def load_mapped(path: Path) -> Any:
-    """Loads a file of `torch.save`, its tensors mapped and not read.
-
-    Classes of DeepSpeed that the file names (its loss scaler, an enumeration) become [`InertRecord`]s.
-
-    Raises:
-        `CheckpointError`: it is missing, damaged, of the format before torch 1.6, or names code that is not known to
-            be harmless.
-    """
+    """Loads a file of `torch.save`, its tensors mapped and not read. Classes of DeepSpeed that it names (its loss
+    scaler, an enumeration) become [`InertRecord`]s. Raises [`CheckpointError`] where it is missing, damaged, of the
+    format before torch 1.6, or names code that is not known to be harmless."""
     if not path.is_file():
         raise CheckpointError(f"{path}: does not exist; copy all files of the checkpoint")
     try:
@@ -82,11 +77,8 @@ def load_small(path: Path) -> Any:
 
 def check_archive(path: Path) -> None:
     """Checks that a file is a small one of `torch.save`, agrees with its own checksums, and does not claim more bytes
-    than it has. Nothing is loaded.
-
-    Raises:
-        `CheckpointError`: it is empty, cut off, damaged, too large, compressed, or asks for memory by a number.
-    """
+    than it has. Nothing is loaded. Raises [`CheckpointError`] where it is empty, cut off, damaged, too large,
+    compressed, or asks for memory by a number."""
     try:
         nbytes = path.stat().st_size
         if nbytes > MAX_SMALL_NBYTES:
