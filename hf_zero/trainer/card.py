@@ -14,11 +14,9 @@ from huggingface_hub import ModelCardData
 from transformers import Trainer
 from transformers.modelcard import TrainingSummary
 
-from hf_zero.checkpoint import Manifest
 from hf_zero.checkpoint.adapters import is_adapter_model
 from hf_zero.engine import MemoryReport
-from hf_zero.errors import CheckpointError
-from hf_zero.trainer.disk_space import checkpoints_in
+from hf_zero.trainer.disk_space import checkpoints_in, manifest_of
 
 
 TAGS = ("hf_zero", "zero")
@@ -115,7 +113,7 @@ def facts_of_folder(folder: Path, model_name: str) -> RunFacts:
     sources = (folder, *checkpoints_in(folder))
     config, adapter = _json(folder / "config.json"), _json(folder / "adapter_config.json")
     state = next(filter(None, (_json(source / "trainer_state.json") for source in sources)), {})
-    manifest = next(filter(None, map(_manifest, sources)), None)
+    manifest = next(filter(None, map(manifest_of, sources)), None)
     base = adapter.get("base_model_name_or_path")
     base_model, base_on_hub = _base(base) if base else (base, False)
     history = state.get("log_history") or []
@@ -267,10 +265,3 @@ def _json(path: Path) -> dict:
     except (OSError, ValueError):
         return {}  # a card is no reason to refuse a folder
     return content if isinstance(content, dict) else {}
-
-
-def _manifest(folder: Path) -> Manifest | None:
-    try:
-        return Manifest.read(folder)
-    except CheckpointError:
-        return None

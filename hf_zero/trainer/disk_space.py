@@ -273,11 +273,16 @@ def keep_best(run_dir: str, best: str) -> None:
 
 def is_known_finite(checkpoint: Path) -> bool:
     """Returns whether loss and gradient norm of a checkpoint's last step were finite, by its manifest."""
+    manifest = manifest_of(checkpoint)
+    return manifest is not None and None not in (manifest.loss, manifest.grad_norm)
+
+
+def manifest_of(folder: Path) -> Manifest | None:
+    """Returns the manifest of a checkpoint; `None` where there is none that is whole."""
     try:
-        manifest = Manifest.read(checkpoint)
+        return Manifest.read(folder)
     except CheckpointError:
-        return False
-    return manifest.loss is not None and manifest.grad_norm is not None
+        return None
 
 
 def _own(folder: Path) -> list[Path]:
