@@ -15,8 +15,12 @@ from accelerate.utils import DDPCommunicationHookType, DynamoBackend, TorchDynam
 from torch import Tensor, nn
 
 from hf_zero.accelerator import states
-from hf_zero.accelerator.launched import launched_ranks, refuse_other_engines, refuse_other_world
-from hf_zero.accelerator.named_settings import ZeroAcceleratorSettings
+from hf_zero.accelerator.settings import (
+    ZeroAcceleratorSettings,
+    launched_ranks,
+    refuse_other_engines,
+    refuse_other_world,
+)
 from hf_zero.accelerator.shared_batches import SharingAccelerator
 from hf_zero.activation import chunked_loss_of, shard_with
 from hf_zero.comm.ranks import take_timeout

@@ -73,7 +73,7 @@ class SafetensorsFile:
             values (`Tensor`): 1-D, any dtype, any device; converted in pieces where it differs from the file's.
 
         Raises:
-            `CheckpointError`: no such tensor, a range outside it, or the system refuses the write (a full disk).
+            `CheckpointError`: a range outside the tensor, or the system refuses the write (a full disk).
         """
         entry = self._range_of(name, start, values)
         written = RangeChecksum(start * entry.dtype.itemsize, 0, 0)
@@ -105,7 +105,7 @@ class SafetensorsFile:
             out (`Tensor`): 1-D, any device; the file's values are converted to its dtype in pieces.
 
         Raises:
-            `CheckpointError`: no such tensor, a range outside it, numbers of another kind, or the file ends early.
+            `CheckpointError`: a range outside the tensor, numbers of another kind, or the file ends early.
         """
         entry = self._range_of(name, start, out)
         if entry.dtype.is_floating_point != out.dtype.is_floating_point:
@@ -162,7 +162,7 @@ class SafetensorsFile:
         self.close()
 
     def _range_of(self, name: str, start: int, values: Tensor) -> TensorEntry:
-        entry = self.layout.entry(name, self.path)
+        entry = self.layout.entries[name]
         if start < 0 or start + values.numel() > entry.numel:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} has {entry.numel} elements (shape {list(entry.shape)}), elements "

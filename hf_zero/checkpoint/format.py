@@ -89,15 +89,6 @@ class FileLayout:
     def data_nbytes(self) -> int:
         return self.nbytes - len(self.header)
 
-    def entry(self, name: str, path: str) -> TensorEntry:
-        """Returns the entry of that name. `path` names the file in an error."""
-        if name not in self.entries:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} is missing, the file holds {len(self.entries)} others; "
-                "use a checkpoint of this model"
-            )
-        return self.entries[name]
-
     @classmethod
     def build(cls, entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> "FileLayout":
         """Lays tensors out as `safetensors.torch.save_file` does, so that the same tensors give the same bytes.

@@ -30,7 +30,9 @@ WEIGHT_KEYS, STATE_KEYS = ("model",), ("optim", "optimizer")
 def fsdp_weights(folder: Path) -> dict[str, ForeignTensor]:
     """Returns the weights of a Trainer run with FSDP, saved in shards or whole."""
     whole = folder / f"{FSDP_WEIGHTS}.bin"
-    return full_weights(whole) if whole.is_file() else read_weights(folder / f"{FSDP_WEIGHTS}_0")
+    if not whole.is_file():
+        return read_weights(folder / f"{FSDP_WEIGHTS}_0")
+    return {name: ForeignTensor.of(value) for name, value in load_mapped(whole).items() if isinstance(value, Tensor)}
 
 
 def fsdp_state(folder: Path, groups: Sequence[dict]) -> ForeignState:
@@ -185,11 +187,6 @@ class _Folder:
                 "on; it is incomplete, copy it again"
             )
         return info
-
-
-def full_weights(path: Path) -> dict[str, ForeignTensor]:
-    """Returns the tensors of a file that holds a model's state dict."""
-    return {name: ForeignTensor.of(tensor) for name, tensor in load_mapped(path).items() if isinstance(tensor, Tensor)}
 
 
 def full_state(path: Path, groups: Sequence[dict]) -> ForeignState:
