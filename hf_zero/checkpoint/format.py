@@ -90,18 +90,12 @@ class FileLayout:
         return self.nbytes - len(self.header)
 
     @classmethod
-    def build(cls, entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> "FileLayout":
-        """Lays tensors out as `safetensors.torch.save_file` does, so that the same tensors give the same bytes.
-
-        Args:
-            entries (`Iterable[TensorEntry]`): in any order; wide dtypes come first in the file, then it goes by name.
-            metadata (`Mapping[str, str]`, *optional*): defaults to `{"format": "pt"}`, which transformers asks for.
-
-        Raises:
-            `CheckpointError`: two tensors of one name, or a dtype that the format lacks.
-        """
+    def build(cls, entries: Iterable[TensorEntry]) -> "FileLayout":
+        """Lays tensors out as `safetensors.torch.save_file` does, so that the same tensors give the same bytes: in
+        whatever order they come, wide dtypes first in the file, then by name. Raises [`CheckpointError`] for two
+        tensors of one name, or a dtype that the format lacks."""
         ordered = sorted(entries, key=_file_order)
-        header: dict = {_METADATA_KEY: dict(metadata or {"format": "pt"})}
+        header: dict = {_METADATA_KEY: {"format": "pt"}}  # which transformers asks for
         begin = 0
         for entry in ordered:
             if entry.name in header:

@@ -82,10 +82,9 @@ def renamed(tensors: Sequence[SavedTensor], keys: Mapping[str, str]) -> list[Sav
     return chosen
 
 
-def shortened(names: Collection[str], limit: int = 5) -> str:
-    """Returns a list of names for a message: the first few, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(list(names)[:limit]) + more
+def shortened(names: Collection[str]) -> str:
+    """Returns a list of names for a message: the first five, and how many more there are."""
+    return ", ".join(list(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _tensors_with_aliases(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:

@@ -16,6 +16,8 @@ RANK_NBYTES = 2**19  # of those at least so many for each rank: what goes to one
 # Where ranks read one another's memory nothing is staged, but for tensors that a caller made elsewhere.
 SHARED_NBYTES = 8 * 2**20
 
+Messages = list[tuple[Tensor, int]]  # contiguous tensors, each with the rank that it goes to or comes from
+
 MAX_ITEMSIZE = 8
 # Pieces begin at multiples of so many elements, as shards do, see `hf_zero.sharding.layout`.
 ALIGN_NUMEL = 16
@@ -309,24 +311,10 @@ class Comm:
         average = self.reduce_scatter if self._average is None else self._average
         return average(full, out, dtype=dtype, accumulate=accumulate, what=what, bits=bits)
 
-    def exchange(
-        self,
-        sends: list[tuple[Tensor, int]],
-        receives: list[tuple[Tensor, int]],
-        *,
-        what: str,
-        verb: str = "exchange",
-    ) -> Pending:
-        """Sends tensors to some ranks and receives tensors from some. All ranks call it, also a rank that moves
-        nothing.
-
-        Args:
-            sends (`list[tuple[Tensor, int]]`): contiguous tensors, each with the rank that it goes to.
-            receives (`list[tuple[Tensor, int]]`): contiguous tensors to overwrite, each with the rank that it comes
-                from; between two ranks in the order in which that one sends them.
-            what (`str`): the unit's name, for messages.
-            verb (`str`): under which the bytes are counted.
-        """
+    def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
+        """Sends tensors to some ranks and overwrites tensors with what some send, between two ranks in the order in
+        which that one sends them. All ranks call it, also a rank that moves nothing. `what` is the unit's name, for
+        messages; the bytes are counted under the verb."""
         return DONE
 
     def all_gather_vector(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_zero.comm.base import Bucket, Comm, Pending
+from hf_zero.comm.base import Bucket, Comm, Messages, Pending
 
 
 BLOCK_NUMEL = 256
@@ -176,7 +176,7 @@ class PackedGather:
 
 
 # Begins to send bytes to other ranks, and to receive bytes from them: the arguments are those of `Comm.exchange`.
-Exchange = Callable[[list[tuple[Tensor, int]], list[tuple[Tensor, int]]], Pending]
+Exchange = Callable[[Messages, Messages], Pending]
 
 
 class PackedReduction:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm import ranks
-from hf_zero.comm.base import Bucket, Comm, Pending
+from hf_zero.comm.base import Bucket, Comm, Messages, Pending
 from hf_zero.comm.blockwise import PackedReduction, least_nbytes
 from hf_zero.errors import CommError, ConfigError, HfZeroError
 
@@ -64,14 +64,7 @@ class DistributedComm(Comm):
         self._peers = dist.get_process_group_ranks(group)
         self._side_groups: dict[str, DistributedComm] = {}  # by purpose, as far as they were asked for
 
-    def exchange(
-        self,
-        sends: list[tuple[Tensor, int]],
-        receives: list[tuple[Tensor, int]],
-        *,
-        what: str,
-        verb: str = "exchange",
-    ) -> Pending:
+    def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         group = self._group_of(verb)
         ops = [dist.P2POp(dist.irecv, bytes_of(tensor), self._peers[rank], group) for tensor, rank in receives]
         ops += [dist.P2POp(dist.isend, bytes_of(tensor), self._peers[rank], group) for tensor, rank in sends]
@@ -162,9 +155,7 @@ class DistributedComm(Comm):
         """Returns all other ranks, beginning with the one after this rank."""
         return [(self.rank + distance) % self.num_ranks for distance in range(1, self.num_ranks)]
 
-    def _post(
-        self, receives: list[tuple[Tensor, int]], sends: list[tuple[Tensor, int]], tag: int, what: str
-    ) -> list[tuple[int, dist.Work]]:
+    def _post(self, receives: Messages, sends: Messages, tag: int, what: str) -> list[tuple[int, dist.Work]]:
         """Begins messages from and to other ranks, and returns them for `_wait`."""
         works = []
         for begin, messages in ((dist.irecv, receives), (dist.isend, sends)):

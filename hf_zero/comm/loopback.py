@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hf_zero.comm.base import ONE_HOST_NBYTES, Bucket, Comm, Pending
+from hf_zero.comm.base import ONE_HOST_NBYTES, Bucket, Comm, Messages, Pending
 from hf_zero.comm.distributed import NativeComm
 from hf_zero.errors import CommError
 
@@ -172,15 +172,8 @@ class LoopbackComm(NativeComm):
         self._streams = {way: self._backend.Stream() for way in ("gather", "reduce", "small")}
         self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
 
-    def exchange(
-        self,
-        sends: list[tuple[Tensor, int]],
-        receives: list[tuple[Tensor, int]],
-        *,
-        what: str,
-        verb: str = "exchange",
-    ) -> Pending:
-        def act(everyones: list[list[tuple[Tensor, int]]]) -> None:
+    def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
+        def act(everyones: list[Messages]) -> None:
             sent = {
                 rank: iter([each for each, target in own if target == self.rank]) for rank, own in enumerate(everyones)
             }

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_zero.comm.base import DONE, Bucket, Pending
+from hf_zero.comm.base import DONE, Bucket, Messages, Pending
 from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedReduction, least_nbytes
 from hf_zero.comm.distributed import DistributedComm
 
@@ -82,14 +82,7 @@ class PairwiseComm(DistributedComm):
             memory=list(self._staging.rows(2, nbytes, torch.uint8)),
         )
 
-    def exchange(
-        self,
-        sends: list[tuple[Tensor, int]],
-        receives: list[tuple[Tensor, int]],
-        *,
-        what: str,
-        verb: str = "exchange",
-    ) -> Pending:
+    def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         return self._begin_messages(verb, what, receives, sends)
 
     def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
@@ -113,9 +106,7 @@ class PairwiseComm(DistributedComm):
     def _scratch_of(self, dtype: torch.dtype) -> Tensor:
         return self._scratch.rows(1, SUM_NBYTES // dtype.itemsize, dtype)[0]
 
-    def _begin_messages(
-        self, verb: str, what: str, receives: list[tuple[Tensor, int]], sends: list[tuple[Tensor, int]]
-    ) -> Pending:
+    def _begin_messages(self, verb: str, what: str, receives: Messages, sends: Messages) -> Pending:
         under_way = f"{verb} of unit {what!r}"
         works = self._post(receives, sends, tag_of(verb, what), under_way)
         self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
@@ -213,14 +204,7 @@ class StagedComm(PairwiseComm):
             out[start:stop].copy_(average)
         return DONE
 
-    def exchange(
-        self,
-        sends: list[tuple[Tensor, int]],
-        receives: list[tuple[Tensor, int]],
-        *,
-        what: str,
-        verb: str = "exchange",
-    ) -> Pending:
+    def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         # [Note: no rank waits for one that waits] All ranks go from distance to distance and from piece to piece, and
         # wait for both neighbours at each: those that are furthest behind are always met by theirs.
         for distance in range(1, self.num_ranks):

@@ -52,7 +52,7 @@ class Saver:
         self._current: Checkpoint | None = None  # while Trainer writes its files
         self._newest: Path | None = None  # until one is complete
         self.last: Path | None = None  # what was written last, complete or not
-        self._push: Callable[[], None] | None = None
+        self.push: Callable[[], None] | None = None  # an upload that waits until the checkpoint is complete
 
     @property
     def run_dir(self) -> str | None:
@@ -80,12 +80,8 @@ class Saver:
     def begin(self, engine: ZeroEngine, folder: str, weights: StagedFiles | None, state: StagedFiles | None) -> None:
         """Checks the space for a checkpoint and makes its temporary folder. Collective. All ranks write weights and
         state, beside what the caller writes there."""
-        self._push = None  # of a checkpoint that could not be saved
+        self.push = None  # of a checkpoint that could not be saved
         self._current = Checkpoint.begin(engine, folder, weights, state)
-
-    def push_later(self, push: Callable[[], None]) -> None:
-        """Puts off an upload until the checkpoint is complete."""
-        self._push = push
 
     def finish(self, after: Callable[[], None]) -> None:
         """Writes the tensors and gives the checkpoint its name, here or in the background; then comes `after`."""
@@ -100,7 +96,7 @@ class Saver:
     def discard(self) -> None:
         """Gives up the checkpoint that was begun, after a failure."""
         current, self._current = self._current, None
-        self._push = None
+        self.push = None
         if current is not None:
             current.discard()
 
@@ -108,7 +104,7 @@ class Saver:
         """Waits until the checkpoint is complete, and uploads it if that was requested. Raises [`CheckpointError`], on
         all ranks, where it could not be saved."""
         written, self._written = self._written, None
-        push, self._push = self._push, None
+        push, self.push = self.push, None
         if written is not None:
             written.wait()
             self._newest = written.folder
@@ -286,7 +282,7 @@ class SavingMixin(PushMixin, BatchesMixin):
         if self._saver.is_saving:
             folder = os.path.join(super()._get_output_dir(None), os.path.basename(checkpoint_folder))
             if self._saver.folder == Path(os.path.abspath(folder)):  # else the disk has no room for what is pushed
-                self._saver.push_later(lambda: self._push_from_checkpoint(folder, **kwargs))
+                self._saver.push = lambda: self._push_from_checkpoint(folder, **kwargs)
         else:
             if self.is_world_process_zero():  # Trainer copies single files over those that the table is of
                 Path(self.args.output_dir, TABLE_NAME).unlink(missing_ok=True)
