@@ -293,7 +293,7 @@ def _be_rank(env: dict[str, str], host: Host | None, fn: Callable, args: tuple) 
 
 
 def _run_program(argv: list[str], folder: str, said: str) -> None:
-    from hf_zero.accelerator.settings import LAUNCHER_VARIABLES
+    from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 
     if os.environ["WORLD_SIZE"] == "1":
         for name in LAUNCHER_VARIABLES:

@@ -12,7 +12,7 @@ from typing import get_type_hints
 import pytest
 from accelerate import Accelerator
 
-from hf_zero.accelerator.settings import OTHER_SETTINGS, ZeroAcceleratorSettings
+from hf_zero.accelerator.named_settings import OTHER_SETTINGS, ZeroAcceleratorSettings
 from hf_zero.config import ZeroConfig, ZeroSettings
 
 

@@ -15,7 +15,7 @@ from accelerate.utils import DDPCommunicationHookType, DynamoBackend, TorchDynam
 from torch import Tensor, nn
 
 from hf_zero.accelerator import states
-from hf_zero.accelerator.settings import (
+from hf_zero.accelerator.named_settings import (
     ZeroAcceleratorSettings,
     launched_ranks,
     refuse_other_engines,

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import yaml
 
-from hf_zero.accelerator.settings import LAUNCHER_VARIABLES, refuse_other_engines
+from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES, refuse_other_engines
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.errors import ConfigError

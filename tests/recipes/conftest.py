@@ -75,7 +75,7 @@ class CommandLine:
 
 @pytest.fixture
 def command_line(tmp_path, tiny_model, csv_file, monkeypatch, capsys) -> CommandLine:
-    from hf_zero.accelerator.settings import LAUNCHER_VARIABLES
+    from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from hf_zero.accelerator.settings import LAUNCHER_VARIABLES
+from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.recipes import launch
 from hf_zero.recipes.cli import main
 

@@ -13,7 +13,7 @@ import torch
 from transformers import SchedulerType, Seq2SeqTrainingArguments
 
 from hf_zero import ZeroTrainer, ZeroTrainingArguments
-from hf_zero.accelerator.settings import LAUNCHER_VARIABLES
+from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError, size_text
 from hf_zero.recipes import launch
 from hf_zero.recipes.cli import main

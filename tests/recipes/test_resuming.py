@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from hf_zero.accelerator.settings import LAUNCHER_VARIABLES
+from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.artifacts import (
     RESOLVED_NAME,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.accelerator.settings import LAUNCHER_VARIABLES
+from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from tests.distributed import run_program
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, ViTConfig
 
 import hf_zero
-from hf_zero.accelerator.settings import LAUNCHER_VARIABLES
+from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.earlier_run import check_resume
 from hf_zero.recipes.language_models import config_of, load_language_model, load_tokenizer

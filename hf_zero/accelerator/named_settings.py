@@ -1,4 +1,4 @@
-"""The settings of `ZeroAccelerator`, and checks of the environment in which a launcher has started this process."""
+"""The named settings of `ZeroAccelerator`, and checks of how a launcher has started this process."""
 
 import os
 from collections.abc import Mapping
