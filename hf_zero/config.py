@@ -128,8 +128,8 @@ _KINDS = {
     "offload_dir": (str | os.PathLike | None, "the path of a folder, or None"),
     **dict.fromkeys(
         (
-            *("shared_memory", "separate_reductions", "secondary_shard", "partition_activations"),
-            *("offload_activations", "strict"),
+            *("shared_memory", "separate_reductions", "register_buffers", "secondary_shard"),
+            *("partition_activations", "offload_activations", "strict"),
         ),
         (bool, "True or False"),
     ),
@@ -166,6 +166,8 @@ class ZeroConfig:
         shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
         separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and gathers do
             not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
+        register_buffers (`bool`): lets NCCL allocate the slots of parameters and gradients, and register them, so that
+            its kernels read and write them without copies of their own. It is refused where NCCL cannot.
         shard_size (`int` or `str`, *optional*): over how many neighbouring ranks the model is sharded. The groups of
             so many hold the same (MiCS, arXiv 2205.00119): gathers stay within them, at the cost of memory. "auto":
             the ranks of one host; `None`: all ranks. On NCCL it needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
@@ -211,6 +213,7 @@ class ZeroConfig:
     timeout_seconds: float | None = None
     shared_memory: bool = True
     separate_reductions: bool = False
+    register_buffers: bool = False
     shard_size: int | str | None = None
     secondary_shard: bool = False
     offload: str = "none"
@@ -360,6 +363,7 @@ class ZeroSettings(TypedDict, total=False):
     timeout_seconds: float | None
     shared_memory: bool
     separate_reductions: bool
+    register_buffers: bool
     shard_size: int | str | None
     secondary_shard: bool
     offload: str

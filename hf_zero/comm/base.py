@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import Protocol
 
@@ -90,13 +91,19 @@ def native_bucket_nbytes(num_ranks: int, num_hosts: int) -> int:
 
 class Bucket:
     """Memory of a constant size through which larger tensors go in pieces (ZeRO-R C_B, arXiv 1910.02054 section 6.2),
-    made when it is first used and kept from then on."""
+    made when it is first used and kept from then on.
+
+    Args:
+        nbytes (`int`): its size.
+        device (`torch.device`): where it lies.
+        make (`Callable`, *optional*): allocates it, as `Comm.empty` does.
+    """
 
     memory: Tensor | None = None  # None until the first use
 
-    def __init__(self, nbytes: int, device: torch.device):
+    def __init__(self, nbytes: int, device: torch.device, make: Callable[[int, torch.dtype], Tensor] | None = None):
         self.nbytes = nbytes
-        self._device = device
+        self._make = make or partial(_empty, device)
 
     def pieces(
         self, numel: int, num_rows: int, dtype: torch.dtype, *, align_to: int = ALIGN_NUMEL
@@ -113,7 +120,7 @@ class Bucket:
         if self.memory is None or self.memory.numel() < needed:
             # one element of each row must fit, or one block in few bits, be the ranks ever so many
             nbytes = max(self.nbytes, num_rows * MAX_ITEMSIZE, needed)
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self.memory = self._make(nbytes, torch.uint8)
         return self.memory[:needed].view(dtype).view(num_rows, numel)
 
 
@@ -163,6 +170,8 @@ class Comm:
     num_ranks: int = 1
     shared_memory: SharedMemory | None = None  # None where ranks send messages
     reads_gathered: bool = False  # whether ranks read one another's memory for whole values, once they are gathered
+    # whether exchanges are faster with memory from `empty`, though other ranks do not read it
+    registers_buffers: bool = False
     user: Waits | None = None  # who uses these connections from another thread, until that is waited for
     replicate_group: "Comm | None" = None  # the ranks that hold the same shard; None where no two do
     # of a shard group: its ranks on this rank's host, for gathers alone; None where nobody asked for them, where all
@@ -259,7 +268,7 @@ class Comm:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocates memory, 1-D, that other ranks can read directly, for tensors that are gathered or reduced. It
         lives as long as the ranks are connected."""
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        return _empty(self.device, numel, dtype)
 
     def progress(self) -> None:
         """Advances the collectives under way as far as that needs no waiting. It is called now and then."""
@@ -353,3 +362,7 @@ class Comm:
     def all_gather_object(self, obj, *, what: str = "an exchange of objects") -> list:
         """Returns the objects of all ranks, in rank order (pickled: small, trusted objects only)."""
         return [obj]
+
+
+def _empty(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)

@@ -170,7 +170,7 @@ class PackedGather:
 
     def _take(self, nbytes: int) -> Bucket:
         if not self._free[nbytes]:
-            self._free[nbytes].append(_ReadableBucket(nbytes, self._comm))
+            self._free[nbytes].append(Bucket(nbytes, self._comm.device, self._comm.empty))
             self._comm.packing.append(self._free[nbytes][-1])
         return self._free[nbytes].pop()
 
@@ -242,11 +242,3 @@ class PackedReduction:
 def least_nbytes(num_ranks: int, bits: int) -> int:
     """Returns how much memory a piece of a `PackedReduction` takes: a block for each other rank, and one from each."""
     return 2 * (num_ranks - 1) * packed_nbytes(BLOCK_NUMEL, bits)
-
-
-class _ReadableBucket(Bucket):
-    """A bucket in memory that other ranks can read where they share memory."""
-
-    def __init__(self, nbytes: int, comm: Comm):
-        super().__init__(nbytes, comm.device)
-        self.memory = comm.empty(nbytes, torch.uint8)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm import ranks
+from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.comm.base import Bucket, Comm, Messages, Pending
 from hf_zero.comm.blockwise import PackedReduction, least_nbytes
 from hf_zero.errors import CommError, ConfigError, HfZeroError
@@ -234,6 +235,11 @@ class NativeComm(DistributedComm):
         group, device, timeout_seconds: as for `DistributedComm`; the process group enforces the limit.
         bucket_nbytes (`int`): size of each bucket.
         separate_reductions (`bool`): gives reductions a communicator of their own.
+        register_buffers (`bool`): lets the backend allocate what `empty` returns, and register it with the
+            communicator of gathers (NCCL's user buffer registration).
+
+    Raises:
+        `ConfigError`: on all ranks, when the backend of one of them cannot register memory.
     """
 
     def __init__(
@@ -243,6 +249,7 @@ class NativeComm(DistributedComm):
         timeout_seconds: float,
         bucket_nbytes: int,
         separate_reductions: bool = False,
+        register_buffers: bool = False,
     ):
         super().__init__(group, device, timeout_seconds)
         purposes = ("collectives", "reductions" if separate_reductions else "collectives")
@@ -253,7 +260,10 @@ class NativeComm(DistributedComm):
             )
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream()
-        self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
+        if register_buffers:  # the votes connect the communicator, without which nothing can be registered
+            run_on_all_ranks(self, "register_buffers", self._refuse_to_register, ConfigError)
+        self.registers_buffers = register_buffers
+        self._buckets = [Bucket(bucket_nbytes, device, self.empty) for _ in range(2)]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -262,6 +272,19 @@ class NativeComm(DistributedComm):
     @property
     def sum_buckets(self) -> list[Bucket]:
         return []  # they are summed where they lie
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if not self.registers_buffers:
+            return super().empty(numel, dtype)
+        return self.group._get_backend(self.device).allocate_tensor(numel, dtype=dtype, device=self.device)
+
+    def _refuse_to_register(self) -> None:
+        backend = self.group._get_backend(self.device)
+        if not backend.supports_tensor_alloc(self.device):
+            raise ConfigError(
+                f"register_buffers: {backend.name()} cannot allocate memory that it registers on {self.device}; it "
+                "takes NCCL 2.19 or newer and a device with multicast memory; leave the setting out"
+            )
 
     def all_gather_rows(self, vector: Tensor, *, what: str = "an exchange of numbers") -> Tensor:
         return super().all_gather_rows(vector.to(self.device), what=what)  # what rests on the host is counted there

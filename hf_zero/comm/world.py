@@ -35,6 +35,7 @@ def connect(
     bucket_nbytes: int | str,
     shared_memory: bool = True,
     separate_reductions: bool = False,
+    register_buffers: bool = False,
     shard_size: int | str | None = None,
     secondary_shard: bool = False,
 ) -> Comm:
@@ -68,6 +69,7 @@ def connect(
         bucket_nbytes=bucket_nbytes,
         shared_memory=shared_memory,
         separate_reductions=separate_reductions,
+        register_buffers=register_buffers,
     )
     comm = make(group)
     if comm.num_ranks > 1 and (size := shard_size_of(group, shard_size)) < comm.num_ranks:
@@ -105,7 +107,7 @@ def neighbours(comm: Comm, size: int) -> Comm:
     _refuse_unordered("sequence_parallel", group, comm.device)
     first = comm.rank // size * size
     own = ranks.part_of(group, range(first, first + size), comm.timeout_seconds)
-    found = _comm_of(own, comm.device, comm.timeout_seconds, "auto", shared_memory=False, separate_reductions=False)
+    found = _comm_of(own, comm.device, comm.timeout_seconds, "auto", shared_memory=False)
     found.counters.counted_by = comm.counters
     return found
 
@@ -173,7 +175,7 @@ def _connect_hosts(comm: Comm, group: dist.ProcessGroup, make: Callable[..., Com
         beside = ranks_beside(shard_group.rank, hosts)
         if within is not None and beside is not None:
             own = group_beside(within, beside, comm.timeout_seconds)
-            shard_group.connect_host(make(own, shared_memory=False, separate_reductions=False))
+            shard_group.connect_host(make(own, shared_memory=False, separate_reductions=False, register_buffers=False))
     found = comm.all_gather_object((shard_group.host_group is not None, list(Counter(hosts).values())))
     if comm.rank == 0 and not any(is_connected for is_connected, _ in found):
         reason = "the ranks of each shard group are on one host, which no gather leaves"
@@ -190,28 +192,33 @@ def _comm_of(
     timeout_seconds: float,
     bucket_nbytes: int | str,
     shared_memory: bool,
-    separate_reductions: bool,
+    separate_reductions: bool = False,
+    register_buffers: bool = False,
 ) -> Comm:
     """Makes the collectives of a process group. Its ranks call it together."""
     if dist.get_world_size(group) == 1:
         return Comm(device, timeout_seconds)
     ranks.take_timeout(group, timeout_seconds)
     ranks.exchange_addresses(group, device)
-    kind, extra = _kind_of(group, device, shared_memory, separate_reductions)
+    kind, extra = _kind_of(group, device, shared_memory, separate_reductions, register_buffers)
     if bucket_nbytes == "auto":
         bucket_nbytes = _bucket_nbytes(kind, group)
     return kind(group, device, timeout_seconds, bucket_nbytes, *extra)
 
 
 def _kind_of(
-    group: dist.ProcessGroup, device: torch.device, shared_memory: bool, separate_reductions: bool
+    group: dist.ProcessGroup,
+    device: torch.device,
+    shared_memory: bool,
+    separate_reductions: bool,
+    register_buffers: bool,
 ) -> tuple[Callable[..., Comm], list]:
     """Returns the class of collectives for these ranks, and further arguments of its constructor."""
     backend = _backend(group, device)
     if backend != "gloo":
         if separate_reductions:
             _refuse_unordered("separate_reductions", group, device)
-        return NativeComm, [separate_reductions]
+        return NativeComm, [separate_reductions, register_buffers]
     if device.type != "cpu":
         return StagedComm, []
     met, why = rendezvous(group) if shared_memory else (None, None)

@@ -85,6 +85,7 @@ def _connect(
         bucket_nbytes=config.bucket_nbytes,
         shared_memory=config.shared_memory,
         separate_reductions=config.separate_reductions,
+        register_buffers=config.register_buffers,
         **divided,
     )
 

@@ -78,6 +78,8 @@ class ZeroArgumentsMixin(_Arguments):
         zero_shared_memory (`bool`): lets CPU ranks that are on one host share memory instead of sending messages.
         zero_separate_reductions (`bool`): gives reductions a communicator of their own on NCCL, so that they and
             gathers do not wait for one another. It needs `NCCL_LAUNCH_ORDER_IMPLICIT=1`.
+        zero_register_buffers (`bool`): lets NCCL allocate the slots of parameters and gradients, and register them, so
+            that its kernels read and write them without copies of their own.
         zero_shard_size (`str`, *optional*): over how many neighbouring ranks the model is sharded; the groups of so
             many hold the same, and gathers stay within them. auto: the ranks of one host. By default all ranks.
         zero_secondary_shard (`bool`): at stage 3 keeps a second copy of the parameters, divided over the ranks of each
@@ -123,6 +125,7 @@ class ZeroArgumentsMixin(_Arguments):
     zero_keep_gathered: str = "0"
     zero_shared_memory: bool = True
     zero_separate_reductions: bool = False
+    zero_register_buffers: bool = False
     zero_shard_size: str | None = None
     zero_secondary_shard: bool = False
     zero_offload: str = "none"
