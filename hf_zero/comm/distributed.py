@@ -260,8 +260,9 @@ class NativeComm(DistributedComm):
             )
         self._backend = torch.get_device_module(device)
         self._stream = self._backend.Stream()
-        if register_buffers:  # the votes connect the communicator, without which nothing can be registered
+        if register_buffers:
             run_on_all_ranks(self, "register_buffers", self._refuse_to_register, ConfigError)
+            self.all_gather_rows(torch.zeros(1))  # NCCL registers nothing before its first collective
         self.registers_buffers = register_buffers
         self._buckets = [Bucket(bucket_nbytes, device, self.empty) for _ in range(2)]
 
