@@ -281,6 +281,7 @@ def _start(
 
 def _be_rank(env: dict[str, str], host: Host | None, fn: Callable, args: tuple) -> None:
     os.setsid()  # what it starts is killed with it
+    _leave_fork_server()
     end_with_parent(os.getppid())
     if host is not None:
         host.enter()
@@ -290,6 +291,15 @@ def _be_rank(env: dict[str, str], host: Host | None, fn: Callable, args: tuple) 
 
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     fn(*args)
+
+
+def _leave_fork_server() -> None:
+    """Closes what keeps the fork server running for this rank: it ends, and its ranks with it, when the process that
+    started them ends, however that is."""
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
 def _run_program(argv: list[str], folder: str, said: str) -> None:

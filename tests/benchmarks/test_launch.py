@@ -1,8 +1,13 @@
 """Groups of ranks: results in order, failures reported, nothing left running; and the counter of bytes sent."""
 
 import multiprocessing
+import subprocess
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.launch import run_group
@@ -10,6 +15,7 @@ from tests.distributed import RemoteError
 
 
 TASKS = "tests.benchmarks.tasks"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(180)
@@ -40,3 +46,29 @@ def test_a_group_that_does_not_answer_is_ended():
     with pytest.raises(RemoteError, match="no answer within 3 s"):
         run_group(f"{TASKS}:sleep", {"seconds": 300}, num_processes=2, timeout=3)
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.timeout(180)
+def test_ranks_end_with_the_process_that_started_them():
+    """Whatever ends it: a rank holds on to the fork server, and that to its ranks."""
+    lines = (
+        "import time",
+        "from multiprocessing import forkserver",
+        "from tests import distributed",
+        "forkserver.set_forkserver_preload = lambda names: None",  # which takes long
+        "distributed.start_ranks(time.sleep, 2, 300)[0].join()",
+    )
+    starter = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], cwd=ROOT)
+    ranks: list[psutil.Process] = []
+    try:
+        while len(ranks) < 2:  # children of the fork server
+            time.sleep(0.05)
+            started = psutil.Process(starter.pid).children(recursive=True)
+            ranks = [each for each in started if each.ppid() != starter.pid]
+        starter.terminate()
+        starter.wait(30)
+        assert not psutil.wait_procs(ranks, timeout=30)[1]
+    finally:
+        for process in (starter, *ranks):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
