@@ -97,15 +97,15 @@ def load_weights(
 
 def begin_load(engine: ZeroEngine, names: Iterable[str], folder: str | os.PathLike) -> None:
     """Notes that parameters and buffers of these names are about to be overwritten from a folder, see
-    `ModelUnits.refuse_torn`."""
-    engine.half_loaded.update(dict.fromkeys(names, str(folder)))
+    `hf_zero.engine.torn`."""
+    engine.torn.update(dict.fromkeys(names, f"loading the weights of {folder}"))
 
 
 def end_load(engine: ZeroEngine, names: Iterable[str]) -> None:
     """Lets the compute copies follow, and drops the notes of these names. All ranks call it, when all have read."""
     engine.mark_updated()
     for name in names:
-        engine.half_loaded.pop(name, None)
+        engine.torn.pop(name, None)
 
 
 def check_ranges(

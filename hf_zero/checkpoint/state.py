@@ -36,7 +36,7 @@ from hf_zero.errors import CheckpointError
 class Optimizer(Protocol):
     """What saving and loading need of an optimizer over shards."""
 
-    half_loaded: str | None  # see `ShardedState`
+    torn: str | None  # see `ShardedState`
 
     def named_state_shards(self, resident: bool = False, values: bool = True) -> Iterator[tuple[str, NamedShard]]:
         """(state key such as "exp_avg", shard): of the parameter's shape, or of one of its own (factors, scales); see
@@ -123,7 +123,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
     own = [info.name for info in engine.param_infos() if info.name in masters]
 
     def read() -> Ranges:
-        optimizer.half_loaded = str(folder)
+        optimizer.torn = f"loading the state of {folder}"
         optimizer.load_groups_state(manifest.groups)
         optimizer.load_scalar_state(manifest.scalars)
         with OpenFiles(state_folder, files) as opened:
@@ -143,8 +143,7 @@ def load_state(model: Sharded, optimizer: Optimizer, folder: str | os.PathLike) 
             "resume with the optimizer and the trainable parameters that it was saved with"
         )
     end_load(engine, own)
-    engine.is_torn = False
-    optimizer.half_loaded = None
+    optimizer.torn = None
     return manifest
 
 

@@ -30,7 +30,8 @@ from hf_zero.engine.resting_shards import SecondaryShard
 from hf_zero.engine.schedule import Schedule, Stack
 from hf_zero.engine.sharded_model import ENGINE_ATTRIBUTE, engine_of
 from hf_zero.engine.source import forget_source, source_of
-from hf_zero.engine.unit import Unit, bind_to_slot, slot_parts
+from hf_zero.engine.unit import Unit
+from hf_zero.engine.unit_slots import bind_to_slot, slot_parts
 from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.sharding.arena import Arena, Arenas, Slot, parts_nbytes, trim
 from hf_zero.sharding.layout import ALIGN_NUMEL, Layout

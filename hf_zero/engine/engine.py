@@ -2,21 +2,24 @@
 
 import logging
 from collections.abc import Collection, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm.agreement import run_on_all_ranks
-from hf_zero.engine import writes
+from hf_zero.engine import torn, writes
 from hf_zero.engine.away import in_backward
-from hf_zero.engine.divided import local_grad, with_local
+from hf_zero.engine.divided import local_grad
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.passes import BackwardPass, ForwardPass
 from hf_zero.engine.placeholder_guard import FirstForwards
 from hf_zero.engine.schedule import Stack
-from hf_zero.engine.unit import Phase, Unit, reassign_slots
+from hf_zero.engine.unit import Phase, Unit
+from hf_zero.engine.unit_slots import reassign_slots
+from hf_zero.engine.whole_gradient import whole_gradient
 from hf_zero.errors import LifecycleError, UnsupportedError
 
 
@@ -67,7 +70,7 @@ class ZeroEngine(ModelUnits):
         if is_outermost:
             self._first_forwards.end()
             writes.refuse_lost(self)
-            if self._has_broken_off:
+            if self.has_broken_off:
                 self.recover()
         self._forward.begin(module)
         if is_outermost:
@@ -184,7 +187,7 @@ class ZeroEngine(ModelUnits):
             unit.lend_gradients()
 
     @property
-    def _has_broken_off(self) -> bool:
+    def has_broken_off(self) -> bool:
         """Whether a backward, or what reduces gradients behind it, was begun and has not ended."""
         return self._backward is not None or self._is_reducing
 
@@ -197,9 +200,10 @@ class ZeroEngine(ModelUnits):
         except Exception as error:
             logger.warning("hf_zero: what had been sent to the host is dropped too: %s", error)
         for unit in self.units:
-            unit.drop_gradients()
+            unit.drop_gradients(stays_reduced=self._is_reducing)
             unit.reshard()
         self.schedule.reset()
+        self.schedule.drop(in_step=self._is_reducing)
         self.head_stays = False
         self._forward, self._backward, self._is_reducing = ForwardPass(self), None, False
         for updates in list(self.updates):
@@ -207,18 +211,27 @@ class ZeroEngine(ModelUnits):
 
     # The optimizer's step
 
-    def finish_gradients(self) -> None:
-        """Reduces all gradients that are not reduced yet. Stages 0 and 1 reduce here and not in backward."""
-        if self._has_broken_off:
+    def finish_gradients(self, applies_scale: bool = True) -> None:
+        """Reduces all gradients that are not reduced yet. Stages 0 and 1 reduce here and not in backward.
+
+        Args:
+            applies_scale (`bool`): `scale_gradients` has its effect now; else `take_grad_scale` follows.
+        """
+        if self.has_broken_off:
             self.recover()
         self._is_reducing = True
         for unit in self.units:
-            if any(not gradient.is_reduced for gradient in unit.gradients):
+            if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):
                 self.reduce(unit, at_step=True)
+        # what each backward reduces, all ranks have reduced as often: who has dropped it does not do so alone
+        for gradient in self.gradients():
+            if not gradient.is_reduced:
+                gradient.become_zero()
         self.wait_for_reductions()
         self.wait_for_host()
+        if applies_scale:
+            self._apply_grad_scale()
         self._is_reducing = False
-        self._apply_grad_scale()
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiplies the reduced gradients by a factor, now or when they are read. A fused optimizer may take the
@@ -243,7 +256,7 @@ class ZeroEngine(ModelUnits):
 
     def clear_gradients(self, zeroed: bool | None = None) -> None:
         """Drops all gradients, and frees the memory of their shards; `zeroed` as in `Gradient.clear`."""
-        if self._has_broken_off and not in_backward():
+        if self.has_broken_off and not in_backward():
             self.recover()
         self._grad_scale = self.grad_norm = None
         self._first_forwards.end()
@@ -251,6 +264,7 @@ class ZeroEngine(ModelUnits):
             updates.abandon()
         for gradient in self.gradients():
             gradient.clear(zeroed)
+        self.schedule.drop()
 
     def take_writes(self) -> None:
         """Takes over, before an update, what user code has written to the parameters, see `writes`. All ranks call it.
@@ -258,7 +272,7 @@ class ZeroEngine(ModelUnits):
         Raises:
             `LifecycleError`: on all ranks, when not all have written the same, or when it cannot count.
         """
-        if self._has_broken_off:
+        if self.has_broken_off:
             self.recover()  # what a backward that failed has updated counts first
         self._first_forwards.end()
         if not self.is_cast:
@@ -275,7 +289,7 @@ class ZeroEngine(ModelUnits):
                 values.
         """
         self.finish_updates()
-        run_on_all_ranks(self.comm, "saving", self.refuse_torn, LifecycleError)
+        run_on_all_ranks(self.comm, "saving", partial(torn.refuse, self), LifecycleError)
         writes.compare_replicas(self)
         self.late_checks.settle()
 
@@ -383,18 +397,4 @@ class ZeroEngine(ModelUnits):
 
     def full_grad(self, name: str) -> Tensor | None:
         """The whole averaged gradient of one parameter, see `ShardedModel`."""
-        for unit in self.units:
-            for gradient in unit.gradients:
-                for index, info in enumerate(gradient.flat.infos):
-                    if info.name == name:
-                        return self._full_grad(unit, gradient, index)
-        raise KeyError(f"{name}: no trainable parameter has this name")
-
-    def _full_grad(self, unit: Unit, gradient: Gradient, index: int) -> Tensor | None:
-        used = torch.tensor([gradient.used[index]], dtype=torch.uint8)
-        if not self.comm.on_host.all_gather_vector(used).any():
-            return None
-        self.finish_gradients()
-        span = gradient.flat.layout.spans[index]
-        grad = gradient.whole(unit.name)[span.offset : span.stop].view(span.shape)
-        return with_local(gradient.flat.params[index], grad)
+        return whole_gradient(self, name)

@@ -98,6 +98,16 @@ class Gradient:
         else:
             destination.copy_(grad)
 
+    def become_zero(self) -> None:
+        """Makes the average zero: no backward has brought a gradient, or all are dropped. Nothing is exchanged."""
+        if self.reduced is None:
+            self.reduced = self._make_reduced(self.full)
+        self._zero_reduced()
+        self.is_reduced, self.row_norms = True, None
+
+    def _zero_reduced(self) -> None:
+        self.reduced.zero_()
+
     def flush(self) -> None:
         """Copies the gradients that were held back to be copied at once."""
         if self._destinations:
@@ -234,8 +244,8 @@ class GradientInArena(Gradient):
     def clear(self, zeroed: bool | None = None) -> None:
         super().clear(zeroed)
         if not self.is_persistent and self.reduced is not None:
-            self._arena.give(self.reduced)
-            self.reduced = None
+            reduced, self.reduced = self.reduced, None  # before anything can break off: nobody gives it back twice
+            self._arena.give(reduced)
 
 
 class GradientOnHost(Gradient):
@@ -252,6 +262,10 @@ class GradientOnHost(Gradient):
         # what comes down may be of the dtype that it rests in
         locked = self.dtype is self.flat.dtype or self.flat.comm.num_ranks > 1
         return masters.transfer.bus.empty(masters.numel, self.dtype, locked=locked)
+
+    def _zero_reduced(self) -> None:
+        zeros = torch.zeros(self.reduced.shape, dtype=self.dtype, device=self.flat.comm.device)
+        self.flat.rest.masters.transfer.down(self.reduced, zeros, accumulate=False)  # behind what is on its way
 
     def _reduce_into_rest(self, full: Tensor, adds: bool, what: str) -> Pending:
         transfer = self.flat.rest.masters.transfer

@@ -154,10 +154,13 @@ def _guard_loading(engine: ZeroEngine) -> None:
     held = {id(p): (unit, flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.params)}
     for module in engine.model.modules():
         if module._parameters:
-            engine.handles.append(module.register_load_state_dict_pre_hook(partial(_before_loading, held)))
+            before = partial(_before_loading, held, engine.torn)
+            engine.handles.append(module.register_load_state_dict_pre_hook(before))
 
 
-def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_metadata, *_) -> None:
+def _before_loading(
+    held: dict[int, tuple], torn: dict[str, str], module, state_dict, prefix, local_metadata, *_
+) -> None:
     """Writes loaded values to the masters without rounding, before they are written to the parameters.
 
     Raises:
@@ -179,6 +182,8 @@ def _before_loading(held: dict[int, tuple], module, state_dict, prefix, local_me
                 "load inside `with hf_zero.gathered(model, writeback=True):`"
             )
         fits = values.shape == p.shape and not is_dtensor(p)
+        if fits:
+            torn.pop(flat.infos[index].name, None)
         is_finer = (
             flat.rest.masters.dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
         )

@@ -37,7 +37,7 @@ class Updates(Protocol):
 class ShardedState(Protocol):
     """An optimizer over the shards, as far as its memory is measured, and its loads are watched."""
 
-    half_loaded: str | None  # the folder of a load of its state that broke off, until another has ended
+    torn: str | None  # what broke off while it changed the state, see `hf_zero.engine.torn`
 
     def state_tensors(self) -> Iterable[tuple[Tensor, MemoryTier]]:
         """Returns every tensor of its state on this rank, and where it rests."""
@@ -105,12 +105,11 @@ class ModelUnits(Uncopyable):
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
-        self.is_torn = False  # a step on the host was interrupted: some units have its values, until others are loaded
-        # by name of a parameter or buffer: the folder of a load that broke off, until another load of it has ended
-        self.half_loaded: dict[str, str] = {}
+        # by name of a parameter or buffer: what broke off while it changed the values, see `hf_zero.engine.torn`
+        self.torn: dict[str, str] = {}
         self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
-            unit.finish_updates = self.finish_updates
+            unit.finish_updates, unit.torn = self.finish_updates, self.torn
         # of the trainable parameters: the dict of the module that has it, its key there, itself, its name
         self.registered: list[tuple[dict, str, nn.Parameter, str]] = []
 
@@ -206,28 +205,10 @@ class ModelUnits(Uncopyable):
         for unit in self.units:
             unit.evict()
 
-    def refuse_torn(self) -> None:
-        """Refuses to save after a step on the host that was interrupted, or a load that broke off.
-
-        Raises:
-            `LifecycleError`: when there was one, and nothing was loaded since.
-        """
-        for name, folder in self.half_loaded.items():
-            raise LifecycleError(
-                f"saving: loading the weights of {folder} broke off, so a part has its values and the rest not "
-                f"({name}, {len(self.half_loaded)} in all); load them anew, or load a whole checkpoint"
-            )
-        newest = self.optimizer() if self.optimizer is not None else None
-        if newest is not None and newest.half_loaded is not None:
-            raise LifecycleError(
-                f"saving: loading the state of {newest.half_loaded} broke off, so a part has its values and the rest "
-                "not; load a whole checkpoint, or make a new optimizer"
-            )
-        if self.is_torn:
-            raise LifecycleError(
-                "saving: an optimizer step was interrupted while it updated units on the host, so some have its "
-                "values and others not; load the last checkpoint"
-            )
+    @property
+    def newest_optimizer(self) -> ShardedState | None:
+        """The optimizer that was made last, while it is there."""
+        return self.optimizer() if self.optimizer is not None else None
 
     def refuse_misuse(self) -> None:
         """Refuses parameters that were used or written to while their data was away.
@@ -245,7 +226,7 @@ class ModelUnits(Uncopyable):
         Raises:
             `LifecycleError`: when there is one.
         """
-        newest = self.optimizer() if self.optimizer is not None else None
+        newest = self.newest_optimizer
         if newest is not None and newest is not optimizer:
             raise LifecycleError(
                 f"step: {type(self.model).__name__} has another optimizer, which was made later, and a step takes the "

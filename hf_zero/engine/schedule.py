@@ -58,6 +58,9 @@ class Stack:
         return passed
 
 
+# What `Schedule.dropped` is on all ranks when they have agreed to leave the step out.
+LEFT_OUT = -1
+
 # Forwards with gradients whose backward never comes (inference without `no_grad`) are forgotten in the end.
 MAX_PASSES = 64
 
@@ -88,6 +91,8 @@ class Schedule:
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
         self._num_backwards = 0  # that have begun since the last step
         self._num_expected = 1  # backwards before a step: as many as before the last one
+        # which gradients since the last step are dropped on this rank: ranks with the same number hold the same
+        self.dropped = 0
 
     @property
     def current_pass(self) -> list[Unit]:
@@ -154,10 +159,19 @@ class Schedule:
         """Notes that the backward under way has ended."""
         self._rewound.clear()
 
+    def drop(self, *, in_step: bool = False) -> None:
+        """Notes that the gradients of all backwards since the last step are dropped on this rank.
+
+        Args:
+            in_step (`bool`): since they were being reduced for the step, and that broke off.
+        """
+        self.dropped = 2 * self._num_backwards + in_step
+
     def end_step(self) -> None:
         """Ends the count of backwards. All ranks call it together; a rank alone may drop its gradients at any time."""
         if self._num_backwards:
             self._num_expected, self._num_backwards = self._num_backwards, 0
+        self.dropped = 0
 
     @property
     def is_last_backward(self) -> bool:

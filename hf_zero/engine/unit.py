@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_zero.comm import Pending
 from hf_zero.config import MemoryTier
+from hf_zero.engine import torn
 from hf_zero.engine.away import refuse_uses, refuse_writes
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.gradient import Gradient, GradientSlots
@@ -81,6 +82,7 @@ class Unit(Uncopyable):
         self.disk_prefetcher: DiskPrefetcher | None = None  # where the values come from that rest on disk
         self.finish_updates: Callable[[], None] = lambda: None  # see `ZeroEngine.finish_updates`
         self.is_embedding = False  # of tokens: its backward needs no values
+        self.torn: dict[str, str] = {}  # the engine's, see `hf_zero.engine.torn`
         self.num_gathered = 0  # how many `gathered` contexts hold the parameters
         self.keeps_writes = not self.is_sharded  # whether what is written to the parameters now counts
         self._all_gathers: list[Pending] = []
@@ -157,8 +159,13 @@ class Unit(Uncopyable):
     def reshard(self) -> None:
         """Puts placeholders into the parameters. The slot keeps the whole values until it is needed."""
         if self.is_sharded and self.phase is Phase.UNSHARDED and not self.num_gathered:
-            for flat in self.flats:
-                flat.reshard()
+            try:
+                for flat in self.flats:
+                    flat.reshard()
+            except BaseException:
+                for flat in self.flats:
+                    flat.unshard()  # as its phase says still
+                raise
             self.phase = moved(self.name, self.phase, Phase.GATHERED)
 
     def end_use(self) -> None:
@@ -226,10 +233,12 @@ class Unit(Uncopyable):
     def begin_gathered(self, writeback: bool) -> None:
         """Makes the parameters whole in memory outside of the slots, until `end_gathered`, in all their bits. With
         `writeback`, what is written to them is kept."""
+        if not self.num_gathered and self.is_sharded:
+            self._gather_apart()
+        self.num_gathered += 1
         self.keeps_writes = self.keeps_writes or writeback
-        if self.num_gathered or not self.is_sharded:
-            self.num_gathered += 1
-            return
+
+    def _gather_apart(self) -> None:
         self.refuse_misuse()
         self._was_unsharded = self.phase is Phase.UNSHARDED
         if not self._was_unsharded:
@@ -239,17 +248,29 @@ class Unit(Uncopyable):
             for flat in self.flats:
                 flat.reshard()
             self.phase = Phase.SHARDED
-        self.num_gathered = 1
         # Autograd may hold views of the slot from a forward: the private memory leaves them as they are.
         self._outer_fulls = [flat.full for flat in self.flats]
+        try:
+            for flat, full in zip(self.flats, self._outer_fulls):
+                flat.bind(full.clone() if self.is_unsharded else torch.empty_like(full))
+            if self.is_unsharded:
+                for flat in self.flats:
+                    flat.unshard()
+            else:
+                self._begin_all_gather(exact=True)
+                self.unshard()
+        except BaseException:
+            self._give_up_gathered()
+            raise
+
+    def _give_up_gathered(self) -> None:
+        """Leaves the unit as it was before a `begin_gathered` that broke off. What is under way is waited for before
+        the next all-gather, see `evict`."""
         for flat, full in zip(self.flats, self._outer_fulls):
-            flat.bind(full.clone() if self.is_unsharded else torch.empty_like(full))
-        if self.is_unsharded:
-            for flat in self.flats:
-                flat.unshard()
-        else:
-            self._begin_all_gather(exact=True)
-            self.unshard()
+            flat.bind(full)
+            flat.unshard() if self._was_unsharded else flat.reshard()
+        self.phase = Phase.UNSHARDED if self._was_unsharded else Phase.SHARDED
+        self._outer_fulls = []
 
     def fill_slot(self) -> None:
         """Copies the values inside `gathered` into the slot too, where autograd's views of a former forward look."""
@@ -259,9 +280,16 @@ class Unit(Uncopyable):
 
     def end_gathered(self, writeback: bool) -> None:
         """Ends a `begin_gathered`. With `writeback`, all ranks take rank 0's values."""
-        if writeback:
-            for flat in self.flats:
-                flat.write_back()
+        try:
+            if writeback:
+                torn.note_flats(self.torn, self.flats, torn.WRITEBACK)  # until all have followed
+                for flat in self.flats:
+                    flat.write_back()
+                torn.drop_flats(self.torn, self.flats, torn.WRITEBACK)
+        finally:
+            self._end_gathered(writeback)
+
+    def _end_gathered(self, writeback: bool) -> None:
         self.num_gathered -= 1
         if not self.num_gathered:
             if not self.keeps_writes:
@@ -315,16 +343,15 @@ class Unit(Uncopyable):
 
         Args:
             then (`Callable`): called once what goes to the host has been sent there.
-            at_step (`bool`): no further micro-batch comes: what is reduced once a step is reduced now, and what each
-                backward has reduced already is not.
+            at_step (`bool`): no further micro-batch comes: what is reduced once a step is reduced now. What each
+                backward has reduced is not, and is zero where there was none.
         """
         if not self.gradients:
             return Pending()
         self.lend_gradients()
+        chosen = [gradient for gradient in self.gradients if gradient.is_reduced_once is at_step]
         if at_step:
-            chosen = [gradient for gradient in self.gradients if not gradient.is_reduced]
-        else:
-            chosen = [gradient for gradient in self.gradients if not gradient.is_reduced_once]
+            chosen = [gradient for gradient in chosen if not gradient.is_reduced]
         leave_at_once = all(gradient.leaves_at_once(adds=gradient.is_reduced) for gradient in chosen)
         pendings = [gradient.reduce(self.name) for gradient in chosen]
         if leave_at_once:
@@ -342,45 +369,19 @@ class Unit(Uncopyable):
             self.gradient_slots.reducing(slot, reducing)
         return reducing
 
-    def drop_gradients(self) -> None:
-        """Drops gradients that were collected but not reduced, after a backward that failed."""
+    def drop_gradients(self, *, stays_reduced: bool) -> None:
+        """Drops the gradients of this step, after a backward or a reduction that broke off.
+
+        Args:
+            stays_reduced (`bool`): what all ranks reduce once a step, and have reduced, is not reduced again in it.
+        """
         for gradient in self.gradients:
+            was_reduced = gradient.is_reduced and gradient.is_reduced_once
             gradient.clear()
+            if stays_reduced and was_reduced:
+                gradient.become_zero()
             if not gradient.is_persistent:
                 gradient.full, gradient.views = None, []
         if self._gradient_slot is not None:
             self.gradient_slots.release(self._gradient_slot)
             self._gradient_slot = None
-
-
-def reassign_slots(units: list[Unit]) -> None:
-    """Gives neighbours in a new order different slots, so that one can be gathered while the other is used.
-
-    Autograd's views of the slots must be gone: it is called between steps.
-
-    Args:
-        units (`list[Unit]`): the blocks' units in their new order, none of them gathered.
-    """
-    units = [unit for unit in units if unit.slot is not None]
-    slots = list({id(unit.slot): unit.slot for unit in units}.values())
-    for unit in units:
-        unit.evict()
-    for slot in slots:
-        if slot.holder is not None:
-            slot.holder.evict()
-        slot.holder = None
-    for position, unit in enumerate(units):
-        unit.slot = slots[position % len(slots)]
-        bind_to_slot(unit.flats, unit.slot)
-
-
-def slot_parts(flats: list[Flat]) -> list[tuple[int, torch.dtype]]:
-    """Returns what a slot must hold for a unit with these buffers, see `Slot.views`."""
-    return [flat.slot_part for flat in flats if flat.rest.whole is None]
-
-
-def bind_to_slot(flats: list[Flat], slot: Slot) -> None:
-    """Binds the buffers of a unit that need a slot to it, so that their whole values appear there."""
-    moving = [flat for flat in flats if flat.rest.whole is None]
-    for flat, full in zip(moving, slot.views(slot_parts(flats))):
-        flat.bind(full)

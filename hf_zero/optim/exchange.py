@@ -5,6 +5,7 @@ Its gradients and values come there, and its new values go back.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -149,7 +150,18 @@ class Exchange:
         """The units with parameters that any rank updates."""
         return list(self._moves)
 
-    def borrow(self, unit: Unit) -> None:
+    @contextmanager
+    def borrowed(self, unit: Unit) -> Iterator[None]:
+        """Brings what this rank updates of a unit and does not hold, and at the end sends the new values to the ranks
+        that hold them."""
+        try:
+            self._borrow(unit)
+            yield
+            self._give_back(unit)
+        finally:
+            self._release()
+
+    def _borrow(self, unit: Unit) -> None:
         """Receives gradients and values of the unit's slices that this rank updates and does not hold."""
         self._borrowed = {
             (flat_slice.gradient, flat_slice.indices[0]): _borrow(flat_slice)
@@ -174,8 +186,7 @@ class Exchange:
             param.data = borrowed.values.view(param.shape)
             param.grad = borrowed.grad.view(param.shape).to(param.dtype)
 
-    def give_back(self, unit: Unit) -> None:
-        """Sends the new values to the ranks that hold them, and frees the borrowed memory."""
+    def _give_back(self, unit: Unit) -> None:
         sends, receives = [], []
         for move in self._used_moves(unit):
             flat = move.partition.gradient.flat
@@ -190,8 +201,12 @@ class Exchange:
             if low < high:
                 held = flat_slice.flat.held[0]
                 flat_slice.flat.master[low - held : high - held].copy_(borrowed.part(borrowed.values, low, high))
-            flat_slice.param.data = flat_slice.param.new_empty(1).expand(flat_slice.param.shape)
-            flat_slice.param.grad = None
+
+    def _release(self) -> None:
+        for borrowed in self._borrowed.values():
+            param = borrowed.flat_slice.param
+            param.data = param.new_empty(1).expand(param.shape)
+            param.grad = None
         self._borrowed = {}
 
     def _exchange(self, unit: Unit, sends: list, receives: list) -> None:

@@ -1,5 +1,7 @@
-"""The norm of all gradients, and whether they are finite, so that no step is taken on those that are not."""
+"""What all ranks find out about the gradients before a step: the norm, whether they are finite, and who has some."""
 
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +14,7 @@ from torch import Tensor
 from hf_zero.comm import Comm
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
+from hf_zero.engine.schedule import LEFT_OUT
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 
@@ -20,6 +23,8 @@ from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
 # which are then added in fp64, it is exact to 4e-9, and no slower.
 ROW_NUMEL = 1024
 WHAT = "the gradient norm"
+
+logger = logging.getLogger(__name__)
 
 
 def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = float("inf")) -> Tensor:
@@ -36,7 +41,8 @@ def measure_norm(engine: ZeroEngine, norm_type: float = 2.0, max_norm: float = f
         max_norm (`float`): to what the caller clips it; `inf` for not at all.
 
     Returns:
-        `Tensor`: 0-d fp32, equal on every rank; on the device where the host does not wait for it, else on the CPU.
+        `Tensor`: 0-d fp32, equal on every rank; on the device where the host does not wait for it, else on the CPU;
+            0 where the step is left out, see `leaves_out`.
 
     Raises:
         `LifecycleError`: on all ranks, when not all clip alike: shards of one parameter would be scaled unlike.
@@ -66,21 +72,75 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
     """Returns the values of all ranks, [ranks, values], and refuses ranks that clip differently."""
     comm, has_values = engine.comm, not values.is_meta  # a simulated step has no values
     if engine.runs_ahead:
-        own = torch.tensor([norm_type, max_norm], dtype=torch.float64)
+        own = torch.tensor([norm_type, max_norm, engine.schedule.dropped], dtype=torch.float64)
         rows = comm.on_host.all_gather_vector(own, what=WHAT)
         values = comm.all_gather_rows(values, what=WHAT)
     else:  # in one exchange
-        both = [values.new_full((1,), number) for number in (norm_type, max_norm)]
-        rows = comm.all_gather_vector(torch.cat([values, *both]), what=WHAT)
-        values = rows[:, :-2].contiguous()
-    limits = rows[:, -2:].tolist() if has_values else []
-    for rank, (kind, bound) in enumerate(limits):
+        own = values.new_tensor([norm_type, max_norm, engine.schedule.dropped])
+        rows = comm.all_gather_vector(torch.cat([values, own]), what=WHAT)
+        values = rows[:, :-3].contiguous()
+    limits = rows[:, -3:].tolist() if has_values else []
+    for rank, (kind, bound, _) in enumerate(limits):
         if (kind, bound) != (norm_type, max_norm) and max_norm == max_norm:
             raise LifecycleError(
                 f"clip_grad_norm_: rank {comm.rank} clips to {max_norm} by the norm of order {norm_type}, rank {rank} "
                 f"to {bound} of order {kind} (inf: not at all); call it on all ranks alike"
             )
-    return values
+    return torch.zeros_like(values) if leaves_out(engine, [int(mark) for *_, mark in limits]) else values
+
+
+def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
+    """Returns whether the step is left out, since some ranks have dropped gradients that others hold: after an
+    exception in a backward on one rank alone, say. All ranks then drop theirs. All ranks call it.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        dropped (`list[int]`): `Schedule.dropped` of all ranks.
+
+    Raises:
+        `LifecycleError`: instead, with tensor-parallel ranks, of which not all would hear of it.
+    """
+    if all(each == dropped[0] for each in dropped):
+        return LEFT_OUT in dropped
+    rank = dropped.index(max(dropped))
+    found = f"rank {rank} has dropped gradients, as after a backward that broke off, and not all ranks have"
+    engine.clear_gradients()
+    engine.schedule.reset()
+    engine.schedule.dropped = LEFT_OUT
+    if engine.divided_over is not None:
+        raise LifecycleError(f"optimizer step: {found}; call zero_grad() on all ranks after an exception")
+    if engine.comm.rank in (0, rank):
+        logger.warning("hf_zero: %s; the step is left out on all of them", found)
+    return True
+
+
+def agree_on_used(engine: ZeroEngine) -> bool:
+    """Finds the parameters that no rank used, which a step leaves out: they have no gradient, and are not decayed.
+
+    The ranks agree by one vector of what their hosts know, and raise what one of them has learned of an earlier step.
+
+    Returns:
+        `bool`: whether the step is to be taken, see `leaves_out`.
+    """
+    gradients = list(engine.gradients())
+    own = [used for gradient in gradients for used in gradient.count_used()]
+    if not own:
+        return True
+    learned = [engine.late_checks.has_failed()] if engine.runs_ahead else []
+    mark = torch.tensor([engine.schedule.dropped]).view(torch.uint8)
+    flags = torch.cat([mark, torch.tensor([*own, *learned], dtype=torch.uint8)])
+    rows = engine.comm.on_host.all_gather_vector(flags, what="the optimizer's step")
+    marks = [bytes(row) for row in rows[:, : mark.numel()].tolist()]
+    if leaves_out(engine, [int.from_bytes(each, sys.byteorder, signed=True) for each in marks]):
+        return False
+    anywhere = rows[:, mark.numel() :].amax(dim=0).tolist()
+    if learned and anywhere.pop():
+        engine.clear_gradients()  # they are no longer clipped as was asked
+        engine.late_checks.settle()
+    for gradient in gradients if not all(own) else ():
+        gradient.used = [bool(flag) for flag in anywhere[: len(gradient.used)]]
+        anywhere = anywhere[len(gradient.used) :]
+    return True
 
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:

@@ -1,8 +1,10 @@
 """The granularity in which an optimizer's parameters may be cut: elements, blocks, or whole parameters."""
 
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hf_zero.engine.divided import is_divided
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
@@ -142,3 +144,31 @@ def _has_overrides(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer of bitsandbytes has overrides for some parameters."""
     manager = getattr(optimizer, "mng", None)
     return manager is not None and bool(manager.pid2config or manager.module_weight_config_triple)
+
+
+def refuse_in_files(
+    inner_of: Iterable[torch.optim.Optimizer],
+    others: Collection[torch.optim.Optimizer],
+    try_state: Callable[[int, torch.dtype], dict],
+) -> None:
+    """Refuses optimizers whose masters or state cannot come from the disk a piece at a time.
+
+    Args:
+        inner_of (iterable of `torch.optim.Optimizer`): the optimizer of each group.
+        others (`Collection[torch.optim.Optimizer]`): those that are not elementwise.
+        try_state (`Callable`): gives the state that a group's optimizer makes for a few elements.
+
+    Raises:
+        `ConfigError`: naming the optimizer.
+    """
+    for group, inner in enumerate(inner_of):
+        if inner in others or hasattr(inner, "eval"):
+            reason = "needs more than a part of the masters at a time"
+        elif any(isinstance(v, Tensor) and v.dim() > 1 for v in try_state(group, torch.float32).values()):
+            reason = "keeps more than one value for each element in one tensor of its state"
+        else:
+            continue
+        raise ConfigError(
+            f"offload_dir: {type(inner).__name__} {reason}; use another elementwise optimizer, such as AdamW, or "
+            "offload to the host's memory, without offload_dir"
+        )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Comm, Pending, Transfer
+from hf_zero.engine import torn
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import LifecycleError
@@ -29,11 +30,13 @@ Gradients = dict[Unit, list[tuple[FlatSlice, Tensor]]]  # by unit its slices tha
 def lent(grads: Iterable[tuple[FlatSlice, Tensor]]) -> Iterator[list[nn.Parameter]]:
     """Sets the gradients of some slices' parameters while the context lasts."""
     grads = list(grads)
-    for flat_slice, grad in grads:
-        flat_slice.param.grad = grad.to(flat_slice.param.dtype)
-    yield [flat_slice.param for flat_slice, _ in grads]
-    for flat_slice, _ in grads:
-        flat_slice.param.grad = None
+    try:
+        for flat_slice, grad in grads:
+            flat_slice.param.grad = grad.to(flat_slice.param.dtype)
+        yield [flat_slice.param for flat_slice, _ in grads]
+    finally:
+        for flat_slice, _ in grads:
+            flat_slice.param.grad = None
 
 
 class PartialStep:
@@ -179,8 +182,6 @@ class HostSteps:
         self._engine = engine
         self._swap = swap
         self._update: HostUpdate | None = None  # begun in a backward, or delayed; None between the two
-        self._was_torn = False  # when the update under way began, see `ModelUnits.is_torn`
-        self._broke_off = False  # it is torn since an update in backward broke off: until a step was taken
 
     @property
     def is_spent(self) -> bool:
@@ -192,6 +193,18 @@ class HostSteps:
         """Whether the update in backward has stopped at gradients that are not finite."""
         return self.is_spent and not self._update.is_finite
 
+    def refuse_outdated(self) -> None:
+        """Refuses a step after a backward that updated, when hyperparameters were set in between.
+
+        Raises:
+            `LifecycleError`: when some were.
+        """
+        if self.is_spent and self._update.is_outdated:
+            raise LifecycleError(
+                "optimizer: hyperparameters were set between a backward that updated (in_backward) and the step; set "
+                "them before that backward or after the step"
+            )
+
     def begin(self, optimizers: list, grads: Gradients, scale: Tensor | None, when: When) -> HostUpdate:
         """Begins the update of units that were not updated in backward. Its result is for `end`.
 
@@ -201,15 +214,8 @@ class HostSteps:
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
             when (`When`): `end` does not wait for what is delayed, but the next `finish_update`.
         """
-        if self.is_spent and self._update.is_outdated:
-            raise LifecycleError(
-                "optimizer: hyperparameters were set between a backward that updated (in_backward) and the step; set "
-                "them before that backward or after the step"
-            )
         update, self._update = self._update, None
         update = update or HostUpdate(optimizers, when, self._swap)
-        self._was_torn, self._engine.is_torn = self._engine.is_torn and not self._broke_off, True  # until `end`
-        self._broke_off = False
         for unit, own in grads.items():
             if unit not in update.done:
                 self._engine.bus.later(partial(update.update, unit, own, scale), lane="update")
@@ -221,11 +227,9 @@ class HostSteps:
             self._update = update
             for gradient in self._engine.gradients():
                 gradient.hand_over()
-            self._engine.is_torn = self._was_torn
             return
         self._engine.wait_for_host()
         update.finish()
-        self._engine.is_torn = self._was_torn
 
     def finish_update(self) -> None:
         """Waits for an update that is under way. After a delayed one the compute copies are updated."""
@@ -236,14 +240,13 @@ class HostSteps:
             finally:
                 self._note_broken(update)
         elif update is not None:
-            self._update = None
-            self._was_torn, self._engine.is_torn = self._engine.is_torn, True
-            self._engine.wait_for_host()
-            update.finish()
-            self._engine.is_torn = self._was_torn
-            self._engine.wait_for_copies()
-            self._engine.mark_updated(only_trained=True)
-            self._engine.bus.synchronize()  # the masters may be written to from now on
+            with torn.noted(self._engine):
+                self._update = None
+                self._engine.wait_for_host()
+                update.finish()
+                self._engine.wait_for_copies()
+                self._engine.mark_updated(only_trained=True)
+                self._engine.bus.synchronize()  # the masters may be written to from now on
 
     def abandon(self) -> None:
         """Ends a step whose gradients are dropped. Units that are updated in backward stay updated, also those that
@@ -255,15 +258,15 @@ class HostSteps:
             finally:
                 self._note_broken(early)
                 early.is_over = True
-            early.finish()
-            self._engine.mark_updated(only_trained=True)
+            with torn.noted(self._engine):
+                early.finish()
+                self._engine.mark_updated(only_trained=True)
 
     def _note_broken(self, update: HostUpdate) -> None:
         """Notes that of all units with gradients, an update in backward has given some its values and others not."""
         trained = {unit for unit in self._engine.units if unit.is_trainable}  # those on the device are `step`'s
-        is_broken = update.has_failed or (update.done and update.done != trained)
-        if is_broken and not self._engine.is_torn:
-            self._broke_off = self._engine.is_torn = True
+        if update.has_failed or (update.done and update.done != trained):
+            torn.note(self._engine, torn.IN_BACKWARD)
 
     @contextmanager
     def in_backward(self, optimizers: list, gradients_of: Callable[[list[Unit]], Gradients]) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hf_zero.engine import Sharded, require_engine
+from hf_zero.engine import Sharded, require_engine, torn
 from hf_zero.engine.absent_gradients import marked_as_slices
 from hf_zero.engine.unit import Unit
 from hf_zero.errors import ConfigError, LifecycleError
@@ -26,6 +26,7 @@ from hf_zero.optim.flat_slices import (
     refuse_unfrozen,
 )
 from hf_zero.optim.gradients import (
+    agree_on_used,
     describe_nonfinite,
     evidence_of,
     expect_finite,
@@ -34,7 +35,14 @@ from hf_zero.optim.gradients import (
     measure_norm,
     refuse_nonfinite,
 )
-from hf_zero.optim.granularity import granularity_of, has_early_state, inner_optimizers, refuse_divided, refuse_unknown
+from hf_zero.optim.granularity import (
+    granularity_of,
+    has_early_state,
+    inner_optimizers,
+    refuse_divided,
+    refuse_in_files,
+    refuse_unknown,
+)
 from hf_zero.optim.host import Gradients, HostSteps, PartialStep, When, lent
 from hf_zero.optim.state_records import StateRecords
 from hf_zero.sharding.arena import trim
@@ -108,7 +116,7 @@ class ShardedOptimizer(StateRecords):
         self._swap = self._make_swap()
         self._make_early_state()
         self.num_steps = 0
-        self.step_was_skipped = False  # the last one, for gradients that were not finite
+        self.step_was_skipped = False  # the last one, for gradients that were not finite, or that not all ranks had
         self._host = HostSteps(engine, self._swap)
         self._refuse_late()
         engine.updates.add(self._host)
@@ -124,7 +132,7 @@ class ShardedOptimizer(StateRecords):
         disk = self.engine.disk
         if disk is None:
             return None
-        self._refuse_in_files()
+        refuse_in_files(self._inner_of, self._exchanges, self._try_state)
         state_dtypes = cache(self._state_dtypes)
         return disk.swap(
             slices=[flat_slice for flat_slice in self.slices if flat_slice.on_disk is not None],
@@ -186,7 +194,7 @@ class ShardedOptimizer(StateRecords):
             `LifecycleError`: when another optimizer was made on the model after this one.
         """
         self.engine.refuse_other_optimizer(self)
-        loss = None
+        loss, self.step_was_skipped = None, False
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -194,17 +202,33 @@ class ShardedOptimizer(StateRecords):
         self.engine.begin_update()
         if not self._host.is_spent:  # else `in_backward` did it
             self.engine.take_writes()
-        scale = self.engine.take_grad_scale() if self._can_scale() else None
-        self.engine.finish_gradients()
+        self.engine.finish_gradients(applies_scale=not self._can_scale())
         self.engine.finish_host_updates()
+        self._host.refuse_outdated()
         if not self._leaves_out_itself and not self._may_step():
             return loss
-        self._leave_out_unused()
+        if not agree_on_used(self.engine):
+            self._leave_out()
+            return loss
         found_inf = None
         if self._leaves_out_itself:
             found_inf = expect_finite(self.engine, self.num_steps, self._uncount)
         if not self.num_steps:  # the state is made now
             trim(self.engine.comm.device)
+        with torn.noted(self.engine):
+            self._update(found_inf)
+        return loss
+
+    def _update(self, found_inf: Tensor | None) -> None:
+        """Gives masters and state their new values, and lets the compute copies follow.
+
+        Args:
+            found_inf (`Tensor`, *optional*): see `PartialStep.step`.
+        """
+        if not all(used for gradient in self.engine.gradients() for used in gradient.used):
+            # where used and unused parameters meet: so each keeps a step count of its own
+            self._cut_slices(lambda flat_slice, index: flat_slice.gradient.used[index])
+        scale = self.engine.take_grad_scale()
         grads = self._gradients_of(self.engine.units)
         for inner in self._inners:
             if inner in self._exchanges:
@@ -218,11 +242,11 @@ class ShardedOptimizer(StateRecords):
         self._host.end(on_host)
         self.num_steps += 1
         self.engine.end_step(is_late=when is When.DELAYED)
-        return loss
+        torn.drop(self.engine, torn.IN_BACKWARD)
 
     def _may_step(self) -> bool:
         """Whether the step may be taken: the gradients are finite, or `nonfinite` is "ignore". All ranks agree."""
-        self.step_was_skipped, setting = False, self.engine.config.nonfinite
+        setting = self.engine.config.nonfinite
         if setting == "ignore" or (not self._host.met_nonfinite and bool(known_norm(self.engine).isfinite())):
             return True
         evidence = evidence_of(self.engine, in_norms=False)
@@ -231,9 +255,12 @@ class ShardedOptimizer(StateRecords):
         found = describe_nonfinite(self.engine, self.num_steps, evidence)
         if self.engine.comm.rank == 0:
             logger.warning("%s; the step is left out", found)
+        self._leave_out()
+        return False
+
+    def _leave_out(self) -> None:
         self.step_was_skipped = True
         self.engine.drop_step()
-        return False
 
     @property
     def _leaves_out_itself(self) -> bool:
@@ -255,10 +282,8 @@ class ShardedOptimizer(StateRecords):
         """Steps once for each unit, whose parameters are then here."""
         exchange, step = self._exchanges[inner], PartialStep(inner)
         for unit in exchange.units:
-            with lent(grads.get(unit, [])):
-                exchange.borrow(unit)
+            with lent(grads.get(unit, [])), exchange.borrowed(unit):
                 step.step([flat_slice.param for flat_slice in self.slices if flat_slice.unit is unit], scale)
-                exchange.give_back(unit)
         step.finish()
 
     @contextmanager
@@ -301,9 +326,10 @@ class ShardedOptimizer(StateRecords):
             self.engine.finish_updates()
             self.engine.begin_update()
             self.engine.take_writes()
-            for inner in switched:
-                getattr(inner, mode)()
-            self.engine.mark_updated(only_trained=True)
+            with torn.noted(self.engine, f"optimizer.{mode}()"):
+                for inner in switched:
+                    getattr(inner, mode)()
+                self.engine.mark_updated(only_trained=True)
 
     def _can_scale(self) -> bool:
         """Whether the update itself can scale the gradients, as torch's fused optimizers do without another pass."""
@@ -372,28 +398,3 @@ class ShardedOptimizer(StateRecords):
             raise LifecycleError(
                 "clipping: the gradients were applied while they came (in_backward); clip without in_backward"
             )
-
-    def _leave_out_unused(self) -> None:
-        """Leaves out parameters that no rank used. They have no gradient, and are not decayed.
-
-        The ranks agree by one vector of what their hosts know, and raise what one of them has learned of an earlier
-        step. A slice in which used and unused parameters meet is divided between them, with
-        its state, so that each keeps a step count of its own, as in an optimizer on whole parameters.
-        """
-        gradients = list(self.engine.gradients())
-        own = [used for gradient in gradients for used in gradient.count_used()]
-        if not own:
-            return
-        learned = [self.engine.late_checks.has_failed()] if self.engine.runs_ahead else []
-        flags = torch.tensor([*own, *learned], dtype=torch.uint8)
-        rows = self.engine.comm.on_host.all_gather_vector(flags, what="the optimizer's step")
-        anywhere = rows.amax(dim=0).tolist()
-        if learned and anywhere.pop():
-            self.engine.clear_gradients()  # they are no longer clipped as was asked
-            self.engine.late_checks.settle()
-        for gradient in gradients if not all(own) else ():
-            gradient.used = [bool(flag) for flag in anywhere[: len(gradient.used)]]
-            anywhere = anywhere[len(gradient.used) :]
-        if all(used for gradient in gradients for used in gradient.used):
-            return
-        self._cut_slices(lambda flat_slice, index: flat_slice.gradient.used[index])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hf_zero.config import MemoryTier
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat import NamedShard
-from hf_zero.errors import CheckpointError, ConfigError, LifecycleError
+from hf_zero.errors import CheckpointError, LifecycleError
 from hf_zero.optim.exchange import Exchange
 from hf_zero.optim.flat_slices import FlatSlice
 
@@ -25,7 +25,7 @@ class StateRecords(torch.optim.Optimizer):
     engine: ZeroEngine
     inner: torch.optim.Optimizer
     slices: list[FlatSlice]
-    half_loaded: str | None = None  # see `ShardedState`
+    torn: str | None = None  # see `ShardedState`
     num_steps: int  # so far, in this training and those that it continues
     _exchanges: dict[torch.optim.Optimizer, Exchange]  # of those that are not elementwise
     _group_names: list[list[str]]  # the parameters of each group
@@ -122,6 +122,7 @@ class StateRecords(torch.optim.Optimizer):
                 f"load_state_dict: the state is of {found} stretches of shards and not of these {wanted}; load what "
                 "state_dict() gave on this rank, or a checkpoint with hf_zero.load_state(...)"
             )
+        self.torn = "load_state_dict"
         self.state.clear()
         group_of = [group for group in groups for _ in group["params"]]
         for index, values in state.items():
@@ -130,6 +131,7 @@ class StateRecords(torch.optim.Optimizer):
             self.state[param] = {key: _taken(value, param.device, is_on_device) for key, value in values.items()}
         for group, saved in zip(self.param_groups, groups):
             group.update((key, value) for key, value in saved.items() if key != "params")
+        self.torn = None
 
     def _refuse_on_disk(self, what: str) -> None:
         if self.engine.disk is not None:
@@ -157,8 +159,10 @@ class StateRecords(torch.optim.Optimizer):
         for flat_slice in (flat_slice for slices in self._in_turn(writes=True) for flat_slice in slices):
             values = flat_slice.param.data
             flat_slice.param.data = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
-            self._step_alone(flat_slice.param, flat_slice.group)
-            flat_slice.param.data = values
+            try:
+                self._step_alone(flat_slice.param, flat_slice.group)
+            finally:
+                flat_slice.param.data = values
 
     def _step_alone(self, param: nn.Parameter, group: int) -> None:
         """Steps one parameter of a group with zero gradients, which makes its state."""
@@ -169,11 +173,13 @@ class StateRecords(torch.optim.Optimizer):
             if "train_mode" in each:
                 each["train_mode"] = True  # schedule-free optimizers step in training alone
         param.grad = torch.zeros_like(param)
-        inner.step()
-        param.grad = None
-        for each, kept in zip(inner.param_groups, before):
-            each.clear()
-            each.update(kept)
+        try:
+            inner.step()
+        finally:
+            param.grad = None
+            for each, kept in zip(inner.param_groups, before):
+                each.clear()
+                each.update(kept)
 
     def groups_state(self) -> list[dict]:
         """Returns the groups' hyperparameters that can be written as JSON, each with its parameters' names."""
@@ -241,24 +247,6 @@ class StateRecords(torch.optim.Optimizer):
         param = nn.Parameter(torch.zeros(4, dtype=dtype, device=self._no_param.device))
         self._step_alone(param, group)
         return self.state.pop(param, {})
-
-    def _refuse_in_files(self) -> None:
-        """Refuses optimizers whose masters or state cannot come from the disk a piece at a time.
-
-        Raises:
-            `ConfigError`: naming the optimizer.
-        """
-        for group, inner in enumerate(self._inner_of):
-            if inner in self._exchanges or hasattr(inner, "eval"):
-                reason = "needs more than a part of the masters at a time"
-            elif any(isinstance(v, Tensor) and v.dim() > 1 for v in self._try_state(group, torch.float32).values()):
-                reason = "keeps more than one value for each element in one tensor of its state"
-            else:
-                continue
-            raise ConfigError(
-                f"offload_dir: {type(inner).__name__} {reason}; use another elementwise optimizer, such as AdamW, or "
-                "offload to the host's memory, without offload_dir"
-            )
 
     def unsharded_state_nbytes(self) -> int:
         """Returns the bytes of the state over whole parameters, as far as it grows with them: what this rank has for

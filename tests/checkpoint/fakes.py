@@ -57,7 +57,7 @@ class FakeEngine:
     def __init__(self, model, comm, stage=3, save_dtype=None, master_dtype=None):
         self.model, self.comm, self.stage = model, comm, stage
         self.num_updates = 0
-        self.half_loaded = {}
+        self.torn = {}
         self.masters = {
             name: parameter.detach().clone().reshape(-1).to(master_dtype or parameter.dtype)
             for name, parameter in model.named_parameters()

@@ -439,7 +439,7 @@ def test_nothing_is_saved_after_an_update_that_was_interrupted(delayed_update, t
         step(2)
         step(3)
     for save in (hf_zero.save_pretrained, lambda *args: hf_zero.save_checkpoint(args[0], optimizer, args[1])):
-        with pytest.raises(LifecycleError, match="step was interrupted while it updated .* load the last checkpoint"):
+        with pytest.raises(LifecycleError, match="an optimizer step broke off.* load a whole checkpoint"):
             save(engine, tmp_path / "torn")
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
     hf_zero.load_weights(engine, tmp_path / "whole")
@@ -472,11 +472,18 @@ def test_nothing_is_saved_after_an_update_in_backward_that_broke_off(tmp_path, m
 
     step(0)
     hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
-    for goes_on in (step, lambda _: hf_zero.load_state(engine, optimizer, tmp_path / "whole")):
+
+    def load(*_) -> None:
+        hf_zero.load_weights(engine, tmp_path / "whole")
+        with pytest.raises(LifecycleError, match="a part of the optimizer's state has its values and the rest not"):
+            hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
+        hf_zero.load_state(engine, optimizer, tmp_path / "whole")
+
+    for goes_on in (step, load):
         with pytest.raises(KeyboardInterrupt):
             step(1, interrupt)
         for _ in range(2):  # also once the next forward has cleared up
-            with pytest.raises(LifecycleError, match="step was interrupted while it updated .* load the last"):
+            with pytest.raises(LifecycleError, match="an update in backward broke off.* load a whole"):
                 hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
             with torch.no_grad():
                 model(**models.batch("mlp", seed=2))
@@ -494,7 +501,7 @@ def test_nothing_is_saved_after_an_update_in_backward_that_broke_off(tmp_path, m
     with monkeypatch.context() as patch, pytest.raises(CommError, match="no space left"):
         patch.setattr(HostUpdate, "update", fail)
         step(4)
-    with pytest.raises(LifecycleError, match="step was interrupted while it updated .* load the last"):
+    with pytest.raises(LifecycleError, match="an update in backward broke off.* load a whole"):
         hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
 
 
@@ -513,9 +520,12 @@ def test_nothing_is_saved_where_only_the_part_on_the_host_was_updated(tmp_path):
     hf_zero.save_checkpoint(engine, optimizer, tmp_path / "whole")
     backward()
     optimizer.zero_grad()
-    with pytest.raises(LifecycleError, match="some have its values and others not; load the last checkpoint"):
+    with pytest.raises(LifecycleError, match="an update in backward broke off.* load a whole checkpoint"):
         hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
     hf_zero.load_state(engine, optimizer, tmp_path / "whole")
+    with pytest.raises(LifecycleError, match="so a part has its values and the rest not"):  # the weights still
+        hf_zero.save_checkpoint(engine, optimizer, tmp_path / "torn")
+    hf_zero.load_weights(engine, tmp_path / "whole")
     backward()
     optimizer.step()
     hf_zero.save_checkpoint(engine, optimizer, tmp_path / "again")

@@ -162,7 +162,7 @@ def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | o
         loaded = _groups(folder, groups, state.settings)
         if not state.numbers and not all("dampening" in group and not group["momentum"] for group in loaded):
             raise CheckpointError(f"{folder}: has no optimizer state; remove its file to go on with a new optimizer")
-        optimizer.half_loaded = str(folder)
+        optimizer.torn = f"loading the state of {folder}"
         optimizer.load_groups_state(loaded)
         optimizer.load_scalar_state(state.numbers)
         _check_keys(folder, state, optimizer)
@@ -175,7 +175,7 @@ def load_foreign_state(engine: ZeroEngine, optimizer: Optimizer, folder: str | o
     engine.begin_update()
     run_on_all_ranks(engine.comm, f"loading the optimizer of {folder}", read)
     engine.mark_updated()
-    optimizer.half_loaded = None
+    optimizer.torn = None
 
 
 @contextmanager
