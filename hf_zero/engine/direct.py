@@ -48,7 +48,7 @@ class Sink:
 
     def is_open(self) -> bool:
         """Whether the backward under way accumulates this weight's gradient, instead of returning it to a caller."""
-        if _has_hooks(self.param):  # since the forward
+        if _has_hooks(self.param) or not self.param.requires_grad:  # since the forward
             return False
         try:
             return torch._C._will_engine_execute_node(self.node)

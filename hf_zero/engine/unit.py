@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Pending
 from hf_zero.config import MemoryTier
@@ -201,6 +202,7 @@ class Unit(Uncopyable):
             only_trained (`bool`): frozen parameters have kept their values.
         """
         flats = [flat for flat in self.flats if flat.trainable or not only_trained]
+        self._outdate_forwards(only_trained)
         for flat in flats:
             if not only_trained:
                 flat.rest.refreshing = None  # it is of former values
@@ -208,6 +210,12 @@ class Unit(Uncopyable):
         if self.is_sharded and flats:
             self.evict()
         return [flat.rest.all_gather(flat.full, self.name) for flat in flats if not flat.rest.is_sharded]
+
+    def _outdate_forwards(self, only_trained: bool) -> None:
+        """Lets autograd refuse a backward through a forward of former values, as it does where an optimizer writes to
+        the parameters themselves: their versions change, of what a step has left out they stay."""
+        written = [p for gradient in self.gradients for p, used in zip(gradient.flat.params, gradient.used) if used]
+        increment_version(written if only_trained else [p for flat in self.flats for p in flat.params])
 
     @property
     def reduces_each_backward(self) -> bool:

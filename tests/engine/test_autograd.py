@@ -180,6 +180,29 @@ def test_a_penalty_on_input_gradients_is_exact_or_refused():
     run_ranks(_double_backward_of_inputs, 2, timeout=LIMIT)
 
 
+def _backward_after_a_step():
+    """The parameters have new values: torch refuses that where its own optimizers have written them. What the step
+    left out may still be differentiated."""
+    for stage in ALL_STAGES:
+        model = build_seeded(Tower)
+        optimizer = hf_zero.ShardedOptimizer(hf_zero.shard(model, stage=stage, **SETTINGS), sgd(model.parameters()))
+        loss = loss_of(model(inputs(dist.get_rank(), 0)))
+        loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+        optimizer.step()  # without gradients
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        one_backward(model, dist.get_rank(), 0)
+        optimizer.step()
+
+
+def test_a_backward_through_a_forward_of_before_the_step_is_refused():
+    run_ranks(_backward_after_a_step, 2, timeout=LIMIT)
+
+
 def _next_step_is_clean(model, optimizer):
     one_backward(model, dist.get_rank(), 0)
     optimizer.step()

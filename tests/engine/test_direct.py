@@ -109,14 +109,16 @@ def test_a_hook_on_the_weight_sees_its_gradient_and_may_change_it(monkeypatch):
     assert "up.weight" not in names
 
 
-def test_a_hook_that_comes_after_the_forward_sees_the_gradient_too():
+def test_a_hook_that_comes_after_the_forward_sees_the_gradient_too_and_what_is_frozen_gets_none():
     plain, model = Net(), Net()
     engine = engine_of(hf_zero.shard(model, stage=1))
     for net in (plain, model):
         loss = net(IDS)
         net.up.weight.register_hook(lambda grad: 2 * grad)
+        net.down.weight.requires_grad_(False)
         loss.backward()
     assert torch.equal(engine.full_grad("up.weight"), plain.up.weight.grad)
+    assert engine.full_grad("down.weight") is plain.down.weight.grad is None
 
 
 def test_another_tensor_in_the_place_of_the_weight_gets_the_gradient_itself():
