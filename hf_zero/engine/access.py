@@ -9,9 +9,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from hf_zero.engine.away import REFUSED_BY_TORCH, WRITTEN
-from hf_zero.engine.patch import Patch, Uncopyable
+from hf_zero.engine.patch import UNCOPYABLE, Patch, Uncopyable
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import ConfigError, LifecycleError
+from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 
 
 UNIT_ATTRIBUTE = "_hf_zero_unit"
@@ -34,12 +34,28 @@ def remember(units: list[Unit]) -> None:
         for flat in unit.flats:
             for param in flat.params:
                 setattr(param, UNIT_ATTRIBUTE, _UnitReference(unit))
+                # a copy of a parameter alone does not come to its attributes
+                vars(param)["__deepcopy__"] = partial(_deepcopy, weakref.ref(param))
+
+
+def _deepcopy(param: weakref.ref, memo: dict) -> Tensor:
+    """Copies a parameter as its class does.
+
+    Raises:
+        `UnsupportedError`: while its data is away.
+    """
+    found = param()
+    unit = unit_of(found)
+    if unit is not None and not unit.is_unsharded:
+        raise UnsupportedError(UNCOPYABLE)
+    return type(found).__deepcopy__(found, memo)
 
 
 def forget(units: list[Unit]) -> None:
     """Undoes `remember`."""
     for param in (param for unit in units for flat in unit.flats for param in flat.params):
         delattr(param, UNIT_ATTRIBUTE)
+        del vars(param)["__deepcopy__"]
 
 
 def unit_of(param: Tensor) -> Unit | None:

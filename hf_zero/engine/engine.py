@@ -78,9 +78,9 @@ class ZeroEngine(ModelUnits):
 
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
         """Ends a forward that `begin_forward` has prepared."""
-        if in_backward():
-            return
         forward = self._forward
+        if in_backward() or (failed and not forward.is_of_this_thread):
+            return
         forward.end(stack, failed)
         is_outermost = forward.depth == 0
         if is_outermost:

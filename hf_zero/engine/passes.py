@@ -1,6 +1,7 @@
 """The order of one step: when units are gathered, unsharded, resharded and reduced in a forward and its backward."""
 
 from collections.abc import Iterator
+from threading import get_ident
 
 import torch
 from torch import nn
@@ -34,12 +35,26 @@ class ForwardPass:
         self.depth = 0
         self.has_backward = True
         self.running: list[Unit] = []
+        self._thread = get_ident()  # of the outermost forward
         self._outermost: nn.Module | None = None  # whose forward this is, until it has taken its first unit
         self._last: Unit | None = None  # the block that has just been called, still unsharded
 
     def begin(self, module: nn.Module) -> None:
         """Begins the forward of the model or of a module that holds blocks or root parameters. The gather of the unit
-        that its last forward took first begins behind the root's, before anything waits for that."""
+        that its last forward took first begins behind the root's, before anything waits for that.
+
+        Raises:
+            `LifecycleError`: while another thread's forward is under way.
+        """
+        if self.depth == 0:
+            self._thread = get_ident()
+        elif not self.is_of_this_thread and any(
+            not unit.num_gathered for unit in self._engine.units if unit.is_sharded
+        ):
+            raise LifecycleError(
+                "the model is called by two threads at a time, which use the same parameters when they are gathered; "
+                "call it by one after the other, or inside `with hf_zero.gathered(model):`"
+            )
         self._engine.root.all_gather()
         if self.depth == 0:
             self._schedule.begin_pass()
@@ -69,6 +84,11 @@ class ForwardPass:
         self.depth = max(0, self.depth - 1)
         if not failed:
             self._return_head()
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether the outermost forward is not under way on another thread."""
+        return self.depth == 0 or self._thread == get_ident()
 
     def leaves_alone(self, unit: Unit) -> bool:
         """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,

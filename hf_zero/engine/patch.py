@@ -7,14 +7,17 @@ from torch import nn
 from hf_zero.errors import UnsupportedError
 
 
+UNCOPYABLE = (
+    "a sharded model or a part of it cannot be copied or pickled: copy it before it is sharded, or after "
+    "hf_zero.ShardedModel(model).unshard(), or save it with hf_zero.save_pretrained(model, folder)"
+)
+
+
 class Uncopyable:
     """An object that belongs to one process. The blocks' modules refer to it, so that copying one is refused."""
 
     def __reduce_ex__(self, protocol):
-        raise UnsupportedError(
-            "a sharded model or a part of it cannot be copied or pickled: copy it before it is sharded, or after "
-            "hf_zero.ShardedModel(model).unshard(), or save it with hf_zero.save_pretrained(model, folder)"
-        )
+        raise UnsupportedError(UNCOPYABLE)
 
 
 class Patch:

@@ -41,6 +41,7 @@ class PlaceholderGuard(TorchDispatchMode):
         self._names = {placeholder.untyped_storage()._cdata: name for placeholder, name in each}
         self._placeholders = [placeholder for placeholder, _ in each]  # kept, so that no address comes twice
         self._num_left: float = float("inf")
+        self._is_inference = torch.is_inference_mode_enabled()
         self.is_over = False
         self.has_refused = False
 
@@ -75,10 +76,12 @@ class PlaceholderGuard(TorchDispatchMode):
     @staticmethod
     def remove_those_over() -> None:
         """Removes guards that have ended from torch's stack of modes. A guard below another mode stays until that mode
-        ends."""
+        ends, and one from outside of an `inference_mode` until that is left: it would bring back half of the guard."""
         while not in_backward():
             mode = next(reversed(_get_current_dispatch_mode_stack()), None)
             if not isinstance(mode, PlaceholderGuard) or not (mode.is_over or mode._engine() is None):
+                return
+            if mode._is_inference is not torch.is_inference_mode_enabled():
                 return
             mode.__exit__(None, None, None)
 

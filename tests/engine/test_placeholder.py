@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import threading
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 
 import hf_zero
 from hf_zero.engine import engine_of
@@ -241,12 +243,54 @@ def _copy_of_a_part():
     """A part that is copied without a word would hold NaN for good."""
     model = build_seeded(Tower)
     hf_zero.shard(model, stage=3, **SETTINGS)
-    with pytest.raises(HfZeroError):
-        copy.deepcopy(model.layers[1])
+    params, weight = list(model.parameters()), model.layers[1].up.weight
+    for part in (model.layers[1], weight, params):
+        with pytest.raises(HfZeroError, match="cannot be copied"):
+            copy.deepcopy(part)
+    average = torch.optim.swa_utils.AveragedModel(build_seeded(Tower, seed=8))
+    for read in (average.update_parameters, lambda each: prune.l1_unstructured(each.layers[1].up, "weight", 0.5)):
+        with pytest.raises(LifecycleError, match=r"would read parameters of a sharded model .* inside `with hf_zero"):
+            read(model)
+    with pytest.raises(LifecycleError, match="^parameters_to_vector: would read"):
+        torch.nn.utils.parameters_to_vector(model.parameters())
+    with hf_zero.gathered(model):
+        average.update_parameters(model)
+        assert torch.equal(copy.deepcopy(weight), weight)
+        values = torch.nn.utils.parameters_to_vector(iter(params))
+    reference = build_seeded(Tower)
+    assert torch.equal(values, torch.nn.utils.parameters_to_vector(reference.parameters()))
+    assert torch.equal(average.module.head.weight, reference.head.weight)
 
 
-def test_deepcopy_of_a_sharded_block_is_refused():
+def test_what_reads_or_copies_a_part_while_its_data_is_away_is_refused():
     run_ranks(_copy_of_a_part, 2, timeout=LIMIT)
+
+
+def test_a_second_thread_is_refused_and_leaves_the_first_alone():
+    model, refused = build_seeded(Tower), []
+    wanted = model(inputs(0, 0))
+    hf_zero.shard(model, stage=3, strict=True)
+
+    def in_a_thread():
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    def call():
+        try:
+            model(inputs(0, 1))
+        except LifecycleError as error:
+            refused.append(str(error))
+
+    def in_the_midst(*_):
+        handle.remove()
+        in_a_thread()
+
+    handle = model.layers[1].register_forward_hook(in_the_midst)
+    assert torch.equal(model(inputs(0, 0)), wanted)
+    assert len(refused) == 1 and "called by two threads at a time" in refused[0]
+    in_a_thread()  # alone
+    assert len(refused) == 1
 
 
 def _shard_twice():
