@@ -1,13 +1,7 @@
-"""Predicts memory by tensor class, traffic and disk space of a run from the shapes of its model.
-
-[Note: deep models] Where all blocks are alike, what a few of them take tells what many take. Each number that is
-predicted is an affine function of how many blocks there are: at any named moment of a step, such as the end of the
-second block's backward, each further block adds the same. A peak is not, being the largest of several moments; so the
-moments are extended, each by itself, and the largest of them is taken.
-"""
+"""Predicts memory by tensor class, traffic and disk space of a run from the shapes of its model."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +11,8 @@ from torch import Tensor, nn
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.opaque import num_weights
-from hf_zero.engine.partition import UnitSpec, partition
 from hf_zero.errors import HfZeroError
+from hf_zero.planner.blocks import alike_blocks, extended
 from hf_zero.planner.classes import TensorClass, reference_classes, render_classes, tensor_classes
 from hf_zero.planner.simulated_step import MakeOptimizer, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, step_time
@@ -143,6 +137,7 @@ def predict(
     cluster: Cluster | None = None,
     ranks_per_host: int | None = None,
     has_reference: bool = False,
+    accumulates: bool = False,
     **settings,
 ) -> Prediction:
     """Predicts what each rank of a run takes, without memory and without other ranks.
@@ -163,8 +158,10 @@ def predict(
         cluster (`Cluster`, *optional*): where the ranks are, to predict the time of a step too.
         ranks_per_host (`int`, *optional*): how many of them each host has; by default what `cluster` says, 8 with an
             accelerator each, all on CPUs.
-        has_reference (`bool`): a frozen twin of the model stands beside it, sharded likewise, and is given each batch
-            too, as in DPO.
+        has_reference (`bool`): a reference is given each batch too, as in DPO: of a model with an adapter the model
+            without it, else a frozen twin that stands beside it, sharded likewise.
+        accumulates (`bool`): a step has several micro-batches: memory is that of its last one, which finds the
+            gradients of those before it. Traffic and time are those of a step of one.
 
     Raises:
         `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
@@ -181,6 +178,7 @@ def predict(
         cluster=cluster,
         ranks_per_host=ranks_per_host,
         has_reference=has_reference,
+        accumulates=accumulates,
     )
 
 
@@ -196,6 +194,7 @@ def predict_with(
     cluster: Cluster | None = None,
     ranks_per_host: int | None = None,
     has_reference: bool = False,
+    accumulates: bool = False,
 ) -> Prediction:
     """Predicts as `predict` does, for a `ZeroConfig`, such as `training_arguments.zero_config()`."""
     settings: dict[str, Any] = {
@@ -205,6 +204,7 @@ def predict_with(
         "on_cpu": on_cpu,
         "ranks_per_host": cluster.gpus_per_host if cluster is not None else ranks_per_host,
         "has_reference": has_reference,
+        "accumulates": accumulates,
     }
     return _of_all_blocks(*_of_few_blocks(model, config, batch=batch, **settings), cluster)
 
@@ -221,6 +221,7 @@ def predict_rows(
     gradient_checkpointing: bool = False,
     on_cpu: bool = False,
     has_reference: bool = False,
+    accumulates: bool = False,
 ) -> list[Prediction]:
     """Predicts micro-batches of several sizes from two, since all that is predicted is affine in the number of rows.
 
@@ -237,13 +238,23 @@ def predict_rows(
         "on_cpu": on_cpu,
         "ranks_per_host": cluster.gpus_per_host if cluster is not None else None,
         "has_reference": has_reference,
+        "accumulates": accumulates,
     }
-    fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in SAMPLE_ROWS)
+    # what follows the blocks may lay out the parts of so many rows as one
+    period = config.sequence_parallel
+    sizes = [period * size for size in SAMPLE_ROWS]
+    fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in sizes)
     if config.chunked_loss == "auto" and _head_nbytes(more) < _head_nbytes(fewer):
         config = replace(config, chunked_loss="off")  # what more rows take does not follow from two sizes of two ways
-        fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in SAMPLE_ROWS)
-    each_size = ([extended(a, b, size - SAMPLE_ROWS[0]) for a, b in zip(fewer[0], more[0])] for size in rows)
-    return [_of_all_blocks(few, fewer[1], cluster) for few in each_size]
+        fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in sizes)
+
+    def of_size(size: int) -> tuple[list[Prediction], int]:
+        times, rest = divmod(size - sizes[0], period)
+        if rest:
+            return _of_few_blocks(model, config, batch=batch_of(size), **settings)
+        return [extended(a, b, times) for a, b in zip(fewer[0], more[0])], fewer[1]
+
+    return [_of_all_blocks(*of_size(size), cluster) for size in rows]
 
 
 def _head_nbytes(few: tuple[list[Prediction], int]) -> int:
@@ -290,10 +301,10 @@ def _predict(
         gradient_checkpointing=gradient_checkpointing,
         **settings,
     )
+    step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
     classes = tensor_classes(simulation.engine, simulation.optimizer)
     if simulation.reference is not None:
         classes += reference_classes(simulation.reference)
-    step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
     held = [(num_weights(p), flat.trainable) for flat in simulation.engine.flats for p in flat.params]
     return Prediction(
         config,
@@ -349,43 +360,3 @@ def _checkpoint_nbytes(engine: ZeroEngine, classes: list[TensorClass]) -> int:
             width = info.save_dtype.itemsize + (flat.master.dtype.itemsize if is_wider else 0)
             nbytes += info.shape.numel() * width
     return nbytes
-
-
-def alike_blocks(model: nn.Module) -> str | None:
-    """Returns the path of the list that has all of a model's blocks, if they are equal; `None` where there is none."""
-    stacks = partition(model).stacks
-    units = stacks[0].blocks if len(stacks) == 1 else []
-    path = units[0].name.rpartition(".")[0] if units else ""
-    container = model.get_submodule(path)
-    is_list = isinstance(container, nn.ModuleList) and len(container) == len(units)
-    is_alike = is_list and len({_shapes(unit) for unit in units}) == 1
-    return path if is_alike and all(unit.name.rpartition(".")[0] == path for unit in units) else None
-
-
-def _shapes(unit: UnitSpec) -> tuple:
-    return tuple(
-        (name.removeprefix(unit.name), tuple(param.shape), param.dtype, param.requires_grad)
-        for name, param in unit.params.items()
-    )
-
-
-def extended(fewer: Any, more: Any, times: int) -> Any:
-    """Extrapolates every whole number of two equal structures: the result is `times` as far from `fewer` as `more` is.
-
-    Args:
-        fewer: a number, or a list, dict or dataclass of such.
-        more: likewise.
-        times (`int`): how often the difference is added.
-    """
-    if isinstance(fewer, bool) or type(fewer) is not type(more):
-        return fewer
-    if isinstance(fewer, int):
-        return fewer + (more - fewer) * times
-    if isinstance(fewer, list):
-        return [extended(a, b, times) for a, b in zip(fewer, more, strict=True)]
-    if isinstance(fewer, dict):
-        return {key: extended(value, more[key], times) for key, value in fewer.items()}
-    if is_dataclass(fewer) and not isinstance(fewer, type):
-        values = {field.name: getattr(fewer, field.name) for field in fields(fewer)}
-        return replace(fewer, **{name: extended(value, getattr(more, name), times) for name, value in values.items()})
-    return fewer

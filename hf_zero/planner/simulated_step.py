@@ -20,11 +20,12 @@ from hf_zero.activation.shard_model import place_and_divide_activations, refuse_
 from hf_zero.comm import Comm
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine.build import build
-from hf_zero.engine.engine import ZeroEngine, in_backward
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.hooks import tensors_in
 from hf_zero.engine.partition import refuse_what_cannot_be_summed
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import ShardedOptimizer
+from hf_zero.planner.laps import PeakRecorder
 from hf_zero.planner.lone_rank import META, LoneBus, LoneNeighbours, lone_rank
 from hf_zero.planner.meter import Meter, device_attention, few_parts
 from hf_zero.planner.quantized import device_products
@@ -35,8 +36,6 @@ from hf_zero.planner.timeline import Timeline
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 # What an optimizer is tried on: large enough that its state is kept in blocks, if that is its way.
 SAMPLE_SHAPE = (128, 128)
-# As many blocks at either end of a pass are looked at apart: buffers that take turns are two.
-NUM_EDGE = 3
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,12 @@ class SimulatedStep:
         ranks_per_host (`int`, *optional*): see `lone_rank`.
         blocks (`tuple[str, int]`, *optional*): the path of the list of blocks, of which only the first so many are
             taken.
-        has_reference (`bool`): whether a frozen twin of the model, sharded likewise, is given each batch too.
+        has_reference (`bool`): whether a reference is given each batch too: of a model with an adapter the model
+            without it, else a frozen twin, sharded likewise.
+        accumulates (`bool`): whether micro-batches came before in the same step, whose gradients are held.
     """
 
-    reference: ZeroEngine | None = None
+    reference: ZeroEngine | None = None  # None where there is none, or where it is the model itself
 
     def __init__(
         self,
@@ -99,12 +100,13 @@ class SimulatedStep:
         ranks_per_host: int | None = None,
         blocks: tuple[str, int] | None = None,
         has_reference: bool = False,
+        accumulates: bool = False,
     ):
         for name, param in model.named_parameters():
             refuse_what_cannot_be_summed(name, param)
         refuse_impossible(model, config, num_ranks)
         self.meter = Meter()
-        self._on_cpu = on_cpu
+        self._on_cpu, self._has_reference, self._accumulates = on_cpu, has_reference, accumulates
         with self.meter:
             replica = replica_of(model, blocks).train()  # as a model that was loaded is not
             if gradient_checkpointing:
@@ -128,9 +130,11 @@ class SimulatedStep:
             self.engine.unshard_around(with_head=False)
             self.engine.root.reshard()
             self.optimizer.step()
+            self.engine.finish_gradients()  # what they go through to their sums
             self.optimizer.zero_grad()
-            if has_reference:
-                self.reference = self._build(replica_of(model, blocks).requires_grad_(False), config, make_comm())
+            if has_reference and not hasattr(model, "disable_adapter"):
+                twin = replica_of(model, blocks).requires_grad_(False).eval()
+                self.reference = self._build(twin, config, make_comm())
                 self.reference.comm.counters.counted_by = comm.counters
 
     def _build(self, replica: nn.Module, config: ZeroConfig, comm: Comm) -> ZeroEngine:
@@ -144,7 +148,7 @@ class SimulatedStep:
         return sum(next((flat.rest.masters.transfer.nbytes for flat in engine.flats), 0) for engine in engines)
 
     def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> StepMemory:
-        """Runs one step of one micro-batch, with clipping.
+        """Runs a step of one micro-batch, or the last one of a step, with clipping.
 
         Args:
             batch (`dict[str, Tensor]`): what the model's forward is given, with labels.
@@ -153,20 +157,34 @@ class SimulatedStep:
         timeline, on_cpu = self.meter.timeline, self._on_cpu
         with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline):
             if self.reference is not None:  # its first gathers fill what those of each later step read
-                _refer(self.reference, _without_data(batch))
+                self._refer(_without_data(batch))
+            if self.engine.config.gather_dtype is not None:  # its first gathers make the memory for what is packed
+                with torch.no_grad():
+                    self.engine.model(**_without_data(batch))
+                self.optimizer.step()  # after which nothing is gathered
+            if self._accumulates:
+                self._hold_gradients()
             return self._counted_step(batch, max_norm)
+
+    def _hold_gradients(self) -> None:
+        """Leaves the gradients that a backward leaves."""
+        for unit in self.engine.units:
+            if unit.reduces_each_backward:
+                self.engine.reduce(unit)
+        self.engine.wait_for_reductions()
 
     def _counted_step(self, batch: dict[str, Tensor], max_norm: float) -> StepMemory:
         before = dict(self.engine.comm.counters.sent_nbytes)
-        watch = _PeakRecorder(self.meter)
+        watch = PeakRecorder(self.meter)
         for module in self.engine.modules.values():
             watch.follow(module)
         with self.meter.timeline.record():
             inputs = _without_data(batch)
             loss = _loss_of(self.engine.model(**inputs))
-            if self.reference is not None:
+            if self._has_reference:
                 watch.lap("head")
-                _refer(self.reference, inputs)
+                with watch.paused():
+                    self._refer(inputs)
                 watch.lap("reference")
             loss.backward()
             del loss, inputs
@@ -193,6 +211,14 @@ class SimulatedStep:
             copied_nbytes=copied,
             shares_memory=self.engine.comm.shard_group.shared_memory is not None,
         )
+
+    @torch.no_grad()
+    def _refer(self, inputs: dict[str, Any]) -> None:
+        if self.reference is not None:
+            self.reference.model(**inputs)
+            return
+        with self.engine.model.disable_adapter():
+            self.engine.model(**inputs)
 
 
 def refuse_impossible(model: nn.Module, config: ZeroConfig, num_ranks: int) -> None:
@@ -226,72 +252,6 @@ def _checkpoint_blocks(model: nn.Module) -> None:
         enable()
     except ValueError as error:  # transformers says so of models whose blocks are none
         raise UnsupportedError(f"{type(model).__name__}: {' '.join(str(error).split())}; plan without it") from error
-
-
-class _PeakRecorder:
-    """Records the bytes that are held when the last block's forward ends, and the peaks between the moments of a step.
-
-    Args:
-        meter (`Meter`): counts.
-    """
-
-    def __init__(self, meter: Meter):
-        self._meter = meter
-        self._handles: list = []
-        self._begin = self._at_end_of_blocks = meter.held[MemoryTier.DEVICE]
-        self._laps: list[tuple[str, int]] = []
-        self._last: nn.Module | None = None  # whose backward was come to last
-        meter.reset_peak()
-
-    @property
-    def activations(self) -> int:
-        return self._at_end_of_blocks - self._begin
-
-    @property
-    def head(self) -> int:
-        """The most bytes that are added until backward comes to the last block."""
-        return max((nbytes for name, nbytes in self._laps if name == "head"), default=0) - self._at_end_of_blocks
-
-    def moments(self) -> dict[str, int]:
-        """The laps by name. Of the laps that each block has, only the first and the last few are given."""
-        found: dict[str, int] = {}
-        for kind in dict.fromkeys(name for name, _ in self._laps):
-            own = [nbytes for name, nbytes in self._laps if name == kind]
-            found.update({f"{kind} {index}": nbytes for index, nbytes in enumerate(own[:NUM_EDGE])})
-            found.update({f"{kind} -{index}": nbytes for index, nbytes in enumerate(own[: -NUM_EDGE - 1 : -1])})
-        return found
-
-    def follow(self, block: nn.Module) -> None:
-        self._handles.append(block.register_forward_hook(self._after_block))
-
-    def lap(self, name: str) -> None:
-        """Records the peak since the last lap."""
-        self._laps.append((name, self._meter.peak[MemoryTier.DEVICE]))
-        self._meter.peak[MemoryTier.DEVICE] = self._meter.held[MemoryTier.DEVICE]
-
-    def _after_block(self, module, _args, output) -> None:
-        if in_backward():
-            return
-        self.lap("block")
-        self._at_end_of_blocks = self._meter.held[MemoryTier.DEVICE]
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._before_backward(module))
-
-    def _before_backward(self, module: nn.Module) -> None:
-        if module is not self._last:
-            self.lap("head" if self._last is None else "block's backward")
-            self._last = module
-
-    def end(self) -> None:
-        self.lap("update")
-        for handle in self._handles:
-            handle.remove()
-
-
-@torch.no_grad()
-def _refer(reference: ZeroEngine, inputs: dict[str, Any]) -> None:
-    reference.model(**inputs)
 
 
 def _without_data(batch: dict[str, Any]) -> dict[str, Any]:

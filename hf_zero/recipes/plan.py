@@ -22,7 +22,7 @@ from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_p
 from hf_zero.recipes.loading import DTYPES, positions_of
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, check_adapter, check_quantization
 from hf_zero.recipes.parser import AUTO, check_memory, option
-from hf_zero.recipes.planned_run import PlannedRun, RowArguments, device_nbytes
+from hf_zero.recipes.planned_run import OF_MICRO_BATCHES, PlannedRun, RowArguments, device_nbytes
 from hf_zero.trainer import ZeroArgumentsMixin
 
 
@@ -55,6 +55,7 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
     optim: str = option("adamw_torch_fused", "The optimizer.")
     max_length: str = option("1024", "Tokens of a sequence; auto: the most with which the run fits a device.")
     per_device_train_batch_size: int = option(8, "Sequences of a rank's micro-batch.")
+    gradient_accumulation_steps: int = option(1, "Micro-batches of a step.")
     gradient_checkpointing: bool = option(False, "Blocks keep their inputs alone.")
     use_cpu: bool = option(False, "Ranks train on CPUs, not on a GPU each.")
     config: str | None = option(
@@ -67,7 +68,7 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
         length = str(self.max_length)
         if length != AUTO and not (length.isdecimal() and int(length)):
             raise ConfigError(f"--max_length {length}: expected 1 or more, or {AUTO}")
-        for key in ("per_device_train_batch_size", "num_processes"):
+        for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"--{key} {getattr(self, key)}: expected 1 or more")
         super().__post_init__()
@@ -95,6 +96,7 @@ def run(model: str, arguments: Arguments) -> None:
     if model.endswith((".yaml", ".yml")):
         raise ConfigError(f"model {model!r}: is a YAML file, as of a run; plan that with --config {model}")
     config, num_rows = arguments.zero_config(), arguments.per_device_train_batch_size
+    accumulates = arguments.gradient_accumulation_steps > 1
     subject = quantized(empty_model(model, dtype=DTYPES[arguments.dtype]), arguments, config.compute_dtype)
     freeze_parameters(subject, arguments)
     with_adapter = adapted(subject, arguments, task_type=None)
@@ -119,6 +121,8 @@ def run(model: str, arguments: Arguments) -> None:
             resized=of_length,
             num_positions=positions_of(subject.config),
             has_8_bit_products=arguments.load_in_8bit,
+            notes=[OF_MICRO_BATCHES] if accumulates else [],
+            accumulates=accumulates,
         )
 
     takes_longest = arguments.max_length == AUTO

@@ -26,6 +26,10 @@ from hf_zero.planner.advice import GIB
 from hf_zero.recipes.parser import option
 
 
+# Of a step of several micro-batches.
+OF_MICRO_BATCHES = "traffic and time are those of a step of one micro-batch; memory is that of the last one of several"
+
+
 @dataclass
 class RowArguments:
     """Keys of `plan` for what no key of a task says."""
@@ -57,7 +61,9 @@ class PlannedRun:
         takes_longest (`bool`): whether rows are to be as long as fits, and are one token long so far.
         rows_of_one (`int`): how many rows of a batch are made of one row of data.
         notes (`list[str]`): what is not counted.
-        has_reference (`bool`): whether a frozen twin of the model stands beside it, and is given each batch too.
+        has_reference (`bool`): whether a reference is given each batch too: a frozen twin of the model beside it, or
+            the model without its adapter.
+        accumulates (`bool`): whether a step has several micro-batches.
         reads_logits (`bool`): whether its loss needs all logits of a language model, whatever `chunked_loss` says.
         has_8_bit_products (`bool`): whether its base is in 8 bits.
         ranks_per_host (`int`, *optional*): how many ranks each host has, where that is said.
@@ -83,6 +89,7 @@ class PlannedRun:
     rows_of_one: int = 1
     notes: list[str] = field(default_factory=list)
     has_reference: bool = False
+    accumulates: bool = False
     reads_logits: bool = False
     has_8_bit_products: bool = False
     ranks_per_host: int | None = None
@@ -158,6 +165,7 @@ class PlannedRun:
             "on_cpu": self.on_cpu,
             "cluster": self.cluster,
             "has_reference": self.has_reference,
+            "accumulates": self.accumulates,
         }
 
     def _as_on_device(self) -> AbstractContextManager[None]:

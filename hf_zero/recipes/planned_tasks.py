@@ -26,7 +26,7 @@ from hf_zero.recipes.language_models import check_dtype, check_source, config_of
 from hf_zero.recipes.loading import DTYPES, load_config, one_line, positions_of, quiet, resolve_config
 from hf_zero.recipes.lora import check_adapter, check_quantization
 from hf_zero.recipes.parser import given_of, parser_for, read_yaml, unknown_task_message
-from hf_zero.recipes.planned_run import PlannedRun
+from hf_zero.recipes.planned_run import OF_MICRO_BATCHES, PlannedRun
 from hf_zero.recipes.settings import Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroArgumentsMixin
@@ -105,7 +105,8 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         num_rows=num_rows,
         num_tokens=row,
         notes=_not_counted(settings, training, config),
-        has_reference=_has_reference(settings),
+        has_reference=has_reference(settings),
+        accumulates=training.gradient_accumulation_steps > 1,
         reads_logits=_reads_logits(task, training),
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
         check=partial(_check_way, settings, zero.chunked_loss),
@@ -128,6 +129,8 @@ def _as_trained(model: PreTrainedModel, settings: Settings, training: Any) -> nn
         made.enable_input_require_grads()
     if has_fused_head(settings.task, training):
         _add_head(model)
+    if getattr(training, "disable_dropout", False):
+        _disable_dropout(made)
     return made
 
 
@@ -146,9 +149,10 @@ def _check_way(settings: Settings, chunked_loss: str, config: ZeroConfig, gradie
         raise ConfigError(f"zero_chunked_loss: the loss of {settings.task} is computed by TRL; leave it out")
 
 
-def _has_reference(settings: Settings) -> bool:
+def has_reference(settings: Settings) -> bool:
+    """Whether each batch of a run is given to a reference, too; of an adapter it is the model without it."""
     training = settings.training
-    if settings.arguments.use_peft or training.get("precompute_ref_log_probs"):
+    if training.get("precompute_ref_log_probs"):
         return False
     return settings.task in ("dpo", "kto") or (settings.task in GENERATING and training["beta"] != 0)
 
@@ -228,6 +232,7 @@ def _auto_class(task: str, config: PretrainedConfig) -> Any:
 def _not_counted(settings: Settings, training: Any, config: PretrainedConfig) -> list[str]:
     """Returns a line for each thing that the plan of a run leaves out."""
     notes = ["not counted: the kernels of use_liger_kernel"] if training.use_liger_kernel else []
+    notes += [OF_MICRO_BATCHES] if training.gradient_accumulation_steps > 1 else []
     if settings.task == "orpo":
         notes.append("not counted: a copy of the logits of the chosen answers, in fp32")
     if _is_one_row(training) and "flash" not in (settings.arguments.attn_implementation or ""):
@@ -274,3 +279,9 @@ def _add_head(model: PreTrainedModel) -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    from trl.trainer.utils import disable_dropout_in_model
+
+    disable_dropout_in_model(model)

@@ -19,7 +19,7 @@ from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.empty_models import example_batch
 from hf_zero.recipes.freezing import freeze_parameters
 from hf_zero.recipes.planned_run import as_on_device
-from hf_zero.recipes.planned_tasks import has_fused_head
+from hf_zero.recipes.planned_tasks import has_fused_head, has_reference
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer
@@ -50,10 +50,7 @@ def dry_run(settings: Settings) -> None:
         _print_section("configuration", yaml_text(settings.non_default()).splitlines())
         _print_section("data", [*data.notes, "first row:", *(f"  {line}" for line in data.sample.splitlines())])
         _print_section("model", _units_table(trainer.model))
-        if settings.training.get("precompute_ref_log_probs"):
-            trainer.ref_model = None  # the run has none beside the model
-        has_head = has_fused_head(settings.task, trainer.args)
-        told = predicted(trainer, settings.num_processes or 1, settings.length, has_head=has_head)
+        told = predicted(trainer, settings)
         _print_section("memory of each rank", told)
     print("\ndry run: nothing was trained or written")
 
@@ -114,20 +111,20 @@ def _units_table(model: nn.Module) -> list[str]:
     return [*lines, f"in all {total:,} parameters in {len(specs)} units, {trained:,} of them trained"]
 
 
-def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, has_head: bool = False) -> list[str]:
+def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
     """Returns the lines about the predicted memory of each rank, that of a reference model included.
 
     Args:
-        max_length (`int`, *optional*): What rows of tokens are cut to: the longest that a step may see.
-        has_head (`bool`): The loss is computed by TRL's head.
+        trainer ([`ZeroTrainer`]): Of the run.
+        settings ([`Settings`]): Those of the run; its rows are as long as they allow.
     """
-    args = trainer.args
+    args, has_head = trainer.args, has_fused_head(settings.task, trainer.args)
     batch = next(iter(trainer.get_train_dataloader()))
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     if isinstance(batch, list):
         batch = _generated(trainer, base, batch)
     else:
-        batch = _widest(base, batch, max_length, args.train_batch_size)
+        batch = _widest(base, batch, settings.length, args.train_batch_size)
     on_cpu, config = args.device.type == "cpu", args.zero_config()
     if not has_head and has_own_loss(type(trainer)):
         config = replace(config, chunked_loss="off")
@@ -136,12 +133,13 @@ def predicted(trainer: ZeroTrainer, num_ranks: int, max_length: int | None, *, h
         prediction = predict_with(
             trainer.model,
             config,
-            num_ranks=num_ranks,
+            num_ranks=settings.num_processes or 1,
             batch={**batch, "fused_lm_head": True} if has_head else dict(batch),
             make_optimizer=partial(kind, **kwargs),
             gradient_checkpointing=args.gradient_checkpointing,
             on_cpu=on_cpu,
-            has_reference=getattr(trainer, "ref_model", None) is not None,
+            has_reference=has_reference(settings),
+            accumulates=args.gradient_accumulation_steps > 1,
         )
     width = f" x {batch['input_ids'].shape[1]} tokens" if "input_ids" in batch else ""
     of_batch = f"a micro-batch: {len(next(iter(batch.values())))} rows{width}"

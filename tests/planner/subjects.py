@@ -1,6 +1,7 @@
 """Six tiny models, one of each kind, and batches of full length."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,8 +117,13 @@ def quantized_without_data(kind: str, dtype: torch.dtype) -> nn.Module:
         return _adapted(model)
 
 
-def _adapted(model: PreTrainedModel) -> nn.Module:
+def with_adapter(name: str, **settings: Any) -> nn.Module:
+    """The model of this name with an adapter on all of its layers."""
+    return _adapted(build(name), **settings)
+
+
+def _adapted(model: PreTrainedModel, **settings: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     model.config.use_cache = False
-    return get_peft_model(model.train(), LoraConfig(r=8, target_modules="all-linear"))
+    return get_peft_model(model.train(), LoraConfig(**{"r": 8, "target_modules": "all-linear", **settings}))

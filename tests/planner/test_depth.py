@@ -9,6 +9,7 @@ import torch
 from hf_zero.activation import chunked_loss
 from hf_zero.comm.base import Bucket
 from hf_zero.planner import lone_rank, predict, prediction, simulated_step
+from hf_zero.planner.blocks import alike_blocks, extended
 from hf_zero.planner.topology import Cluster, device_named
 from tests.planner import subjects
 
@@ -78,11 +79,11 @@ def test_equal_ranges_and_pieces_are_counted_and_not_repeated(monkeypatch):
 
 
 def test_only_blocks_that_are_alike_are_left_out():
-    assert prediction.alike_blocks(_deep("llama")) == "model.layers"
-    assert prediction.alike_blocks(_deep("t5")) is None  # two stacks
+    assert alike_blocks(_deep("llama")) == "model.layers"
+    assert alike_blocks(_deep("t5")) is None  # two stacks
     model = _deep("llama")
     model.model.layers[3].mlp.up_proj.weight.requires_grad_(False)
-    assert prediction.alike_blocks(model) is None
+    assert alike_blocks(model) is None
 
 
 def test_embedding_and_head_take_turns_in_one_buffer_where_they_are_large(monkeypatch):
@@ -98,11 +99,11 @@ def test_embedding_and_head_take_turns_in_one_buffer_where_they_are_large(monkey
     # in fp32, but for what is rounded up to ranges of the ranks and multiples of 16 elements; both are smaller than a
     # block here, so their gradients are collected where the blocks' are
     assert [a - b for a, b in zip(whole, apart)] == pytest.approx([4 * numel, 2 * 4 * numel], abs=3 * 4 * 16 * 8)
-    assert prediction.alike_blocks(model) == "model.layers"
+    assert alike_blocks(model) == "model.layers"
 
 
 def test_numbers_are_extended_wherever_they_stand():
-    assert prediction.extended({"a": 1, "b": [2, 3], "c": None}, {"a": 2, "b": [2, 5], "c": None}, 3) == {
+    assert extended({"a": 1, "b": [2, 3], "c": None}, {"a": 2, "b": [2, 5], "c": None}, 3) == {
         "a": 4,
         "b": [2, 9],
         "c": None,

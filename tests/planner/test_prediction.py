@@ -7,6 +7,7 @@ The aim is 1 % and 10 %; the tests ask for 0.5 % and 2 %.
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ def _train(
     """A third step, measured: bytes at rest, at the peak, sent, and of the host and of state there."""
     _collect()
     settings = {**COMMON, **settings}
-    has_reference = settings.pop("has_reference", False)
+    has_reference, num_batches = settings.pop("has_reference", False), 1 + settings.pop("accumulates", False)
     with TensorMeter() as meter:
         meter.mark("begin")
         model = make()
@@ -54,19 +55,21 @@ def _train(
                 model, "activation_checkpointing_enable"
             ) else model.gradient_checkpointing_enable()
         engine = engine_of(hf_zero.shard(model, **settings))
-        reference = make().requires_grad_(False) if has_reference else None
-        engines = [engine, *([engine_of(hf_zero.shard(reference, **settings))] if has_reference else [])]
+        has_twin = has_reference and not hasattr(model, "disable_adapter")
+        reference = make().requires_grad_(False).eval() if has_twin else model
+        engines = [engine, *([engine_of(hf_zero.shard(reference, **settings))] if has_twin else [])]
         optimizer = hf_zero.ShardedOptimizer(engine, AdamW(p for p in model.parameters() if p.requires_grad))
         for step in range(3):
             _collect()
             meter.mark(f"step-{step}")
             before = sum(each.comm.counters.total_sent_nbytes for each in engines)
-            loss = model(**subjects.batch(name, length)).loss
-            if has_reference:
-                with torch.no_grad():
-                    reference(**subjects.batch(name, length))
-            loss.backward()
-            del loss
+            for _ in range(num_batches):
+                loss = model(**subjects.batch(name, length)).loss
+                if has_reference:
+                    with torch.no_grad(), nullcontext() if has_twin else model.disable_adapter():
+                        reference(**subjects.batch(name, length))
+                loss.backward()
+                del loss
             optimizer.clip_grad_norm_(1.0)
             _collect()
             meter.mark(f"rest-{step}")
@@ -159,6 +162,54 @@ def test_rest_peak_and_traffic_with_a_frozen_reference(stage, dtype, checkpointi
     make = partial(subjects.build, "llama", vocab_size=vocab_size)
     predicted = _predicted("llama", checkpointing, settings, model=make(), length=length)
     _compare(predicted, make, "llama", checkpointing, settings, length=length)
+
+
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("stage, dtype, checkpointing", [(3, torch.bfloat16, True), (2, None, False)])
+def test_rest_peak_and_traffic_of_an_adapter_whose_reference_is_the_model_without_it(stage, dtype, checkpointing):
+    """Its units are gathered once more, by the same engine."""
+    pytest.importorskip("peft")
+    settings = {"stage": stage, "compute_dtype": dtype, "has_reference": True}
+    with torch.device("meta"):
+        model = subjects.with_adapter("llama")
+    predicted = _predicted("llama", checkpointing, settings, model=model)
+    _compare(predicted, partial(subjects.with_adapter, "llama"), "llama", checkpointing, settings)
+
+
+@pytest.mark.full("slow")
+def test_a_reference_is_evaluated_without_dropout():
+    """Its forward with dropout would be the peak."""
+    settings = {"stage": 3, "has_reference": True}
+    predicted = _predicted("gpt2", False, settings)
+    for found in run_ranks(_train, 2, partial(subjects.build, "gpt2"), "gpt2", False, settings):
+        assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=0.002)
+
+
+@pytest.mark.full("more cases", after=1)
+@pytest.mark.parametrize("stage, checkpointing", [(3, False), (1, True)])
+def test_the_last_of_several_micro_batches_finds_the_gradients_of_those_before(stage, checkpointing):
+    settings = {"stage": stage, "compute_dtype": torch.bfloat16, "accumulates": True}
+    predicted = _predicted("llama", checkpointing, settings)
+    for found in run_ranks(_train, 2, partial(subjects.build, "llama"), "llama", checkpointing, settings):
+        assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=0.005)
+        assert predicted.resting_nbytes == pytest.approx(found["rest"], rel=REST)
+
+
+@pytest.mark.quick
+def test_the_memory_through_which_values_go_is_there_from_the_first_moment_on():
+    """A run has it from its first step on, for sums and for what is gathered in few bits."""
+    settings = {"num_ranks": 8, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
+
+    def predicted(**others: Any) -> tuple[Prediction, int]:
+        found = predict(subjects.build("llama"), **settings, **others)
+        return found, sum(each.nbytes for each in found.classes if each.name == "buffers to exchange through")
+
+    (one, less), (other, more) = (predicted(bucket_nbytes=each, stage=2) for each in (2**16, 2**20))
+    assert {other.step.moments[name] - nbytes for name, nbytes in one.step.moments.items()} == {more - less}
+    assert more > less > 0
+    (exact, less), (packed, more) = (predicted(gather_dtype=each, stage=3) for each in (None, torch.int8))
+    assert packed.step.activation_nbytes == exact.step.activation_nbytes
+    assert packed.resting_nbytes - exact.resting_nbytes == more - less > 0
 
 
 @pytest.mark.full("slow")

@@ -256,6 +256,16 @@ def test_sizes_of_micro_batches_follow_from_two(checkpointing):
         assert found.classes == told.classes
 
 
+@pytest.mark.full("more cases")
+def test_parts_of_several_rows_that_are_laid_out_as_one_are_counted():
+    """GPT-2 gives the outputs of its blocks the shape of its inputs: what two ranks have of 3 rows takes 2 rows."""
+    config, settings = ZeroConfig(stage=3, sequence_parallel=2), {"num_ranks": 16}
+    sizes = [1, 3, 8]
+    for rows, found in zip(sizes, predict_rows(subjects.build("gpt2"), config, _batch_of, sizes, **settings)):
+        told = predict(subjects.build("gpt2"), batch=_batch_of(rows), sequence_parallel=2, **settings)
+        assert found.peak_nbytes == pytest.approx(told.peak_nbytes, rel=0.002)
+
+
 @pytest.mark.full("slow")
 def test_all_ways_are_ranked_and_the_fastest_that_fits_is_recommended():
     config, watched = ZeroConfig(stage=3, compute_dtype=torch.bfloat16), []

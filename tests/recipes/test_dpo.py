@@ -94,7 +94,7 @@ def _measured(argv: list[str]) -> tuple[int, float]:
     settings = parse_settings("dpo", argv)
     with TensorMeter() as meter:
         with untrained._made(settings, {}) as (trainer, _):
-            told = "\n".join(untrained.predicted(trainer, 2, settings.length, has_head=True))
+            told = "\n".join(untrained.predicted(trainer, replace(settings, num_processes=2)))
             meter.mark("begin")
             trainer.add_callback(_Marks(meter))
             trainer.train()

@@ -322,6 +322,9 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
     dpo = _run_file(tmp_path, model_name_or_path=str(config_file), use_cpu=False, task="dpo", use_peft=False)
     dpo = _plan(capsys, "--config", dpo, "--lora_r=16", "--lora_dropout=0.05")
     assert "4 x 48 tokens" in dpo and _mib(dpo, "reference model") > 0  # both answers of each row
+    assert "of one micro-batch" not in dpo
+    accumulating = _plan(capsys, "--config", path, "--gradient_accumulation_steps=2")
+    assert "  traffic and time are those of a step of one micro-batch; " in accumulating
 
 
 @pytest.mark.parametrize(
@@ -373,6 +376,19 @@ def test_a_run_file_may_leave_its_length_to_the_memory(config_file, tmp_path, ca
     assert "max_length auto: how much memory a device has is not known; add --memory" in capsys.readouterr().err
 
 
+def test_dropout_that_the_trainer_leaves_out_is_left_out(tmp_path, capsys):
+    pytest.importorskip("trl")
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 512}
+    model = tmp_path / "gpt2.json"
+    model.write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **sizes}))
+    run = {"model_name_or_path": str(model), "task": "dpo", "use_peft": False, **NO_ADAPTER}
+    path = _run_file(tmp_path, **run, gradient_checkpointing=False)
+    with_it, without = (
+        _mib(_plan(capsys, "--config", path, f"--disable_dropout={switch}"), "activations") for switch in (False, True)
+    )
+    assert without < 0.95 * with_it
+
+
 def test_a_run_file_has_a_cluster_too(config_file, tmp_path, capsys):
     pytest.importorskip("trl")
     run = {"model_name_or_path": str(config_file), "use_cpu": False, "task": "dpo", "use_peft": False}
@@ -420,10 +436,12 @@ def test_a_plan_imports_nothing_that_a_run_alone_needs(config_file):
 import sys
 import gc
 from hf_zero.recipes.cli import console, main
+from hf_zero.recipes.deferred import PUT_OFF
 assert console() == 0
 assert gc.isenabled() and gc.get_freeze_count() > 10**5, "garbage is not looked for in what was imported"
-names = "bitsandbytes datasets pandas peft sklearn torchao transformers.trainer transformers.training_args trl"
-heavy = set(names.split()) & {name for name, module in sys.modules.items() if module is not None}
+names = "bitsandbytes datasets pandas peft transformers.trainer transformers.training_args trl"
+heavy = set(names.split()) & set(sys.modules)
+heavy |= {name for name in PUT_OFF if type(sys.modules.get(name)).__name__ == "module"}
 assert not heavy, heavy
 assert main(["plan", "maskformer.json"]) == 0
 """
