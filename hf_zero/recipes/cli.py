@@ -5,7 +5,8 @@ import sys
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.parent import end_with_launcher
-from hf_zero.recipes.early import importing, pass_over_unused, refuse_early
+from hf_zero.recipes.deferred import run_again_at_once
+from hf_zero.recipes.early import importing, put_off_unused, refuse_early
 from hf_zero.recipes.listing import listed, summaries
 from hf_zero.recipes.parser import Parser, parser_for, program, unknown_task_message
 from hf_zero.recipes.silence import silence
@@ -40,17 +41,22 @@ def main(argv: list[str]) -> int:
     try:
         _main(argv)
     except HfZeroError as error:
+        if error.__cause__ is not None:
+            run_again_at_once()
         print(f"{_who()}: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILURE
     except KeyboardInterrupt:
         print(f"{_who()}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception:
+        run_again_at_once()
+        raise
     return 0
 
 
 def console() -> int:
     """The script `hf-zero`."""
-    pass_over_unused(sys.argv[1:])
+    put_off_unused(sys.argv[1:])
     return main(sys.argv[1:])
 
 

@@ -7,14 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hf_zero.errors import DataError
+from hf_zero.recipes.deferred import put_off_imports
 from hf_zero.recipes.parser import given_of, program, read_yaml
 
 
 FILES = ("train_file", "test_file")
-# What transformers imports beside a model wherever it is installed, for seconds, and a plan does not use; unless it is
-# of a run, whose task may need anything, or an optimizer is named, or a quantization. Constructors ask for scipy.
-UNUSED_BY_PLANS = ("sklearn", "torchao")
-MAY_USE_THEM = ("config", "optim", "load_in_4bit", "load_in_8bit")
 
 
 def refuse_early(argv: list[str]) -> None:
@@ -33,12 +30,10 @@ def check_exists(name: str, key: str) -> None:
         raise DataError(f"{name}: no such file; check {key}")
 
 
-def pass_over_unused(argv: list[str]) -> None:
-    """Lets packages that a plan does not use count as not installed, in a process just started for it."""
-    may_use_them = any(flag.lstrip("-").partition("=")[0].replace("-", "_") in MAY_USE_THEM for flag in argv)
-    if argv[:1] == ["plan"] and not may_use_them and "torch" not in sys.modules:
-        for name in UNUSED_BY_PLANS:
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as the import system has it
+def put_off_unused(argv: list[str]) -> None:
+    """Lets modules that a plan does not use be imported when it does after all, in a process just started for it."""
+    if argv[:1] == ["plan"] and "torch" not in sys.modules:
+        put_off_imports()
 
 
 @contextmanager
