@@ -92,7 +92,7 @@ class ZeroAccelerator(SharingAccelerator):
     zero_device: torch.device
     last_step: states.LastStep
     trains: Callable[[nn.Module], bool]
-    clips: bool = True  # whether gradients may be clipped between the last backward and the step
+    clips: Callable[[], bool] | None = None  # whether a step's gradients are clipped; unset: they may be
     drops_logits: bool = True  # whether what reads a model's loss leaves its logits alone, see `zero_chunked_loss`
     patches_saving: bool = True  # whether a model's `save_pretrained` knows that the model is sharded
 
@@ -242,7 +242,8 @@ class ZeroAccelerator(SharingAccelerator):
             engine.refuse_misuse()
         self.last_step.add(loss.detach() / self.gradient_accumulation_steps, ends=self.sync_gradients)
         optimizers = [sharded_of(optimizer) for optimizer in self._optimizers]
-        is_last = self.sync_gradients and not self.clips and self.scaler is None and len(optimizers) == 1
+        clips = self.clips is None or self.clips()
+        is_last = self.sync_gradients and not clips and self.scaler is None and len(optimizers) == 1
         with optimizers[0].in_backward() if is_last and optimizers[0] else nullcontext():
             super().backward(loss, **kwargs)
 

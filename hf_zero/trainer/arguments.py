@@ -143,6 +143,15 @@ class ZeroArgumentsMixin(_Arguments):
     zero_nonfinite: str = "stop"
     zero_save_fallback: str | None = None
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(ZeroArgumentsMixin)]
+        if any(base.__name__ == "TrainingArguments" for base in before):  # whose checks would be the only ones
+            bases = ", ".join(base.__name__ for base in cls.__bases__)
+            raise ConfigError(
+                f"{cls.__name__}({bases}): give ZeroArgumentsMixin before the class that it is mixed into"
+            )
+
     def __post_init__(self):
         from hf_zero.trainer.checks import check_arguments, check_output_dir  # which imports Trainer
 

@@ -22,7 +22,7 @@ from hf_zero.checkpoint.table import TABLE_NAME
 from hf_zero.comm.agreement import collect_from_all_ranks, on_first, reraise, run_on_all_ranks
 from hf_zero.compat import check_overrides
 from hf_zero.engine import ZeroEngine
-from hf_zero.errors import CommError
+from hf_zero.errors import CheckpointError, CommError
 from hf_zero.trainer.batches import BatchesMixin
 from hf_zero.trainer.disk_space import keep_best, lack_of_room, rotation, save_with_room
 from hf_zero.trainer.hub import PushMixin, without_tokens
@@ -37,6 +37,7 @@ OVERRIDES = (
     "_get_output_dir",
     "_save_checkpoint",
     "save_model",
+    "_save",
     "_save_optimizer_and_scheduler",
     "_push_from_checkpoint",
 )
@@ -256,7 +257,22 @@ class SavingMixin(PushMixin, BatchesMixin):
             beside = (lambda: self._save_beside(folder)) if self.args.should_save else (lambda: None)
             run_on_all_ranks(engine.comm, f"saving to {output_dir}", beside)
 
-    def _save_beside(self, output_dir: str | os.PathLike) -> None:
+    def _save_beside(self, folder: str | os.PathLike) -> None:
+        """Calls `_save`. Raises [`CheckpointError`] where a subclass's own writes weights, which all ranks write."""
+        weights = {path: path.stat() for path in Path(folder).glob("*.safetensors")}
+        self._save(folder)
+        for path, before in weights.items():
+            now = path.stat()
+            if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
+                raise CheckpointError(
+                    f"{path.name}: was written by {type(self).__name__}._save, and all ranks write it; let _save call "
+                    "super()._save, and write files of other names"
+                )
+
+    def _save(self, output_dir: str | os.PathLike | None = None, state_dict=None) -> None:
+        """Writes what lies beside the weights, which all ranks write. A rank that saves files calls it, and so a
+        subclass's own, which may add files."""
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(output_dir)

@@ -44,6 +44,11 @@ OVERRIDES = (
     *("create_accelerator_and_postprocess", "train", "_move_model_to_device", "_get_dataloader"),
     "evaluation_loop",
 )
+# Of Trainer these are replaced and not called: what a class behind the mixin does in them would be left out.
+REPLACED = (
+    *("save_model", "_save", "_save_optimizer_and_scheduler"),
+    *("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler"),
+)
 
 
 class TellMemory(TrainerCallback):
@@ -81,12 +86,24 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
 
     arguments_class: type[ZeroArgumentsMixin] = ZeroTrainingArguments  # made where none are given
 
+    def __init_subclass__(cls, **kwargs):
+        """Refuses bases in an order in which methods of `Trainer` would go before ours: no model would be sharded."""
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(ZeroTrainerBase):
+            bases = ", ".join(base.__name__ for base in cls.__bases__)
+            raise ConfigError(
+                f"{cls.__name__}({bases}): methods of Trainer would go before those of ZeroTrainerMixin; give the "
+                "bases in the order (ZeroTrainerMixin, TheirTrainer), or (TheirTrainer, ZeroTrainer)"
+            )
+
     def __init__(self, *args, **kwargs):
         given = _by_name(type(self), args, kwargs)
         settings, model = given.get("args"), given.get("model")
         if settings is None:
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
+        _refuse_replaced(type(self))
         self._refuse_loss(settings, given.get("compute_loss_func"))
         _check_schedule(type(self), given)
         if isinstance(model, (str, os.PathLike)):
@@ -145,7 +162,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         # the one that Trainer took is that of accelerate's own class
         gather = self.accelerator.gather_for_metrics
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
-        self.accelerator.clips = bool(self.args.max_grad_norm)
+        self.accelerator.clips = lambda: bool(self.args.max_grad_norm)  # which callbacks may change
         self._saver = Saver(in_background=self.args.zero_async_save)
 
     def _move_model_to_device(self, model, device) -> None:
@@ -210,6 +227,18 @@ def _by_name(cls: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     if len(args) > len(names):
         raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, {len(args)} were given")
     return {**dict(zip(names, args)), **kwargs}
+
+
+def _refuse_replaced(cls: type) -> None:
+    """Refuses a class whose own way to save or load would silently never be called."""
+    behind = cls.__mro__[cls.__mro__.index(ZeroTrainerMixin) : cls.__mro__.index(Trainer)]
+    for theirs in [theirs for theirs in behind if theirs not in ZeroTrainerMixin.__mro__]:
+        name = next((name for name in REPLACED if name in vars(theirs)), None)
+        if name is not None:
+            raise ConfigError(
+                f"{theirs.__name__}.{name}: would not be called, since ZeroTrainerMixin saves and loads by all ranks; "
+                f"if it calls super().{name}, put it first: class Mine({theirs.__name__}, ZeroTrainer)"
+            )
 
 
 def _named(trainer: Trainer, error: ValueError) -> ConfigError | None:

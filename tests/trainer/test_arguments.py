@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from hf_zero import ZeroTrainer, ZeroTrainingArguments
+from hf_zero import ZeroArgumentsMixin, ZeroTrainer, ZeroTrainerMixin, ZeroTrainingArguments
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests import models
 from tests.distributed import run_ranks
 from tests.trainer.harness import make
+from tests.trainer.test_checkpoints import SavesMore
 
 
 pytestmark = pytest.mark.quick
@@ -187,6 +188,23 @@ def test_a_model_spread_by_device_map_is_refused(tmp_path):
 def test_arguments_without_a_stage_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="ZeroTrainingArguments"):
         ZeroTrainer(model=models.build("bert"), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+
+
+def test_a_class_whose_own_way_to_save_would_not_be_called_is_refused(tmp_path):
+    behind = type("Mine", (ZeroTrainerMixin, SavesMore), {})
+    wanted = r"SavesMore\._save: would not be called, .* put it first: class Mine\(SavesMore, ZeroTrainer\)"
+    with pytest.raises(ConfigError, match=wanted):
+        behind(model=models.build("bert"), args=_arguments(tmp_path))
+
+
+@pytest.mark.parametrize("bases", [(Trainer, ZeroTrainerMixin), (SavesMore, ZeroTrainerMixin, Trainer)])
+def test_bases_in_an_order_that_would_shard_nothing_are_refused(bases):
+    with pytest.raises(ConfigError, match=r"Mine\(.*\): methods of Trainer would go before those of ZeroTrainerMixin"):
+        type("Mine", bases, {})
+    with pytest.raises(
+        ConfigError, match=r"Own\(TrainingArguments, ZeroArgumentsMixin\): give ZeroArgumentsMixin before"
+    ):
+        type("Own", (TrainingArguments, ZeroArgumentsMixin), {})
 
 
 class Whitening(torch.optim.Optimizer):

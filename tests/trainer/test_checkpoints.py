@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import Trainer
 
 from hf_zero.errors import CheckpointError
 from tests import models
@@ -209,6 +211,7 @@ def _saves_a_plain_module(folder):
         seed_everything()
         parts = {"data_collator": Collator()}
         trainer = make(kind, f"{folder}/{kind}", Wrapped(), Rows("mlp"), parts=parts, **SAVING)
+        trainer.__class__ = type("Mine", (SavesMore, type(trainer)), {})
         trainer.train()
         trainer.save_model()
         whole = record(trainer)
@@ -216,6 +219,14 @@ def _saves_a_plain_module(folder):
         trainer = make(kind, f"{folder}/{kind}", Wrapped(), Rows("mlp"), parts=parts, **SAVING)
         trainer.train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-3")
         assert_equal(record(trainer), whole, f"stage {kind}: resumed and unbroken")
+
+
+class SavesMore(Trainer):
+    """Writes a file of its own beside the weights."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        Path(output_dir, "more.txt").write_text("more")
 
 
 class Wrapped(models.Mlp):
@@ -232,6 +243,7 @@ class Wrapped(models.Mlp):
 def test_a_plain_module_is_saved_as_weights_with_the_collators_tokenizer(tmp_path):
     run_ranks(_saves_a_plain_module, 2, str(tmp_path), timeout=240)
     assert (tmp_path / "3" / "tokenizer.json").exists()
+    assert (tmp_path / "3" / "more.txt").exists() and (tmp_path / "3" / "checkpoint-3" / "more.txt").exists()
     assert (tmp_path / "3" / "model.safetensors").exists()
     assert not (tmp_path / "3" / "config.json").exists()
 
