@@ -96,7 +96,8 @@ class ForwardPass:
         return unit.num_gathered > 0 and self.depth > 0 and not self.has_backward and not torch.is_grad_enabled()
 
     def before_block(self, unit: Unit, inputs_need_grad: bool, sees_order: bool) -> None:
-        """Prepares a block's forward: its parameters become whole, and the next unit is on its way.
+        """Prepares a block's forward: its parameters become whole, and the next unit is on its way before anything
+        waits for them, so that the link is not idle between the two.
 
         Args:
             unit (`Unit`): the block's.
@@ -109,9 +110,9 @@ class ForwardPass:
             stack.see(unit)
         stack.carries_grad = stack.carries_grad or inputs_need_grad
         self._take(stack.advance(unit), stack)
-        unit.unshard()
         num_ahead = self._engine.config.prefetch_units
         prefetch(unit, self._schedule.after(unit, num_ahead + 1), self.running, num_ahead)
+        unit.unshard()
 
     def after_block(self, unit: Unit) -> None:
         """Ends a block's forward: its parameters may leave when the next block begins or the forward ends; until then
@@ -199,9 +200,9 @@ class BackwardPass:
         if unit is not self._current or unit.phase is not Phase.UNSHARDED:
             self._pass_over(self._schedule.rewind_to(unit))
             unit.fill_slot()
-            unit.unshard()
             num_ahead = self._engine.config.prefetch_units
             prefetch(unit, self._schedule.before(num_ahead + 1), self._running, num_ahead)
+            unit.unshard()
 
     def visit_recomputation(self, unit: Unit) -> None:
         """Unshards a block that gradient checkpointing calls again before backward (Chen et al., arXiv 1604.06174)."""

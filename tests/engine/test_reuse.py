@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import hf_zero
+from hf_zero.engine.unit import Unit
 from tests.distributed import run_ranks
 from tests.engine.models import WIDTH, Block, Tower, inputs, loss_of
 from tests.engine.reference import assert_stages_match
@@ -214,3 +217,35 @@ def _prefetching():
 
 def test_any_number_of_units_ahead_gives_the_same():
     run_ranks(_prefetching, 2, timeout=LIMIT)
+
+
+def _gathers_ahead():
+    order = []
+
+    def noted(method, what):
+        def call(unit, *args, **settings):
+            order.append((what, unit.name))
+            return method(unit, *args, **settings)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "_begin_all_gather", noted(Unit._begin_all_gather, "begins"))
+        patch.setattr(Unit, "unshard", noted(Unit.unshard, "is needed"))
+        model = Tower(num_blocks=4)
+        hf_zero.shard(model, stage=3, shared_memory=False)
+        loss_of(model(inputs(dist.get_rank(), 0))).backward()
+        order.clear()
+        loss = loss_of(model(inputs(dist.get_rank(), 1)))
+        num_in_forward = len(order)
+        loss.backward()
+    blocks = [f"layers.{index}" for index in range(4)]
+    # when backward begins, the last two are still there
+    for part, way in ((order[:num_in_forward], blocks), (order[num_in_forward:], blocks[2::-1])):
+        for block, following in zip(way, way[1:]):
+            assert part.index(("begins", following)) < part.index(("is needed", block)), part
+
+
+def test_the_next_gather_is_on_its_way_before_one_is_waited_for():
+    """Else the link is idle from the end of each to the beginning of the next."""
+    run_ranks(_gathers_ahead, 2, timeout=LIMIT)

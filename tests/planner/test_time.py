@@ -219,9 +219,9 @@ def test_a_gather_follows_the_copy_of_its_range_to_the_device():
     settings = {"num_ranks": 8, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16, "stage": 3}
     slow = replace(H100, num_hosts=1, device=replace(H100.device, peer_gbytes_per_s=0.01, host_gbytes_per_s=0.01))
     found = predict(subjects.llama(), offload="params", cluster=slow, **settings).time
-    # all exchanges go one after another, and most of the copies before what they are for
+    # all exchanges go one after another, and the first of the copies before all of them
     busy = found.busy_ns
-    assert found.pass_ns > busy["gather"] + busy["reduce"] + busy["up"] / 2
+    assert found.pass_ns > busy["gather"] + busy["reduce"] + busy["up"] / 5
 
 
 @pytest.mark.quick
