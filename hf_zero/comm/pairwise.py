@@ -5,6 +5,7 @@ gloo reduces by an all-reduce and slices, and gathers through copies. Here every
 that the peer needs, straight from the memory where it lies, and receives straight into the memory where it belongs.
 """
 
+from collections.abc import Callable
 from itertools import zip_longest
 from zlib import crc32
 
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from hf_zero.comm.base import DONE, Bucket, Messages, Pending
 from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedReduction, least_nbytes
-from hf_zero.comm.distributed import DistributedComm
+from hf_zero.comm.distributed import DistributedComm, bytes_of
 
 
 # Bytes summed at a time: small enough that the scratch stays in the processor's cache between the passes.
@@ -38,7 +39,7 @@ class PairwiseComm(DistributedComm):
 
     @property
     def buckets(self) -> list[Bucket]:
-        return [self._staging, self._scratch]
+        return [self._scratch] if self._staging.memory is None else [self._staging, self._scratch]
 
     def all_gather(self, full: Tensor, shard: Tensor, *, what: str) -> Pending:
         numel = shard.numel()
@@ -53,20 +54,46 @@ class PairwiseComm(DistributedComm):
         self, full: Tensor, out: Tensor, *, dtype: torch.dtype, accumulate: bool, what: str, bits: int | None = None
     ) -> Pending:
         self._reducing.wait()  # one reduction at a time: they share the staging buffer
-        # The first piece travels while the caller computes; the others follow when it is waited for.
-        pieces = self._staging.pieces(out.numel(), self.num_ranks - 1, full.dtype) if bits is None else []
-        first = self._exchange(full, pieces[0], what) if pieces else DONE
-
-        def finish():
-            for index, piece in enumerate(pieces):
-                (first if index == 0 else self._exchange(full, piece, what)).wait()
-                start, stop = piece
-                summands = [self._summand(full, peer, piece) for peer in range(self.num_ranks)]
-                average(summands, out[start:stop], self._scratch_of(dtype), accumulate)
-
-        packed = None if bits is None else self._reduce_packed(full, out, bits, accumulate, what)
-        self._reducing = Pending(finish if packed is None else packed.finish, once=True)
+        if bits is None:
+            finish = self._reduce_exactly(full, out, dtype, accumulate, what)
+        else:
+            finish = self._reduce_packed(full, out, bits, accumulate, what).finish
+        self._reducing = Pending(finish, once=True)
         return self._reducing
+
+    def _reduce_exactly(
+        self, full: Tensor, out: Tensor, dtype: torch.dtype, accumulate: bool, what: str
+    ) -> Callable[[], None]:
+        """Begins a reduction of values that go as they are, and returns what finishes it.
+
+        All of one rank's summand travels while the caller computes, where it can arrive in `out`. The others come
+        through the staging buffer: their first piece while the caller computes, and the rest when it waits."""
+        ranges = full.view(self.num_ranks, out.numel())
+        targets, sources = self._other_ranks(), self._other_ranks()[::-1]
+        summands, arriving, leaving = {self.rank: ranges[self.rank]}, [], []
+        if not accumulate and (room := _room_in(out, full)) is not None:
+            target, source = targets.pop(0), sources.pop(0)
+            summands[source] = room
+            arriving, leaving = [(room, source)], [(ranges[target], target)]
+        pieces = self._staging.pieces(out.numel(), len(sources), full.dtype) if sources else [(0, out.numel())]
+
+        def exchange(start: int, stop: int) -> tuple[Pending, dict[int, Tensor]]:
+            rows = list(self._staging.rows(len(sources), stop - start, full.dtype)) if sources else []
+            receives: Messages = [*zip(rows, sources), *(arriving if start == 0 else ())]
+            sends = [(ranges[rank][start:stop], rank) for rank in targets] + (leaving if start == 0 else [])
+            return self._begin_messages("reduce", what, receives, sends), dict(zip(sources, rows))
+
+        first = exchange(*pieces[0]) if pieces else (DONE, {})
+
+        def finish() -> None:
+            for start, stop in pieces:
+                coming, staged = first if start == 0 else exchange(start, stop)
+                coming.wait()
+                parts = staged | {rank: summand[start:stop] for rank, summand in summands.items()}
+                in_order = [parts[rank] for rank in range(self.num_ranks)]
+                average(in_order, out[start:stop], self._scratch_of(dtype), accumulate)
+
+        return finish
 
     def _reduce_packed(self, full: Tensor, out: Tensor, bits: int, accumulate: bool, what: str) -> PackedReduction:
         nbytes = max(self._staging.nbytes // 8 * 4, least_nbytes(self.num_ranks, bits))  # scales are fp32 in them
@@ -85,24 +112,6 @@ class PairwiseComm(DistributedComm):
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         return self._begin_messages(verb, what, receives, sends)
 
-    def _staged(self, dtype: torch.dtype, peer: int, numel: int) -> Tensor:
-        """Returns the part of the staging buffer that receives `peer`'s summand of a piece."""
-        return self._staging.rows(self.num_ranks - 1, numel, dtype)[peer if peer < self.rank else peer - 1]
-
-    def _exchange(self, full: Tensor, piece: tuple[int, int], what: str) -> Pending:
-        (start, stop), numel = piece, full.numel() // self.num_ranks
-        receives = [(self._staged(full.dtype, rank, stop - start), rank) for rank in reversed(self._other_ranks())]
-        sends = [(full[rank * numel + start : rank * numel + stop], rank) for rank in self._other_ranks()]
-        return self._begin_messages("reduce", what, receives, sends)
-
-    def _summand(self, full: Tensor, peer: int, piece: tuple[int, int]) -> Tensor:
-        """Returns a rank's summand of a piece of this rank's range, where it lies or was received."""
-        start, stop = piece
-        if peer != self.rank:
-            return self._staged(full.dtype, peer, stop - start)
-        own = full.numel() // self.num_ranks * self.rank
-        return full[own + start : own + stop]
-
     def _scratch_of(self, dtype: torch.dtype) -> Tensor:
         return self._scratch.rows(1, SUM_NBYTES // dtype.itemsize, dtype)[0]
 
@@ -111,6 +120,15 @@ class PairwiseComm(DistributedComm):
         works = self._post(receives, sends, tag_of(verb, what), under_way)
         self.counters.add(verb, sum(tensor.numel() * tensor.element_size() for tensor, _ in sends), what)
         return Pending(lambda: self._wait(works, under_way))
+
+
+def _room_in(out: Tensor, full: Tensor) -> Tensor | None:
+    """Returns the end of `out` as the place for a summand in the dtype of `full`; `None` where there is none, as where
+    `out` is a part of `full`. From there it can be averaged into `out`: what is overwritten has been read."""
+    numel, unused = out.numel(), out.element_size() - full.element_size()
+    if unused < 0 or out.untyped_storage()._cdata == full.untyped_storage()._cdata:
+        return None
+    return bytes_of(out)[numel * unused :].view(full.dtype)
 
 
 def average(summands: list[Tensor], out: Tensor, scratch: Tensor, accumulate: bool, count: int | None = None) -> None:

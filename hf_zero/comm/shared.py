@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_zero.comm.base import Bucket, Counters, Pending
+from hf_zero.comm.base import Counters, Pending
 from hf_zero.comm.pairwise import PairwiseComm, average, tag_of
 from hf_zero.comm.peers import Kind, Peers, mapped
 
@@ -86,11 +86,6 @@ class SharedComm(PairwiseComm):
         self.shared_memory = HostMemory(self.rank, self.num_ranks, self._host_peers, self.counters)
         self._under_way: deque[_Collective] = deque()  # begun, the values not taken yet
         self._boards: list[Tensor] = []  # two, on which each rank has a row of bytes, used in turn
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        # the staging buffer is for what lies elsewhere: the engine's tensors do not
-        return [bucket for bucket in super().buckets if bucket.memory is not None or bucket is self._scratch]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.shared_memory.own(numel, dtype)

@@ -242,7 +242,8 @@ def _chooses(shared_memory: bool) -> list[int]:
         patch.setattr(socket, "gethostname", lambda: f"host{comm.rank}")
         apart = dist.new_group()
         ranks.exchange_addresses(apart)
-    return [comm.buckets[0].nbytes, on_one_host, world._bucket_nbytes(NativeComm, apart)]
+    own = comm.buffer_nbytes if shared_memory else comm._staging.nbytes
+    return [own, on_one_host, world._bucket_nbytes(NativeComm, apart)]
 
 
 def test_the_size_of_a_bucket_is_that_of_the_kind_of_link():

@@ -147,6 +147,32 @@ def test_collectives_under_way_do_not_disturb_one_another(num_ranks, bucket_nbyt
     run_ranks(_overlaps, num_ranks, bucket_nbytes)
 
 
+def _sends_at_once() -> None:
+    comm, sent, post = _connect(SMALL), [], DistributedComm._post
+
+    def noted(comm, receives, sends, tag, what):
+        sent.extend(tensor.nbytes for tensor, _ in sends)
+        return post(comm, receives, sends, tag, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedComm, "_post", noted)
+        for out_dtype in (torch.float32, torch.float64):
+            full, out = _summand(comm.rank, 5000 * comm.num_ranks, torch.float32), torch.empty(5000, dtype=out_dtype)
+            pending = comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="apart")
+            # all that one rank gets, and of the others' a piece that fits in the bucket with theirs
+            assert sent[-1] == 20_000 and len(sent) == comm.num_ranks - 1, sent
+            assert sum(sent[:-1]) <= SMALL
+            pending.wait()
+            assert sum(sent) == 20_000 * (comm.num_ranks - 1)
+            sent.clear()
+    assert len(comm.buckets) == (1 if comm.num_ranks == 2 else 2), "two ranks stage nothing"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_of_one_summand_travels_before_the_reduction_is_waited_for(num_ranks):
+    run_ranks(_sends_at_once, num_ranks)
+
+
 def _counts() -> None:
     comm = _connect(SMALL)
     others = comm.num_ranks - 1
