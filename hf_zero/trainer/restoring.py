@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -196,6 +197,13 @@ class RestoringMixin(ZeroTrainerBase):
             load_model(engine, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._load_state(checkpoint)
+        theirs = super()._load_optimizer_and_scheduler
+        if theirs.__func__ is not Trainer._load_optimizer_and_scheduler:  # GRPO's, which reads more, calls Trainer's
+            with mock.patch.object(Trainer, "_load_optimizer_and_scheduler", lambda *_: None):
+                theirs(checkpoint)
+
+    def _load_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         foreign = detect(checkpoint)

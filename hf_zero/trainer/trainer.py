@@ -45,10 +45,7 @@ OVERRIDES = (
     "evaluation_loop",
 )
 # Of Trainer these are replaced and not called: what a class behind the mixin does in them would be left out.
-REPLACED = (
-    *("save_model", "_save", "_save_optimizer_and_scheduler"),
-    *("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler"),
-)
+REPLACED = ("save_model", "_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
 
 
 class TellMemory(TrainerCallback):

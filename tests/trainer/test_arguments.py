@@ -197,6 +197,23 @@ def test_a_class_whose_own_way_to_save_would_not_be_called_is_refused(tmp_path):
         behind(model=models.build("bert"), args=_arguments(tmp_path))
 
 
+class LoadsMore(Trainer):
+    """Reads more than Trainer, as TRL's GRPO does."""
+
+    read = ()
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.read = (*self.read, checkpoint)
+
+
+def test_what_a_class_behind_the_mixin_loads_beside_the_optimizer_is_loaded(tmp_path):
+    cls = type("Mine", (ZeroTrainerMixin, LoadsMore), {"_load_state": lambda *_: None})
+    trainer = cls(model=models.build("bert"), args=_arguments(tmp_path))
+    trainer._load_optimizer_and_scheduler("checkpoint")
+    assert trainer.read == ("checkpoint",)
+
+
 @pytest.mark.parametrize("bases", [(Trainer, ZeroTrainerMixin), (SavesMore, ZeroTrainerMixin, Trainer)])
 def test_bases_in_an_order_that_would_shard_nothing_are_refused(bases):
     with pytest.raises(ConfigError, match=r"Mine\(.*\): methods of Trainer would go before those of ZeroTrainerMixin"):
