@@ -320,10 +320,11 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
         num_logits = 4 * 100 * 50_000  # TRL reads them all
         assert _mib(_plan(capsys, "--config", path, "--num_tokens=100"), "logits and loss") > 8 * num_logits / 2**20
     dpo = _run_file(tmp_path, model_name_or_path=str(config_file), use_cpu=False, task="dpo", use_peft=False)
-    dpo = _plan(capsys, "--config", dpo, "--lora_r=16", "--lora_dropout=0.05")
+    argv = ["--config", dpo, "--lora_r=16", "--lora_dropout=0.05"]
+    dpo = _plan(capsys, *argv)
     assert "4 x 48 tokens" in dpo and _mib(dpo, "reference model") > 0  # both answers of each row
     assert "of one micro-batch" not in dpo
-    accumulating = _plan(capsys, "--config", path, "--gradient_accumulation_steps=2")
+    accumulating = _plan(capsys, *argv, "--gradient_accumulation_steps=2")
     assert "  traffic and time are those of a step of one micro-batch; " in accumulating
 
 
