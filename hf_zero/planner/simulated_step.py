@@ -130,7 +130,6 @@ class SimulatedStep:
             self.engine.unshard_around(with_head=False)
             self.engine.root.reshard()
             self.optimizer.step()
-            self.engine.finish_gradients()  # what they go through to their sums
             self.optimizer.zero_grad()
             if has_reference and not hasattr(model, "disable_adapter"):
                 twin = replica_of(model, blocks).requires_grad_(False).eval()
