@@ -52,7 +52,8 @@ class ZeroEngine(ModelUnits):
         super().__init__(*args, **kwargs)
         self._forward = ForwardPass(self)
         self._backward: BackwardPass | None = None  # None outside of a backward
-        self._is_reducing = False  # `finish_gradients` is under way, or broke off
+        # `finish_gradients`, or what scales gradients on all ranks, is under way, or broke off
+        self.is_reducing = False
         self._first_forwards = FirstForwards(self)
         self._is_order_known = self.comm.num_ranks == 1 or not self.blocks
         self._grad_scale: Tensor | None = None  # by what the reduced gradients are still to be multiplied
@@ -189,7 +190,7 @@ class ZeroEngine(ModelUnits):
     @property
     def has_broken_off(self) -> bool:
         """Whether a backward, or what reduces gradients behind it, was begun and has not ended."""
-        return self._backward is not None or self._is_reducing
+        return self._backward is not None or self.is_reducing
 
     def recover(self) -> None:
         """Recovers from a backward that failed: its gradients are dropped, and the engine is as before the step."""
@@ -200,12 +201,12 @@ class ZeroEngine(ModelUnits):
         except Exception as error:
             logger.warning("hf_zero: what had been sent to the host is dropped too: %s", error)
         for unit in self.units:
-            unit.drop_gradients(stays_reduced=self._is_reducing)
+            unit.drop_gradients(stays_reduced=self.is_reducing)
             unit.reshard()
         self.schedule.reset()
-        self.schedule.drop(in_step=self._is_reducing)
+        self.schedule.drop(in_step=self.is_reducing)
         self.head_stays = False
-        self._forward, self._backward, self._is_reducing = ForwardPass(self), None, False
+        self._forward, self._backward, self.is_reducing = ForwardPass(self), None, False
         for updates in list(self.updates):
             updates.abandon()
 
@@ -219,7 +220,7 @@ class ZeroEngine(ModelUnits):
         """
         if self.has_broken_off:
             self.recover()
-        self._is_reducing = True
+        self.is_reducing = True
         for unit in self.units:
             if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):
                 self.reduce(unit, at_step=True)
@@ -231,7 +232,7 @@ class ZeroEngine(ModelUnits):
         self.wait_for_host()
         if applies_scale:
             self._apply_grad_scale()
-        self._is_reducing = False
+        self.is_reducing = False
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiplies the reduced gradients by a factor, now or when they are read. A fused optimizer may take the
@@ -240,7 +241,6 @@ class ZeroEngine(ModelUnits):
         Args:
             scale (`Tensor`): 0-d fp32.
         """
-        self.finish_gradients()
         self._grad_scale = scale
 
     def take_grad_scale(self) -> Tensor | None:

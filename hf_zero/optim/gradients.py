@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -16,7 +17,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.schedule import LEFT_OUT
 from hf_zero.engine.unit import Unit
-from hf_zero.errors import ConfigError, LifecycleError, NonFiniteError
+from hf_zero.errors import ConfigError, HfZeroError, LifecycleError, NonFiniteError
 
 
 # torch's fp32 norm of a long CPU tensor is off by 1e-5 at 1 M elements and 3e-4 at 10 M; by rows of so many elements,
@@ -89,6 +90,20 @@ def _gathered(engine: ZeroEngine, values: Tensor, norm_type: float, max_norm: fl
     return torch.zeros_like(values) if leaves_out(engine, [int(mark) for *_, mark in limits]) else values
 
 
+@contextmanager
+def scaled_together(engine: ZeroEngine) -> Iterator[None]:
+    """Surrounds what scales the gradients on all ranks. A rank on which alone it breaks off drops its gradients,
+    since others may have scaled theirs: the step is then left out, see `leaves_out`."""
+    engine.finish_gradients()
+    engine.is_reducing = True
+    try:
+        yield
+    except HfZeroError:
+        engine.is_reducing = False  # on all ranks, which have scaled nothing
+        raise
+    engine.is_reducing = False
+
+
 def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
     """Returns whether the step is left out, since some ranks have dropped gradients that others hold: after an
     exception in a backward on one rank alone, say. All ranks then drop theirs. All ranks call it.
@@ -104,6 +119,7 @@ def leaves_out(engine: ZeroEngine, dropped: list[int]) -> bool:
         return LEFT_OUT in dropped
     rank = dropped.index(max(dropped))
     found = f"rank {rank} has dropped gradients, as after a backward that broke off, and not all ranks have"
+    engine.is_reducing = False  # what was under way ends here, on all ranks
     engine.clear_gradients()
     engine.schedule.reset()
     engine.schedule.dropped = LEFT_OUT

@@ -34,6 +34,7 @@ from hf_zero.optim.gradients import (
     known_norm,
     measure_norm,
     refuse_nonfinite,
+    scaled_together,
 )
 from hf_zero.optim.granularity import (
     granularity_of,
@@ -349,8 +350,7 @@ class ShardedOptimizer(StateRecords):
             norm_type (`float`): order of the norm, `inf` included.
 
         Returns:
-            `Tensor`: 0-d fp32, the norm before clipping, equal on every rank; on the device where the host does not
-                wait for it.
+            `Tensor`: 0-d fp32, the norm before clipping, equal on every rank; on the device where nobody waits for it.
 
         Raises:
             `LifecycleError`: on all ranks, when not all clip alike.
@@ -358,25 +358,25 @@ class ShardedOptimizer(StateRecords):
         """
         if max_norm != float("inf"):
             self._refuse_spent()
-        self.engine.finish_gradients()
-        norm = measure_norm(self.engine, norm_type, max_norm)
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # NaN spoils all gradients, as in torch
-        if self.engine.config.nonfinite != "ignore":
-            scale = torch.where(norm.isfinite(), scale, 1.0)
-        is_wanted = not scale >= 1.0 if not self.engine.runs_ahead else max_norm != float("inf")
-        if is_wanted and not self._host.is_spent:
-            self.engine.scale_gradients(scale)
+        with scaled_together(self.engine):
+            norm = measure_norm(self.engine, norm_type, max_norm)
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # NaN spoils all gradients, as in torch
+            if self.engine.config.nonfinite != "ignore":
+                scale = torch.where(norm.isfinite(), scale, 1.0)
+            is_wanted = not scale >= 1.0 if not self.engine.runs_ahead else max_norm != float("inf")
+            if is_wanted and not self._host.is_spent:
+                self.engine.scale_gradients(scale)
         return norm
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bounds every element of the averaged gradients to [-clip_value, clip_value]."""
         self._refuse_spent()
-        self.engine.finish_gradients()
-        self.engine.grad_norm = None
-        for gradient in self.engine.gradients():
-            if gradient.is_reduced:
-                gradient.reduced.clamp_(-clip_value, clip_value)
+        with scaled_together(self.engine):
+            self.engine.grad_norm = None
+            for gradient in self.engine.gradients():
+                if gradient.is_reduced:
+                    gradient.reduced.clamp_(-clip_value, clip_value)
 
     def _gradients_of(self, units: Iterable[Unit]) -> Gradients:
         """Returns by unit the slices that this rank holds and that have a gradient, each with its gradient."""
