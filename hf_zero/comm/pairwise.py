@@ -66,29 +66,35 @@ class PairwiseComm(DistributedComm):
     ) -> Callable[[], None]:
         """Begins a reduction of values that go as they are, and returns what finishes it.
 
-        All of one rank's summand travels while the caller computes, where it can arrive in `out`. The others come
-        through the staging buffer: their first piece while the caller computes, and the rest when it waits."""
+        [Note: how messages are cut] It is alike on all ranks, and each sends all at once. Where a rank puts what comes
+        is its own affair: `accumulate` and `out` may differ, as on a rank that has dropped its gradients. All of one
+        summand travels while the caller computes, where it can arrive in `out`. The others come through the staging
+        buffer: their first piece while the caller computes, and the rest when it waits."""
         ranges = full.view(self.num_ranks, out.numel())
-        targets, sources = self._other_ranks(), self._other_ranks()[::-1]
-        summands, arriving, leaving = {self.rank: ranges[self.rank]}, [], []
-        if not accumulate and (room := _room_in(out, full)) is not None:
-            target, source = targets.pop(0), sources.pop(0)
-            summands[source] = room
-            arriving, leaving = [(room, source)], [(ranges[target], target)]
-        pieces = self._staging.pieces(out.numel(), len(sources), full.dtype) if sources else [(0, out.numel())]
+        sources = self._other_ranks()[::-1]
+        summands, room = {self.rank: ranges[self.rank]}, None if accumulate else _room_in(out, full)
+        if room is not None:
+            summands[sources.pop(0)] = room
+        pieces = self._staging.pieces(out.numel(), self.num_ranks - 1, full.dtype)
 
-        def exchange(start: int, stop: int) -> tuple[Pending, dict[int, Tensor]]:
-            rows = list(self._staging.rows(len(sources), stop - start, full.dtype)) if sources else []
-            receives: Messages = [*zip(rows, sources), *(arriving if start == 0 else ())]
-            sends = [(ranges[rank][start:stop], rank) for rank in targets] + (leaving if start == 0 else [])
-            return self._begin_messages("reduce", what, receives, sends), dict(zip(sources, rows))
+        def begin(start: int, stop: int) -> Pending:
+            receives = [] if room is None else [(room[start:stop], (self.rank - 1) % self.num_ranks)]
+            sends = [(ranges[rank][start:stop], rank) for rank in self._other_ranks()]
+            return self._begin_messages("reduce", what, receives, sends)
 
-        first = exchange(*pieces[0]) if pieces else (DONE, {})
+        def stage(start: int, stop: int) -> tuple[Pending, dict[int, Tensor]]:
+            rows = self._staging.rows(len(sources), stop - start, full.dtype) if sources else ()
+            staged = dict(zip(sources, rows))
+            return self._begin_messages("reduce", what, [(row, rank) for rank, row in staged.items()], []), staged
+
+        begun = [begin(*piece) for piece in pieces]
+        first = stage(*pieces[0]) if pieces else (DONE, {})
 
         def finish() -> None:
-            for start, stop in pieces:
-                coming, staged = first if start == 0 else exchange(start, stop)
-                coming.wait()
+            for (start, stop), direct in zip(pieces, begun):
+                indirect, staged = first if start == 0 else stage(start, stop)
+                for coming in (indirect, direct):
+                    coming.wait()
                 parts = staged | {rank: summand[start:stop] for rank, summand in summands.items()}
                 in_order = [parts[rank] for rank in range(self.num_ranks)]
                 average(in_order, out[start:stop], self._scratch_of(dtype), accumulate)

@@ -147,11 +147,13 @@ def test_collectives_under_way_do_not_disturb_one_another(num_ranks, bucket_nbyt
     run_ranks(_overlaps, num_ranks, bucket_nbytes)
 
 
-def _sends_at_once() -> None:
-    comm, sent, post = _connect(SMALL), [], DistributedComm._post
+def _travels_at_once() -> None:
+    comm, come, sent, post = _connect(SMALL), {}, [], DistributedComm._post
 
     def noted(comm, receives, sends, tag, what):
         sent.extend(tensor.nbytes for tensor, _ in sends)
+        for tensor, rank in receives:
+            come[rank] = come.get(rank, 0) + tensor.nbytes
         return post(comm, receives, sends, tag, what)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -159,18 +161,34 @@ def _sends_at_once() -> None:
         for out_dtype in (torch.float32, torch.float64):
             full, out = _summand(comm.rank, 5000 * comm.num_ranks, torch.float32), torch.empty(5000, dtype=out_dtype)
             pending = comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=False, what="apart")
-            # all that one rank gets, and of the others' a piece that fits in the bucket with theirs
-            assert sent[-1] == 20_000 and len(sent) == comm.num_ranks - 1, sent
-            assert sum(sent[:-1]) <= SMALL
+            # all that one rank has for this one, and of the others' a piece that fits in the bucket with theirs
+            assert max(come.values()) == 20_000 and sum(come.values()) <= 20_000 + SMALL, come
             pending.wait()
-            assert sum(sent) == 20_000 * (comm.num_ranks - 1)
-            sent.clear()
+            assert sum(sent) == sum(come.values()) == 20_000 * (comm.num_ranks - 1)
+            come.clear(), sent.clear()
     assert len(comm.buckets) == (1 if comm.num_ranks == 2 else 2), "two ranks stage nothing"
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_all_of_one_summand_travels_before_the_reduction_is_waited_for(num_ranks):
-    run_ranks(_sends_at_once, num_ranks)
+    run_ranks(_travels_at_once, num_ranks)
+
+
+def _differ() -> None:
+    """Each rank has its averages in another place: added to what is there, apart, and in its own summand."""
+    comm, numel = _connect(SMALL), 5000
+    wanted = _mine(_average(numel * comm.num_ranks, torch.float32, torch.float32))
+    for turn in range(3):
+        kind = (comm.rank + turn) % 3
+        full = _summand(comm.rank, numel * comm.num_ranks, torch.float32)
+        out = _mine(full) if kind == 2 else torch.full((numel,), 7.0)
+        comm.reduce_scatter(full, out, dtype=torch.float32, accumulate=kind == 0, what="unlike").wait()
+        assert torch.equal(out, wanted + 7 if kind == 0 else wanted), turn
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_need_not_have_their_averages_in_like_places(num_ranks):
+    run_ranks(_differ, num_ranks)
 
 
 def _counts() -> None:

@@ -11,6 +11,7 @@ import torch
 import hf_zero
 from hf_zero.errors import LifecycleError
 from tests import models
+from tests.distributed import run_ranks
 from tests.engine.interrupts import Break, Outcome, Phase, Policy, broken, unbroken
 from tests.tiers import in_core
 from tests.training import Sharded, adamw
@@ -78,6 +79,24 @@ def test_a_step_that_one_rank_has_no_gradients_for_is_left_out_on_all(world, cap
     assert outcomes[1].where is not None
     assert _came_of(world, outcomes) == "(0, 2)"
     assert "rank 1 has dropped gradients" in caplog.text
+
+
+def _drops_on_one_rank(settings: dict) -> bool:
+    subject = Sharded(models.Mlp(width=128), adamw, shared_memory=False, bucket_nbytes=4096, **settings)
+    before = subject.weights()
+    for micro_batch in range(2):
+        subject(**models.batch("mlp", seed=micro_batch)).backward()
+        if subject.engine.comm.rank == 1 and micro_batch == 0:
+            subject.optimizer.zero_grad()
+    subject.optimizer.clip_grad_norm_(1.0)
+    subject.optimizer.step()
+    return all(torch.equal(weight, before[name]) for name, weight in subject.weights().items())
+
+
+@pytest.mark.parametrize("settings", [{"stage": 2}, {"stage": 3, **BF16}])
+def test_a_rank_that_drops_its_gradients_between_micro_batches_does_not_break_the_messages(settings):
+    """It has nothing to add the second micro-batch to, and the others have."""
+    assert run_ranks(_drops_on_one_rank, 2, settings) == [True, True]
 
 
 @pytest.mark.parametrize("call", ["Unit.refresh", "Flat.mark_clean", "PartialStep.finish", "Schedule.end_step"])
