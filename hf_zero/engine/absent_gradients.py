@@ -97,16 +97,22 @@ def _refusing(original: Callable, called: str) -> Callable:
     return clip
 
 
+def _listed(given: Any) -> Any:
+    """Returns an iterator's elements, which are wanted twice, and all else as it is."""
+    return list(given) if isinstance(given, Iterator) else given
+
+
 def _reading(original: Callable, read_of: Callable) -> Callable:
     @wraps(original)
     def read(*args, **kwargs):
-        given = [list(each) if isinstance(each, Iterator) else each for each in args]
-        units = map(unit_of, read_of(*given, **kwargs))
+        args = [_listed(each) for each in args]
+        kwargs = {name: _listed(each) for name, each in kwargs.items()}
+        units = map(unit_of, read_of(*args, **kwargs))
         if not all(unit is None or unit.is_unsharded for unit in units):
             raise LifecycleError(
                 f"{original.__qualname__}: would read parameters of a sharded model while their data is away; call it "
                 "inside `with hf_zero.gathered(model):`"
             )
-        return original(*given, **kwargs)
+        return original(*args, **kwargs)
 
     return read

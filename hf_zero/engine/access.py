@@ -34,19 +34,20 @@ def remember(units: list[Unit]) -> None:
         for flat in unit.flats:
             for param in flat.params:
                 setattr(param, UNIT_ATTRIBUTE, _UnitReference(unit))
-                # a copy of a parameter alone does not come to its attributes
-                vars(param)["__deepcopy__"] = partial(_deepcopy, weakref.ref(param))
+                if unit.is_sharded:  # a copy of a parameter alone does not come to its attributes
+                    vars(param)["__deepcopy__"] = partial(_deepcopy, weakref.ref(param))
 
 
 def _deepcopy(param: weakref.ref, memo: dict) -> Tensor:
     """Copies a parameter as its class does.
 
     Raises:
-        `UnsupportedError`: while its data is away.
+        `UnsupportedError`: while its data is away, and for another tensor that was given its attributes, once it is
+            gone.
     """
     found = param()
-    unit = unit_of(found)
-    if unit is not None and not unit.is_unsharded:
+    unit = unit_of(found) if found is not None else None
+    if found is None or (unit is not None and not unit.is_unsharded):
         raise UnsupportedError(UNCOPYABLE)
     return type(found).__deepcopy__(found, memo)
 
@@ -55,7 +56,7 @@ def forget(units: list[Unit]) -> None:
     """Undoes `remember`."""
     for param in (param for unit in units for flat in unit.flats for param in flat.params):
         delattr(param, UNIT_ATTRIBUTE)
-        del vars(param)["__deepcopy__"]
+        vars(param).pop("__deepcopy__", None)
 
 
 def unit_of(param: Tensor) -> Unit | None:

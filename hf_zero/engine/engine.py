@@ -14,7 +14,7 @@ from hf_zero.engine.divided import local_grad
 from hf_zero.engine.flat import NamedShard, ParamInfo
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.model_units import ModelUnits
-from hf_zero.engine.passes import BackwardPass, ForwardPass
+from hf_zero.engine.passes import BackwardPass, ForwardPass, take_refusal
 from hf_zero.engine.placeholder_guard import FirstForwards
 from hf_zero.engine.schedule import Stack
 from hf_zero.engine.unit import Phase, Unit
@@ -80,14 +80,12 @@ class ZeroEngine(ModelUnits):
     def end_forward(self, stack: Stack | None, failed: bool) -> None:
         """Ends a forward that `begin_forward` has prepared."""
         forward = self._forward
-        if in_backward() or (failed and not forward.is_of_this_thread):
+        if in_backward() or (failed and take_refusal()):
             return
         forward.end(stack, failed)
         is_outermost = forward.depth == 0
         if is_outermost:
             self._first_forwards.end_forward(failed)
-        if stack is not None or is_outermost:
-            forward.reshard_last()
         if not is_outermost:
             return
         self._forward = ForwardPass(self)
@@ -258,6 +256,7 @@ class ZeroEngine(ModelUnits):
         """Drops all gradients, and frees the memory of their shards; `zeroed` as in `Gradient.clear`."""
         if self.has_broken_off and not in_backward():
             self.recover()
+        self._forward = self._forward.renewed()
         self._grad_scale = self.grad_norm = None
         self._first_forwards.end()
         for updates in list(self.updates):
@@ -274,6 +273,7 @@ class ZeroEngine(ModelUnits):
         """
         if self.has_broken_off:
             self.recover()  # what a backward that failed has updated counts first
+        self._forward = self._forward.renewed()
         self._first_forwards.end()
         if not self.is_cast:
             writes.take(self)

@@ -1,17 +1,26 @@
 """The order of one step: when units are gathered, unsharded, resharded and reduced in a forward and its backward."""
 
 from collections.abc import Iterator
-from threading import get_ident
+from threading import get_ident, local
 
 import torch
 from torch import nn
 
 from hf_zero.config import Residency
+from hf_zero.engine.away import in_backward
 from hf_zero.engine.loan import lend_slots
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.engine.schedule import Stack, Visit
 from hf_zero.engine.unit import Phase, Unit
 from hf_zero.errors import LifecycleError
+
+
+_this_thread = local()  # `is_refused`: `ForwardPass.begin` has refused its forward, whose end comes next
+
+
+def take_refusal() -> bool:
+    """Whether the forward that ends now on this thread was refused when it began, and so is not counted."""
+    return vars(_this_thread).pop("is_refused", False)
 
 
 class ForwardPass:
@@ -48,9 +57,10 @@ class ForwardPass:
         """
         if self.depth == 0:
             self._thread = get_ident()
-        elif not self.is_of_this_thread and any(
+        elif self._thread != get_ident() and any(
             not unit.num_gathered for unit in self._engine.units if unit.is_sharded
         ):
+            _this_thread.is_refused = True
             raise LifecycleError(
                 "the model is called by two threads at a time, which use the same parameters when they are gathered; "
                 "call it by one after the other, or inside `with hf_zero.gathered(model):`"
@@ -84,11 +94,23 @@ class ForwardPass:
         self.depth = max(0, self.depth - 1)
         if not failed:
             self._return_head()
+        if stack is not None or self.depth == 0:
+            self.reshard_last()
 
-    @property
-    def is_of_this_thread(self) -> bool:
-        """Whether the outermost forward is not under way on another thread."""
-        return self.depth == 0 or self._thread == get_ident()
+    def renewed(self) -> "ForwardPass":
+        """Returns the one from now on, at a time when no forward can be under way but in a backward. One that is was
+        broken off by a `KeyboardInterrupt`, say: torch calls the hooks behind a forward only for an `Exception`."""
+        if in_backward() or not (self.depth or self.running):
+            return self
+        for stack in self._schedule.stacks:
+            stack.finish()
+            stack.carries_grad = False
+        running, self.running = self.running, []
+        for unit in running:
+            unit.reshard()
+        self.reshard_last()
+        self._engine.reshard_around()
+        return ForwardPass(self._engine)
 
     def leaves_alone(self, unit: Unit) -> bool:
         """Whether there is nothing to do around a block: its parameters are whole until a `gathered` context ends,

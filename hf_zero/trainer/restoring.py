@@ -200,7 +200,7 @@ class RestoringMixin(ZeroTrainerBase):
         self._load_state(checkpoint)
         theirs = super()._load_optimizer_and_scheduler
         if theirs.__func__ is not Trainer._load_optimizer_and_scheduler:  # GRPO's, which reads more, calls Trainer's
-            with mock.patch.object(Trainer, "_load_optimizer_and_scheduler", lambda *_: None):
+            with mock.patch.object(Trainer, "_load_optimizer_and_scheduler", lambda *_, **__: None):
                 theirs(checkpoint)
 
     def _load_state(self, checkpoint: str | None) -> None:

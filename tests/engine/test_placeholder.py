@@ -1,8 +1,8 @@
 """What a parameter is while its data is away: everything but its values."""
 
 import copy
+import gc
 import pickle
-import threading
 import warnings
 
 import pytest
@@ -252,13 +252,13 @@ def _copy_of_a_part():
         with pytest.raises(LifecycleError, match=r"would read parameters of a sharded model .* inside `with hf_zero"):
             read(model)
     with pytest.raises(LifecycleError, match="^parameters_to_vector: would read"):
-        torch.nn.utils.parameters_to_vector(model.parameters())
+        torch.nn.utils.parameters_to_vector(parameters=model.parameters())
     with hf_zero.gathered(model):
         average.update_parameters(model)
         assert torch.equal(copy.deepcopy(weight), weight)
         values = torch.nn.utils.parameters_to_vector(iter(params))
     reference = build_seeded(Tower)
-    assert torch.equal(values, torch.nn.utils.parameters_to_vector(reference.parameters()))
+    assert torch.equal(values, torch.nn.utils.parameters_to_vector(parameters=reference.parameters()))
     assert torch.equal(average.module.head.weight, reference.head.weight)
 
 
@@ -266,31 +266,20 @@ def test_what_reads_or_copies_a_part_while_its_data_is_away_is_refused():
     run_ranks(_copy_of_a_part, 2, timeout=LIMIT)
 
 
-def test_a_second_thread_is_refused_and_leaves_the_first_alone():
-    model, refused = build_seeded(Tower), []
-    wanted = model(inputs(0, 0))
-    hf_zero.shard(model, stage=3, strict=True)
-
-    def in_a_thread():
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-
-    def call():
-        try:
-            model(inputs(0, 1))
-        except LifecycleError as error:
-            refused.append(str(error))
-
-    def in_the_midst(*_):
-        handle.remove()
-        in_a_thread()
-
-    handle = model.layers[1].register_forward_hook(in_the_midst)
-    assert torch.equal(model(inputs(0, 0)), wanted)
-    assert len(refused) == 1 and "called by two threads at a time" in refused[0]
-    in_a_thread()  # alone
-    assert len(refused) == 1
+def test_only_parameters_that_go_away_refuse_to_be_copied():
+    for stage in ALL_STAGES:
+        model = build_seeded(Tower)
+        hf_zero.shard(model, stage=stage, strict=True)
+        attributes = dict(vars(model.layers[1].up.weight))
+        assert ("__deepcopy__" in attributes) is (stage == 3)
+        hf_zero.ShardedModel(model).unshard()
+        assert "__deepcopy__" not in vars(model.layers[1].up.weight)
+    other = nn.Parameter(torch.ones(1))
+    vars(other).update(attributes)
+    del model
+    gc.collect()
+    with pytest.raises(HfZeroError, match="cannot be copied"):
+        copy.deepcopy(other)
 
 
 def _shard_twice():

@@ -203,7 +203,7 @@ class LoadsMore(Trainer):
     read = ()
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint=checkpoint)
         self.read = (*self.read, checkpoint)
 
 
