@@ -314,13 +314,13 @@ class ZeroEngine(ModelUnits):
         if memory is not None:
             memory.barrier()
 
-    def mark_updated(self, only_trained: bool = False) -> None:
+    def mark_updated(self, only_trained: bool = False, only_used: bool = False) -> None:
         """Lets the compute copies follow masters that have new values. All ranks call it.
 
         Args:
-            only_trained (`bool`): frozen parameters have kept their values.
+            only_trained, only_used (`bool`): what is frozen, or has no gradient now, has kept its values.
         """
-        for pending in [pending for unit in self.units for pending in unit.refresh(only_trained)]:
+        for pending in [pending for unit in self.units for pending in unit.refresh(only_trained, only_used)]:
             pending.wait()
         for flat in self.flats:
             flat.mark_clean()
@@ -334,7 +334,7 @@ class ZeroEngine(ModelUnits):
             is_late (`bool`): the masters get their new values later; else they have them.
         """
         if not is_late:
-            self.mark_updated(only_trained=True)
+            self.mark_updated(only_trained=True, only_used=True)
         self.drop_step()
         if not self._is_order_known:
             self._agree_on_order()

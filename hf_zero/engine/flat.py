@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Comm
 from hf_zero.config import StagePlan
@@ -246,6 +247,13 @@ class Flat:
         self.versions = [p._version for p in self.params]
         if self.rest.has_copy and self.rest.whole is not None:
             self.bits = bits_of(self.full)
+
+    def outdate_forwards(self, written: list[bool]) -> None:
+        """Lets autograd refuse a backward through a forward of former values, as it does where an optimizer writes to
+        the parameters themselves: the versions change of those that are `written`. They stay the engine's, also where
+        it breaks off before `mark_clean`."""
+        increment_version([p for p, is_written in zip(self.params, written) if is_written])
+        self.versions = [version + is_written for version, is_written in zip(self.versions, written)]
 
     def rewritten(self) -> int | None:
         """Returns the first parameter that somebody has written to in place; `None` where nobody has."""

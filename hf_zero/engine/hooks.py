@@ -152,20 +152,34 @@ def _guard_state_dict(engine: ZeroEngine) -> None:
 
 def _guard_loading(engine: ZeroEngine) -> None:
     held = {id(p): (unit, flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.params)}
-    for module in engine.model.modules():
-        if module._parameters:
-            before = partial(_before_loading, held, engine.torn)
+    for name, module in engine.model.named_modules():
+        if module._parameters or module._buffers:
+            loaded: list[str] = []
+            before = partial(_before_loading, held, loaded, f"{name}." if name else "")
             engine.handles.append(module.register_load_state_dict_pre_hook(before))
+            after = partial(_after_loading, engine.torn, loaded)
+            engine.handles.append(module.register_load_state_dict_post_hook(after))
 
 
 def _before_loading(
-    held: dict[int, tuple], torn: dict[str, str], module, state_dict, prefix, local_metadata, *_
+    held: dict[int, tuple], loaded: list[str], path: str, module, state_dict, prefix, local_metadata, *_
 ) -> None:
     """Writes loaded values to the masters without rounding, before they are written to the parameters.
+
+    Args:
+        held: unit, buffer and place in it of each parameter, by its id.
+        loaded: gets the names of what is about to be loaded into the module.
+        path: of the module, a prefix of names.
 
     Raises:
         `LifecycleError`: for `assign=True`, and where what is loaded would be lost.
     """
+    loaded[:] = [
+        path + key
+        for key, buffer in module._buffers.items()
+        if isinstance(values := state_dict.get(prefix + key), Tensor)
+        and values.shape == getattr(buffer, "shape", None)
+    ]
     for key, p in module._parameters.items():
         values = state_dict.get(prefix + key)
         if id(p) not in held or not isinstance(values, Tensor):
@@ -183,12 +197,19 @@ def _before_loading(
             )
         fits = values.shape == p.shape and not is_dtensor(p)
         if fits:
-            torn.pop(flat.infos[index].name, None)
+            loaded.append(flat.infos[index].name)
         is_finer = (
             flat.rest.masters.dtype is not flat.dtype and torch.promote_types(values.dtype, p.dtype) is not p.dtype
         )
         if fits and is_finer and unit.keeps_writes and not flat.plan.lags:
             flat.write_master(index, values)
+
+
+def _after_loading(torn: dict[str, str], loaded: list[str], *_) -> None:
+    """Drops the notes of what was loaded into a module, see `hf_zero.engine.torn`."""
+    for name in loaded:
+        torn.pop(name, None)
+    loaded.clear()
 
 
 def _outer_modules(engine: ZeroEngine) -> list[nn.Module]:

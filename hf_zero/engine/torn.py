@@ -78,7 +78,8 @@ def refuse(engine: "ModelUnits") -> None:
     for name, what in engine.torn.items():
         raise LifecycleError(
             f"saving: {what} broke off, so a part has its values and the rest not ({name}, {len(engine.torn)} in "
-            "all); load them anew, or load a whole checkpoint"
+            "all); load them anew with hf_zero.load_weights, or with model.load_state_dict on all ranks inside "
+            "`with hf_zero.gathered(model, writeback=True):`, or load a whole checkpoint"
         )
     optimizer = engine.newest_optimizer
     if optimizer is not None and optimizer.torn is not None:

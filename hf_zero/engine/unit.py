@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from hf_zero.comm import Pending
 from hf_zero.config import MemoryTier
@@ -195,14 +194,17 @@ class Unit(Uncopyable):
             self.reshard()
             self.phase = moved(self.name, self.phase, Phase.SHARDED)
 
-    def refresh(self, only_trained: bool) -> list[Pending]:
+    def refresh(self, only_trained: bool, only_used: bool) -> list[Pending]:
         """Updates the compute copies from the masters. Sharded values are gathered at their next use, others now.
 
         Args:
             only_trained (`bool`): frozen parameters have kept their values.
+            only_used (`bool`): so have those without a gradient, which are known still.
         """
         flats = [flat for flat in self.flats if flat.trainable or not only_trained]
-        self._outdate_forwards(only_trained)
+        used = {gradient.flat: gradient.used for gradient in self.gradients if only_used}
+        for flat in flats:
+            flat.outdate_forwards(used.get(flat, [True] * len(flat.params)))
         for flat in flats:
             if not only_trained:
                 flat.rest.refreshing = None  # it is of former values
@@ -210,12 +212,6 @@ class Unit(Uncopyable):
         if self.is_sharded and flats:
             self.evict()
         return [flat.rest.all_gather(flat.full, self.name) for flat in flats if not flat.rest.is_sharded]
-
-    def _outdate_forwards(self, only_trained: bool) -> None:
-        """Lets autograd refuse a backward through a forward of former values, as it does where an optimizer writes to
-        the parameters themselves: their versions change, of what a step has left out they stay."""
-        written = [p for gradient in self.gradients for p, used in zip(gradient.flat.params, gradient.used) if used]
-        increment_version(written if only_trained else [p for flat in self.flats for p in flat.params])
 
     @property
     def reduces_each_backward(self) -> bool:

@@ -181,13 +181,20 @@ def _gone(*_, **__) -> None:
     raise OSError("the disk is gone")
 
 
+def _interrupted(*_, **__) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_part_whose_load_broke_off_is_not_saved_before_it_is_loaded(tmp_path, monkeypatch):
-    subject = Sharded(models.build("mlp"), adamw, 3)
+    model = models.build("mlp")
+    model.embed.register_buffer("factor", torch.ones(2))
+    state = {name: values.clone() for name, values in model.state_dict().items()}
+    torch.save(state, tmp_path / "pytorch_model_fsdp.bin")
+    subject = Sharded(model, adamw, 3)
     engine = subject.engine
     hf_zero.save_pretrained(engine, tmp_path / "whole")
-    torch.save(models.build("mlp").state_dict(), tmp_path / "pytorch_model_fsdp.bin")
     names = [info.name for info in engine.param_infos()]
-    first, second = ({name: name for name in part} for part in (names[:3], names[3:]))
+    first, second = ({name: name for name in part} for part in (names[:3] + ["embed.factor"], names[3:]))
 
     def break_off() -> None:
         with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the disk is gone"):
@@ -196,10 +203,18 @@ def test_a_part_whose_load_broke_off_is_not_saved_before_it_is_loaded(tmp_path, 
 
     break_off()
     hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=second)
-    with pytest.raises(LifecycleError, match=rf"whole broke off.* \({names[0]}, 3 in all\); load them anew"):
+    with pytest.raises(LifecycleError, match=rf"whole broke off.* \({names[0]}, 4 in all\); load them anew"):
         hf_zero.save_pretrained(engine, tmp_path / "mixed")
     hf_zero.load_weights(engine, tmp_path / "whole", strict=False, keys=first)
     hf_zero.save_pretrained(engine, tmp_path / "again")
+    break_off()
+    with hf_zero.gathered(model, writeback=True):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(torch.Tensor, "copy_", _interrupted)
+            model.load_state_dict(state)
+        assert engine.torn.keys() == first.keys()
+        model.load_state_dict(state)
+    hf_zero.save_pretrained(engine, tmp_path / "by torch")
     break_off()
     load_foreign_weights(engine, tmp_path)
     hf_zero.save_pretrained(engine, tmp_path / "from FSDP")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.checkpoint.state import load_state
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
@@ -107,6 +108,75 @@ def test_nobody_saves_what_a_step_has_left_torn(call, on):
     assert all("Error: " in outcome.refusal for outcome in outcomes)
     if on is None:
         assert all("saving: an optimizer step broke off" in outcome.refusal for outcome in outcomes)
+
+
+def _trained(**settings) -> Sharded:
+    subject = Sharded(models.build("mlp"), adamw, **settings)
+    for seed in (1, 2):
+        subject(**models.batch("mlp", seed=seed)).backward()
+        subject.optimizer.step()
+    return subject
+
+
+@pytest.mark.parametrize("load", ["state", "weights"])
+def test_what_a_broken_step_has_written_is_no_write_of_the_user(load, tmp_path):
+    subject = _trained(stage=3, offload="params")
+    engine, optimizer = subject.engine, subject.optimizer
+    hf_zero.save_checkpoint(engine, optimizer, tmp_path)
+    hf_zero.save_pretrained(engine, tmp_path / "weights")
+    subject(**models.batch("mlp", seed=3)).backward()
+    with Break("Flat.mark_clean").counting(), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    load_state(engine, optimizer, tmp_path) if load == "state" else hf_zero.load_weights(engine, tmp_path / "weights")
+
+
+OFFLOADS = pytest.mark.parametrize(
+    "settings", [{"stage": 2, "offload": "optimizer"}, {"stage": 3, "offload": "params"}]
+)
+
+
+@OFFLOADS
+def test_a_backward_whose_values_a_late_update_has_changed_is_refused(settings):
+    subject = _trained(**settings, delayed_update=1)
+    loss = subject(**models.batch("mlp", seed=3))
+    with hf_zero.gathered(subject.model):
+        pass  # the update of the step before ends here
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    subject.optimizer.zero_grad()
+    subject(**models.batch("mlp", seed=4)).backward()
+    subject.optimizer.step()
+
+
+@OFFLOADS
+def test_a_backward_whose_values_an_early_update_has_changed_is_refused(settings):
+    subject = _trained(**settings)
+    loss = subject(**models.batch("mlp", seed=3))
+    with Break("Schedule.end_backward").counting(), pytest.raises(KeyboardInterrupt), subject.optimizer.in_backward():
+        loss.backward(retain_graph=True)
+    subject.optimizer.zero_grad()  # what was updated stays so
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Switched(torch.optim.SGD):
+    """Has other parameters to evaluate than to train, as schedule-free optimizers do."""
+
+    elementwise = True
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = False
+            torch._foreach_mul_([param.data for param in group["params"]], 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_whose_values_an_optimizer_has_switched_is_refused(stage):
+    subject = Sharded(models.build("mlp"), lambda model: Switched(model.parameters(), lr=0.1), stage)
+    loss = subject(**models.batch("mlp", seed=3))
+    subject.optimizer.eval()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_parameters_whose_gathering_broke_off_are_not_gathered():
