@@ -129,9 +129,7 @@ class SimulatedStep:
             # as does a root of which nothing is trained
             self.engine.unshard_around(with_head=False)
             self.engine.root.reshard()
-            for unit in self.engine.units:
-                self.engine.reduce(unit)  # as each backward does
-            self.engine.wait_for_reductions()
+            self._hold_gradients()
             self.optimizer.step()
             self.optimizer.zero_grad()
             if has_reference and not hasattr(model, "disable_adapter"):

@@ -196,6 +196,15 @@ def test_the_last_of_several_micro_batches_finds_the_gradients_of_those_before(s
 
 
 @pytest.mark.quick
+def test_memory_that_an_accelerator_keeps_is_there_from_the_first_moment_on():
+    """Buffers in which gradients are collected, their sums and what these go through come with the first backward, and
+    stay: the first micro-batch of a step finds no less than a later one."""
+    settings = {"num_ranks": 8, "batch": subjects.batch("llama"), "stage": 2, "compute_dtype": torch.bfloat16}
+    first, later = (predict(subjects.build("llama"), accumulates=each, **settings) for each in (False, True))
+    assert first.step.moments["block 0"] == later.step.moments["block 0"]
+
+
+@pytest.mark.quick
 def test_the_memory_through_which_packed_values_go_is_there_from_the_first_moment_on():
     """A run has it from its first gathers on."""
     settings = {"num_ranks": 8, "batch": subjects.batch("llama"), "compute_dtype": torch.bfloat16}
