@@ -199,6 +199,7 @@ REPLACED = {
     "clip_grad_value_",
     "get_state_dict",
     "join_uneven_inputs",
+    "_save",
 }
 
 
