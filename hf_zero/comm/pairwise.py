@@ -111,6 +111,7 @@ class PairwiseComm(DistributedComm):
             members=range(self.num_ranks),
             count=self.num_ranks,
             accumulate=accumulate,
+            # not `exchange`: that of `StagedComm` goes through the buckets in which these very values lie
             exchange=lambda sends, receives: self._begin_messages("reduce", what, receives, sends),
             memory=list(self._staging.rows(2, nbytes, torch.uint8)),
         )
