@@ -27,17 +27,11 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Rate:
-    """A measured bandwidth.
+    """A measured bandwidth."""
 
-    Args:
-        nbytes_per_second (`float`): What was measured.
-        limit (`float`, *optional*): What the link can do, in the same unit.
-        of (`str`): What it is the limit of.
-    """
-
-    nbytes_per_second: float
-    limit: float | None = None
-    of: str = ""
+    nbytes_per_second: float  # what was measured
+    limit: float | None = None  # what the link can do, in the same unit
+    of: str = ""  # what it is the limit of
 
     def text(self) -> str:
         """Returns it in words."""

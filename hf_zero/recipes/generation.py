@@ -89,19 +89,12 @@ class GenerationArguments(QuantizationArguments):
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """A model that continues prompts.
+    """A model that continues prompts."""
 
-    Args:
-        name (`str`): what messages call it.
-        model (`PreTrainedModel` or `PeftModel`): may be sharded; all ranks then call `generate` equally often.
-        tokenizer (`PreTrainedTokenizerBase`): of the model.
-        options (`dict[str, Any]`): for the model's own `generate`, `max_new_tokens` among them.
-    """
-
-    name: str
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
-    options: dict[str, Any]
+    name: str  # what messages call it
+    model: Any  # may be sharded; all ranks then call `generate` equally often
+    tokenizer: PreTrainedTokenizerBase  # of the model
+    options: dict[str, Any]  # for the model's own `generate`, `max_new_tokens` among them
 
     @classmethod
     def of(cls, name: str, model: Any, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> "TextGenerator":

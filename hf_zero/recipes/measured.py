@@ -26,34 +26,22 @@ MEASURED_NAME = "measured.json"
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory of one rank at one moment.
+    """The memory of one rank at one moment."""
 
-    Args:
-        phase (`str`): "forward", "backward" or "optimizer".
-        where (`str`): The unit that is about to run, or what is about to be done.
-        nbytes (`dict[str, int]`): The fields of `MemoryReport`; on an accelerator also `activation_nbytes`, all else
-            that is allocated there.
-    """
-
-    phase: str
-    where: str
+    phase: str  # "forward", "backward" or "optimizer"
+    where: str  # the unit that is about to run, or what is about to be done
+    # the fields of `MemoryReport`; on an accelerator also `activation_nbytes`, all else that is allocated there
     nbytes: dict[str, int]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of all ranks.
-
-    Args:
-        moments (`list[list[Moment]]`): By rank; of the first micro-batch, and around the optimizer's step.
-        sent_nbytes (`list[dict[str, int]]`): By rank, what it sent of each unit, or read of the others' memory.
-        shares_memory (`bool`): Whether ranks share memory, so that nothing is sent.
-    """
+    """One step of all ranks."""
 
     number: int
-    moments: list[list[Moment]]
-    sent_nbytes: list[dict[str, int]]
-    shares_memory: bool = False
+    moments: list[list[Moment]]  # by rank; of the first micro-batch, and around the optimizer's step
+    sent_nbytes: list[dict[str, int]]  # by rank, what it sent of each unit, or read of the others' memory
+    shares_memory: bool = False  # whether ranks share memory, so that nothing is sent
 
     @property
     def exchanged(self) -> str:
@@ -63,15 +51,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of all ranks.
+    """The measurements of all ranks."""
 
-    Args:
-        memory (`list[dict[str, int]]`): By rank, the largest values of the fields of `MemoryReport`, in bytes.
-        planned (`dict[str, int]`): What was told of the memory of a rank before the first step, by the same fields.
-    """
-
-    memory: list[dict[str, int]]
+    memory: list[dict[str, int]]  # by rank, the largest values of the fields of `MemoryReport`, in bytes
     step: Step | None
+    # what was told of the memory of a rank before the first step, by the same fields
     planned: dict[str, int] = field(default_factory=dict)
 
     def kept(self, path: Path, *, is_trained: bool) -> "Measured":

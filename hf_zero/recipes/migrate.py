@@ -38,19 +38,12 @@ class NoCounterpart(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """A line of the table.
+    """A line of the table."""
 
-    Args:
-        verdict (`str`): "flag", "if", "always" or "none".
-        flags (`dict[str, str]`): Flags without dashes, with the value that the table gives each, or "".
-        remark (`str`): What is different, or why there is no flag.
-        more (`dict[str, Any]`): The other keys of a line that is a mapping.
-    """
-
-    verdict: str
-    flags: Flags
-    remark: str
-    more: dict[str, Any]
+    verdict: str  # "flag", "if", "always" or "none"
+    flags: Flags  # flags without dashes, with the value that the table gives each, or ""
+    remark: str  # what is different, or why there is no flag
+    more: dict[str, Any]  # the other keys of a line that is a mapping
 
     def convert(self, value: Any, section: Section) -> Flags:
         """Returns the flags for a value, with their values.
@@ -79,19 +72,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The table for the configurations of one program.
+    """The table for the configurations of one program."""
 
-    Args:
-        program (`str`): Its name and version.
-        rules (`dict[str, Rule]`): By key, in the order in which they are applied.
-        defaults (`list[dict[str, Any]]`): What it takes for keys that are absent, as in the table.
-        replaced (`str`): What the flags are given in place of.
-    """
-
-    program: str
-    rules: dict[str, Rule]
-    defaults: list[dict[str, Any]]
-    replaced: str
+    program: str  # its name and version
+    rules: dict[str, Rule]  # by key, in the order in which they are applied
+    defaults: list[dict[str, Any]]  # what it takes for keys that are absent, as in the table
+    replaced: str  # what the flags are given in place of
 
 
 @cache
@@ -164,27 +150,19 @@ class Arguments:
 
 @dataclass
 class Migration:
-    """The flags, and what was found of each key.
+    """The flags, and what was found of each key."""
 
-    Args:
-        replaced (`str`): What the flags are given in place of.
-        flags (`dict[str, str]`): Flag without dashes -> value; several values of one stand apart by spaces.
-        sources (`dict[str, str]`): Flag -> the key that it comes from.
-        overruled (`dict[str, str]`): Key that counts for nothing beside another one of the file -> that one.
-        unlike (`dict[str, str]`): Key whose flag does something else than it -> what.
-        auto (`dict[str, str]`): Key whose value was "auto" -> the flags that decide, as they did.
-        always (`dict[str, str]`): Key that needs no flag -> why.
-        missing (`dict[str, str]`): Key without a counterpart -> why.
-    """
-
-    replaced: str
+    replaced: str  # what the flags are given in place of
+    # flag without dashes -> value; several values of one stand apart by spaces
     flags: Flags = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # flag -> the key that it comes from
+    # key that counts for nothing beside another one of the file -> that one
     overruled: dict[str, str] = field(default_factory=dict)
-    unlike: dict[str, str] = field(default_factory=dict)
+    unlike: dict[str, str] = field(default_factory=dict)  # key whose flag does something else than it -> what
+    # key whose value was "auto" -> the flags that decide, as they did
     auto: dict[str, str] = field(default_factory=dict)
-    always: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    always: dict[str, str] = field(default_factory=dict)  # key that needs no flag -> why
+    missing: dict[str, str] = field(default_factory=dict)  # key without a counterpart -> why
 
 
 def run(file: str, arguments: Arguments) -> None:

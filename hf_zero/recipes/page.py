@@ -168,17 +168,12 @@ def _mib(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the report.
+    """A chart of the report."""
 
-    Args:
-        name (`str`): Of its file, without an ending.
-        is_of_step (`bool`): Whether it shows one step; all others show the run, and are of one size.
-    """
-
-    name: str
+    name: str  # of its file, without an ending
     title: str
     figure: "Figure"
-    is_of_step: bool = False
+    is_of_step: bool = False  # whether it shows one step; all others show the run, and are of one size
 
     def save(self, folder: Path) -> str:
         """Writes the chart as PNG, and returns the name of the file."""

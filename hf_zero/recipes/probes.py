@@ -69,16 +69,11 @@ class Skipped(str):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a probe has found.
-
-    Args:
-        status (`str`): ok, FAILED or skipped.
-        text (`str`): What was found, in one line.
-    """
+    """What a probe has found."""
 
     name: str
-    status: str
-    text: str
+    status: str  # ok, FAILED or skipped
+    text: str  # what was found, in one line
 
     def line(self) -> str:
         return f"{self.status:8}{self.name}: {self.text}"

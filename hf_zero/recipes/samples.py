@@ -34,19 +34,14 @@ WIDTH = 300  # characters of a text that are printed
 
 @dataclass(frozen=True)
 class Samples:
-    """The rows and the answers to them. All ranks generate the same together; the first writes and prints.
-
-    Args:
-        rows (`list[dict]`): with "prompt" and "expected", and "before" and "after" as far as they are known.
-        tokens (`list[list[int]]`): their prompts.
-        generator ([`TextGenerator`], *optional*): of the model; `None` where there are no rows.
-    """
+    """The rows and the answers to them. All ranks generate the same together; the first writes and prints."""
 
     trainer: ZeroTrainer
     say: Callable[..., None]
+    # with "prompt" and "expected", and "before" and "after" as far as they are known
     rows: list[dict[str, Any]] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-    generator: TextGenerator | None = None
+    tokens: list[list[int]] = field(default_factory=list)  # their prompts
+    generator: TextGenerator | None = None  # of the model; `None` where there are no rows
 
     @classmethod
     def of(cls, trainer: ZeroTrainer, data: Data, number: int, say: Callable[..., None]) -> "Samples":

@@ -32,34 +32,21 @@ NOT_OF_THE_RUN = ("hub_token", "push_to_hub_token", "resume_from_checkpoint", "l
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one run, as the user gave them.
+    """The settings of one run, as the user gave them."""
 
-    Args:
-        task (`str`): A key of `TASKS`.
-        arguments (`Any`): The task's own arguments, an instance of its `Arguments`.
-        training (`dict[str, Any]`): Keyword arguments of the task's `Training`. They stay a dict until the process
-            that trains is running: making the object picks the device and joins the process group.
-        num_processes (`int`, *optional*): How many processes to start on this machine.
-        resume (`str`): "auto", "never" or a checkpoint.
-        dry_run (`bool`): Say what would be done, and do nothing.
-        preprocess (`bool`): Make the rows ready for the run, and do nothing else.
-        overwrite_output_dir (`bool`): The model that `output_dir` holds may be replaced.
-        launched (`int`, *optional*): How many processes a launcher such as torchrun has started; `None` without one.
-        takes_longest (`bool`): Rows are to be as long as fits; until that is known, `max_length` is `SHORTEST`.
-        memory (`float`, *optional*): GiB of one device, for that.
-    """
-
-    task: str
-    arguments: Any
+    task: str  # a key of `TASKS`
+    arguments: Any  # the task's own arguments, an instance of its `Arguments`
+    # keyword arguments of the task's `Training`. They stay a dict until the process that trains is running:
+    # making the object picks the device and joins the process group
     training: dict[str, Any]
-    num_processes: int | None
-    resume: str = AUTO
-    dry_run: bool = False
-    preprocess: bool = False
-    overwrite_output_dir: bool = False
-    launched: int | None = None
-    takes_longest: bool = False
-    memory: float | None = None
+    num_processes: int | None  # how many processes to start on this machine
+    resume: str = AUTO  # "auto", "never" or a checkpoint
+    dry_run: bool = False  # say what would be done, and do nothing
+    preprocess: bool = False  # make the rows ready for the run, and do nothing else
+    overwrite_output_dir: bool = False  # the model that `output_dir` holds may be replaced
+    launched: int | None = None  # how many processes a launcher such as torchrun has started; `None` without one
+    takes_longest: bool = False  # rows are to be as long as fits; until that is known, `max_length` is `SHORTEST`
+    memory: float | None = None  # GiB of one device, for that
 
     @property
     def length(self) -> Any:

@@ -29,18 +29,13 @@ from hf_zero.recipes.parser import option
 
 @dataclass(frozen=True)
 class Task:
-    """A task or a tool.
+    """A task or a tool."""
 
-    Args:
-        summary (`str`): One line for `--help`.
-        place (`str`): Its module, and behind a colon its name there, if it is not the module itself. Imported only
-            when it is asked for, so that `--help` stays quick.
-        holds_out (`bool`): Whether it tests on a part of its rows where no test set is given.
-    """
-
-    summary: str
+    summary: str  # one line for `--help`
+    # its module, and behind a colon its name there, if it is not the module itself. Imported only when it is
+    # asked for, so that `--help` stays quick
     place: str
-    holds_out: bool = False
+    holds_out: bool = False  # whether it tests on a part of its rows where no test set is given
 
     def load(self) -> Any:
         """Imports it, and with it torch and transformers. Raises [`ConfigError`] where it needs TRL, or a part of it,

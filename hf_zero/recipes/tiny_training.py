@@ -20,34 +20,23 @@ BATCH_SHAPE = (2, 16)
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One way to train.
-
-    Args:
-        compute_dtype (`torch.dtype`, *optional*): Of the compute copies.
-        offload (`str`): What rests on the host: none, optimizer or params.
-        optimizer (`str`): adamw; or sgd, whose updates a GPU and a CPU round alike. Its gradients are not clipped,
-            since their norms would differ.
-    """
+    """One way to train."""
 
     stage: int
-    compute_dtype: torch.dtype | None = None
-    offload: str = "none"
+    compute_dtype: torch.dtype | None = None  # of the compute copies
+    offload: str = "none"  # what rests on the host: none, optimizer or params
+    # adamw; or sgd, whose updates a GPU and a CPU round alike. Its gradients are not clipped, since their norms
+    # would differ
     optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves, in the host's memory.
+    """What a training leaves, in the host's memory."""
 
-    Args:
-        losses (`Tensor`): Of each step, on this rank.
-        norms (`Tensor`): Of the gradients before they were clipped.
-        weights (`dict[str, Tensor]`): Whole parameters in fp32, by name.
-    """
-
-    losses: Tensor
-    norms: Tensor
-    weights: dict[str, Tensor]
+    losses: Tensor  # of each step, on this rank
+    norms: Tensor  # of the gradients before they were clipped
+    weights: dict[str, Tensor]  # whole parameters in fp32, by name
 
     def differences(self, other: "Trained") -> dict[str, float]:
         """Returns the largest relative differences of losses, norms, and the parameter that differs most. Where a

@@ -79,55 +79,36 @@ class TrlTemplateArguments(TrlArguments):
 
 @dataclass
 class DataSource:
-    """One of the data sets that are trained on.
+    """One of the data sets that are trained on."""
 
-    Args:
-        rows ([`Rows`]): As they were read.
-        form ([`Answers`] or [`Format`]): What they are.
-        training (`TrainingArguments`): As they are for these rows alone.
-        data (`Dataset` or `IterableDataset`, *optional*): What the trainer takes of them.
-    """
-
-    rows: Rows
-    form: Answers | Format
-    training: Any
-    data: Any = None
+    rows: Rows  # as they were read
+    form: Answers | Format  # what they are
+    training: Any  # as they are for these rows alone
+    data: Any = None  # what the trainer takes of them
 
 
 @dataclass(frozen=True)
 class TrlTask:
-    """A task that one of TRL's trainers trains. It has the attributes that `tasks` describes.
+    """A task that one of TRL's trainers trains. It has the attributes that `tasks` describes."""
 
-    Args:
-        trainer (`type`): of `hf_zero.trl`.
-        formats (`tuple[type[Answers], ...]`): how rows may be read, the first that fits.
-        test_line (`Callable`): what to say of the metrics of the test rows.
-        Arguments (`type`): keys beside those of the trainer's configuration.
-        load (`Callable`): loads the model, by the arguments, those of the training, and the tokenizer.
-        parts (`Callable`): what the trainer takes beside model, arguments and data, by all that is known.
-        check_more (`Callable`): refuses what cannot work, by the arguments and the fields of the configuration.
-        leave_out (`Callable`): takes rows out of the trainer that it cannot train on.
-        lost (`Callable`): lines about rows that `max_length` cuts or leaves out, by the trainer and the data.
-        peft_task (`str`): PEFT's name for what the model does.
-        pipeline (`str`): the pipeline of transformers that the trained model is tried with.
-        generates (`bool`): whether answers are generated in training.
-        decisive_too (`tuple[str, ...]`): keys of `TrainingArguments` that decide what is learned.
-        defaults (`Mapping[str, Any]`): of the trainer's configuration, where they are others than TRL's.
-    """
-
-    trainer: type[ZeroTrlTrainerMixin]
-    formats: tuple[type[Answers], ...]
-    test_line: Callable[[Mapping[str, float]], str]
-    Arguments: type[TrlArguments] = TrlTemplateArguments
+    trainer: type[ZeroTrlTrainerMixin]  # of `hf_zero.trl`
+    formats: tuple[type[Answers], ...]  # how rows may be read, the first that fits
+    test_line: Callable[[Mapping[str, float]], str]  # what to say of the metrics of the test rows
+    Arguments: type[TrlArguments] = TrlTemplateArguments  # keys beside those of the trainer's configuration
+    # loads the model, by the arguments, those of the training, and the tokenizer
     load: Callable[[Any, Any, Any], PreTrainedModel] = load_language_model
+    # what the trainer takes beside model, arguments and data, by all that is known
     parts: Callable[..., dict[str, Any]] = lambda task, arguments, training, data: {}
+    # refuses what cannot work, by the arguments and the fields of the configuration
     check_more: Callable[[Any, Mapping[str, Any]], None] = lambda arguments, training: None
-    leave_out: Callable[[Any], None] = lambda trainer: None
+    leave_out: Callable[[Any], None] = lambda trainer: None  # takes rows out of the trainer that it cannot train on
+    # lines about rows that `max_length` cuts or leaves out, by the trainer and the data
     lost: Callable[[Any, Data], list[str]] = lambda trainer, data: []
-    peft_task: str = "CAUSAL_LM"
-    pipeline: str = "text-generation"
-    generates: bool = False
-    decisive_too: tuple[str, ...] = ()
+    peft_task: str = "CAUSAL_LM"  # PEFT's name for what the model does
+    pipeline: str = "text-generation"  # the pipeline of transformers that the trained model is tried with
+    generates: bool = False  # whether answers are generated in training
+    decisive_too: tuple[str, ...] = ()  # keys of `TrainingArguments` that decide what is learned
+    # of the trainer's configuration, where they are others than TRL's
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property

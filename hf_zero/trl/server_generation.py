@@ -26,15 +26,10 @@ WATCH_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 
 @dataclass
 class _Part:
-    """Parameters of a unit that go to the server together.
+    """Parameters of a unit that go to the server together."""
 
-    Args:
-        adapted (`nn.Module`, *optional*): the layer with adapters that they are the base of.
-        params (`dict[str, nn.Parameter]`): by the names that the server knows.
-    """
-
-    adapted: nn.Module | None
-    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    adapted: nn.Module | None  # the layer with adapters that they are the base of
+    params: dict[str, nn.Parameter] = field(default_factory=dict)  # by the names that the server knows
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the values, in which adapters are merged. The parameters are whole."""

@@ -14,15 +14,10 @@ from hf_zero.recipes.docstrings import is_test_hash
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a data set.
+    """The classes of a data set."""
 
-    Args:
-        names (`list[str]`): By number, as the model's config will have them.
-        number_of (`dict[str, int]`): Of each label, as [`_label_of`] gives it.
-    """
-
-    names: list[str]
-    number_of: dict[str, int]
+    names: list[str]  # by number, as the model's config will have them
+    number_of: dict[str, int]  # of each label, as [`_label_of`] gives it
 
     @classmethod
     def of_feature(cls, feature: Any) -> "Classes | None":
@@ -67,17 +62,11 @@ def _label_of(value: Any, column: str) -> str:
 
 @dataclass
 class BadRows:
-    """Counts bad rows that are left out, or ends the run at the first one.
+    """Counts bad rows that are left out, or ends the run at the first one."""
 
-    Args:
-        are_skipped (`bool`): which.
-        count (`int`): how many so far.
-        first (`str`): the first one, and what is wrong with it.
-    """
-
-    are_skipped: bool
-    count: int = 0
-    first: str = ""
+    are_skipped: bool  # and counted; otherwise the first one ends the run
+    count: int = 0  # how many so far
+    first: str = ""  # the first one, and what is wrong with it
 
     def add(self, where: str, error: BadRow) -> None:
         """Adds a bad row. Raises [`DataError`], naming it, unless bad rows are left out."""
@@ -94,18 +83,12 @@ class BadRows:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Rows that can be used for training, and the label of each.
+    """Rows that can be used for training, and the label of each."""
 
-    Args:
-        data (`datasets.Dataset`): the columns that are classified, as [`Texts`] or [`Images`] take them.
-        labels (`list[str]`): one for each row.
-        indices (`list[int]`): which rows of the source they are.
-    """
-
-    data: Dataset
-    labels: list[str]
+    data: Dataset  # the columns that are classified, as [`Texts`] or [`Images`] take them
+    labels: list[str]  # one for each row
     source: Rows
-    indices: list[int]
+    indices: list[int]  # which rows of the source they are
 
     @classmethod
     def examine(cls, rows: Rows, inputs: Texts | Images, label_column: str, bad: BadRows) -> "Labelled":

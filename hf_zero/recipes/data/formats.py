@@ -38,26 +38,17 @@ NUM_WORDS = 5  # of a text that serve as a prompt, or tokens
 
 @dataclass(frozen=True)
 class Format:
-    """What columns make a row of this kind, and how.
+    """What columns make a row of this kind, and how."""
 
-    Args:
-        name (`str`): as in the table above.
-        columns (`tuple[str, ...]`): those that it takes.
-        gives (`tuple[str, ...]`): those that TRL gets.
-        convert (`Callable`): gives their values, by a row and whether it holds messages; raises [`BadRow`].
-        counts (`str`, *optional*): what the loss counts alone unless told otherwise: "completion", "assistant".
-        is_chat (`bool`): whether rows hold messages, and not texts.
-        vocab_size (`int`): token ids are below it, where rows hold them.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): whose token ids rows hold, and no texts.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    gives: tuple[str, ...]
+    name: str  # as in the table above
+    columns: tuple[str, ...]  # those that it takes
+    gives: tuple[str, ...]  # those that TRL gets
+    # gives their values, by a row and whether it holds messages; raises [`BadRow`]
     convert: Callable[[dict[str, Any], bool], dict[str, Any]] = field(repr=False)
-    counts: str | None = None
-    is_chat: bool = True
-    vocab_size: int = 0
+    counts: str | None = None  # what the loss counts alone unless told otherwise: "completion", "assistant"
+    is_chat: bool = True  # whether rows hold messages, and not texts
+    vocab_size: int = 0  # token ids are below it, where rows hold them
+    # whose token ids rows hold, and no texts
     tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False)
 
     @property

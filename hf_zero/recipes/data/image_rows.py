@@ -22,21 +22,14 @@ NO_IMAGES = ("text", "tokenized")  # formats whose rows TRL takes without images
 
 @dataclass(frozen=True)
 class ImageFormat(Format):
-    """A format whose rows have images too; `read` gives them in a column `images`, as `datasets` keeps them.
+    """A format whose rows have images too; `read` gives them in a column `images`, as `datasets` keeps them."""
 
-    Args:
-        column (`str`, *optional*): one of `IMAGE_COLUMNS`; `None` where the rows have none.
-        folders (`tuple[Path, ...]`): where relative paths of images begin.
-        image_token (`str`, *optional*): how a prompt that is a text says the place of an image.
-        eos_token (`str`): put behind a completion that is a text, as TRL does it for rows without images.
-        files (`str`): a hash of the names, sizes and times of the image files, of which no row holds more than the
-            name: rows that were read from other files are not found in the cache.
-    """
-
-    column: str | None = None
-    folders: tuple[Path, ...] = ()
-    image_token: str | None = None
-    eos_token: str = ""
+    column: str | None = None  # one of `IMAGE_COLUMNS`; `None` where the rows have none
+    folders: tuple[Path, ...] = ()  # where relative paths of images begin
+    image_token: str | None = None  # how a prompt that is a text says the place of an image
+    eos_token: str = ""  # put behind a completion that is a text, as TRL does it for rows without images
+    # a hash of the names, sizes and times of the image files, of which no row holds more than the name: rows
+    # that were read from other files are not found in the cache
     files: str = ""
 
     @property

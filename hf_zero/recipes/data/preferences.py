@@ -26,17 +26,11 @@ _MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 @dataclass(frozen=True)
 class Answers:
-    """How rows of one data set are read. The first row says whether they are chats.
+    """How rows of one data set are read. The first row says whether they are chats."""
 
-    Args:
-        columns (`tuple[str, ...]`): those columns of texts or messages that the rows have.
-        is_chat (`bool`): whether these hold lists of messages, and not texts.
-        others (`datasets.Features`): further columns that are kept.
-    """
-
-    columns: tuple[str, ...]
-    is_chat: bool
-    others: Features = field(default_factory=Features)
+    columns: tuple[str, ...]  # those columns of texts or messages that the rows have
+    is_chat: bool  # whether these hold lists of messages, and not texts
+    others: Features = field(default_factory=Features)  # further columns that are kept
 
     REQUIRED: ClassVar[tuple[str, ...]]
     SHOWN: ClassVar[tuple[str, ...]]  # what one conversation consists of

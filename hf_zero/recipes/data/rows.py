@@ -32,19 +32,12 @@ def text_of(value: Any, column: str) -> str:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Consecutive rows of one file or split.
+    """Consecutive rows of one file or split."""
 
-    Args:
-        source (`str`): what messages call it.
-        unit (`str`): "line" or "row".
-        start (`int`): how many rows of the source come before these.
-        num_rows (`int`, *optional*): `None` for a stream, whose rows know their places.
-    """
-
-    source: str
-    unit: str
-    start: int
-    num_rows: int | None
+    source: str  # what messages call it
+    unit: str  # "line" or "row"
+    start: int  # how many rows of the source come before these
+    num_rows: int | None  # `None` for a stream, whose rows know their places
 
 
 @dataclass(frozen=True)
@@ -52,27 +45,16 @@ class Rows:
     """What is trained or evaluated on, before it is rendered.
 
     JSON lines are kept as lines until a row is used. A line that is not JSON, or a column whose type changes from line
-    to line, is then a problem of that one row, which can be named or left out, and not of the whole file.
+    to line, is then a problem of that one row, which can be named or left out, and not of the whole file."""
 
-    Args:
-        data (`datasets.Dataset` or `IterableDataset`): raw rows; [`Rows.read`] makes a row of one.
-        source (`str`): what messages call all of it.
-        parts (`tuple[RowRange, ...]`): in the order of the rows.
-        form (`str`): "columns", or "text" or "json" where a raw row is one line of a file.
-        example (`dict`): the first row that can be read.
-        raw_columns (`list[str]`): those of the raw row that it is made of.
-        num_unreadable (`int`): rows that were left out when the file was read, under `skip_bad_rows`.
-        kept (`tuple[str, ...]`): the columns that rows have; all of them, if it is empty.
-    """
-
-    data: Dataset | IterableDataset
-    source: str
-    parts: tuple[RowRange, ...]
-    form: Form = "columns"
-    example: dict[str, Any] = field(default_factory=dict, repr=False)
-    raw_columns: list[str] = field(default_factory=list, repr=False)
-    num_unreadable: int = 0
-    kept: tuple[str, ...] = ()
+    data: Dataset | IterableDataset  # raw rows; [`Rows.read`] makes a row of one
+    source: str  # what messages call all of it
+    parts: tuple[RowRange, ...]  # in the order of the rows
+    form: Form = "columns"  # "columns", or "text" or "json" where a raw row is one line of a file
+    example: dict[str, Any] = field(default_factory=dict, repr=False)  # the first row that can be read
+    raw_columns: list[str] = field(default_factory=list, repr=False)  # those of the raw row that it is made of
+    num_unreadable: int = 0  # rows that were left out when the file was read, under `skip_bad_rows`
+    kept: tuple[str, ...] = ()  # the columns that rows have; all of them, if it is empty
 
     @property
     def columns(self) -> list[str]:
@@ -180,24 +162,15 @@ def _within(parts: Iterable[RowRange], start: int, stop: int) -> Iterator[RowRan
 
 @dataclass
 class Data:
-    """What a task trains on, for a trainer, and what there is to say of it. A trainer that tokenizes adds to that.
+    """What a task trains on, for a trainer, and what there is to say of it. A trainer that tokenizes adds to that."""
 
-    Args:
-        train (`datasets.Dataset` or `IterableDataset`): rows for the trainer.
-        test (`datasets.Dataset`, *optional*): likewise, to evaluate on.
-        processing_class (`PreTrainedTokenizerBase` and the like): saved beside the model.
-        source (`str`): what the data is called: a hub id or a file.
-        notes (`list[str]`): one line each: how many rows, cut, skipped. Rank 0 prints them.
-        sample (`str`): the first row as the model reads it, with what the loss counts marked.
-        extra (`dict`): what the task alone knows, such as the labels of a classifier.
-    """
-
-    train: Any
-    test: Any
-    processing_class: Any
-    source: str
-    notes: list[str] = field(default_factory=list)
-    sample: str = ""
+    train: Any  # rows for the trainer
+    test: Any  # likewise, to evaluate on
+    processing_class: Any  # saved beside the model
+    source: str  # what the data is called: a hub id or a file
+    notes: list[str] = field(default_factory=list)  # one line each: how many rows, cut, skipped. Rank 0 prints them
+    sample: str = ""  # the first row as the model reads it, with what the loss counts marked
+    # what the task alone knows, such as the labels of a classifier
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
