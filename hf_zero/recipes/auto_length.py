@@ -21,14 +21,9 @@ from hf_zero.trainer.disk_space import checkpoints_in
 
 
 def with_longest(settings: Settings, say: Callable[[str], object]) -> Settings:
-    """Returns the settings of a run with the longest rows that fit, or with those of the run that it goes on with.
-
-    Args:
-        say (`Callable`): is told the length, and where it is from.
-
-    Raises:
-        ConfigError: such a run is not planned, its memory is not known, or no rows fit.
-    """
+    """Returns the settings of a run with the longest rows that fit, or with those of the run that it goes on with;
+    `say` is told which. Raises [`ConfigError`] where such a run is not planned, its memory is not known, or no rows
+    fit."""
     before, folder = _length_before(settings)
     if before is not None:
         say(f"max_length auto: {before} tokens, as in the run that {folder} holds")

@@ -49,12 +49,7 @@ class Arguments:
 
 
 def run(arguments: Arguments) -> None:
-    """Prints one line for each probe, then what follows from them.
-
-    Raises:
-        ConfigError: What is asked for cannot be done on this machine.
-        HfZeroError: A probe has failed.
-    """
+    """Prints one line for each probe, then what follows from them. Raises [`HfZeroError`] where one has failed."""
     launched = launched_world_size(arguments.num_processes)
     device_type = _device_type(arguments.use_cpu)
     num_processes = launched or arguments.num_processes or _num_devices(device_type)

@@ -66,13 +66,8 @@ class Arguments(AdapterArguments, FreezingArguments, SourceArguments):
 
 
 def check(arguments: Arguments, training: Mapping[str, Any]) -> None:
-    """Refuses what cannot work, before a process is started.
-
-    Raises:
-        ConfigError: If the model is missing, or not exactly one data source is given.
-        DataError: If a file is missing or lacks a column.
-        CheckpointError: If the weights are truncated.
-    """
+    """Refuses what cannot work, before a process is started: a model, a file or a column that is missing, truncated
+    weights, or keys that do not go together."""
     if arguments.dataset_streaming:
         raise ConfigError("dataset_streaming: all classes are to be known before training; leave it out")
     refuse_less(arguments, num_classes=2, max_length=8)

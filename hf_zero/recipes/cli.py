@@ -31,11 +31,8 @@ leave --num_processes out."""
 
 
 def main(argv: list[str]) -> int:
-    """Runs one task or tool.
-
-    Returns:
-        `int`: The exit code: 0, 1 for a run that failed, 2 for a setting that cannot work, 130 after Ctrl-C.
-    """
+    """Runs one task or tool. Returns the exit code: 0, 1 for a run that failed, 2 for a setting that cannot work, 130
+    after Ctrl-C."""
     end_with_launcher()
     silence()
     try:

@@ -45,21 +45,12 @@ def is_test_hash(digest: str) -> bool:
 
 
 def load_docstrings(num_classes: int = 10, max_per_class: int = 400, root: Path | None = None) -> list[Example]:
-    """Collects the docstrings of the `num_classes` best documented packages of the standard library.
+    """Collects the docstrings of the `num_classes` best documented packages of the standard library, without
+    duplicates, of at least 40 characters each. Raises [`DataError`] where there are fewer packages.
 
-    The result depends on nothing but the sources under `root`: files are read in sorted order, a class that is larger
-    than `max_per_class` keeps the texts with the smallest hashes, and rows are sorted by hash.
-
-    Args:
-        num_classes (`int`, *optional*, defaults to 10): How many packages; ties go to the alphabet.
-        max_per_class (`int`, *optional*, defaults to 400): Upper bound of a class, so that none dominates.
-        root (`Path`, *optional*): The folder of the standard library's sources; this interpreter's own when not given.
-
-    Returns:
-        `list[Example]`: Rows without duplicates, at least 40 characters each.
-
-    Raises:
-        DataError: If fewer than `num_classes` packages with docstrings are found.
+    The result depends on nothing but the sources under `root`, by default this interpreter's: files are read in sorted
+    order, a class that is larger than `max_per_class` keeps the texts with the smallest hashes, rows are sorted by
+    hash, and ties of packages go to the alphabet.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     packages = _collect(root)

@@ -58,13 +58,8 @@ ORDER = ("seed", "data_seed", "train_sampling_strategy")
 
 
 def check_resume(settings: Settings) -> None:
-    """Refuses a run that could not go on from the checkpoints there are, or that would lose a model.
-
-    Raises:
-        ConfigError: If the checkpoint that is named is no folder, if task, model or data have changed, if a run
-            that starts anew would move the model that it starts from, or if the model of another run would be lost.
-        CheckpointError: If the checkpoint that is named is not complete.
-    """
+    """Refuses a run that could not go on from the checkpoints there are, since task, model or data have changed or the
+    one that is named is not complete, or that would lose a model."""
     folder = Path(settings.training["output_dir"])
     if settings.resume == NEVER:
         _check_model_stays(settings, folder)
@@ -101,12 +96,9 @@ def _check_model_stays(settings: Settings, folder: Path) -> None:
 
 
 def checkpoint_of(settings: Settings, training: ZeroTrainingArguments) -> str | None:
-    """Returns the checkpoint to go on from, or `None` to start anew. All ranks call it.
-
-    Raises:
-        CheckpointError: If there are checkpoints, and none that all ranks find complete: what they hold is not given
-            up unless that is asked for.
-    """
+    """Returns the checkpoint to go on from, or `None` to start anew. All ranks call it. Raises [`CheckpointError`]
+    where there are checkpoints, and none that all ranks find complete: what they hold is not given up unless that is
+    asked for."""
     if settings.resume != AUTO:
         return None if settings.resume == NEVER else settings.resume
     is_first = training.process_index == 0
@@ -129,13 +121,9 @@ def resume_message(checkpoint: str, training: ZeroTrainingArguments) -> str:
 
 
 def set_aside(trainer: ZeroTrainer, settings: Settings) -> str | None:
-    """Moves the files of an earlier run into a folder of their own, for a run that starts anew. All ranks call it.
-
-    Were its checkpoints left, the next `--resume auto` could take them for this run's.
-
-    Returns:
-        `str` or `None`: The folder that they are in now, on the rank that moved them.
-    """
+    """Moves the files of an earlier run into a folder of their own, for a run that starts anew, and returns it on the
+    rank that moved them. All ranks call it. Were its checkpoints left, the next `--resume auto` could take them for
+    this run's."""
     comm, folder = trainer.accelerator.shard(trainer.model).comm, Path(trainer.args.output_dir)
     act = partial(_set_aside, folder, with_model=not settings.overwrite_output_dir)
     return run_on_all_ranks(comm, f"{folder}: setting aside what it holds", on_first(comm, act))
@@ -246,11 +234,8 @@ def _why_another(settings: Settings, folder: Path) -> str | None:
 
 
 def check_unchanged(settings: Settings, folder: Path) -> None:
-    """Refuses to go on with a run whose task, model or data were others.
-
-    Args:
-        folder (`Path`): Where the run before left its configuration; without one nothing is compared.
-    """
+    """Refuses to go on with a run whose task, model or data were others. Where it left no configuration, nothing is
+    compared."""
     changed = difference(settings, folder, _compared(settings))
     if changed is not None:
         key, now, before = changed
@@ -261,19 +246,11 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
 
 
 def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = None) -> Change | None:
-    """Finds in what a run's model differs from that of an earlier run.
+    """Finds in what a run's model differs from that of an earlier run, by the configuration which that has left in a
+    folder; without one nothing is compared.
 
-    Where its log goes, how it is watched, and by how many processes it is trained, does not count.
-
-    Args:
-        folder (`Path`): Where the run before left its configuration; without one nothing is compared.
-        keys (`Iterable[str]`, *optional*): What is compared; by default all that the model depends on.
-
-    Returns:
-        `Change`: The first key that has changed; `None` where all is as it was.
-
-    Raises:
-        ConfigError: The configuration cannot be read.
+    Returns the first of `keys` that has changed, by default of all but those that say where a log goes, how a run is
+    watched, and by how many processes it is trained. Raises [`ConfigError`] where the configuration cannot be read.
     """
     path = configuration_of(folder)
     if path is None:

@@ -43,16 +43,9 @@ def check_freezing(arguments: FreezingArguments, *, use_peft: bool) -> None:
 
 
 def freeze_parameters(model: nn.Module, arguments: FreezingArguments) -> list[str]:
-    """Freezes the parameters that patterns name. No weights are needed yet.
-
-    Args:
-        model (`nn.Module`): Its weights may be in files still, or on the meta device.
-        arguments ([`FreezingArguments`]): The patterns. One matches a parameter by its name, or by that of a module
-            around it; of tied parameters each name counts.
-
-    Raises:
-        ConfigError: A pattern matches nothing, or nothing is left to train.
-    """
+    """Freezes the parameters that patterns name, by their names or those of modules around them; of tied parameters
+    each name counts. No weights are needed yet. Raises [`ConfigError`] where a pattern matches nothing, or nothing is
+    left to train."""
     if not arguments.freeze:
         return []
     params = dict(model.named_parameters(remove_duplicate=False))

@@ -55,13 +55,7 @@ class Arguments(GenerationArguments):
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Answers the prompts, and writes all answers at once.
-
-    Raises:
-        ConfigError: a file is not named, or one is there already; a key does not fit; the model is not there.
-        CheckpointError: the model does not load.
-        DataError: a prompt cannot be read, or is too long.
-    """
+    """Answers the prompts, and writes all answers at once."""
     _check(arguments)
     on_ranks(answer_file, folder, arguments)
 

@@ -136,16 +136,8 @@ class TextGenerator:
     def generate(
         self, prompts: Sequence[list[int]], streamer: TextStreamer | None = None, **options: Any
     ) -> list[str]:
-        """Answers prompts, all of them together.
-
-        Args:
-            prompts (`Sequence[list[int]]`): token ids; shorter ones are padded on the left.
-            streamer (`TextStreamer`, *optional*): is given the tokens of a single prompt's answer as they come.
-            options: instead of those of the generator.
-
-        Returns:
-            `list[str]`: the answers alone, without special tokens.
-        """
+        """Answers prompts of token ids, all of them together; shorter ones are padded on the left. Returns the answers
+        alone, without special tokens. A streamer is given the tokens of a single prompt's answer as they come."""
         with quiet(), torch.no_grad():
             padded = self.tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
             found = self.model.generate(
@@ -168,16 +160,8 @@ def on_ranks(
     *,
     interactive: Callable[[str, Any], None] | None = None,
 ) -> None:
-    """Calls `function(folder, arguments)` in as many processes as the arguments say, or as a launcher has started.
-
-    Args:
-        interactive (`Callable`, *optional*): instead of `function`, in processes that are started here. The first of
-            them reads what is typed; see `launch`.
-
-    Raises:
-        ConfigError: `num_processes` is not what the launcher has started.
-        HfZeroError: the first error of the run.
-    """
+    """Calls `function(folder, arguments)` in as many processes as the arguments say, or as a launcher has started;
+    `interactive` instead of it in processes that are started here, of which the first reads what is typed."""
     if launched_world_size(arguments.num_processes) is None and (arguments.num_processes or 1) > 1:
         from hf_zero.recipes.launch import launch
 
@@ -214,16 +198,12 @@ def generation_options(arguments: GenerationArguments) -> dict[str, Any]:
 def load_generator(
     name: str, arguments: GenerationArguments, device: torch.device, *, is_sharded: bool = False
 ) -> TextGenerator:
-    """Loads a model, or an adapter with its base, and its tokenizer.
+    """Loads a model, or an adapter with its base, and its tokenizer, by a folder, a hub id, or
+    `package:<name>/<folder>`. Where it `is_sharded`, its parameters are divided over all ranks (stage 3), which all
+    call it.
 
-    Args:
-        name (`str`): a folder, a hub id, or `package:<name>/<folder>`.
-        device (`torch.device`): where the model goes, unless it is quantized: bitsandbytes places it.
-        is_sharded (`bool`): divides the parameters over all ranks (stage 3). All ranks call it.
-
-    Raises:
-        ConfigError: it is not there, has no tokenizer or generates no text, or a key does not fit.
-        CheckpointError: it does not load.
+    Raises [`ConfigError`] where it is not there, has no tokenizer or generates no text, or a key does not fit, and
+    [`CheckpointError`] where it does not load.
     """
     options = generation_options(arguments)
     choose("dtype", arguments.dtype, LOADED_IN)

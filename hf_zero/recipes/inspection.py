@@ -80,11 +80,8 @@ def _result(folder: str, name: str, check: Callable[[], str]) -> str:
 
 
 class Inspection:
-    """The checks of one folder. Every file is read once, by the first check that needs it.
-
-    Raises:
-        CheckpointError: no folder, no config, no weights, or weights that are no safetensors files.
-    """
+    """The checks of one folder. Every file is read once, by the first check that needs it. Raises [`CheckpointError`]
+    where there is no config, or are no weights in safetensors files."""
 
     def __init__(self, folder: Path, base: str | None = None):
         self.folder = folder

@@ -220,17 +220,11 @@ def load_language_model(
     **options: Any,
 ) -> PreTrainedModel:
     """A language model without data: its weights are still in their files, those of a new one are drawn when it is
-    sharded.
+    sharded. Raises [`ConfigError`] where it does not load as `what` says, or does not fit the tokenizer.
 
     In a new model the input row of the token that ends or begins texts is learned where that token pads too: in models
     with an attention mask padding itself has no gradients, since nothing attends to it and no loss counts it. A saved
     model trains as transformers loads it.
-
-    Args:
-        what (`str`): what it is then, in words.
-
-    Raises:
-        ConfigError: it does not load as such a model, or does not fit the tokenizer.
     """
     key, path = named_model(arguments)
     options = {**load_options(arguments, training), **options}

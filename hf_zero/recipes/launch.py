@@ -147,12 +147,8 @@ def run_rank(file) -> None:
 
 @contextmanager
 def _handing_on(agent, is_interactive: bool) -> Iterator[list[int]]:
-    """Passes signals on to the processes, which then save. A second signal kills them; Ctrl-C does not where they are
-    interactive.
-
-    Yields:
-        `list[int]`: What they have been sent so far to end them.
-    """
+    """Passes signals on to the processes, which then save, and yields what has been sent so far to end them. A second
+    signal kills them; Ctrl-C does not where they are interactive."""
     from hf_zero.trainer.signals import is_another
 
     received: list[int] = []

@@ -64,18 +64,9 @@ def _is_file(name: str) -> bool:
 
 
 def load_lm_tasks(arguments: Any, training: ZeroTrainingArguments) -> Any:
-    """Reads the tasks and their rows, before anything is trained. All ranks call it.
-
-    Args:
-        arguments: of the recipe; those of `classify` have no such keys.
-
-    Returns:
-        `lm_eval.tasks.TaskManager` or `None`: For `evaluate_lm_tasks`; `None` where there are no tasks.
-
-    Raises:
-        ConfigError: A task is not known.
-        DataError: A task does not load.
-    """
+    """Reads the tasks and their rows, before anything is trained, and returns lm_eval's `TaskManager`; `None` where
+    there are none. All ranks call it. Raises [`ConfigError`] where a task is not known, and [`DataError`] where one
+    does not load."""
     names = getattr(arguments, "lm_eval_tasks", None)
     if not names:
         return None
@@ -133,11 +124,8 @@ def evaluate_lm_tasks(
 
 
 def lm_metrics_of(found: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of what lm_eval has found, by task and metric. Of a group they are the group's own.
-
-    Args:
-        found (`Mapping[str, Any]`): As `lm_eval.simple_evaluate` returns it.
-    """
+    """Returns the numbers of what `lm_eval.simple_evaluate` has found, by task and metric. Of a group they are the
+    group's own."""
     numbers = {
         task: {
             "_".join([task, *metric.removesuffix(",none").split(",")]): float(value)

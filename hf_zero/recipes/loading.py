@@ -56,18 +56,9 @@ BEHIND_PADDING = frozenset(
 
 
 def resolve_model(name: str, key: str = "model_name_or_path") -> str:
-    """Turns the name of a model into one that `from_pretrained` takes, and checks the files of a folder.
-
-    Args:
-        name (`str`): A folder, `package:<importable name>/<folder inside it>`, or the id of a model on the hub.
-
-    Returns:
-        `str`: The path of an existing folder with a config and whole weight files, or the hub id as it was given.
-
-    Raises:
-        ConfigError: If the folder, the package or the hub id is not there.
-        CheckpointError: If the folder has no config or no weights, or a safetensors file in it is not whole.
-    """
+    """Turns the name of a model (a folder, `package:<importable name>/<folder inside it>`, or a hub id) into one that
+    `from_pretrained` takes. Raises [`ConfigError`] where it is not there, and [`CheckpointError`] where a folder lacks
+    config or weights, or a safetensors file in it is not whole."""
     if name.startswith(PACKAGE_PREFIX):
         folder = _package_folder(name, key)
     else:
@@ -98,14 +89,8 @@ def check_file_size(name: str, nbytes: int) -> None:
 
 
 def resolve_config(name: str, key: str = "model_name_or_path") -> str:
-    """Turns the name of a model into one that `AutoConfig.from_pretrained` takes. Weights are not needed.
-
-    Args:
-        name (`str`): as for `resolve_model`, or the path of a config file.
-
-    Raises:
-        ConfigError: If nothing is there, or a folder without a `config.json`.
-    """
+    """Turns the name of a model, or the path of a config file, into one that `AutoConfig.from_pretrained` takes.
+    Weights are not needed. Raises [`ConfigError`] where nothing is there, or a folder without a `config.json`."""
     path = _package_folder(name, key) if name.startswith(PACKAGE_PREFIX) else Path(name).expanduser()
     if path.is_file():
         return str(path)
@@ -225,15 +210,9 @@ def _load(kind: Any, source: str | Path, **kwargs: Any) -> Any:
 
 
 def load_model(folder: Path, load: Load = _load, **kwargs: Any) -> PreTrainedModel:
-    """Loads a folder with the class of its config, and refuses what `from_pretrained` only reports.
-
-    Args:
-        load (`Callable`): loads it, by its class; such as `hf_zero.load_pretrained`.
-        kwargs: for `from_pretrained`; by default the dtype is that of the files.
-
-    Raises:
-        CheckpointError: tensors that are missing, unexpected or of another shape, or it does not load.
-    """
+    """Loads a folder with the class of its config, by default in the dtype of its files. Raises [`CheckpointError`]
+    where it does not load, and for what `from_pretrained` only reports: tensors that are missing, unexpected or of
+    another shape."""
     with one_line(folder, "from_pretrained"), quiet():
         kind = class_of(AutoConfig.from_pretrained(folder)) or AutoModel
         kwargs = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
@@ -274,12 +253,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """Reads `adapter_config.json`.
-
-    Raises:
-        CheckpointError: there is none, or it is not JSON.
-        ConfigError: PEFT is not installed.
-    """
+    """Reads `adapter_config.json`. Raises [`CheckpointError`] where there is none, or it is not JSON, and
+    [`ConfigError`] where PEFT is not installed."""
     if not is_peft_available():
         raise ConfigError(f"{folder}: a PEFT adapter, and PEFT is not installed; pip install 'hf-zero[peft]'")
     path = folder / ADAPTER_CONFIG_NAME
@@ -295,19 +270,9 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def load_base(folder: Path, name: str | None, load: Load = _load, **kwargs: Any) -> tuple[PreTrainedModel, str]:
-    """Loads the model that an adapter belongs to.
-
-    Args:
-        name (`str`, *optional*): the base model, instead of the one that the adapter names.
-        load, kwargs: as for `load_model`.
-
-    Returns:
-        The model, and the folder or hub id that it came from.
-
-    Raises:
-        ConfigError: no base model is named, or it is not there.
-        CheckpointError: it does not load, or lacks parameters that the adapter does not bring either.
-    """
+    """Loads the model that an adapter belongs to: the one that it names, unless another is named. Returns it, and the
+    folder or hub id that it came from. Raises [`ConfigError`] where it is not there, and [`CheckpointError`] where it
+    does not load, or lacks parameters that the adapter does not bring either."""
     settings = adapter_config(folder)
     check_pretrained(folder)
     name = name or settings.get("base_model_name_or_path")

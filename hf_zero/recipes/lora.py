@@ -89,11 +89,8 @@ def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> N
 
 
 def quantization_of(arguments: QuantizationArguments, dtype: str) -> "BitsAndBytesConfig | None":
-    """Returns TRL's description of how the adapter's base is quantized; `None` where it is not.
-
-    Args:
-        dtype (`str`): in which is computed.
-    """
+    """Returns transformers' description of how the adapter's base is quantized, and computed with in `dtype`; `None`
+    where it is not."""
     if arguments.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     if not arguments.load_in_4bit:
@@ -110,15 +107,8 @@ def quantization_of(arguments: QuantizationArguments, dtype: str) -> "BitsAndByt
 def lora_config(
     arguments: AdapterArguments, task_type: str | None = "CAUSAL_LM", new_modules: Sequence[str] = ()
 ) -> "LoraConfig | None":
-    """Returns PEFT's configuration of the adapter.
-
-    Args:
-        task_type (`str`, *optional*): PEFT's name for what the model does, such as `"SEQ_CLS"`.
-        new_modules (`Sequence[str]`): parts of the model that no checkpoint has, and which are trained whole.
-
-    Returns:
-        `LoraConfig`, or `None` where no adapter is asked for.
-    """
+    """Returns PEFT's configuration of the adapter; `None` where none is asked for. `task_type` is PEFT's name for what
+    the model does; `new_modules` are in no checkpoint, and so are trained whole."""
     if not arguments.use_peft:
         return None
     from peft import LoraConfig
@@ -144,14 +134,8 @@ def adapt(
     task_type: str | None = "CAUSAL_LM",
     new_modules: Sequence[str] = (),
 ) -> nn.Module:
-    """Puts an adapter on a model if `use_peft` is set.
-
-    Args:
-        model (`PreTrainedModel`): its weights may be in files still.
-
-    Returns:
-        `nn.Module`: a `PeftModel`, or the model as it was.
-    """
+    """Puts an adapter on a model, whose weights may be in files still, if `use_peft` is set. Returns the `PeftModel`,
+    or the model as it was."""
     config = lora_config(arguments, task_type, new_modules)
     if config is None:
         return model

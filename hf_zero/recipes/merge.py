@@ -37,12 +37,8 @@ class Arguments:
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Merges, saves beside `output_dir`, loads the result, and then renames it to `output_dir`.
-
-    Raises:
-        ConfigError: `output_dir` cannot be used, or no base model is known.
-        CheckpointError: the adapter or its base do not load, or the adapter changes nothing.
-    """
+    """Merges, saves beside `output_dir`, loads the result, and then renames it to `output_dir`. Raises
+    [`CheckpointError`] where the adapter or its base do not load, or the adapter changes nothing."""
     adapter, output = Path(folder).expanduser(), _checked_output(arguments)
     dtype = None if arguments.dtype is None else choose("dtype", arguments.dtype, DTYPES)
     if adapter_config(adapter).get("peft_type") in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):

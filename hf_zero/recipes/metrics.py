@@ -167,10 +167,8 @@ def memory_in_use(device: torch.device) -> tuple[int, int]:
 class TrainingLog(TrainerCallback):
     """Writes Trainer's log to a file on rank 0. A resumed run continues the log of its checkpoint.
 
-    The last step is logged, whatever `logging_steps` is.
-
-    Args:
-        trainer (`Trainer`): What was evaluated before it trains goes into its history too, as of step 0.
+    The last step is logged, whatever `logging_steps` is. What was evaluated before it trains goes into Trainer's
+    history too, as of step 0.
     """
 
     def __init__(self, trainer: Trainer):
@@ -259,14 +257,8 @@ def _short(value: float) -> str:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 operations per second.
-
-    Args:
-        device_name (`str`): As the driver gives it, such as "NVIDIA H100 80GB HBM3".
-
-    Returns:
-        `float` or `None`: Of one device; `None` for one that is not in the table.
-    """
+    """Dense bf16 operations per second of a device, by its driver's name for it, such as "NVIDIA H100 80GB HBM3";
+    `None` where it is not in the table."""
     words = device_name.replace("-", " ").split()
     for name, teraflops in PEAK_TFLOPS.items():
         parts = name.split()
@@ -276,17 +268,12 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def training_flops(model: nn.Module, num_tokens: float, num_rows: float) -> float:
-    """Returns the floating-point operations of forward and backward for a number of tokens.
+    """Returns the floating-point operations of forward and backward for a number of tokens in so many rows.
 
-    6 for each parameter that a token is multiplied by, 2 of them for its weight gradient where it has one, and
-    12 * layers * width of the heads * tokens in a row for attention (PaLM, arXiv:2204.02311, appendix B). What is
-    computed twice because activations are not kept does not count. Of a mixture's experts those count that a token
-    goes through. An input embedding is looked up, not multiplied by.
-
-    Args:
-        model (`nn.Module`): Whole or sharded: its parameters keep their shapes.
-        num_tokens (`float`): In all.
-        num_rows (`float`): Over how many rows they are divided.
+    6 for each parameter that a token is multiplied by, 2 of them for its weight gradient where it has one, and 12 *
+    layers * width of the heads * tokens in a row for attention (PaLM, arXiv:2204.02311, appendix B). What is computed
+    twice because activations are not kept does not count. Of a mixture's experts those count that a token goes
+    through. An input embedding is looked up, not multiplied by.
     """
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -46,12 +46,8 @@ class Rule:
     more: dict[str, Any]  # the other keys of a line that is a mapping
 
     def convert(self, value: Any, section: Section) -> Flags:
-        """Returns the flags for a value, with their values.
-
-        Raises:
-            NoCounterpart: If the value has none.
-            TypeError, ValueError: If it is not of the kind that the key takes.
-        """
+        """Returns the flags for a value, with their values. Raises [`NoCounterpart`] where it has none, and
+        `TypeError` or `ValueError` where it is not of the kind that the key takes."""
         if any(section.get(name) != wanted for name, wanted in self.more.get("where", {}).items()):
             return {}
         if "by" in self.more:
@@ -166,14 +162,7 @@ class Migration:
 
 
 def run(file: str, arguments: Arguments) -> None:
-    """Prints the flags, one a line with the key that each comes from, what needs none, and what has none.
-
-    Args:
-        file (`str`): A configuration of DeepSpeed or of accelerate.
-
-    Raises:
-        ConfigError: If it cannot be read, or holds no object.
-    """
+    """Prints the flags, one a line with the key that each comes from, what needs none, and what has none."""
     print(rendered(migrated(_read_config(file))))
 
 
@@ -200,14 +189,8 @@ def _read_config(file: str) -> dict[str, Any]:
 
 
 def migrated(config: Section) -> Migration:
-    """Applies the table to all keys of a configuration.
-
-    Args:
-        config (`dict`): As DeepSpeed or accelerate reads it.
-
-    Raises:
-        ConfigError: If it names a file of DeepSpeed's that cannot be read.
-    """
+    """Applies the table to all keys of a configuration, as DeepSpeed or accelerate reads it. Raises [`ConfigError`]
+    where it names a file of DeepSpeed's that cannot be read."""
     deepspeed, accelerate = dialects()["deepspeed"], dialects()["accelerate"]
     if config.keys().isdisjoint(("distributed_type", "compute_environment", "fsdp_config", "deepspeed_config")):
         result = Migration(deepspeed.replaced)

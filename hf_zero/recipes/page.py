@@ -42,14 +42,9 @@ MAX_UNITS_DRAWN = 24
 
 
 def page_html(*, kind: str = "training report", **contents: Any) -> str:
-    """Returns the page as HTML.
-
-    Args:
-        kind (`str`): What the page is, for its title.
-        contents: What report.html.jinja names: `title` and `summary`; `results` and `facts`, names with texts, of
-            which the former are seen first; `charts`, which may be none; `tables`; `notes` and `sample` of the data;
-            `command`, which repeats the run; and `configuration`, YAML.
-    """
+    """Returns the page as HTML, of what report.html.jinja names: `title` and `summary`; `results` and `facts`, names
+    with texts, of which the former are seen first; `charts`, which may be none; `tables`; `notes` and `sample` of the
+    data; `command`, which repeats the run; and `configuration`, YAML."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(contents, kind=kind)
 
@@ -57,12 +52,8 @@ def page_html(*, kind: str = "training report", **contents: Any) -> str:
 def results_of(
     log: Sequence[dict[str, Any]], metric: str | None = None, greater_is_better: bool | None = None
 ) -> list[tuple[str, str]]:
-    """Returns the results of the last evaluation and the best step, or the training loss if there was no evaluation.
-
-    Args:
-        metric (`str`, *optional*): By which steps are compared, as `metric_for_best_model`; by default the loss.
-        greater_is_better (`bool`, *optional*): Of that metric.
-    """
+    """Returns the results of the last evaluation and the best step by a metric, by default the loss, or the training
+    loss if there was no evaluation."""
     series = {name: points(log, name)[1] for name in [*metric_names(log), EVAL_LOSS]}
     results = [(title_of(name), f"{values[-1]:.4g}") for name, values in series.items() if values]
     compared = f"eval_{(metric or 'loss').removeprefix('eval_')}"
@@ -120,12 +111,8 @@ def tables_of(log: Sequence[dict[str, Any]], measured: Measured) -> list[dict[st
 
 
 def memory_rows(per_rank: Sequence[dict[str, int]], planned: dict[str, int]) -> list[list[str]]:
-    """Returns rows of MiB by tensor class: of each rank, as predicted, and for DDP.
-
-    Args:
-        per_rank (`Sequence[dict[str, int]]`): The fields of `MemoryReport`, by rank.
-        planned (`dict[str, int]`): Likewise, told before the first step; empty where that is not known.
-    """
+    """Returns rows of MiB by tensor class: of each rank, as planned before the first step where that is known, and for
+    DDP. Both arguments have the fields of `MemoryReport`."""
     rows = []
     for title, names in (*((title, [name]) for title, name in CLASSES), ("all on the device", ON_DEVICE)):
         held, plan = [_sum(report, names) for report in per_rank], _sum(planned, names)
@@ -136,16 +123,9 @@ def memory_rows(per_rank: Sequence[dict[str, int]], planned: dict[str, int]) -> 
 
 
 def memory_table(per_rank: Sequence[dict[str, int]], zero_stage: int) -> str:
-    """Returns a table in plain text of the measured MiB of each tensor class.
-
-    Args:
-        per_rank (`Sequence[dict[str, int]]`): One dict per rank, with the fields of `MemoryReport`, in bytes.
-        zero_stage (`int`): Named in the heading.
-
-    Returns:
-        `str`: Lines of equal width: the largest rank, what plain data parallelism (DDP) would hold, and their ratio.
-        Our buffers are counted, those of DDP are not.
-    """
+    """Returns a table in plain text of the measured MiB of each tensor class, by the fields of `MemoryReport`: of the
+    largest rank, what plain data parallelism (DDP) would hold, and their ratio. Our buffers are counted, those of DDP
+    are not."""
     rows = [
         (title, max(report[name] for report in per_rank), max(report.get(f"ddp_{name}", 0) for report in per_rank))
         for title, name in MEMORY_CLASSES

@@ -132,15 +132,8 @@ def ready_made(folders: Iterable[Path] = FOLDERS) -> dict[str, Path]:
 
 
 def parser_for(name: str, summary: str, kinds: Iterable[type]) -> Parser:
-    """Makes the parser of a task or a tool, which takes the fields of dataclasses as keys.
-
-    Args:
-        kinds (`Iterable[type]`): The dataclasses. If none has a field, transformers is not imported, which takes
-            seconds.
-
-    Returns:
-        [`Parser`]: It is an `HfArgumentParser` too if there is a field.
-    """
+    """Makes the parser of a task or a tool, which takes the fields of dataclasses as keys. If there are any, it is an
+    `HfArgumentParser` too; otherwise transformers is not imported, which takes seconds."""
     kinds = tuple(kinds)
     settings: dict[str, Any] = {"prog": f"{program()} {name}", "description": summary, "allow_abbrev": False}
     parser = _dataclass_parser()(kinds, **settings) if any(fields(kind) for kind in kinds) else Parser(**settings)
@@ -158,11 +151,8 @@ def _dataclass_parser() -> Callable[..., Parser]:
 
 
 def given_of(argv: list[str], *keys: str) -> dict[str, str | None]:
-    """Reads some keys of a command line before it is known which others there are; `None` for what is not given.
-
-    Args:
-        keys (`str`): without dashes.
-    """
+    """Reads some keys of a command line, named without dashes, before it is known which others there are; `None` for
+    what is not given."""
     probe = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for key in keys:
         probe.add_argument(f"--{key}", nargs="?")
@@ -234,19 +224,12 @@ def _guess(found: str | None) -> str:
 
 
 def elsewhere(name: str, table: Mapping[str, str]) -> str | None:
-    """Returns what to use here for a name from another program, or `None` if the name is in no table.
-
-    Args:
-        name (`str`): as it was written, without dashes before it.
-    """
+    """Returns what to use here for a name from another program, without dashes before it, or `None` if the name is in
+    no table."""
     return table.get(name.lower().replace("-", "_"))
 
 
 def check_memory(gib: float | None) -> None:
-    """Refuses a `memory` that is no number of GiB.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuses a `memory` that is no number of GiB."""
     if gib is not None and not 0 < gib < inf:
         raise ConfigError(f"memory {gib}: expected the GiB of one device")

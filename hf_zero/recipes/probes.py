@@ -80,16 +80,9 @@ class Outcome:
 
 
 def run_probes(device_type: str, journal: str | None) -> list[Outcome]:
-    """Runs all probes in one process of the check. Rank 0 prints their lines.
-
-    Args:
-        device_type (`str`): Where to train, such as cuda or cpu.
-        journal (`str`, *optional*): A file to which rank 0 writes the name of each probe, and then its outcome. Its
-            folder holds what the probes save.
-
-    Returns:
-        `list[Outcome]`: The same on all ranks.
-    """
+    """Runs all probes in one process of the check, and returns the same on all ranks. Rank 0 prints their lines, and
+    writes to the file `journal` the name of each probe, and then its outcome. Its folder holds what the probes
+    save."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # a device then repeats its bits
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     ranks = Ranks(device_type)
@@ -152,12 +145,8 @@ class Ranks:
         return [act(self.comm, partial(shard_with, device=self.device))]
 
     def agree(self, name: str, probe: Callable[[], str]) -> tuple[Outcome, bool]:
-        """Runs a probe on all ranks.
-
-        Returns:
-            `tuple[Outcome, bool]`: What the first rank found on which it failed, or rank 0; and whether the ranks are
-            in step, so that others may follow.
-        """
+        """Runs a probe on all ranks. Returns what the first rank found on which it failed, or rank 0; and whether the
+        ranks are in step, so that others may follow."""
         outcome, is_in_step = _tried(name, probe)
         is_in_step = is_in_step or self.is_alone  # the next loop-back is a new one
         found = self._talk.all_gather_object((outcome, is_in_step))
@@ -206,11 +195,8 @@ def _config(job: TrainingJob) -> ZeroConfig:
 
 
 class Probes:
-    """All probes. Each returns what it found, or raises.
-
-    Args:
-        parent (`Path`, *optional*): The folder to save in; by default that of temporary files.
-    """
+    """All probes. Each returns what it found, or raises. They save in `parent`, by default the folder of temporary
+    files."""
 
     def __init__(self, ranks: Ranks, parent: Path | None):
         self._ranks, self._parent = ranks, parent

@@ -56,13 +56,8 @@ class Arguments:
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Checks the folder, writes a model card if it has none, uploads in one commit, and prints the address.
-
-    Raises:
-        ConfigError: no repository is named, or a file of the folder lies elsewhere.
-        CheckpointError: the folder is not whole.
-        HubError: the hub refused, or could not be reached.
-    """
+    """Checks the folder, writes a model card if it has none, uploads in one commit, and prints the address. Raises
+    [`ConfigError`] where no repository is named, or a file of the folder lies elsewhere."""
     if not arguments.hub_model_id:
         raise ConfigError("hub_model_id: not set; name the repository, for instance --hub_model_id user/name")
     path = Path(folder).expanduser()

@@ -34,11 +34,8 @@ def run_task(settings: Settings) -> None:
 
 
 def train(settings: Settings, training: ZeroTrainingArguments) -> ZeroTrainer:
-    """Trains, and writes the model, the report and the model card. All ranks call it.
-
-    Returns:
-        [`ZeroTrainer`]: That has trained; its process group is still there.
-    """
+    """Trains, and writes the model, the report and the model card. All ranks call it. Returns the trainer; its process
+    group is still there."""
     task, say = TASKS[settings.task].load(), _sayer(training)
     checkpoint = checkpoint_of(settings, training)
     if checkpoint is not None:

@@ -24,11 +24,8 @@ Change = tuple[str, Any, Any]  # a key, its value now and its value before
 
 
 def check_same_model(settings: Settings, checkpoints: Iterable[Path]) -> None:
-    """Refuses to go on from the checkpoints of another model. Configs that cannot be read are left to loading.
-
-    Args:
-        checkpoints (`Iterable[Path]`): In the order in which they would be taken; the first with a config is compared.
-    """
+    """Refuses to go on from the checkpoints of another model, of which the first with a config is compared. Configs
+    that cannot be read are left to loading."""
     for checkpoint in checkpoints:
         found = _difference(settings.arguments, checkpoint)
         if found is not None:

@@ -45,12 +45,8 @@ class Samples:
 
     @classmethod
     def of(cls, trainer: ZeroTrainer, data: Data, number: int, say: Callable[..., None]) -> "Samples":
-        """Takes the first test rows that the model can answer; none if it writes no text, reads images, or nothing is
-        tested.
-
-        Args:
-            number (`int`): how many rows; fewer where not so many are short enough.
-        """
+        """Takes the first so many test rows that the model can answer and that are short enough; none if it writes no
+        text, reads images, or nothing is tested."""
         if not number or data.test is None or data.has_images or not trainer.model.can_generate():
             return cls(trainer, say)
         options = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "use_cache": True}
@@ -142,11 +138,8 @@ def _with_tokens(row: Mapping[str, Any], generator: TextGenerator) -> tuple[Ques
 
 
 def question_of(row: Mapping[str, Any]) -> Question:
-    """What to ask the model of a row, and what the row has as the answer.
-
-    Args:
-        row (`Mapping`): with `messages`; with `prompt`, and perhaps `completion` or `chosen`; or with a text.
-    """
+    """What to ask the model of a row, and what the row has as the answer: of `messages`, of `prompt` with perhaps
+    `completion` or `chosen`, or of a text."""
     if row.get("messages"):
         turns = _turns(row["messages"])
         last = max((number for number, turn in enumerate(turns) if turn["role"] == "assistant"), default=len(turns))

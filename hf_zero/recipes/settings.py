@@ -71,11 +71,8 @@ class Settings:
         }
 
     def training_arguments(self) -> ZeroTrainingArguments:
-        """Makes the training arguments, in the process that trains.
-
-        Raises:
-            ConfigError: If a value contradicts another one.
-        """
+        """Makes the training arguments, in the process that trains. Raises [`ConfigError`] where a value contradicts
+        another one."""
         try:
             return TASKS[self.task].load().Training(**self.training)
         except (ValueError, TypeError) as error:
@@ -118,14 +115,8 @@ class LaunchArguments:
 
 
 def make_parser(task: str) -> Parser:
-    """Builds the parser of one task.
-
-    Args:
-        task (`str`): A key of `TASKS`.
-
-    Returns:
-        [`Parser`]: It knows `--config`, `--num_processes`, the task's arguments and all training arguments.
-    """
+    """Builds the parser of one task: it knows `--config`, the keys of a run, the task's arguments and all training
+    arguments."""
     module = TASKS[task].load()
     parser = parser_for(task, TASKS[task].summary, (LaunchArguments, module.Arguments, module.Training))
     parser.add_argument("--config", help="YAML file with any of the keys below; the command line wins over it")
@@ -156,18 +147,10 @@ def with_length(settings: Settings, length: int) -> Settings:
 
 
 def parse_settings(task: str, argv: list[str], *, is_here: bool = True) -> Settings:
-    """Reads the settings from the command line and the YAML file that it names.
+    """Reads the settings from the command line behind the task, and the YAML file that it names. Nothing is loaded or
+    started yet. Where this machine does not train (`is_here`), one with accelerators does, unless `use_cpu` is set.
 
-    Args:
-        task (`str`): A key of `TASKS`.
-        argv (`list[str]`): What follows the task on the command line.
-        is_here (`bool`): This machine trains. If not, one with accelerators does, unless `use_cpu` is set.
-
-    Returns:
-        [`Settings`]: Nothing is loaded or started yet.
-
-    Raises:
-        ConfigError: If a key is unknown (the nearest known one is named) or a value does not parse.
+    Raises [`ConfigError`] where a key is unknown (the nearest known one is named) or a value does not parse.
     """
     parser = make_parser(task)
     values, (_, own_arguments, training) = parser.values(argv), parser.kinds
@@ -230,15 +213,7 @@ def _plain(value: Any) -> Any:
 
 
 def resolve_settings(task: str, argv: list[str]) -> Settings:
-    """Reads the settings, and refuses a run that cannot work, before a process is started or a weight is read.
-
-    Args:
-        task (`str`): A key of `TASKS`.
-        argv (`list[str]`): What follows the task on the command line.
-
-    Raises:
-        HfZeroError: As the checks of the settings below raise it, and the task's own.
-    """
+    """Reads the settings, and refuses a run that cannot work, before a process is started or a weight is read."""
     settings = parse_settings(task, argv)
     launched = launched_world_size(settings.num_processes)
     # where only rows are made ready, nothing is left in output_dir
@@ -290,17 +265,8 @@ def _check_test_set(settings: Settings) -> None:
 
 
 def launched_world_size(num_processes: int | None) -> int | None:
-    """Reads the number of processes from the variables of a launcher such as torchrun, and checks `--num_processes`.
-
-    Args:
-        num_processes (`int`, *optional*): What the user asked for, if anything.
-
-    Returns:
-        `int` or `None`: The number of processes that the outer launcher started; None when there is none.
-
-    Raises:
-        ConfigError: If the variables are incomplete or contradict each other or `num_processes`.
-    """
+    """Reads how many processes a launcher such as torchrun has started from its variables; `None` where there is none.
+    Raises [`ConfigError`] where they are incomplete, or contradict each other or `--num_processes`."""
     if num_processes is not None and num_processes < 1:
         raise ConfigError(f"--num_processes {num_processes}: expected 1 or more")
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]

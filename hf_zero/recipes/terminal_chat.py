@@ -131,12 +131,9 @@ class Keyboard:
                 self._is_typing = False
 
     def stop_together(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        """A criterion for transformers' `generate`, which stops all ranks at the same token.
-
-        Raises:
-            KeyboardInterrupt: on all ranks, after Ctrl-C.
-            CommError: on all ranks, when they have generated different tokens.
-        """
+        """A criterion for transformers' `generate`, which stops all ranks at the same token. Raises
+        `KeyboardInterrupt` on all of them after Ctrl-C, and [`CommError`] when they have generated different
+        tokens."""
         told = self._comm.all_gather_vector(torch.tensor([self._is_interrupted, int(input_ids[0, -1])]))
         is_interrupted, tokens = bool(told[0, 0]), told[:, 1].tolist()
         if len(set(tokens)) > 1:
@@ -180,13 +177,7 @@ class Conversation:
 
 
 def run(folder: str, arguments: Arguments) -> None:
-    """Answers `--prompt`, or what is typed until Ctrl-D.
-
-    Raises:
-        ConfigError: it is not there, or is no language model; a key does not fit.
-        CheckpointError: it does not load.
-        DataError: `--prompt` cannot be answered.
-    """
+    """Answers `--prompt`, or what is typed until Ctrl-D."""
     if arguments.prompt is not None and not arguments.prompt.strip():
         raise ConfigError("prompt: is empty; give a text")
     on_ranks(_converse, folder, arguments, interactive=_converse_on_own_ranks)

@@ -126,13 +126,8 @@ class TrlTask:
         return (*sorted(names), *self.decisive_too)
 
     def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
-        """Refuses what cannot work, before a process is started.
-
-        Raises:
-            ConfigError: If the model is missing, settings contradict each other, or one of TRL's has no effect here.
-            DataError: If a file is missing.
-            CheckpointError: If the weights are truncated.
-        """
+        """Refuses what cannot work, before a process is started: what is missing, contradicts itself, or of TRL's
+        settings has no effect here."""
         check_mixture(arguments)
         check_adapter(arguments)
         check_freezing(arguments, use_peft=arguments.use_peft)
@@ -278,12 +273,8 @@ class TrlTask:
         return self.load(arguments, training, data.processing_class)
 
     def make_trainer(self, model: nn.Module, arguments: TrlArguments, training: Any, data: Data) -> Any:
-        """The trainer, with what else it needs beside the model.
-
-        Raises:
-            ConfigError: If TRL or PEFT refuses a setting.
-            DataError: If no row fits into `max_length`.
-        """
+        """The trainer, with what else it needs beside the model. Raises [`ConfigError`] where TRL or PEFT refuses a
+        setting, and [`DataError`] where no row fits into `max_length`."""
         new_modules = head_of(model) if self.peft_task == "SEQ_CLS" else ()
         try:
             with quiet_datasets():

@@ -15,12 +15,8 @@ from hf_zero.errors import ConfigError
 
 
 def check_function(key: str, name: str, also: Sequence[str] = ()) -> None:
-    """Refuses a function that is not there. None of the user's code runs: this may be the launcher.
-
-    Args:
-        name (`str`): `file.py:function`.
-        also (`Sequence[str]`): Names that the key takes, too, for the message.
-    """
+    """Refuses a function, named as `file.py:function`, that is not there. None of the user's code runs: this may be
+    the launcher. `also` are names that the key takes, too, for the message."""
     path, function = _file_and_function(name)
     if path.suffix != ".py" or not function:
         names = f"one of {', '.join(also)}, or " if also else ""
@@ -45,15 +41,8 @@ def _names_of(statement: ast.stmt) -> list[str]:
 
 
 def load_function(key: str, name: str, convert: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Loads a function, whose errors in training name file and line.
-
-    Args:
-        name (`str`): `file.py:function`, which has been checked.
-        convert (`Callable`): Applied to what it returns; what it raises counts as the function's own error.
-
-    Returns:
-        `Callable`: What is no plain function (a module, a coroutine function) is given as it is.
-    """
+    """Loads a function, whose errors in training name file and line. What it returns is converted; what `convert`
+    raises counts as its own error. What is no plain function (a module, a coroutine function) is given as it is."""
     path, function = _file_and_function(name)
     resolved = path.resolve()
     try:

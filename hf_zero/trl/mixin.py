@@ -134,14 +134,8 @@ def _is_of_trl(cls: type) -> bool:
 
 @torch.no_grad()
 def sync_reference(model: nn.Module, reference: nn.Module, alpha: float) -> None:
-    """Moves a reference model by the fraction `alpha` towards the policy (TR-DPO, arXiv 2404.09656). All ranks call
-    it.
-
-    Both are sharded; one unit at a time is gathered.
-
-    Args:
-        alpha (`float`): 1 copies the policy.
-    """
+    """Moves a reference model by the fraction `alpha` towards the policy (TR-DPO, arXiv 2404.09656); 1 copies it. All
+    ranks call it. Both are sharded; one unit at a time is gathered."""
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     for _, group in groupby(pairs, key=lambda pair: unit_of(pair[0])):
         sources, targets = zip(*group)

@@ -49,12 +49,8 @@ class ServerGeneration(VLLMGeneration):
     """
 
     def _init_vllm(self) -> None:
-        """Connects to the server, on rank 0.
-
-        Raises:
-            `ConfigError`: for a model whose weights the server cannot take.
-            `CommError`: on all ranks, when the server cannot be reached or takes no weights.
-        """
+        """Connects to the server, on rank 0. Raises [`ConfigError`] for a model whose weights it cannot take, and
+        [`CommError`], on all ranks, when it cannot be reached or takes no weights."""
         if getattr(self.model, "hf_quantizer", None) is not None:
             raise ConfigError("use_vllm: the server cannot take weights that are quantized; leave one of them out")
         if is_peft_model(self.model) and not hasattr(self.model, "merge_adapter"):

@@ -27,12 +27,7 @@ from hf_zero.recipes.loading import load_tokenizer, quiet
 
 
 class Texts:
-    """Reads and tokenizes texts for a model.
-
-    Args:
-        columns (`Sequence[str]`): The column of the text and, of pairs, that of the second one.
-        max_length (`int`): Longer ones are cut to so many tokens.
-    """
+    """Reads and tokenizes the texts of one or two columns for a model. Longer ones are cut to `max_length` tokens."""
 
     task = "text-classification"
     auto_class = AutoModelForSequenceClassification
@@ -98,11 +93,7 @@ class Texts:
 
 
 class Images:
-    """Reads and prepares images for a model.
-
-    Raises:
-        ConfigError: Pillow is not installed.
-    """
+    """Reads and prepares images for a model. Raises [`ConfigError`] where Pillow is not installed."""
 
     task = "image-classification"
     auto_class = AutoModelForImageClassification
@@ -162,11 +153,7 @@ class Images:
 
 
 class Pixels(torch.utils.data.Dataset):
-    """Images and the numbers of their classes, decoded and resized when a row is read.
-
-    Args:
-        data (`datasets.Dataset`): images not yet decoded.
-    """
+    """Images and the numbers of their classes, decoded and resized when a row is read."""
 
     def __init__(self, data: datasets.Dataset, column: str, numbers: Sequence[int], processor: Any):
         self._data, self._column, self._numbers, self._processor = data, column, numbers, processor

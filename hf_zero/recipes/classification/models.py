@@ -22,19 +22,12 @@ NUM_VERIFIED = 64  # test rows that the reloaded model has to predict alike
 def load_classifier(
     path: str, inputs: Texts | Images, classes: Classes, *, revision: str | None = None
 ) -> PreTrainedModel:
-    """Loads a model with a head for these classes, a new one unless the model has one of that size.
+    """Loads a model with a head for these classes, a new one unless the model has one of that size. Its weights are
+    still in files, in fp32.
 
-    That the head is new is what we are here for, so transformers' report of it is left out.
-
-    Args:
-        inputs ([`Texts`] or [`Images`]): Their processor has been loaded.
-
-    Returns:
-        `PreTrainedModel`: Its weights still in files, in fp32.
-
-    Raises:
-        ConfigError: If it does not load as a classifier.
-        CheckpointError: If weights of the base model are missing or of other shapes.
+    That the head is new is what we are here for, so transformers' report of it is left out. Raises [`ConfigError`]
+    where it does not load as a classifier, and [`CheckpointError`] where weights of the base model are missing or of
+    other shapes.
     """
     where = {"revision": revision} if revision else {}
     with quiet():
@@ -86,12 +79,8 @@ def _refuse_other_base(path: str, model: PreTrainedModel, info: dict[str, Any]) 
 
 
 def verify(folder: str, inputs: Texts | Images, test: Dataset, predicted: np.ndarray) -> str:
-    """Loads the folder as any user would, without hf_zero, and compares it with what the trainer predicted.
-
-    Args:
-        inputs ([`Texts`] or [`Images`]): How rows come to the model; its processor is loaded anew from the folder.
-        predicted (`np.ndarray`): Logits of all of them, [rows, classes].
-    """
+    """Loads the folder, its processor too, as any user would, without hf_zero, and compares it with the logits that
+    the trainer predicted, [rows, classes]."""
     num_rows = min(NUM_VERIFIED, len(test))
     inputs.load_processor(folder)
     loader = "PEFT" if is_adapter(Path(folder)) else f"{inputs.auto_class.__name__}.from_pretrained"

@@ -34,17 +34,9 @@ PLAIN_CHAT: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assist
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> str:
-    """Gives the tokenizer the template that chats are rendered with; it is saved with the model.
-
-    Args:
-        path (`str`, *optional*): a file with a template, or "default" for ours, instead of the tokenizer's own.
-
-    Returns:
-        `str`: which one it is, in words.
-
-    Raises:
-        ConfigError: the file cannot be read, or no template is given and the default does not fit.
-    """
+    """Gives the tokenizer the template that chats are rendered with, and returns in words which one it is: its own, or
+    the file at `path`, or ours. It is saved with the model. Raises [`ConfigError`] where the file cannot be read, or
+    none is given and ours does not fit."""
     if path not in (None, DEFAULT):
         tokenizer.chat_template = read_template(path)
         return path
@@ -74,11 +66,8 @@ def template_notes(
 ) -> list[str]:
     """Gives the tokenizer its template if rows are chats, and says which one it is.
 
-    Args:
-        chat (`list[Message]`, *optional*): of the first row; empty where that cannot be read, `None` for texts.
-
-    Raises:
-        ConfigError: a template is given for texts; or it cannot be had, or is broken.
+    Of the first row `chat` is empty where it cannot be read, and `None` where it is a text. Raises [`ConfigError`]
+    where a template is given for texts, or is broken.
     """
     if chat is not None:
         note = f"chat template: {set_chat_template(tokenizer, path)}"

@@ -29,21 +29,13 @@ def encode_rows(
     key: str,
     num_proc: int | None = None,
 ) -> tuple[Dataset | IterableDataset, int]:
-    """Applies a function to every row.
+    """Applies a function to every row, which raises [`BadRow`] on one that it refuses. Returns the new data set with
+    the columns `features`, and how many bad rows it lacks.
 
-    The result is kept in the cache of `datasets`, under a name that depends on the rows, on `key` and on our code.
-    Call it in all processes, under `training.main_process_first()`.
-
-    Args:
-        function (`Callable`): takes a row, gives the values of `features`; raises [`BadRow`] on one that it refuses.
-        key (`str`): whatever the function depends on, such as its settings and those of its tokenizer.
-
-    Returns:
-        The new data set, and how many bad rows it lacks. A stream is encoded while it is used: its bad rows are then
-        met one by one, and not counted.
-
-    Raises:
-        DataError: naming the first bad row and why; or there is no good one. From a stream, when that row is reached.
+    The result is kept in the cache of `datasets`, under a name that depends on the rows, on our code, and on `key`:
+    all that the function depends on. Call it in all processes, under `training.main_process_first()`. A stream is
+    encoded while it is used: its bad rows are then met one by one, and not counted. Raises [`DataError`], naming the
+    first bad row, or where there is no good one.
     """
     encode = partial(_encode, replace(rows, data=None), function, list(features), rows.is_stream and not skip_bad_rows)
     features = Features({**features, PROBLEM: Value("string")})

@@ -147,15 +147,11 @@ def num_prompt_tokens(row: Mapping[str, list[int]]) -> int:
 
 
 def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: PreTrainedTokenizerBase) -> Format:
-    """Finds the format of rows by their columns; the first row says whether those hold texts or messages.
+    """Finds the format of rows by their columns, among the `names` of `FORMAT_NAMES`; the first row says whether those
+    hold texts or messages.
 
-    Rows with token ids are tokenized, whatever other columns they have, as for TRL.
-
-    Args:
-        names (`Collection[str]`): those of `FORMAT_NAMES` that it may be.
-
-    Raises:
-        DataError: the columns fit none, or several, or not the one that was named.
+    Rows with token ids are tokenized, whatever other columns they have, as for TRL. Raises [`DataError`] where the
+    columns fit none or several.
     """
     known = (text_format(text_column), *FORMATS, _tokenized_format(rows.columns, tokenizer))
     formats = [form for form in known if form.name in names]

@@ -56,15 +56,8 @@ def image_failure(error: Exception, stored: StoredImage) -> str:
 
 
 def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, Any]:
-    """An image as `datasets` keeps it, by what a row holds.
-
-    Args:
-        value (`str` or `Mapping`): the path of a file, or what `datasets` keeps.
-        folders (`tuple[Path, ...]`): where relative paths begin; one of them has the file.
-
-    Raises:
-        BadRow: there is no such file, or several, or it is no image.
-    """
+    """An image as `datasets` keeps it, by what a row holds: that, or the path of a file, whose relative ones begin in
+    one of `folders`. Raises [`BadRow`] where there is no such file, or several, or it is no image."""
     if isinstance(value, Mapping) and value.get("bytes") is not None:
         found = {"bytes": value["bytes"], "path": value.get("path")}
     else:

@@ -135,12 +135,7 @@ def each_source(arguments: MixtureArguments) -> list[MixtureArguments]:
 
 
 def check_mixture(arguments: MixtureArguments) -> None:
-    """Refuses data sets that the arguments alone, and a look at the names of files, show to be wrong.
-
-    Raises:
-        ConfigError: Keys that do not go together.
-        DataError: A file that is not there or of an unknown kind.
-    """
+    """Refuses data sets that the arguments alone, and a look at the names of files, show to be wrong."""
     choose("dataset_mixing", arguments.dataset_mixing, dict.fromkeys(MIXING))
     choose("dataset_stopping_strategy", arguments.dataset_stopping_strategy, dict.fromkeys(STOPPING))
     interleaves, entries = arguments.dataset_mixing == INTERLEAVE, arguments.entries

@@ -65,13 +65,8 @@ class Rows:
         return isinstance(self.data, IterableDataset)
 
     def where(self, index: int, raw: dict[str, Any] | None = None) -> str:
-        """Names a row: the file and its line, or the split and its row, both counted from 1.
-
-        Args:
-            index (`int`): its position in `data`. In a stream of the hub that processes share out by files, each
-                counts the rows that it has seen.
-            raw (`dict`, *optional*): the raw row, which in a stream of local files knows its place.
-        """
+        """Names a row: the file and its line, or the split and its row, both counted from 1. In a stream of local
+        files the raw row knows its place; of the hub's, each process counts the rows that it has seen."""
         if raw and PLACE in raw:
             return raw[PLACE]
         for part in self.parts:
@@ -81,14 +76,8 @@ class Rows:
         raise IndexError(index)
 
     def read(self, raw: dict[str, Any]) -> dict[str, Any] | None:
-        """Makes a row of a raw one.
-
-        Returns:
-            `dict`, or `None` for an empty line, which is no row.
-
-        Raises:
-            BadRow: a line that is not a JSON object.
-        """
+        """Makes a row of a raw one; `None` of an empty line, which is no row. Raises [`BadRow`] for a line that is not
+        a JSON object."""
         row = self._read(raw)
         return {name: row[name] for name in self.kept if name in row} if row and self.kept else row
 

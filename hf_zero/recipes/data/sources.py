@@ -36,12 +36,7 @@ NUM_TRIED = 1000  # lines that may be bad before the first good one
 
 
 def check_sources(arguments: SourceArguments) -> None:
-    """Refuses what the arguments alone, and a look at the names of files, show to be wrong. Nothing is read.
-
-    Raises:
-        ConfigError: not exactly one source of training rows, or keys that do not go together.
-        DataError: a file that is not there or of an unknown kind.
-    """
+    """Refuses what the arguments alone, and a look at the names of files, show to be wrong. Nothing is read."""
     if arguments.dataset_name is None and arguments.train_file is None:
         raise ConfigError("data: none is given to train on; give --dataset_name or --train_file")
     _refuse_both(arguments, "dataset_name", "train_file")
@@ -87,19 +82,11 @@ def check_stream(arguments: SourceArguments, training: Mapping[str, Any]) -> Non
 
 
 def load_rows(arguments: SourceArguments, split: str) -> Rows | None:
-    """Reads the rows that a run trains on, or those that it is evaluated on.
+    """Reads the rows that a run trains on (`split` "train"), or those that it is evaluated on ("test"); `None` where
+    there are none to evaluate on. Raises [`DataError`] where they cannot be read, or there is no row.
 
     What is not a stream is kept as Arrow files in the cache of `datasets`, as always with it. Call it in all
     processes, under `training.main_process_first()`: one of them reads, the others find it there.
-
-    Args:
-        split (`str`): "train" or "test".
-
-    Returns:
-        [`Rows`], at least one; `None` where there is nothing to evaluate on.
-
-    Raises:
-        DataError: it cannot be read, or is empty.
     """
     is_train = split == "train"
     file = arguments.train_file if is_train else arguments.test_file
@@ -165,11 +152,8 @@ def is_local(name: str) -> bool:
 
 
 def check_path(name: str, key: str) -> None:
-    """Refuses a file that is not there, or of a kind that is not read.
-
-    Args:
-        name (`str`): a path, or for the keys `dataset_name` and `datasets` also a hub id.
-    """
+    """Refuses a file that is not there, or of a kind that is not read. For `dataset_name` and `datasets` it may be a
+    hub id."""
     path = Path(name).expanduser()
     is_path = (
         key not in ("dataset_name", "datasets") or path.suffix.lower() in READERS or name.startswith((".", "/", "~"))
