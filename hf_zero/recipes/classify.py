@@ -16,12 +16,13 @@ from transformers.utils import ModelOutput
 
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.artifacts import usage_command
-from hf_zero.recipes.classification import BadRows, Classes, Images, Labelled, Texts, head_of, load_classifier, verify
+from hf_zero.recipes.classifiers import head_of, load_classifier, verify
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.rows import RowRange, Rows
 from hf_zero.recipes.data.sources import check_sources, is_local, load_rows
 from hf_zero.recipes.docstrings import load_docstrings
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing
+from hf_zero.recipes.labelled import BadRows, Classes, Images, Labelled, Texts
 from hf_zero.recipes.language_models import config_of
 from hf_zero.recipes.loading import check_model, check_positions, positions_of, resolve_model
 from hf_zero.recipes.lora import AdapterArguments, adapt, check_adapter

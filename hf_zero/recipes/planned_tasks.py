@@ -19,7 +19,7 @@ from transformers import (
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.classification.models import head_of
+from hf_zero.recipes.classifiers import head_of
 from hf_zero.recipes.empty_models import adapted, cast_batch, example_batch, optimizer_of, quantized
 from hf_zero.recipes.freezing import check_freezing, freeze_parameters
 from hf_zero.recipes.language_models import check_dtype, check_source, config_of, named_model

@@ -21,8 +21,7 @@ from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import Data, Mixture, Rows
 from hf_zero.recipes.data.chat import DEFAULT
 from hf_zero.recipes.data.formats import FORMAT_NAMES, LABELS, MASKS, Format, check_text_column, recognise
-from hf_zero.recipes.data.image_rows import ImageFormat, with_images, without_images
-from hf_zero.recipes.data.images import check_pillow, image_column
+from hf_zero.recipes.data.images import ImageFormat, check_pillow, image_column, with_images, without_images
 from hf_zero.recipes.data.rows import IGNORED, cut_note, plural
 from hf_zero.recipes.language_models import (
     NewModelArguments,

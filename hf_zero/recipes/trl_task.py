@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from hf_zero.errors import ConfigError, DataError, HfZeroError
 from hf_zero.recipes.artifacts import usage_command
-from hf_zero.recipes.classification.models import head_of
+from hf_zero.recipes.classifiers import head_of
 from hf_zero.recipes.data import (
     BadRow,
     Data,

@@ -28,11 +28,11 @@ from hf_zero.recipes.auto_length import with_longest
 from hf_zero.recipes.cli import main
 from hf_zero.recipes.earlier_run import (
     _set_aside,
+    check_same_model,
     check_unchanged,
     checkpoint_of,
     resume_message,
 )
-from hf_zero.recipes.same_model import check_same_model
 from hf_zero.recipes.settings import SHORTEST, parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import resumable

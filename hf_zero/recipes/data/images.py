@@ -1,18 +1,26 @@
-"""Image files: where rows name them, and opening them with Pillow, an optional dependency."""
+"""Image files, which Pillow, an optional dependency, opens, and rows of messages or prompts with images, as TRL's
+collator for vision-language models takes them."""
 
+import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from datasets import Features, Image, List
 from transformers.utils import is_vision_available
 
 from hf_zero.errors import ConfigError, DataError
+from hf_zero.recipes.data.formats import Format, Message
 from hf_zero.recipes.data.rows import BadRow, Rows
 
 
 IMAGE_COLUMNS = ("images", "image")  # a list of images, or one
 StoredImage = Mapping[str, Any]  # as `datasets` keeps an image: its "bytes", or the "path" of its file
+MARK = "<image>"  # in a text: the place of an image, as in the data of LLaVA
+NO_IMAGES = ("text", "tokenized")  # formats whose rows TRL takes without images alone
 
 
 def image_column(rows: Rows) -> str | None:
@@ -73,3 +81,163 @@ def find_image(value: Any, folders: tuple[Path, ...], column: str) -> dict[str, 
         found = {"bytes": None, "path": str(files[0].absolute())}
     check_image(found, column)
     return found
+
+
+@dataclass(frozen=True)
+class ImageFormat(Format):
+    """A format whose rows have images too; `read` gives them in a column `images`, as `datasets` keeps them."""
+
+    column: str | None = None  # one of `IMAGE_COLUMNS`; `None` where the rows have none
+    folders: tuple[Path, ...] = ()  # where relative paths of images begin
+    image_token: str | None = None  # how a prompt that is a text says the place of an image
+    eos_token: str = ""  # put behind a completion that is a text, as TRL does it for rows without images
+    # a hash of the names, sizes and times of the image files, of which no row holds more than the name: rows
+    # that were read from other files are not found in the cache
+    files: str = ""
+
+    @property
+    def features(self) -> Features:
+        """What `read` gives."""
+        values = {name: kind for name, kind in super().features.items() if name != "tools"}
+        return Features({**values, "images": List(Image(decode=False))})
+
+    def read(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Makes what TRL takes of a row. Raises [`BadRow`] where `Format.read` does, and where an image cannot be
+        read, or has no place in the messages or the prompt."""
+        values = super().read(row)
+        if values.pop("tools", None):
+            raise BadRow("it has tools, which rows with images cannot have")
+        images = [find_image(value, self.folders, self.column or "") for value in _named(row, self.column)]
+        if self.is_chat:
+            first, *others = self.gives
+            values[first] = _placed(values[first], len(images))
+            values |= {column: _placed(values[column], 0) for column in others}
+            return {**values, "images": images}
+        if self.image_token is not None:
+            found = [values[column].count(self.image_token) for column in self.gives]
+            if found != [len(images), 0]:
+                times = f"{found[0]} times {self.image_token} in the prompt and {found[1]} times in the completion"
+                raise BadRow(f"{len(images)} images, and {times}")
+        completion = self.gives[-1]
+        if not values[completion].endswith(self.eos_token):
+            values[completion] += self.eos_token
+        return {**values, "images": images}
+
+    def prompt_of(self, row: dict[str, Any]) -> str | list[Message]:
+        """What to try the model on: the first image of a row which was read, and what its user says first."""
+        if not self.is_chat:
+            return row[self.gives[0]]
+        blocks = [block for turn in row[self.gives[0]] if turn["role"] == "user" for block in turn["content"]]
+        texts = [block for block in blocks if block["type"] == "text"][:1]
+        images = [{"type": "image", "url": image["path"] or "image.png"} for image in row["images"][:1]]
+        return [{"role": "user", "content": [*images, *texts]}]
+
+
+def with_images(form: Format, rows: Rows, image_token: str | None, eos_token: str) -> ImageFormat:
+    """The same format, for rows with images. Raises [`DataError`] where rows are texts, with which TRL takes no
+    images."""
+    column = image_column(rows)
+    if form.name in NO_IMAGES:
+        what = "texts" if form.tokenizer is None else "token ids"
+        raise DataError(f"{rows.source}: {what} with images, expected messages, or prompt and completion")
+    own = {each.name: getattr(form, each.name) for each in fields(Format)}
+    folders = _folders(rows)
+    files = _hash_of_files(rows, column, folders) if column else ""
+    own |= {"image_token": image_token, "eos_token": eos_token}
+    return ImageFormat(**own, column=column, folders=folders, files=files)
+
+
+def without_images(form: Format, rows: Rows) -> Format:
+    """The same format for rows that are read as texts alone: a row whose images would be lost is a bad row."""
+    column = image_column(rows)
+    return form if column is None else replace(form, convert=partial(_converted, form.convert, column))
+
+
+def _converted(convert: Callable, column: str, row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    if row.get(column) not in (None, []):
+        raise BadRow(f"column {column!r} has an image, and the first row, which decides what is trained on, has none")
+    return convert(row, is_chat)
+
+
+def _named(row: Mapping[str, Any], column: str | None) -> list[Any]:
+    value = row.get(column) if column else None
+    if value is None:
+        return []
+    if column == IMAGE_COLUMNS[0] and not isinstance(value, list):
+        raise BadRow(f"column {column!r} holds a {type(value).__name__}, expected a list of images")
+    return value if isinstance(value, list) else [value]
+
+
+def _placed(messages: list[Message], num_images: int) -> list[Message]:
+    """Messages in blocks, with a block for the place of each image: where they say none, before the first user's text.
+    Raises [`BadRow`] where there are more or fewer images than places, a block is none, or a message calls tools."""
+    from trl.data_utils import prepare_multimodal_messages
+
+    if any(turn.get("tool_calls") for turn in messages):
+        raise BadRow("it calls tools, which rows with images cannot")
+    turns = [{**turn, "content": _blocks(turn["content"])} for turn in messages]
+    if not any(isinstance(turn["content"], list) for turn in turns):
+        turns = list(messages)  # TRL places the images
+    else:
+        turns = [{**turn, "content": _as_list(turn["content"])} for turn in turns]
+    try:
+        found = prepare_multimodal_messages(turns, [None] * num_images)
+    except ValueError as error:
+        raise BadRow(str(error).rstrip(".")) from error
+    return [{**turn, "content": [_without_image(block) for block in turn["content"] or []]} for turn in found]
+
+
+def _blocks(content: str | list) -> str | list[dict[str, Any]]:
+    """A text with places for images, or a list, as blocks; another text as it is."""
+    if isinstance(content, str):
+        if MARK not in content:
+            return content
+        first, *others = (_as_list(text.strip()) for text in content.split(MARK))
+        return [*first, *(block for text in others for block in ({"type": "image"}, *text))]
+    return [_block(block) for block in content]
+
+
+def _as_list(content: str | list) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return content
+
+
+def _block(block: Any) -> dict[str, Any]:
+    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+        raise BadRow("a message holds a block without a type, expected type text with text, or type image")
+    kept = {key: value for key, value in block.items() if value is not None}  # Arrow gives each the keys of all
+    if kept["type"] == "image" and len(kept) > 1:
+        raise BadRow(f"a block of type image has {list(kept)[1]!r}; name the file in the column 'images'")
+    if kept["type"] not in ("text", "image") or kept["type"] == "text" and not isinstance(kept.get("text"), str):
+        raise BadRow(f"a message holds a block of type {kept['type']!r}, expected type text with text, or type image")
+    return kept
+
+
+def _without_image(block: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in block.items() if key != "image"}
+
+
+def _folders(rows: Rows) -> tuple[Path, ...]:
+    paths = [Path(part.source).expanduser() for part in rows.parts]
+    folders = [path if path.is_dir() else path.parent for path in paths if path.exists()]
+    return tuple(dict.fromkeys(folders))
+
+
+def _hash_of_files(rows: Rows, column: str, folders: tuple[Path, ...]) -> str:
+    """Of the files that rows name; of images that the rows hold, and of streams, which no cache keeps, of nothing."""
+    example = rows.example[column]
+    first = next(iter(example), None) if isinstance(example, list) else example
+    if rows.is_stream or rows.form == "columns" and not isinstance(first, str):
+        return ""
+    digest = hashlib.sha256()
+    for raw in rows.data:
+        try:
+            values = _named(rows.read(raw) or {}, column)
+        except BadRow:
+            continue
+        for value in values:
+            for place in (folder / value for folder in folders if isinstance(value, str)):
+                stat = place.stat() if place.is_file() else None
+                digest.update(f"{place} {stat and (stat.st_size, stat.st_mtime_ns)}\n".encode())
+    return digest.hexdigest()

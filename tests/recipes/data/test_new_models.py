@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 import hf_zero
 from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.earlier_run import check_resume
+from hf_zero.recipes.earlier_run import check_resume, check_same_model
 from hf_zero.recipes.language_models import config_of, load_language_model, load_tokenizer
-from hf_zero.recipes.same_model import check_same_model
 from hf_zero.recipes.settings import parse_settings, resolve_settings
 from hf_zero.recipes.tasks import TASKS
 from tests.distributed import run_ranks

@@ -11,8 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.recipes.classification.inputs import Images, Texts
-from hf_zero.recipes.classification.labelled import Classes
+from hf_zero.recipes.labelled import Classes, Images, Texts
 from hf_zero.recipes.loading import attach, is_adapter, load_base, quiet, reason_of
 
 
