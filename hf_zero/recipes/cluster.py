@@ -43,15 +43,8 @@ class ClusterArguments:
     json: bool = option(False, "Print JSON, with --gpu.")
 
     def check_cluster(self, num_processes: int, *, on_cpu: bool) -> int:
-        """Returns the number of ranks that these keys and `--num_processes` mean.
-
-        Args:
-            num_processes (`int`): as it was given; 1 says nothing.
-            on_cpu (`bool`): the ranks train on CPUs.
-
-        Raises:
-            ConfigError: a value is not valid, or they contradict each other.
-        """
+        """Returns the number of ranks that these keys and `--num_processes` mean, of which 1 says nothing. Raises
+        [`ConfigError`] where a value is not valid, or they contradict each other."""
         self._check_values(on_cpu)
         device = None if self.gpu is None else device_named(self.gpu)
         if self.gpus_per_host is None and (self.hosts > 1 or device is not None):
@@ -90,11 +83,7 @@ class ClusterArguments:
             raise ConfigError(f"--utilization {self.utilization}: expected a share, above 0 and at most 1")
 
     def cluster(self, dtype: torch.dtype) -> Cluster | None:
-        """The hosts and devices; `None` without `--gpu`.
-
-        Raises:
-            ConfigError: there is no such device.
-        """
+        """The hosts and devices; `None` without `--gpu`. Raises [`ConfigError`] where there is no such device."""
         if self.gpu is None:
             return None
         device = device_named(self.gpu)
@@ -108,17 +97,8 @@ def time_of(
     arguments: Any, run: PlannedRun, prediction: Prediction, remedy_of: Callable[[], Remedy | None]
 ) -> tuple[str, bool]:
     """Returns what to print of the time of a step; with `--table` of all ways to train, and which one to take. Where
-    none of these fits, and without a table, the flags that make the run fit follow. And returns whether anything fits.
-
-    Args:
-        arguments: of `plan`.
-        run ([`PlannedRun`]): on a cluster.
-        prediction (`Prediction`): as it was asked for.
-        remedy_of (`Callable`): finds these flags; `None` where the run fits.
-
-    Raises:
-        ConfigError: nothing is known of the time.
-    """
+    none of these fits, and without a table, the flags that make the run fit follow, which `remedy_of` finds. And
+    returns whether anything fits. Raises [`ConfigError`] where nothing is known of the time."""
     if run.has_8_bit_products:
         raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
     if prediction.time is None:

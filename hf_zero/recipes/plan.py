@@ -83,16 +83,7 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
 
 def run(model: str, arguments: Arguments) -> None:
     """Prints the predicted memory of each rank, and which settings fit if the memory of a device is known; with
-    `--gpu` the time of a step too.
-
-    Args:
-        model (`str`): where its config is.
-        arguments ([`Arguments`]): as parsed.
-
-    Raises:
-        ConfigError: there is no such model, or a setting is not valid.
-        HfZeroError: all is told, and nothing fits.
-    """
+    `--gpu` the time of a step too. Raises [`HfZeroError`] when all is told, and nothing fits."""
     if model.endswith((".yaml", ".yml")):
         raise ConfigError(f"model {model!r}: is a YAML file, as of a run; plan that with --config {model}")
     config, num_rows = arguments.zero_config(), arguments.per_device_train_batch_size
@@ -131,14 +122,7 @@ def run(model: str, arguments: Arguments) -> None:
 
 
 def run_config(argv: list[str]) -> None:
-    """Prints the same for a command line with `--config`, whose other keys may be all those of the run.
-
-    Args:
-        argv (`list[str]`): What follows `plan`.
-
-    Raises:
-        ConfigError: a key or a value is not valid, or such a run is not planned.
-    """
+    """Prints the same for a command line with `--config`, whose other keys may be all those of the run."""
     from hf_zero.recipes.planned_tasks import planned, read_run  # with Trainer and what the task needs
 
     settings, own = read_run(argv, RunArguments)
@@ -182,11 +166,7 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
 
 
 def _refuse_unfitting(fits: bool) -> None:
-    """Ends with another exit status where nothing fits, for scripts.
-
-    Raises:
-        HfZeroError: saying so.
-    """
+    """Ends with another exit status where nothing fits, for scripts."""
     if not fits:
         raise HfZeroError("plan: nothing fits the memory of a device; what takes it stands above")
 

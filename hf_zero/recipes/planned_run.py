@@ -41,59 +41,35 @@ class RowArguments:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What there is to predict.
+    """What there is to predict."""
 
-    Args:
-        name (`str`): of the model.
-        model (`nn.Module`): on the meta device, adapted, quantized and frozen as the run has it.
-        config (`ZeroConfig`): the settings.
-        num_ranks (`int`): how many ranks.
-        batch (`dict`, *optional*): what one rank's forward is given; `None`: only what rests is predicted.
-        make_optimizer (`Callable`): makes the optimizer of some parameters.
-        gradient_checkpointing (`bool`): whether blocks keep their inputs alone.
-        on_cpu (`bool`): whether ranks train on CPUs.
-        num_rows (`int`): of the batch.
-        num_tokens (`int`): of a row.
-        batch_of (`Callable`, *optional*): makes a batch of so many rows; `None` where what a batch takes does not
-            follow from how many rows it has.
-        resized (`Callable`, *optional*): makes the same run with rows of so many tokens.
-        num_positions (`int`, *optional*): of the model, where it has a last one.
-        takes_longest (`bool`): whether rows are to be as long as fits, and are one token long so far.
-        rows_of_one (`int`): how many rows of a batch are made of one row of data.
-        notes (`list[str]`): what is not counted.
-        has_reference (`bool`): whether a reference is given each batch too: a frozen twin of the model beside it, or
-            the model without its adapter.
-        accumulates (`bool`): whether a step has several micro-batches.
-        reads_logits (`bool`): whether its loss needs all logits of a language model, whatever `chunked_loss` says.
-        has_8_bit_products (`bool`): whether its base is in 8 bits.
-        ranks_per_host (`int`, *optional*): how many ranks each host has, where that is said.
-        cluster (`Cluster`, *optional*): where they are, to predict the time of a step too.
-        check (`Callable`): raises an `HfZeroError` for settings that such a run refuses, whatever its model, given
-            those of ZeRO and whether blocks are checkpointed.
-    """
-
-    name: str
-    model: nn.Module
-    config: ZeroConfig
-    num_ranks: int
-    batch: dict[str, Any] | None
-    make_optimizer: partial
-    gradient_checkpointing: bool
-    on_cpu: bool
-    num_rows: int
-    num_tokens: int
+    name: str  # of the model
+    model: nn.Module  # on the meta device, adapted, quantized and frozen as the run has it
+    config: ZeroConfig  # the settings
+    num_ranks: int  # how many ranks
+    batch: dict[str, Any] | None  # what one rank's forward is given; `None`: only what rests is predicted
+    make_optimizer: partial  # makes the optimizer of some parameters
+    gradient_checkpointing: bool  # whether blocks keep their inputs alone
+    on_cpu: bool  # whether ranks train on CPUs
+    num_rows: int  # of the batch
+    num_tokens: int  # of a row
+    # makes a batch of so many rows; `None` where what a batch takes does not follow from how many rows it has
     batch_of: Callable[[int], dict[str, Any]] | None = None
-    resized: "Callable[[int], PlannedRun] | None" = None
-    num_positions: int | None = None
-    takes_longest: bool = False
-    rows_of_one: int = 1
-    notes: list[str] = field(default_factory=list)
+    resized: "Callable[[int], PlannedRun] | None" = None  # makes the same run with rows of so many tokens
+    num_positions: int | None = None  # of the model, where it has a last one
+    takes_longest: bool = False  # whether rows are to be as long as fits, and are one token long so far
+    rows_of_one: int = 1  # how many rows of a batch are made of one row of data
+    notes: list[str] = field(default_factory=list)  # what is not counted
+    # whether a reference is given each batch too: a frozen twin of the model beside it, or the model without its
+    # adapter
     has_reference: bool = False
-    accumulates: bool = False
-    reads_logits: bool = False
-    has_8_bit_products: bool = False
-    ranks_per_host: int | None = None
-    cluster: Cluster | None = None
+    accumulates: bool = False  # whether a step has several micro-batches
+    reads_logits: bool = False  # whether its loss needs all logits of a language model, whatever `chunked_loss` says
+    has_8_bit_products: bool = False  # whether its base is in 8 bits
+    ranks_per_host: int | None = None  # how many ranks each host has, where that is said
+    cluster: Cluster | None = None  # where they are, to predict the time of a step too
+    # raises an `HfZeroError` for settings that such a run refuses, whatever its model, given those of ZeRO and
+    # whether blocks are checkpointed
     check: Callable[[ZeroConfig, bool], object] = lambda *_: None
 
     @property
@@ -119,14 +95,8 @@ class PlannedRun:
         return [replace(each, config=config) for each in found]
 
     def longest(self, memory_nbytes: int) -> Longest:
-        """Finds the longest rows with which it fits.
-
-        Args:
-            memory_nbytes (`int`): of one device; 0 where it is not known.
-
-        Raises:
-            ConfigError: the memory is not known, rows have no tokens, or none fit.
-        """
+        """Finds the longest rows with which it fits the memory of one device. Raises [`ConfigError`] where that is not
+        known (0), rows have no tokens, or none fit."""
         if not memory_nbytes:
             raise ConfigError("max_length auto: how much memory a device has is not known; add --memory with its GiB")
         if self.resized is None or "input_ids" not in (self.batch or ()):
@@ -143,11 +113,8 @@ class PlannedRun:
         return replace(self.resized(num_tokens), ranks_per_host=self.ranks_per_host)
 
     def refuse(self, config: ZeroConfig, gradient_checkpointing: bool) -> None:
-        """Refuses settings with which it cannot be trained, as far as that is seen without a step.
-
-        Raises:
-            HfZeroError: naming the setting.
-        """
+        """Refuses settings with which it cannot be trained, as far as that is seen without a step. Raises
+        [`HfZeroError`], naming the setting."""
         self.check(config, gradient_checkpointing)
         if gradient_checkpointing and not getattr(self.model, "supports_gradient_checkpointing", True):
             raise UnsupportedError(f"{self.name}: the model does not support gradient checkpointing; leave it out")
@@ -173,12 +140,7 @@ class PlannedRun:
 
 
 def device_nbytes(gib: float | None, *, on_cpu: bool) -> int:
-    """Returns the memory of one device; 0 where it is not known.
-
-    Args:
-        gib (`float`, *optional*): as it was given.
-        on_cpu (`bool`): ranks train on CPUs.
-    """
+    """Returns the memory of one device, as it was given or as it is here; 0 where it is not known."""
     if gib is not None:
         return int(gib * GIB)
     if on_cpu or not torch.cuda.is_available():
@@ -199,12 +161,8 @@ _PARTS_OF_HEAD = ("_forward_tile", "_backward_tile", "_addmm_fp32")
 
 @contextmanager
 def as_on_device(on_cpu: bool, *, has_head: bool) -> Iterator[None]:
-    """Makes what looks at a device, or at values, do without data what it does on the device of the run.
-
-    Args:
-        on_cpu (`bool`): that is a CPU.
-        has_head (`bool`): the loss is computed by TRL's head.
-    """
+    """Makes what looks at a device, or at values, do without data what it does on the device of the run. With
+    `has_head` the loss is computed by TRL's head."""
     # there would be another number of tokens of images than of features; and torch casts on devices alone
     without_checks = patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1")
     with without_checks, patch.object(torch, "is_autocast_enabled", _is_autocast_enabled):

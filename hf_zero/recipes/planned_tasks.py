@@ -44,18 +44,9 @@ SHARING = ("sft", "pretrain")
 
 
 def read_run(argv: list[str], own: type) -> tuple[Settings, Any]:
-    """Reads a command line with `--config`: keys of `plan`, and of the task of that file, which win over it.
-
-    Args:
-        argv (`list[str]`): what follows `plan`.
-        own (`type`): a dataclass of keys that are plan's alone.
-
-    Returns:
-        `tuple[Settings, Any]`: the run, and an instance of `own`.
-
-    Raises:
-        ConfigError: there is no such file or task, or a key is unknown.
-    """
+    """Reads a command line with `--config`: keys of `plan`, which are the fields of the dataclass `own`, and of the
+    task of that file, which win over it. Raises [`ConfigError`] where there is no such file or task, or a key is
+    unknown."""
     given = given_of(argv, "config", "task")
     if not given["config"]:
         raise ConfigError("--config: expected a YAML file, or the name of a ready-made one")
@@ -158,12 +149,7 @@ def has_reference(settings: Settings) -> bool:
 
 
 def has_fused_head(task: str, training: Any) -> bool:
-    """Whether the loss of a run is computed by TRL's head, which holds a part of the logits at a time.
-
-    Args:
-        task (`str`): A key of `TASKS`.
-        training (`TrainingArguments`): Of the run.
-    """
+    """Whether the loss of a run is computed by TRL's head, which holds a part of the logits at a time."""
     return task in FUSED_HEAD and not training.label_smoothing_factor
 
 

@@ -60,9 +60,6 @@ def preprocess(settings: Settings) -> None:
 
     `datasets` keeps the rows in its cache, under names that depend on the files, the tokenizer, the settings and the
     code that they depend on; the run finds them there.
-
-    Raises:
-        ConfigError: If it is one of several processes, or the rows are a stream.
     """
     if (settings.launched or 1) > 1:
         raise ConfigError(
@@ -112,12 +109,8 @@ def _units_table(model: nn.Module) -> list[str]:
 
 
 def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
-    """Returns the lines about the predicted memory of each rank, that of a reference model included.
-
-    Args:
-        trainer ([`ZeroTrainer`]): Of the run.
-        settings ([`Settings`]): Those of the run; its rows are as long as they allow.
-    """
+    """Returns the lines about the predicted memory of each rank, that of a reference model included, of rows that are
+    as long as the settings allow."""
     args, has_head = trainer.args, has_fused_head(settings.task, trainer.args)
     batch = next(iter(trainer.get_train_dataloader()))
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
