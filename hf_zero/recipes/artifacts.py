@@ -17,7 +17,7 @@ from hf_zero.engine import require_engine
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.measured import MEASURED_NAME, Step, Watch
 from hf_zero.recipes.metrics import LOG_NAME, read_log
-from hf_zero.recipes.page import Chart, draw, numbers_of, page_html, results_of, tables_of
+from hf_zero.recipes.page import Chart, Table, draw, numbers_of, page_html, results_of, tables_of
 from hf_zero.recipes.parser import program
 from hf_zero.recipes.settings import NEVER, Settings, yaml_text
 from hf_zero.trainer import ZeroTrainer
@@ -67,7 +67,7 @@ def write_artifacts(
     settings: Settings,
     data: Data,
     watch: Watch,
-    answers: list[dict[str, Any]],
+    answers: list[Table],
     say: Callable[..., None],
 ) -> None:
     """Writes the report and the model card on rank 0. All ranks call it after training and saving."""

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,11 @@ from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.recipes import env
 from hf_zero.recipes.launch import launch
 from hf_zero.recipes.metrics import read_log
-from hf_zero.recipes.page import page_html
+from hf_zero.recipes.page import Table, page_html
 from hf_zero.recipes.parser import option
 from hf_zero.recipes.probes import FAILED, OK, SKIPPED, Outcome, run_probes
 from hf_zero.recipes.settings import launched_world_size
+from hf_zero.trainer.checks import check_output_dir
 
 
 POSITIONAL = None
@@ -97,10 +98,7 @@ def _refuse(arguments: Arguments, device_type: str, launched: int | None) -> Non
             f"{there}, or --use_cpu"
         )
     if arguments.output_dir is not None:
-        try:
-            Path(arguments.output_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--output_dir {arguments.output_dir}: {error.strerror}; give a folder") from error
+        check_output_dir(arguments.output_dir)
 
 
 def _in_processes(num_processes: int, device_type: str, sanitizes: bool) -> list[Outcome]:
@@ -133,10 +131,11 @@ def _deadline() -> Iterator[None]:
         raise HfZeroError(_late())
 
     before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, DEADLINE_SECONDS)
     try:
-        with _when_late(os.kill, os.getpid(), signal.SIGALRM):
-            yield
+        yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
 
 
@@ -150,21 +149,13 @@ def _last_resort() -> Iterator[None]:
         )
         os._exit(1)
 
-    with _when_late(end):
-        yield
-
-
-@contextmanager
-def _when_late(act: Callable[..., Any], *args: Any) -> Iterator[None]:
-    """Calls `act(*args)` from another thread when the time is up before the context ends."""
-    timer = threading.Timer(DEADLINE_SECONDS, act, args)
+    timer = threading.Timer(DEADLINE_SECONDS, end)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        timer.join()
 
 
 def _outcomes(journal: Path, failure: str | None) -> list[Outcome]:
@@ -191,6 +182,7 @@ def _conclude(
         print(f"for a bug report: {'; '.join([*failed, where, *versions])}")
     if arguments.output_dir is not None:
         page = Path(arguments.output_dir, PAGE_NAME)
+        page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(_page(outcomes, text, where, facts), encoding="utf-8")
         print(f"page: {page}")
 
@@ -198,17 +190,13 @@ def _conclude(
 def _page(outcomes: list[Outcome], text: str, where: str, facts: dict[str, str]) -> str:
     failed = any(outcome.status == FAILED for outcome in outcomes)
     rows = [[outcome.name, outcome.status, outcome.text] for outcome in outcomes]
-    head = ["probe", "result", "what was found"]
     return page_html(
         title="hf-zero check",
         kind="probes of a machine",
         summary=f"{where}. {text}.",
         results=[("result", "something is wrong" if failed else "nothing wrong was found")],
         facts=[(name, facts[name]) for name in VERSIONS if name in facts],
-        charts=[],
-        tables=[{"name": "probes", "title": "Probes", "head": head, "rows": rows, "note": ""}],
-        notes=[],
-        sample=None,
+        tables=[Table("probes", "Probes", ["probe", "result", "what was found"], rows)],
         command="hf-zero check",
         configuration="\n".join(f"{name}: {value}" for name, value in facts.items()),
     )

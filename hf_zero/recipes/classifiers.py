@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from hf_zero.checkpoint import load_pretrained
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.recipes.labelled import Classes, Images, Texts
-from hf_zero.recipes.loading import attach, is_adapter, load_base, quiet, reason_of
+from hf_zero.recipes.loading import attach, is_adapter, load_base, loaded
 
 
 NUM_VERIFIED = 64  # test rows that the reloaded model has to predict alike
@@ -29,22 +29,19 @@ def load_classifier(
     other shapes.
     """
     where = {"revision": revision} if revision else {}
-    with quiet():
-        try:
-            model, info = load_pretrained(
-                inputs.auto_class,
-                path,
-                allow_missing=[f"{_base_prefix(path, inputs, where)}.pooler"],  # which language models come without
-                dtype=torch.float32,
-                num_labels=len(classes.names),
-                id2label=dict(enumerate(classes.names)),
-                label2id={name: number for number, name in enumerate(classes.names)},
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **where,
-            )
-        except Exception as error:  # what a config says may fail in any line of the model's code
-            raise ConfigError(f"{path}: does not load for {inputs.task} ({reason_of(error)})") from error
+    with loaded(path, f"does not load for {inputs.task}"):
+        model, info = load_pretrained(
+            inputs.auto_class,
+            path,
+            allow_missing=[f"{_base_prefix(path, inputs, where)}.pooler"],  # which language models come without
+            dtype=torch.float32,
+            num_labels=len(classes.names),
+            id2label=dict(enumerate(classes.names)),
+            label2id={name: number for number, name in enumerate(classes.names)},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **where,
+        )
     _refuse_other_base(path, model, info)
     if isinstance(inputs, Texts):
         model.config.pad_token_id = inputs.processor.pad_token_id

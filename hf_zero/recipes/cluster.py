@@ -15,7 +15,7 @@ from hf_zero.planner.prediction import Prediction
 from hf_zero.planner.remedies import Remedy
 from hf_zero.planner.throughput import Ranking, Throughput, rank_ways
 from hf_zero.planner.topology import RANKS_PER_HOST, Cluster, device_named
-from hf_zero.recipes.parser import option
+from hf_zero.recipes.parser import check_memory, option, refuse_less
 from hf_zero.recipes.planned_run import PlannedRun
 
 
@@ -24,9 +24,13 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass
-class ClusterArguments:
-    """Keys of `plan` for the time of a step."""
+class RunArguments:
+    """Keys of `plan` that no task has."""
 
+    memory: float | None = option(None, "GiB that one device has, to find what fits; by default this machine's GPU's.")
+    num_tokens: int | None = option(
+        None, "With --config: tokens of a row, in place of max_length, or where prompts decide it."
+    )
     gpu: str | None = option(
         None,
         "The device, to predict the time of a step: h100, h200, a100, b200, or a YAML file with "
@@ -42,10 +46,21 @@ class ClusterArguments:
     )
     json: bool = option(False, "Print JSON, with --gpu.")
 
+    def __post_init__(self):
+        check_memory(self.memory)
+        refuse_less(self, num_tokens=1, hosts=1, gpus_per_host=1)
+        if self.gpu is None:
+            for key in ("table", "json", "utilization"):
+                if getattr(self, key):
+                    raise ConfigError(f"--{key}: says something about time; add --gpu with the device")
+        if self.utilization is not None and not 0 < self.utilization <= 1:
+            raise ConfigError(f"--utilization {self.utilization}: expected a share, above 0 and at most 1")
+
     def check_cluster(self, num_processes: int, *, on_cpu: bool) -> int:
         """Returns the number of ranks that these keys and `--num_processes` mean, of which 1 says nothing. Raises
-        [`ConfigError`] where a value is not valid, or they contradict each other."""
-        self._check_values(on_cpu)
+        [`ConfigError`] where they contradict each other."""
+        if self.gpu is not None and on_cpu:
+            raise ConfigError("--gpu: says where the ranks train; leave --use_cpu out")
         device = None if self.gpu is None else device_named(self.gpu)
         if self.gpus_per_host is None and (self.hosts > 1 or device is not None):
             if num_processes % self.hosts and num_processes != 1:
@@ -67,20 +82,6 @@ class ClusterArguments:
                 "leave one of them out"
             )
         return num_ranks
-
-    def _check_values(self, on_cpu: bool) -> None:
-        for key in ("hosts", "gpus_per_host"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{key} {value}: expected 1 or more")
-        if self.gpu is not None and on_cpu:
-            raise ConfigError("--gpu: says where the ranks train; leave --use_cpu out")
-        if self.gpu is None:
-            for key in ("table", "json", "utilization"):
-                if getattr(self, key):
-                    raise ConfigError(f"--{key}: says something about time; add --gpu with the device")
-        if self.utilization is not None and not 0 < self.utilization <= 1:
-            raise ConfigError(f"--utilization {self.utilization}: expected a share, above 0 and at most 1")
 
     def cluster(self, dtype: torch.dtype) -> Cluster | None:
         """The hosts and devices; `None` without `--gpu`. Raises [`ConfigError`] where there is no such device."""

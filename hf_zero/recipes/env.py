@@ -16,7 +16,7 @@ import torch.distributed as dist
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 
-from hf_zero.planner.advice import GIB
+from hf_zero.errors import size_text
 
 
 POSITIONAL = None
@@ -77,7 +77,7 @@ def _device(device: torch.device) -> str:
         module = torch.get_device_module(device)
         free, total = module.mem_get_info(device)
         kind = ".".join(map(str, module.get_device_capability(device))) if device.type == "cuda" else device.type
-        return f"{module.get_device_name(device)} ({kind}), {_gib(free)} free of {_gib(total)}"
+        return f"{module.get_device_name(device)} ({kind}), {size_text(free)} free of {size_text(total)}"
     except (AttributeError, RuntimeError) as error:  # a backend that does not tell, or a driver that is broken
         return f"{device}: {' '.join(str(error).split())}"
 
@@ -92,14 +92,14 @@ def _backend(accelerator: torch.device | None) -> str:
 
 def _memory() -> Iterator[tuple[str, str]]:
     memory = psutil.virtual_memory()
-    yield "memory", f"{_gib(memory.available)} free of {_gib(memory.total)}"
+    yield "memory", f"{size_text(memory.available)} free of {size_text(memory.total)}"
     folders = {"disk here": Path.cwd(), "disk of HF_HOME": Path(constants.HF_HOME)}
     folders["temporary files"] = Path(tempfile.gettempdir())
     if SHARED_MEMORY.is_dir():
         folders["shared memory"] = SHARED_MEMORY
     for name, folder in folders.items():
         usage = shutil.disk_usage(_existing(folder))
-        yield name, f"{_gib(usage.free)} free of {_gib(usage.total)} ({folder})"
+        yield name, f"{size_text(usage.free)} free of {size_text(usage.total)} ({folder})"
 
 
 def _existing(folder: Path) -> Path:
@@ -145,7 +145,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB"

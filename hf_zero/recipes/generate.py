@@ -6,7 +6,6 @@ same answers.
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 from hf_zero.checkpoint.folders import write_whole
 from hf_zero.comm.ranks import transport_errors
+from hf_zero.config import STAGES, choose
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import BadRow, Rows, load_rows
 from hf_zero.recipes.data.images import image_column
@@ -37,6 +37,7 @@ from hf_zero.recipes.generation import (
 from hf_zero.recipes.language_models import takes_images
 from hf_zero.recipes.parser import option, refuse_less
 from hf_zero.recipes.tasks import SourceArguments
+from hf_zero.trainer.checks import check_output_dir
 
 
 POSITIONAL = ("folder", "a model or an adapter: a folder, or a hub id")
@@ -67,16 +68,12 @@ def _check(arguments: Arguments) -> None:
     check_path(arguments.prompts, "prompts")
     generation_options(arguments)
     refuse_less(arguments, batch_size=1)
-    if arguments.zero_stage not in range(4):
-        raise ConfigError(f"zero_stage {arguments.zero_stage}: expected 0, 1, 2 or 3")
+    choose("zero_stage", arguments.zero_stage, STAGES)
     output = Path(arguments.output).expanduser()
     if output.exists() and not arguments.overwrite:
         raise ConfigError(f"output {arguments.output}: is there already; give another, or --overwrite")
-    try:  # before hours are spent on answers that could not be written
-        output.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output.parent).close()
-    except OSError as error:
-        raise ConfigError(f"output {arguments.output}: cannot be written ({error.strerror}); give another") from error
+    check_output_dir(str(output.parent), name="output")  # hours are spent on answers before they are written
+    output.parent.mkdir(parents=True, exist_ok=True)
 
 
 def answer_file(folder: str, arguments: Arguments) -> None:

@@ -30,7 +30,7 @@ from hf_zero.recipes.data.rows import BadRow
 from hf_zero.recipes.language_models import check_vocabulary, takes_images
 from hf_zero.recipes.loading import (
     ADAPTER_CONFIG_NAME,
-    DTYPES,
+    LOADED_IN,
     attach,
     is_adapter,
     load_base,
@@ -54,7 +54,6 @@ CHECKS = {
     "repetition_penalty": RepetitionPenaltyLogitsProcessor,
 }
 DRAWN_BY = tuple(CHECKS)[:4]
-LOADED_IN = dict.fromkeys(("auto", *DTYPES))
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 ADAPTER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "adapter_model.*"]
 
@@ -199,8 +198,8 @@ def load_generator(
     name: str, arguments: GenerationArguments, device: torch.device, *, is_sharded: bool = False
 ) -> TextGenerator:
     """Loads a model, or an adapter with its base, and its tokenizer, by a folder, a hub id, or
-    `package:<name>/<folder>`. Where it `is_sharded`, its parameters are divided over all ranks (stage 3), which all
-    call it.
+    `package:<name>/<folder>`. It goes to `device`, unless it is quantized: bitsandbytes places it. Where it
+    `is_sharded`, its parameters are divided over all ranks (stage 3), which all call it.
 
     Raises [`ConfigError`] where it is not there, has no tokenizer or generates no text, or a key does not fit, and
     [`CheckpointError`] where it does not load.

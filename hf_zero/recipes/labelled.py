@@ -24,7 +24,7 @@ from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data.images import check_image, check_pillow, decoded
 from hf_zero.recipes.data.rows import BadRow, Rows, cut_note, plural, text_of
 from hf_zero.recipes.docstrings import is_test_hash, text_hash
-from hf_zero.recipes.loading import load_tokenizer, quiet
+from hf_zero.recipes.loading import load_tokenizer, loaded
 
 
 class Texts:
@@ -111,12 +111,8 @@ class Images:
 
     def load_processor(self, path: str, **where: Any) -> None:
         """Loads the image processor of a model. Raises [`ConfigError`] where it does not load."""
-        with quiet():
-            try:
-                self.processor = AutoImageProcessor.from_pretrained(path, **where)
-            except (OSError, ValueError, RuntimeError, ImportError) as error:
-                reason = str(error).strip().splitlines()[0]
-                raise ConfigError(f"{path}: its image processor does not load ({reason})") from error
+        with loaded(path, "its image processor does not load"):
+            self.processor = AutoImageProcessor.from_pretrained(path, **where)
 
     def take(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the image of a row as it is stored, after a check of its first bytes. Raises [`BadRow`] where there

@@ -2,8 +2,6 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,16 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from hf_zero.checkpoint import load_pretrained
-from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
+from hf_zero.config import choose
+from hf_zero.errors import ConfigError
 from hf_zero.recipes import loading
 from hf_zero.recipes.loading import (
     DTYPES,
+    LOADED_IN,
     check_file_size,
     check_model,
     load_config,
-    quiet,
+    loaded,
     reason_of,
     resolve_config,
     resolve_model,
@@ -79,8 +79,7 @@ def named_model(arguments: SourceArguments) -> tuple[str, str]:
 
 
 def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
-    """Refuses a model that is missing, a dtype that there is not, and a new model that cannot be made."""
-    check_dtype(arguments)
+    """Refuses a model that is missing, and a new model that cannot be made, beside what `check_source` refuses."""
     check_source(arguments, use_peft=use_peft)
     if named_model(arguments)[0] == "config_name":
         _check_new(arguments)
@@ -89,7 +88,9 @@ def check_language_model(arguments: LoadArguments, *, use_peft: bool) -> None:
 
 
 def check_source(arguments: LoadArguments, *, use_peft: bool) -> None:
-    """Refuses keys of a new model where it is not one, and those of a model with weights where it is."""
+    """Refuses a dtype that there is not, keys of a new model where it is none, and those of a model with weights where
+    it is one."""
+    choose("dtype", arguments.dtype, LOADED_IN)
     if named_model(arguments)[0] != "config_name":
         for name in ("config_overrides", "tokenizer_name"):
             if getattr(arguments, name, None):
@@ -113,16 +114,10 @@ def _check_new(arguments: Any) -> None:
             f"--config_overrides vocab_size={found}, or more"
         )
     options = {"attn_implementation": arguments.attn_implementation} if arguments.attn_implementation else {}
-    with _loading(f"config_name {arguments.config_name}", CAUSAL):
+    with loaded(f"config_name {arguments.config_name}", f"does not load as {CAUSAL}"):
         model = _new_model(AutoModelForCausalLM, config, tokenizer, arguments.dtype, **options)
     nbytes = sum(param.nbytes for param in model.parameters())
     check_file_size(arguments.config_name, min(nbytes, LARGEST_FILE))
-
-
-def check_dtype(arguments: LoadArguments) -> None:
-    """Refuses a dtype that there is not."""
-    if arguments.dtype not in (*DTYPES, "auto"):
-        raise ConfigError(f"dtype {arguments.dtype!r}: expected one of {', '.join((*DTYPES, 'auto'))}")
 
 
 def load_tokenizer(arguments: SourceArguments) -> PreTrainedTokenizerBase:
@@ -198,11 +193,8 @@ def load_processor(arguments: SourceArguments) -> ProcessorMixin:
             f"{name}: of type {config.model_type}, which takes no images, and the rows have some; leave their column "
             "out, or give a model of images and texts"
         )
-    with quiet():
-        try:
-            processor = AutoProcessor.from_pretrained(path, revision=arguments.model_revision)
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
-            raise ConfigError(f"{path}: its processor does not load ({reason_of(error)})") from error
+    with loaded(path, "its processor does not load"):
+        processor = AutoProcessor.from_pretrained(path, revision=arguments.model_revision)
     if not isinstance(processor, ProcessorMixin):
         raise ConfigError(f"{path}: no processor for images and texts in it; save there the one that belongs to it")
     tokenizer = _with_end(path, processor.tokenizer)
@@ -228,7 +220,7 @@ def load_language_model(
     """
     key, path = named_model(arguments)
     options = {**load_options(arguments, training), **options}
-    with _loading(path, what):
+    with loaded(path, f"does not load as {what}"):
         if key == "config_name":
             model = _new_model(auto_class, config_of(arguments), tokenizer, **options)
         else:
@@ -239,18 +231,6 @@ def load_language_model(
     if key == "config_name" and pads in (tokenizer.eos_token_id, tokenizer.bos_token_id):
         embeddings.padding_idx = None  # with which the row would begin at zero, and stay as it is
     return model
-
-
-@contextmanager
-def _loading(name: str, what: str) -> Iterator[None]:
-    """Turns what transformers says of a model into one line."""
-    with quiet():
-        try:
-            yield
-        except Exception as error:  # what a config says may fail in any line of the model's code
-            if isinstance(error, HfZeroError) and not isinstance(error, UnsupportedError):
-                raise
-            raise ConfigError(f"{name}: does not load as {what} ({reason_of(error)})") from error
 
 
 def _new_model(

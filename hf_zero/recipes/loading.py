@@ -26,7 +26,7 @@ from transformers.utils import is_peft_available
 from hf_zero.checkpoint import WeightFiles, check_pretrained, class_of
 from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME
 from hf_zero.checkpoint.names import shortened
-from hf_zero.errors import CheckpointError, ConfigError, size_text
+from hf_zero.errors import CheckpointError, ConfigError, HfZeroError, UnsupportedError, size_text
 from hf_zero.recipes.tasks import SourceArguments
 
 
@@ -44,6 +44,7 @@ AUTO_CLASS_OF_TASK = {
 }
 HEADS = (".classifier.weight", ".score.weight", ".classifier.out_proj.weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOADED_IN = dict.fromkeys((*DTYPES, "auto"))  # values of the keys `dtype`; auto is that of the files
 PACKAGE_PREFIX = "package:"
 Load = Callable[..., Any]  # takes a class, a folder or hub id, and what `from_pretrained` takes
 # Packages that one of our extras installs: the remedy can then be named exactly.
@@ -169,13 +170,23 @@ def reason_of(error: Exception) -> str:
     return said.splitlines()[0]
 
 
+@contextmanager
+def loaded(name: str, otherwise: str) -> Iterator[None]:
+    """Turns what transformers says of a model, a config or a tokenizer into an error of one line. Raises
+    [`ConfigError`]: the name, what is `otherwise` so, and why."""
+    with quiet():
+        try:
+            yield
+        except Exception as error:  # what a config says may fail in any line of a model's code
+            if isinstance(error, HfZeroError) and not isinstance(error, UnsupportedError):
+                raise
+            raise ConfigError(f"{name}: {otherwise} ({reason_of(error)})") from error
+
+
 def load_config(path: str, revision: str | None = None) -> PretrainedConfig:
     """Reads the config of a model."""
-    try:
-        with quiet():
-            return AutoConfig.from_pretrained(path, revision=revision or "main")
-    except Exception as error:  # each class of configs computes with what the file says
-        raise ConfigError(f"{path}: its config does not load ({reason_of(error)})") from error
+    with loaded(path, "its config does not load"):
+        return AutoConfig.from_pretrained(path, revision=revision or "main")
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
@@ -195,11 +206,8 @@ def check_positions(name: str, limit: int | None, max_length: int | None) -> Non
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Loads a tokenizer. If it has no padding token, it pads with its end-of-sequence token."""
-    with quiet():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-        except Exception as error:  # a file that is damaged is a plain Exception of tokenizers
-            raise ConfigError(f"{path}: its tokenizer does not load ({reason_of(error)})") from error
+    with loaded(path, "its tokenizer does not load"):
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -9,6 +9,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import is_bitsandbytes_available, is_peft_available
 
 from hf_zero.checkpoint.adapters import read_for_adapter
+from hf_zero.config import choose
 from hf_zero.engine import placeholders
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.parser import option, refuse_less
@@ -82,8 +83,7 @@ def check_quantization(arguments: QuantizationArguments, *, use_peft: bool) -> N
         for each in fields(QuantizationArguments):
             if each.name not in ("load_in_4bit", "load_in_8bit") and getattr(arguments, each.name) != each.default:
                 raise ConfigError(f"{each.name}: describes a model in 4 bits; add --load_in_4bit, or leave it out")
-    if arguments.bnb_4bit_quant_type not in ("nf4", "fp4"):
-        raise ConfigError(f"bnb_4bit_quant_type {arguments.bnb_4bit_quant_type!r}: expected nf4 or fp4")
+    choose("bnb_4bit_quant_type", arguments.bnb_4bit_quant_type, dict.fromkeys(("nf4", "fp4")))
     if is_quantized and not is_bitsandbytes_available():
         raise ConfigError("load_in_4bit, load_in_8bit: bitsandbytes is not installed; pip install bitsandbytes")
 

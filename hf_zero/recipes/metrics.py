@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
@@ -16,6 +17,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_zero.engine import require_engine
 from hf_zero.engine.partition import vocabulary_module
+from hf_zero.planner.topology import known_devices
 from hf_zero.trainer import ZeroTrainer
 from hf_zero.trainer.card import MIB, NO_METRICS
 
@@ -25,16 +27,13 @@ NOT_SHOWN = (
     *("total_flos", "step", "zero/seconds", "zero/tokens_per_second_per_rank"),
     *("zero/peak_memory_mib", "zero/exchanged_mib_per_step"),
 )
-# Dense bf16 (without sparsity) in TFLOP/s, from the vendors' data sheets. The first name that is part of the device's
-# name counts, so longer names come before the shorter ones that they contain. An MI250X is two dies, each a device.
+# Dense bf16 (without sparsity) in TFLOP/s, from the vendors' data sheets: of the devices that `plan` knows, and of
+# others. The first name that is part of the device's name counts. An MI250X is two dies, each a device.
 PEAK_TFLOPS = {
-    name: float(teraflops)
-    for name, _, teraflops in (
-        entry.partition(": ")
-        for entry in "B200: 2250, GH200: 989, H200: 989, H100 NVL: 835, H100 PCIe: 756, H100: 989, H20: 148, "
-        "A100: 312, A800: 312, A40: 150, A30: 165, A10G: 70, A10: 125, L40S: 362, L40: 181, L4: 121, RTX 4090: 165, "
-        "RTX A6000: 155, RTX 3090: 71, MI325X: 1307, MI300X: 1307, MI250X: 191.5".split(", ")
-    )
+    **{"H100 NVL": 835, "H100 PCIe": 756},
+    **{name.upper(): device.bf16_tflops for name, device in known_devices().items()},
+    **{"GH200": 989, "H20": 148, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181},
+    **{"L4": 121, "RTX 4090": 165, "RTX A6000": 155, "RTX 3090": 71, "MI325X": 1307, "MI300X": 1307, "MI250X": 191.5},
 }
 # What configurations call the number of experts.
 NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -157,10 +156,7 @@ def memory_in_use(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    try:
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        resident = peak  # a system without /proc
+    resident = psutil.Process().memory_info().rss
     return resident, max(peak, resident)
 
 

@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jinja2
 
@@ -41,12 +41,23 @@ MAX_RANKS_DRAWN = 4
 MAX_UNITS_DRAWN = 24
 
 
-def page_html(*, kind: str = "training report", **contents: Any) -> str:
+class Table(NamedTuple):
+    """A table of the page."""
+
+    name: str  # in the page's HTML
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def page_html(**contents: Any) -> str:
     """Returns the page as HTML, of what report.html.jinja names: `title` and `summary`; `results` and `facts`, names
-    with texts, of which the former are seen first; `charts`, which may be none; `tables`; `notes` and `sample` of the
-    data; `command`, which repeats the run; and `configuration`, YAML."""
+    with texts, of which the former are seen first; `tables`; `command`, which repeats the run; `configuration`, YAML;
+    and where there are such, `charts`, and `notes` and `sample` of the data."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(contents, kind=kind)
+    optional: dict[str, Any] = {"kind": "training report", "charts": (), "notes": (), "sample": ""}
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render({**optional, **contents})
 
 
 def results_of(
@@ -92,22 +103,22 @@ def numbers_of(
     return numbers
 
 
-def tables_of(log: Sequence[dict[str, Any]], measured: Measured) -> list[dict[str, Any]]:
-    """Returns the tables of the page: name, title, head, rows and note of each."""
+def tables_of(log: Sequence[dict[str, Any]], measured: Measured) -> list[Table]:
+    """Returns the tables of the page that there is data for."""
     series = {name.removeprefix("eval_"): points(log, name)[1] for name in [EVAL_LOSS, *metric_names(log)]}
     results = [[name, f"{values[0]:.4g}", f"{values[-1]:.4g}"] for name, values in series.items() if values]
-    tables = [("results", "Evaluation", ["", "first", "last"], results, "")]
+    tables = [Table("results", "Evaluation", ["", "first", "last"], results)]
     if any(measured.memory):
         head = ["", *(f"rank {rank}" for rank in range(len(measured.memory))), "plan", "DDP"]
         rows = memory_rows(measured.memory, measured.planned)
-        tables.append(("memory", "Tensors of each rank", head, rows, MEMORY_NOTE))
+        tables.append(Table("memory", "Tensors of each rank", head, rows, MEMORY_NOTE))
     if measured.step is not None:
         sent = sent_by_unit(measured.step)
         sent += [("all", sum(nbytes for _, nbytes in sent))] if sent else []
         rows = [[name, f"{nbytes / MIB:.4g}"] for name, nbytes in sent]
         title = f"{measured.step.exchanged} per rank and step, by unit"
-        tables.append(("sent", title, ["unit", "MiB"], rows, SENT_NOTE))
-    return [dict(zip(("name", "title", "head", "rows", "note"), table, strict=True)) for table in tables if table[3]]
+        tables.append(Table("sent", title, ["unit", "MiB"], rows, SENT_NOTE))
+    return [table for table in tables if table.rows]
 
 
 def memory_rows(per_rank: Sequence[dict[str, int]], planned: dict[str, int]) -> list[list[str]]:

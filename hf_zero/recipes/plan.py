@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_zero.config import choose
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.planner import Prediction, advise, device_named, remedy
-from hf_zero.recipes.cluster import ClusterArguments, time_of
+from hf_zero.recipes.cluster import RunArguments, time_of
 from hf_zero.recipes.empty_models import (
     adapted,
     cast_batch,
@@ -21,27 +21,12 @@ from hf_zero.recipes.empty_models import (
 from hf_zero.recipes.freezing import FreezingArguments, check_freezing, freeze_parameters
 from hf_zero.recipes.loading import DTYPES, positions_of
 from hf_zero.recipes.lora import AdapterArguments, QuantizationArguments, check_adapter, check_quantization
-from hf_zero.recipes.parser import AUTO, check_memory, option
-from hf_zero.recipes.planned_run import OF_MICRO_BATCHES, PlannedRun, RowArguments, device_nbytes
+from hf_zero.recipes.parser import AUTO, option, refuse_less
+from hf_zero.recipes.planned_run import OF_MICRO_BATCHES, PlannedRun, device_nbytes
 from hf_zero.trainer import ZeroArgumentsMixin
 
 
 POSITIONAL = ("model", "a hub id, a folder, or a config.json; weights are not needed")
-
-
-@dataclass
-class DeviceArguments:
-    """Keys that no task has."""
-
-    memory: float | None = option(None, "GiB that one device has, to find what fits; by default this machine's GPU's.")
-
-    def __post_init__(self):
-        check_memory(self.memory)
-
-
-@dataclass
-class RunArguments(ClusterArguments, RowArguments, DeviceArguments):
-    """Keys beside those of the task that a YAML file is for."""
 
 
 @dataclass
@@ -68,9 +53,7 @@ class Arguments(AdapterArguments, QuantizationArguments, FreezingArguments, RunA
         length = str(self.max_length)
         if length != AUTO and not (length.isdecimal() and int(length)):
             raise ConfigError(f"--max_length {length}: expected 1 or more, or {AUTO}")
-        for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"--{key} {getattr(self, key)}: expected 1 or more")
+        refuse_less(self, per_device_train_batch_size=1, gradient_accumulation_steps=1, num_processes=1)
         super().__post_init__()
         if self.num_tokens is not None:
             raise ConfigError("--num_tokens: is for a run of --config; give --max_length")

@@ -23,20 +23,10 @@ from hf_zero.planner import (
     refuse_impossible,
 )
 from hf_zero.planner.advice import GIB
-from hf_zero.recipes.parser import option
 
 
 # Of a step of several micro-batches.
 OF_MICRO_BATCHES = "traffic and time are those of a step of one micro-batch; memory is that of the last one of several"
-
-
-@dataclass
-class RowArguments:
-    """Keys of `plan` for what no key of a task says."""
-
-    num_tokens: int | None = option(
-        None, "With --config: tokens of a row, in place of max_length, or where prompts decide it."
-    )
 
 
 @dataclass(frozen=True)

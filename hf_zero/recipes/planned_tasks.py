@@ -22,10 +22,10 @@ from hf_zero.errors import ConfigError
 from hf_zero.recipes.classifiers import head_of
 from hf_zero.recipes.empty_models import adapted, cast_batch, example_batch, optimizer_of, quantized
 from hf_zero.recipes.freezing import check_freezing, freeze_parameters
-from hf_zero.recipes.language_models import check_dtype, check_source, config_of, named_model
+from hf_zero.recipes.language_models import check_source, config_of, named_model
 from hf_zero.recipes.loading import DTYPES, load_config, one_line, positions_of, quiet, resolve_config
 from hf_zero.recipes.lora import check_adapter, check_quantization
-from hf_zero.recipes.parser import given_of, parser_for, read_yaml, unknown_task_message
+from hf_zero.recipes.parser import given_of, parser_for, read_yaml, refuse_less, unknown_task_message
 from hf_zero.recipes.planned_run import OF_MICRO_BATCHES, PlannedRun
 from hf_zero.recipes.settings import Settings, parse_settings
 from hf_zero.recipes.tasks import TASKS
@@ -171,13 +171,10 @@ def _check(settings: Settings) -> None:
     check_adapter(arguments)
     check_freezing(arguments, use_peft=arguments.use_peft)
     if hasattr(arguments, "load_in_4bit"):  # of language models
-        check_dtype(arguments)
         check_source(arguments, use_peft=arguments.use_peft)
         check_quantization(arguments, use_peft=arguments.use_peft)
-    for name in ("per_device_train_batch_size", "num_processes"):
-        value = settings.num_processes if name == "num_processes" else settings.training[name]
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} {value}: expected 1 or more")
+    refuse_less(SimpleNamespace(**settings.training), per_device_train_batch_size=1)
+    refuse_less(settings, num_processes=1)
 
 
 def _config_of(arguments: Any) -> PretrainedConfig:
@@ -241,8 +238,6 @@ def _images(config: PretrainedConfig, num_rows: int) -> dict[str, torch.Tensor]:
 
 def _length(settings: Settings, config: PretrainedConfig, num_tokens: int | None) -> int:
     if num_tokens is not None:
-        if num_tokens < 1:
-            raise ConfigError(f"--num_tokens {num_tokens}: expected 1 or more")
         return num_tokens
     if settings.task in GENERATING:
         raise ConfigError(

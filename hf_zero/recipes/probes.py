@@ -225,11 +225,9 @@ class Probes:
 
     def stage(self, stage: int) -> str:
         """Compares a stage with plain torch, and with stage 0."""
-        trained = self._trained(TrainingJob(stage))
-        if stage == 0:
-            return f"agrees with plain torch to {self._compared(trained, self._plain('adamw'), 'plain torch'):.1e}"
-        said = self._same(trained, self._trained(TrainingJob(0)), "stage 0")
-        return f"{said}, agrees with plain torch to {self._compared(trained, self._plain('adamw'), 'plain torch'):.1e}"
+        trained, first = self._trained(TrainingJob(stage)), self._trained(TrainingJob(0))
+        said = f"{self._same(trained, first, 'stage 0')}, " if stage else ""
+        return f"{said}agrees with plain torch to {self._compared(trained, self._plain('adamw'), 'plain torch'):.1e}"
 
     def bf16(self) -> str:
         """Compares all stages with bf16 copies of fp32 masters."""
@@ -343,9 +341,7 @@ class Probes:
 
     def _compared(self, trained: list[Trained], wanted: list[Trained], other: str, bound: float = ROUNDING) -> float:
         """The largest difference, if it is one of rounding."""
-        wanted = wanted if len(wanted) == len(trained) else self._own(wanted)
-        found = [one.differences(another) for one, another in zip(trained, wanted)]
-        where, worst = max((item for each in found for item in each.items()), key=lambda item: item[1])
+        where, worst = _worst(trained, wanted if len(wanted) == len(trained) else self._own(wanted))
         if worst > bound:
             raise Wrong(f"{where} differs from {other} by {worst:.1e} of its size; rounding would be below {bound}")
         return worst
@@ -354,11 +350,15 @@ class Probes:
         self, trained: list[Trained], wanted: list[Trained], other: str, what: str = "", bound: float = ROUNDING
     ) -> str:
         """Says that two trainings are equal to the bit, or to rounding where sums have no one order."""
-        worst = max(max(one.differences(another).values()) for one, another in zip(trained, wanted))
+        where, worst = _worst(trained, wanted)
         if worst == 0.0:
             return f"bit-equal to {other}"
         if self._ranks.repeats_bits:
-            found = [one.differences(another) for one, another in zip(trained, wanted)]
-            where = max((item for each in found for item in each.items()), key=lambda item: item[1])[0]
             raise Wrong(f"{what}{where} differs from {other} by {worst:.1e} of its size; expected the same bits")
         return f"equal to {other} to {self._compared(trained, wanted, other, bound):.1e} (another order of sums)"
+
+
+def _worst(trained: list[Trained], wanted: list[Trained]) -> tuple[str, float]:
+    """What differs most of what the ranks have trained, and by how much of its size."""
+    found = [one.differences(another) for one, another in zip(trained, wanted)]
+    return max((item for each in found for item in each.items()), key=lambda item: item[1])

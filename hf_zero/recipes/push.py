@@ -9,7 +9,6 @@ from typing import TypeVar
 from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
-from hf_zero.checkpoint.format import ADAPTER_WEIGHTS_NAME, is_weight_file
 from hf_zero.checkpoint.manifest import check_checksums
 from hf_zero.checkpoint.table import STATE_PATTERNS
 from hf_zero.errors import ConfigError, HubError
@@ -36,6 +35,10 @@ LEFT_OUT = [
     RESOLVED_NAME,
     REPORT_NAME,
 ]
+# Weights of an earlier push go in the same commit, but for those of the same names: transformers takes a single file
+# before an index.
+ENDS = (".safetensors", ".safetensors.index.json", "-?????-of-?????.safetensors")
+REPLACED = [f"{name}{end}" for name in ("model", "adapter_model") for end in ENDS]
 
 Result = TypeVar("Result")
 
@@ -106,20 +109,13 @@ def _write_card(folder: Path, name: str) -> None:
 
 
 def _upload(api: HfApi, folder: Path, name: str, arguments: Arguments) -> None:
-    # transformers takes a single file before an index: weights of an earlier push must go in the same commit.
-    new = {path.name for path in folder.iterdir()}
-    stale = [
-        path
-        for path in api.list_repo_files(name, revision=arguments.revision)
-        if path not in new and (is_weight_file(path) or is_weight_file(path, ADAPTER_WEIGHTS_NAME))
-    ]
     api.upload_folder(
         repo_id=name,
         folder_path=folder,
         revision=arguments.revision,
         commit_message=arguments.commit_message,
         ignore_patterns=list(LEFT_OUT),
-        delete_patterns=stale or None,
+        delete_patterns=REPLACED,
     )
 
 

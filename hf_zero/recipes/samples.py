@@ -19,6 +19,7 @@ from hf_zero.recipes.data import BadRow, Data
 from hf_zero.recipes.data.formats import TOKENS, Message, num_prompt_tokens
 from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.generation import TextGenerator
+from hf_zero.recipes.page import Table
 from hf_zero.trainer import ZeroTrainer
 
 
@@ -76,17 +77,10 @@ class Samples:
             self._answer("after")
             self._tell("before and after training", KEYS)
 
-    def tables(self) -> list[dict[str, Any]]:
+    def tables(self) -> list[Table]:
         """Returns the table for the report, or none: what was asked, both answers, and what the row has."""
         rows = [[_text_of(row["prompt"]), *(row.get(key) or "" for key in KEYS)] for row in self.rows]
-        table = {
-            "name": "samples",
-            "title": "Answers to test rows",
-            "head": ["asked", *KEYS],
-            "rows": rows,
-            "note": "",
-        }
-        return [table] if rows else []
+        return [Table("samples", "Answers to test rows", ["asked", *KEYS], rows)] if rows else []
 
     def _answer(self, key: str) -> None:
         model = self.trainer.model.eval()

@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 import yaml
 
-from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES, refuse_other_engines
+from hf_zero.accelerator.named_settings import LAUNCHER_VARIABLES, launched_ranks, refuse_other_engines
 from hf_zero.activation import refuse_group_size
 from hf_zero.comm.groups import refuse_uneven
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.loading import check_file_size
-from hf_zero.recipes.parser import AUTO, Parser, check_memory, option, parser_for
+from hf_zero.recipes.parser import AUTO, Parser, check_memory, option, parser_for, refuse_less
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainingArguments
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
@@ -223,8 +223,8 @@ def resolve_settings(task: str, argv: list[str]) -> Settings:
         if str(size := settings.training["zero_shard_size"]).isdecimal():
             refuse_uneven(int(size), num_ranks, "zero_shard_size")
         refuse_group_size(settings.training["zero_sequence_parallel"], num_ranks, "zero_sequence_parallel")
-    if (samples := getattr(settings.arguments, "samples", 0)) < 0:
-        raise ConfigError(f"samples {samples}: expected 0 or more")
+    if hasattr(settings.arguments, "samples"):
+        refuse_less(settings.arguments, samples=0)
     if not TASKS[task].holds_out:
         _check_test_set(settings)
     TASKS[task].load().check(settings.arguments, settings.training)
@@ -265,24 +265,19 @@ def _check_test_set(settings: Settings) -> None:
 
 
 def launched_world_size(num_processes: int | None) -> int | None:
-    """Reads how many processes a launcher such as torchrun has started from its variables; `None` where there is none.
-    Raises [`ConfigError`] where they are incomplete, or contradict each other or `--num_processes`."""
+    """Returns how many processes a launcher such as torchrun has started; `None` where there is none. Raises
+    [`ConfigError`] where its variables are incomplete, or contradict each other or `--num_processes`."""
     if num_processes is not None and num_processes < 1:
         raise ConfigError(f"--num_processes {num_processes}: expected 1 or more")
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    if "WORLD_SIZE" in missing and "RANK" in missing:
+    if "WORLD_SIZE" not in os.environ and "RANK" not in os.environ:
         return None
-    if missing:
-        found = "WORLD_SIZE" if "WORLD_SIZE" not in missing else "RANK"
+    if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
         raise ConfigError(
-            f"{found}={os.environ[found]} is set but {', '.join(missing)} not: "
-            "start with torchrun, which sets them all, or unset them and use --num_processes"
+            f"{', '.join(missing)}: not set, and other variables of a launcher are; start with torchrun, which sets "
+            "them all, or unset them and use --num_processes"
         )
-    try:
-        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    except ValueError as error:
-        raise ConfigError(f"WORLD_SIZE and RANK: {error}; expected the integers that torchrun sets") from error
-    if not 0 <= rank < world_size:
+    world_size, rank = launched_ranks(), os.environ["RANK"]
+    if not rank.isdecimal() or int(rank) >= world_size:
         raise ConfigError(f"RANK={rank} with WORLD_SIZE={world_size}: expected a rank below it; start with torchrun")
     if num_processes not in (None, world_size):
         raise ConfigError(

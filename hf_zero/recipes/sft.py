@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTraine
 from trl import SFTTrainer
 
 from hf_zero.compat import check_overrides
+from hf_zero.config import choose
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import Data, Mixture, Rows
 from hf_zero.recipes.data.chat import DEFAULT
@@ -234,9 +235,8 @@ class SftTask(TrlTask):
     """A task over `SFTTrainer`: rows in more formats than others, of which the loss counts what is to be learned."""
 
     def check(self, arguments: TrlArguments, training: Mapping[str, Any]) -> None:
-        name = getattr(arguments, "dataset_format", None)
-        if name not in (None, *FORMAT_NAMES):
-            raise ConfigError(f"dataset_format {name!r}: expected one of {', '.join(FORMAT_NAMES)}")
+        if name := getattr(arguments, "dataset_format", None):
+            choose("dataset_format", name, dict.fromkeys(FORMAT_NAMES))
         if name := getattr(arguments, "compute_metrics", None):
             check_function("compute_metrics", name)
         super().check(arguments, training)

@@ -85,7 +85,7 @@ def test_parameters_by_name_get_an_adapter(tiny_llama, tmp_path):
         ({"use_peft": False, "lora_r": 16, "load_in_4bit": True}, "quantized weights are not trained; add --use_peft"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_4bit and load_in_8bit are both given"),
         ({"use_bnb_nested_quant": True}, "use_bnb_nested_quant: describes a model in 4 bits; add --load_in_4bit"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4': expected nf4 or fp4"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type: 'int4' is not one of nf4, fp4"),
         ({"use_peft": False, "lora_r": 16, "use_dora": True}, "use_dora: describes an adapter, and none is trained"),
     ],
 )

@@ -64,9 +64,9 @@ def test_a_bad_setting_is_refused_with_exit_code_2(refusal, bad, message):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not"),
+        ({"WORLD_SIZE": "4"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: not set, and other variables"),
         ({**TORCHRUN, "RANK": "2"}, "RANK=2 with WORLD_SIZE=2: expected a rank below it"),
-        ({**TORCHRUN, "WORLD_SIZE": "two"}, "expected the integers that torchrun sets"),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number of processes"),
         ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP: found beside hf_zero"),
         ({"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED: found beside hf_zero"),
     ],

@@ -215,7 +215,7 @@ def test_the_sanitizer_is_on_in_the_processes_that_are_started_and_not_here(tmp_
     [
         (["--sanitize", "--use_cpu"], "--sanitize: looks for races between streams of CUDA, and the device is cpu"),
         (["--num_processes", "0"], "--num_processes 0: expected 1 or more"),
-        (["--output_dir", "/dev/null/there"], "--output_dir /dev/null/there: "),
+        (["--output_dir", "/dev/null/there"], "output_dir '/dev/null/there': /dev/null is not a folder; "),
     ],
 )
 def test_what_cannot_be_checked_is_refused_in_one_line(capsys, argv, said):

@@ -161,7 +161,7 @@ def test_a_bad_row_of_texts_is_named(load, bad, message):
     ("bad", "message"),
     [
         ({**CHAT, "chosen": "red"}, "column 'chosen' holds a str, expected a list of messages"),
-        ({**CHAT, "chosen": [{"role": "assistant"}]}, "message 1 of column 'chosen' is not a role and a content"),
+        ({**CHAT, "chosen": [{"role": "assistant"}]}, "message 1 of column 'chosen' has no content"),
         ({**CHAT, "tools": [{"name": "search"}]}, "column 'tools' holds tools, which are not supported"),
         ({**CHAT, "prompt": []}, "nothing in column 'prompt'"),
     ],
@@ -209,7 +209,7 @@ def test_rows_without_any_prompt_are_refused(load, row, message):
         ({"model_init_kwargs": '{"dtype": "auto"}'}, "model_init_kwargs: has no effect"),
         ({"dataset_streaming": True, "max_steps": -1}, "set --max_steps"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: has no effect; give label_smoothing"),
-        ({"dtype": "fp8"}, "dtype 'fp8': expected one of"),
+        ({"dtype": "fp8"}, "dtype: 'fp8' is not one of"),
         ({"chat_template_path": "nowhere.jinja"}, "chat_template_path nowhere.jinja: cannot be read"),
         ({"chat_template_path": "default"}, "chat_template_path: rows of .*rows.jsonl hold no messages; leave it out"),
     ],

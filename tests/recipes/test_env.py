@@ -30,8 +30,8 @@ def test_env_says_versions_devices_memory_and_disk(capsys, monkeypatch):
     assert facts["hf_zero"].startswith(metadata.version("hf-zero"))
     assert facts["OMP_NUM_THREADS"] == "3"
     assert "hf_secret" not in output
-    assert re.fullmatch(r"[\d.]+ GiB free of [\d.]+ GiB", facts["memory"])
-    assert re.search(r"^disk here +[\d.]+ GiB free", output, re.MULTILINE)
+    assert re.fullmatch(r"[\d.,]+ [MGT]iB free of [\d.,]+ [GT]iB", facts["memory"])
+    assert re.search(r"^disk here +[\d.,]+ [MGT]iB free", output, re.MULTILINE)
     assert torch.accelerator.is_available() or facts["backend"] == "gloo"
 
 

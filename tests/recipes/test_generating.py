@@ -166,7 +166,7 @@ def test_what_is_drawn_depends_on_the_seed(chat, tiny_llama):
         (["--top_p=2"], "top_p 2.0: "),
         (["--top_k=5", "--do_sample=false"], "top_k: has no effect, as do_sample is false"),
         (["--max_new_tokens=0"], "max_new_tokens 0: expected 1 or more"),
-        (["--dtype=float8"], "dtype: 'float8' is not one of auto, float32, "),
+        (["--dtype=float8"], "dtype: 'float8' is not one of float32, "),
         (["--base_model_name_or_path=x"], "is no adapter; leave it out"),
         (["--max_tokens=3"], "unknown key '--max_tokens'; did you mean --max_new_tokens?"),
     ],

@@ -29,7 +29,7 @@ TINY = {
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [
-        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835),
         ("NVIDIA A100-SXM4-80GB", 312),

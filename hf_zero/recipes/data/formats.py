@@ -85,19 +85,19 @@ class Format:
 
 
 def _messages(row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    return {"messages": _chat(row["messages"], "messages")}
+    return {"messages": chat_in(row["messages"], "messages")}
 
 
 def _conversations(row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     turns = row["conversations"]
     if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
         turns = [_renamed(turn) for turn in turns]
-    return {"messages": _system(row) + _chat(turns, "conversations")}
+    return {"messages": _system(row) + chat_in(turns, "conversations")}
 
 
 def _prompt(row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     if is_chat:
-        return {column: _chat(row[column], column) for column in ("prompt", "completion")}
+        return {column: chat_in(row[column], column) for column in ("prompt", "completion")}
     prompt = row["prompt"] and text_of(row["prompt"], "prompt")
     return {"prompt": prompt, "completion": text_of(row["completion"], "completion")}
 
@@ -151,7 +151,7 @@ def recognise(rows: Rows, names: Collection[str], text_column: str, tokenizer: P
     hold texts or messages.
 
     Rows with token ids are tokenized, whatever other columns they have, as for TRL. Raises [`DataError`] where the
-    columns fit none or several.
+    columns fit none, or several, or not the one that was named.
     """
     known = (text_format(text_column), *FORMATS, _tokenized_format(rows.columns, tokenizer))
     formats = [form for form in known if form.name in names]
@@ -209,11 +209,12 @@ def _check_integers(values: Any, column: str, allowed: range) -> None:
         raise BadRow(f"column {column!r} holds {odd[0]}, expected 0 to {allowed.stop - 1}{more}")
 
 
-def _chat(turns: Any, column: str) -> list[Message]:
+def chat_in(turns: Any, column: str) -> list[Message]:
+    """The messages that a row holds in a column. Raises [`BadRow`] where it holds something else."""
+    if turns is None or turns == []:
+        raise BadRow(f"nothing in column {column!r}")
     if not isinstance(turns, list):
         raise BadRow(f"column {column!r} holds a {type(turns).__name__}, expected a list of messages")
-    if not turns:
-        raise BadRow(f"nothing in column {column!r}")
     return [_message(turn, f"message {number} of column {column!r}") for number, turn in enumerate(turns, start=1)]
 
 

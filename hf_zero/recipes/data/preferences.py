@@ -16,6 +16,7 @@ from datasets import Features, List, Value
 from datasets.features.features import get_nested_type
 
 from hf_zero.errors import DataError
+from hf_zero.recipes.data.formats import chat_in
 from hf_zero.recipes.data.rows import BadRow, Rows, text_of
 
 
@@ -168,16 +169,13 @@ def _fits(value: Any, feature: Any) -> bool:
 
 
 def _chat(value: Any, column: str) -> list[dict[str, str]]:
-    if value is None or value == []:
-        raise BadRow(f"nothing in column {column!r}")
-    if not isinstance(value, list):
-        raise BadRow(f"column {column!r} holds a {type(value).__name__}, expected a list of messages")
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise BadRow(f"message {number} of column {column!r} is not a role and a content, both texts")
+    messages = chat_in(value, column)
+    for number, message in enumerate(messages, start=1):
         if message.get("tool_calls"):
             raise BadRow(f"message {number} of column {column!r} calls tools, which is not supported")
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+        if not isinstance(message["content"], str):
+            raise BadRow(f"message {number} of column {column!r} has a content of blocks, expected a text")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _with_prompt(chosen: str | list, rejected: str | list) -> dict[str, Any]:
