@@ -95,28 +95,29 @@ class RunArguments:
 
 
 def time_of(
-    arguments: Any, run: PlannedRun, prediction: Prediction, remedy_of: Callable[[], Remedy | None]
+    arguments: RunArguments,
+    run: PlannedRun,
+    prediction: Prediction,
+    memory_nbytes: int,
+    remedy_of: Callable[[], Remedy | None],
 ) -> tuple[str, bool]:
     """Returns what to print of the time of a step; with `--table` of all ways to train, and which one to take. Where
-    none of these fits, and without a table, the flags that make the run fit follow, which `remedy_of` finds. And
-    returns whether anything fits. Raises [`ConfigError`] where nothing is known of the time."""
+    none of these fits the memory of a device, and without a table, the flags that make the run fit follow, which
+    `remedy_of` finds. And returns whether anything fits. Raises [`ConfigError`] where nothing is known of the time."""
     if run.has_8_bit_products:
         raise ConfigError("--gpu: the time of products in 8 bits is not modeled; leave --load_in_8bit out")
     if prediction.time is None:
         raise ConfigError(f"--gpu {arguments.gpu}: {prediction.note}")
-    cluster = run.cluster
-    assert cluster is not None
-    memory = cluster.device.memory_nbytes if arguments.memory is None else int(arguments.memory * GIB)
     throughput, ranking = _throughput(prediction, run, run.num_rows), None
     if arguments.table:
-        ranking = _ranking(run, prediction.config, memory)
+        ranking = _ranking(run, prediction.config, memory_nbytes)
     found = remedy_of() if ranking is None or ranking.best is None else None
     fits = found is None or found.fits
     if arguments.json:
         return json_of(throughput, ranking, found, run.num_tokens), fits
     if ranking is not None:
         return f"{throughput.render()}\n{ranking.render('' if found is None else found.render())}", fits
-    usable = f"{USABLE_SHARE:.0%} of {memory / GIB:.1f} GiB, which tensors may take"
+    usable = f"{USABLE_SHARE:.0%} of {memory_nbytes / GIB:.1f} GiB, which tensors may take"
     verdict = f"it fits into {usable}" if found is None else found.render()
     hint = "--table compares all stages, offloads and micro-batches"
     return "\n".join([throughput.render(), verdict, hint]), fits

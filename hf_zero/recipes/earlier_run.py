@@ -4,7 +4,8 @@ To go on, it has to be the same run, by its settings and by the config of its mo
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -311,11 +312,13 @@ def in_words(changed: Change) -> str:
 def _model_difference(arguments: Any, checkpoint: Path) -> str | None:
     if (checkpoint / ADAPTER_CONFIG_NAME).is_file():
         return _adapter_difference(arguments, checkpoint)
-    before = _config(partial(load_config, str(checkpoint))) if (checkpoint / "config.json").is_file() else None
+    before = now = None
+    with suppress(ConfigError):  # that is said when it is loaded
+        before = load_config(str(checkpoint)) if (checkpoint / "config.json").is_file() else None
+        now = config_of(arguments)
     if before is not None and arguments.use_peft:
         return "it is no adapter, and use_peft trains one"
-    now = before and _config(partial(config_of, arguments))
-    if not before or not now:
+    if before is None or now is None:
         return None
     text = now.get_text_config()
     if before.model_type != now.model_type and before.model_type == text.model_type:
@@ -338,13 +341,6 @@ def _adapter_difference(arguments: Any, checkpoint: Path) -> str | None:
     except (CheckpointError, OSError):
         return None
     return None if rank == arguments.lora_r else in_words(("lora_r", arguments.lora_r, rank))
-
-
-def _config(load: Callable[[], PretrainedConfig]) -> PretrainedConfig | None:
-    try:
-        return load()
-    except ConfigError:
-        return None
 
 
 def _kept(config: PretrainedConfig, prefix: str = "", *, whole: bool) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _tell(planned_run: PlannedRun, arguments: RunArguments) -> None:
     prediction = planned_run.predict()
     predict = cache(planned_run.predict)
     remedy_of = partial(remedy, predict, prediction, memory, refuse=planned_run.refuse)
-    timed, fits = ("", True) if cluster is None else time_of(arguments, planned_run, prediction, remedy_of)
+    timed, fits = ("", True) if cluster is None else time_of(arguments, planned_run, prediction, memory, remedy_of)
     if arguments.json:
         print(timed)
         _refuse_unfitting(fits)

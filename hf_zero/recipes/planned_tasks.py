@@ -119,9 +119,13 @@ def _as_trained(model: PreTrainedModel, settings: Settings, training: Any) -> nn
     if made is not model and training.gradient_checkpointing:
         made.enable_input_require_grads()
     if has_fused_head(settings.task, training):
-        _add_head(model)
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if getattr(training, "disable_dropout", False):
-        _disable_dropout(made)
+        from trl.trainer.utils import disable_dropout_in_model
+
+        disable_dropout_in_model(made)
     return made
 
 
@@ -254,15 +258,3 @@ def _is_one_row(training: Any) -> bool:
     """Whether all rows of a batch are one behind the other."""
     packs = getattr(training, "packing", False) and training.packing_strategy != "wrapped"
     return bool(packs or getattr(training, "padding_free", False))
-
-
-def _add_head(model: PreTrainedModel) -> None:
-    from trl.trainer.utils import add_fused_lm_head
-
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-
-
-def _disable_dropout(model: nn.Module) -> None:
-    from trl.trainer.utils import disable_dropout_in_model
-
-    disable_dropout_in_model(model)
