@@ -217,6 +217,11 @@ def is_listed(name: str) -> bool:
     return path.name not in _CHANGEABLE and not any(part.startswith(".") for part in path.parts)
 
 
+def is_of_model(name: str) -> bool:
+    """Whether a folder is that of a model or a checkpoint if it has a file with that path."""
+    return name in _READ_NAMES or name.endswith((WEIGHTS_SUFFIX, ".index.json")) or name.startswith("pytorch_model")
+
+
 def is_read(name: str) -> bool:
     """Whether a resumed run reads the file with that path in its folder."""
     base = os.path.basename(name)

@@ -71,12 +71,38 @@ def test_the_record_says_what_the_run_was_like(tmp_path):
     assert (manifest.step, manifest.loss, manifest.grad_norm, manifest.extra) == (12, 2.5, None, {"epoch": 1})
 
 
-def test_a_save_replaces_a_folder_of_that_name_whole(tmp_path):
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "checkpoint-1" / "stale").touch()
-    save(world_of_one(), tmp_path)
-    assert not (tmp_path / "checkpoint-1" / "stale").exists()
+def test_a_save_replaces_what_was_saved_under_its_name_and_leaves_what_others_have_put_there(tmp_path):
+    folder = tmp_path / "checkpoint-1"
+    (folder / "notes").mkdir(parents=True)
+    for name in ("mine.pt", "notes/today.txt"):
+        (folder / name).write_text(name)
+    for is_first in (True, False):
+        checkpoint = begin(tmp_path)
+        if is_first:
+            (checkpoint.path / "stale.txt").touch()
+        (folder / "late.txt").write_text("while it is saved")
+        checkpoint.finish()
+        others = {"mine.pt": "mine.pt", "notes/today.txt": "notes/today.txt", "late.txt": "while it is saved"}
+        assert {name: (folder / name).read_text() for name in others} == others
+        assert (folder / "stale.txt").exists() == is_first, "what a save has written is replaced"
+        check_checkpoint(folder)
+        assert not set(others) & set(ChecksumTable.read(folder).files)
     assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors", "pytorch_model.bin"])
+def test_a_checkpoint_without_a_table_is_replaced_whole(tmp_path, name):
+    (tmp_path / "checkpoint-1").mkdir()
+    for each in (name, "stale.txt"):
+        (tmp_path / "checkpoint-1" / each).write_text("{}")
+    save(world_of_one(), tmp_path)
+    assert not (tmp_path / "checkpoint-1" / "stale.txt").exists()
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def begin(folder: Path, name: str = "checkpoint-1") -> Checkpoint:
+    engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
+    return Checkpoint.begin(engine, folder / name, plan_weights(engine), plan_state(engine, FakeOptimizer(engine)))
 
 
 def test_a_folder_that_was_being_replaced_when_the_run_was_killed_gets_its_name_back(tmp_path, monkeypatch):
@@ -238,10 +264,7 @@ def test_every_moment_of_the_state_comes_back(tmp_path):
 
 
 def test_a_save_leaves_another_that_is_under_way_in_the_same_folder_alone(tmp_path):
-    engine = FakeEngine(models.tied_llama(), world_of_one(), **HALF)
-    begun = Checkpoint.begin(
-        engine, tmp_path / "slow", plan_weights(engine), plan_state(engine, FakeOptimizer(engine))
-    )
+    begun = begin(tmp_path, "slow")
     (tmp_path / "_saving-killed").mkdir()
     (tmp_path / "_saving-killed" / ".lock").touch()
     save(world_of_one(), tmp_path, "quick")
