@@ -168,6 +168,7 @@ class ZeroAccelerator(SharingAccelerator):
                     f"{type(model).__name__}: is sharded already, at {name} {found} and not {own}; give both the same "
                     f"{name}, or call hf_zero.ShardedModel(model).unshard() before"
                 )
+        engine.shares_buffers = getattr(self.ddp_handler, "broadcast_buffers", True)
         if (chunked := chunked_loss_of(model)) is not None:
             chunked.is_active = self.drops_logits
         return engine

@@ -13,7 +13,7 @@ from hf_zero.comm import Bus, Comm, connect
 from hf_zero.comm.blockwise import BLOCK_NUMEL, PackedGather
 from hf_zero.comm.world import local_device, ranks_alike, refuse_dividing
 from hf_zero.config import MemoryTier, StagePlan, ZeroConfig
-from hf_zero.engine import hooks
+from hf_zero.engine import buffers, hooks
 from hf_zero.engine.access import RanksInStep, remember, unit_of
 from hf_zero.engine.divided import dividing_group, is_divided, local_of
 from hf_zero.engine.engine import ZeroEngine
@@ -126,7 +126,7 @@ def build(
         _make_disk_prefetchers(disk, sharing)
     remember(units)
     _place_gradients(sharing, comm, arenas.collected)
-    _place_buffers(model, comm)
+    buffers.place(model, comm)
     engine = _assemble(model, config, comm, units, parts, placeholders, bus)
     engine.disk, engine.arenas, engine.divided_over = disk, arenas, divided_over
     engine.handles += patches
@@ -373,20 +373,6 @@ def _place_gradients(sharing: list[list[Unit]], comm: Comm, arena: Arena) -> Non
     for gradient in (g for group in sharing for unit in group for g in unit.gradients if g.is_persistent):
         full = comm.shard_group.empty(gradient.flat.layout.full_numel, gradient.flat.dtype)
         gradient.lend(full, gradient.views_of(full))
-
-
-def _place_buffers(model: nn.Module, comm: Comm) -> None:
-    """Moves the model's buffers to the engine's device with rank 0's values. They stay whole on every rank."""
-    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old ones live on, so that no id comes twice
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                # contiguous: an expanded view could not be written; once: modules may share a buffer
-                placed.setdefault(id(buffer), (buffer, buffer.detach().to(comm.device).contiguous()))
-                module._buffers[name] = placed[id(buffer)][1]
-    for _, buffer in model.named_buffers():
-        if buffer.numel():
-            comm.broadcast_(buffer)
 
 
 def _keep_in_fp32(model: nn.Module):

@@ -139,8 +139,7 @@ class ZeroEngine(ModelUnits):
             self.unshard_around(with_head=True)  # a recomputation may have gathered the embedding in its slot
 
     def _open_backward(self) -> BackwardPass:
-        """Opens a backward when its first gradient comes: the root becomes whole, and a callback at the end is
-        queued."""
+        """Opens a backward when its first gradient comes: the root becomes whole, and a callback ends it."""
         if self._backward is None:
             self._backward = BackwardPass(self, self._forward.running)
             self._first_forwards.end()
@@ -343,6 +342,7 @@ class ZeroEngine(ModelUnits):
         """Drops the gradients of a step that all ranks have taken, or leave out together."""
         self.clear_gradients()
         self.schedule.end_step()
+        self.share_buffers()
 
     def _agree_on_order(self) -> None:
         """Makes the order in which all ranks called the blocks in the first step the one that is expected."""

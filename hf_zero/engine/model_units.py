@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Bus, Comm, Pending
 from hf_zero.comm.agreement import run_on_all_ranks
 from hf_zero.config import MemoryTier, ZeroConfig
+from hf_zero.engine import buffers
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.late_checks import LateChecks
 from hf_zero.engine.patch import Uncopyable
@@ -102,6 +103,7 @@ class ModelUnits(Uncopyable):
         self.handles: list = []  # of all that was put onto the model: each has `remove()`
         self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)
         bus.synchronize_before_end(self)
+        self.shares_buffers = True  # each step gives all ranks the first one's
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
@@ -112,6 +114,15 @@ class ModelUnits(Uncopyable):
             unit.finish_updates, unit.torn = self.finish_updates, self.torn
         # of the trainable parameters: the dict of the module that has it, its key there, itself, its name
         self.registered: list[tuple[dict, str, nn.Parameter, str]] = []
+
+    def share_buffers(self) -> None:
+        """Gives all ranks the buffers of rank 0, as DDP does before the first forward of a step."""
+        if self.shares_buffers and self.comm.num_ranks > 1:
+            buffers.share(self._saved_buffers, self.comm)
+
+    @cached_property
+    def _saved_buffers(self) -> list[tuple[dict, str]]:
+        return buffers.saved(self.model)
 
     @property
     def stage(self) -> int:

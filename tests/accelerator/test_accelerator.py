@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -75,6 +76,51 @@ def _accumulates(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_accumulation_and_clipping_are_those_of_ddp(stage):
     run_ranks(_accumulates, 2, stage, timeout=120)
+
+
+class Normed(nn.Module):
+    """Statistics of the batches that a rank has seen, and a count that its output depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.register_buffer("total", torch.tensor(1.0))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("own", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        self.total += x.detach().abs().sum()
+        self.own += dist.get_rank()
+        return self.head(self.norm(x)) / self.total
+
+
+def _writes_buffers(stages, broadcasts):
+    found = []
+    for make in (example.with_ddp, *(partial(example.with_zero, stage) for stage in stages)):
+        accelerator = make(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=broadcasts)])
+        torch.manual_seed(0)
+        model = Normed()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for step in range(4):
+            torch.manual_seed(10 * step + dist.get_rank())
+            losses.append(model(torch.randn(6, 4)).pow(2).mean())
+            if step < 3:  # DDP has them the same when the next forward begins
+                accelerator.backward(losses[-1])
+                optimizer.step()
+                optimizer.zero_grad()
+        buffers = dict(accelerator.unwrap_model(model).named_buffers())
+        found.append((torch.stack(losses).detach(), {name: buffer.double() for name, buffer in buffers.items()}))
+    for losses, buffers in found[1:]:
+        torch.testing.assert_close(losses, found[0][0])
+        assert buffers.pop("own").tolist() == [4 * dist.get_rank()] * 2
+        for name, buffer in buffers.items():
+            torch.testing.assert_close(buffer, found[0][1][name], msg=name)
+
+
+@pytest.mark.parametrize("broadcasts", [True, False])
+def test_buffers_that_forwards_write_are_those_of_ddp(broadcasts):
+    run_ranks(_writes_buffers, 2, [0, 1, 3], broadcasts)
 
 
 def _prepared(stage=3, model=None, **settings):
