@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.checkpoint.test_training import NUM_STEPS, go_on, start
 from tests.checkpoint.test_training import train as train_whole_batches
 from tests.distributed import run_new_ranks, run_ranks
 from tests.hosts.network import Host, Network, missing
+from tests.test_groups import on_two_hosts
 from tests.training import Record, Sharded, adamw, assert_equal, train
 
 
@@ -50,6 +52,39 @@ def _compare(stages: list[int], num_local: int, **settings) -> None:
 @pytest.mark.full("more cases", after=1)
 def test_two_hosts_train_as_one(num_local, stages):
     _compare(stages, num_local)
+
+
+def _trained_in_groups(are_ranks_of_one: bool, ways: list[tuple[int, dict[str, Any]]]) -> list[Record]:
+    found = []
+    for stage, settings in ways:
+        with on_two_hosts(are_ranks_of_one):
+            subject = Sharded(models.build("llama"), adamw, stage, **settings)
+        assert subject.engine.comm.shard_group.num_ranks == (2 if "shard_size" in settings else 4)
+        found.append(train(subject, "llama", num_steps=3))
+    return found
+
+
+_INT8 = {"gather_dtype": torch.int8, "reduce_dtype": torch.int8}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [(stage, {"shard_size": "auto"}) for stage in (3, 1, 2)],
+        [(3, {"secondary_shard": True}), (2, {"shard_size": "auto", "compute_dtype": torch.bfloat16})],
+        [(3, _INT8), (3, {"shard_size": "auto", **_INT8}), (2, {"reduce_dtype": torch.int4})],
+    ],
+    ids=["hybrid", "second copy", "few bits"],
+)
+@pytest.mark.full("more cases", after=1)
+def test_hosts_with_sockets_between_them_train_as_ranks_that_take_themselves_for_hosts(ways):
+    """Groups of a host, a second copy within a host, sums and gathers in few bits."""
+    with Network(2) as network:
+        apart = run_new_ranks(_trained_in_groups, 4, False, ways, hosts=network.hosts)
+    together = run_ranks(_trained_in_groups, 4, True, ways)
+    for rank, records in enumerate(zip(apart, together, strict=True)):
+        for way, ours, theirs in zip(ways, *records, strict=True):
+            assert_equal(ours, theirs, f"{way}, rank {rank}: two hosts, and ranks of one")
 
 
 def _sent_nbytes() -> int:
