@@ -41,6 +41,8 @@ _KEPT: dict[int, "_Group"] = {}
 _MAX_THREADS = 64
 # A rank that waits for one that raised would wait long: so many seconds are enough. Of one that died it is told.
 _GRACE = 5.0
+# The exit code of a rank, where the fork server has ended and cannot tell it.
+_SERVER_GONE = 255
 # What a rank that has not failed takes to leave its group.
 _LEAVING = 10.0
 
@@ -58,6 +60,9 @@ def run_ranks(fn: Callable, num_ranks: int, *args, timeout: float = 120.0) -> li
         `RemoteError`: with the traceback of the first rank that failed.
     """
     group = _KEPT.get(num_ranks)
+    if group is not None and group.was_killed():
+        _KEPT.pop(num_ranks).end()
+        group = None
     if group is None:
         group = _KEPT[num_ranks] = _Group(num_ranks)
     try:
@@ -184,7 +189,8 @@ class _Group:
         direct = sys.modules.get("hf_zero.engine.direct")
         job = pickle.dumps((fn.__module__, fn.__qualname__, args, direct and direct.MIN_NUMEL))
         for connection in self._connections:
-            connection.send_bytes(job)
+            with suppress(BrokenPipeError):  # of a rank that has ended since the last test: the answer tells how
+                connection.send_bytes(job)
         answers = self._answers(timeout)
         # the reason first, then those who waited for it in vain
         waited = {"CommError": 1, "Timeout": 2}
@@ -193,6 +199,10 @@ class _Group:
             raise RemoteError(*min(failures, key=lambda failure: waited.get(failure[1], 0)))
         self.is_worn |= any(num_threads > _MAX_THREADS for _, _, num_threads in answers)
         return [result for _, result, _ in answers]
+
+    def was_killed(self) -> bool:
+        """Whether somebody has killed a rank, or the fork server and so all ranks, while they waited for a test."""
+        return any(process.exitcode in (-signal.SIGKILL, _SERVER_GONE) for process in self._processes)
 
     def _answers(self, timeout: float) -> list[tuple]:
         """What each rank says: that it is done, with its result and the number of its threads, or how it failed."""

@@ -1,6 +1,8 @@
 """Groups of ranks: results in order, failures reported, nothing left running; and the counter of bytes sent."""
 
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.launch import run_group
-from tests.distributed import RemoteError
+from tests.distributed import RemoteError, run_ranks
 
 
 TASKS = "tests.benchmarks.tasks"
@@ -46,6 +48,23 @@ def test_a_group_that_does_not_answer_is_ended():
     with pytest.raises(RemoteError, match="no answer within 3 s"):
         run_group(f"{TASKS}:sleep", {"seconds": 300}, num_processes=2, timeout=3)
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.timeout(180)
+def test_ranks_that_ended_between_two_tests_are_replaced_if_they_were_killed_and_told_if_they_failed():
+    before = run_ranks(os.getpid, 2)
+    _end(before[1], signal.SIGKILL)
+    after = run_ranks(os.getpid, 2)
+    assert set(before).isdisjoint(after)
+    _end(after[1], signal.SIGABRT)
+    with pytest.raises(RemoteError, match="the process ended with exit code -6"):
+        run_ranks(os.getpid, 2)
+
+
+def _end(process: int, number: int) -> None:
+    ended = psutil.Process(process)
+    ended.send_signal(number)
+    assert not psutil.wait_procs([ended], timeout=30)[1]
 
 
 @pytest.mark.timeout(180)
