@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate.utils import gather_object
 
 from hf_zero.errors import ConfigError
-from hf_zero.recipes.artifacts import configuration_of
-from hf_zero.recipes.earlier_run import holds_model
+from hf_zero.recipes.earlier_run import holds_model, saved_in
 from hf_zero.recipes.parser import AUTO
 from hf_zero.recipes.planned_run import device_nbytes
 from hf_zero.recipes.planned_tasks import planned
@@ -45,14 +43,9 @@ def _length_before(settings: Settings) -> tuple[int | None, Path]:
     """Returns the length in the configuration of the run that this one goes on with, and its folder."""
     is_named = settings.resume not in (AUTO, NEVER)
     folder = Path(settings.resume).absolute().parent if is_named else Path(settings.training["output_dir"])
-    path = configuration_of(folder)
-    if settings.resume == NEVER or path is None or not (is_named or checkpoints_in(folder) or holds_model(folder)):
+    if settings.resume == NEVER or not (is_named or checkpoints_in(folder) or holds_model(folder)):
         return None, folder
-    try:
-        saved: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None, folder  # what is wrong with it is said where the runs are compared
-    length = saved.get("max_length") if isinstance(saved, dict) else None
+    length = (saved_in(folder) or {}).get("max_length")
     return (length if isinstance(length, int) else None), folder
 
 

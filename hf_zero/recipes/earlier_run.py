@@ -254,13 +254,9 @@ def check_unchanged(settings: Settings, folder: Path) -> None:
         )
 
 
-def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = None) -> Change | None:
-    """Finds in what a run's model differs from that of an earlier run, by the configuration which that has left in a
-    folder; without one nothing is compared.
-
-    Returns the first of `keys` that has changed, by default of all but those that say where a log goes, how a run is
-    watched, and by how many processes it is trained. Raises [`ConfigError`] where the configuration cannot be read.
-    """
+def saved_in(folder: Path) -> dict[str, Any] | None:
+    """Reads the configuration that a run has left in a folder; `None` where there is none. Raises [`ConfigError`]
+    where it cannot be read."""
     path = configuration_of(folder)
     if path is None:
         return None
@@ -273,6 +269,19 @@ def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = No
         ) from error
     if not isinstance(saved, dict):
         raise ConfigError(f"{path}: holds no keys, so this run cannot be compared with it; --resume never starts anew")
+    return saved
+
+
+def difference(settings: Settings, folder: Path, keys: Iterable[str] | None = None) -> Change | None:
+    """Finds in what a run's model differs from that of an earlier run, by the configuration which that has left in a
+    folder; without one nothing is compared.
+
+    Returns the first of `keys` that has changed, by default of all but those that say where a log goes, how a run is
+    watched, and by how many processes it is trained. Raises [`ConfigError`] where the configuration cannot be read.
+    """
+    saved = saved_in(folder)
+    if saved is None:
+        return None
     now, before = settings.values(), {**parse_settings(settings.task, []).values(), **saved}
     if keys is None:
         ignored = {*NOT_OF_THE_MODEL, "num_processes", "output_dir"}

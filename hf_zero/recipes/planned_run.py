@@ -126,7 +126,7 @@ class PlannedRun:
         }
 
     def _as_on_device(self) -> AbstractContextManager[None]:
-        return as_on_device(self.on_cpu, has_head="fused_lm_head" in (self.batch or ()))
+        return _on_device_of(self.on_cpu, has_head="fused_lm_head" in (self.batch or ()))
 
 
 def device_nbytes(gib: float | None, *, on_cpu: bool) -> int:
@@ -150,7 +150,7 @@ _PARTS_OF_HEAD = ("_forward_tile", "_backward_tile", "_addmm_fp32")
 
 
 @contextmanager
-def as_on_device(on_cpu: bool, *, has_head: bool) -> Iterator[None]:
+def _on_device_of(on_cpu: bool, *, has_head: bool) -> Iterator[None]:
     """Makes what looks at a device, or at values, do without data what it does on the device of the run. With
     `has_head` the loss is computed by TRL's head."""
     # there would be another number of tokens of images than of features; and torch casts on devices alone

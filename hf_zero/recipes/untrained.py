@@ -13,12 +13,11 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_zero.engine.partition import partition
 from hf_zero.errors import ConfigError
-from hf_zero.planner import predict_with
 from hf_zero.recipes.data import Data
 from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.empty_models import example_batch
 from hf_zero.recipes.freezing import freeze_parameters
-from hf_zero.recipes.planned_run import as_on_device
+from hf_zero.recipes.planned_run import PlannedRun
 from hf_zero.recipes.planned_tasks import has_fused_head, has_reference
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
@@ -118,25 +117,25 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
         batch = _generated(trainer, base, batch)
     else:
         batch = _widest(base, batch, settings.length, args.train_batch_size)
-    on_cpu, config = args.device.type == "cpu", args.zero_config()
-    if not has_head and has_own_loss(type(trainer)):
-        config = replace(config, chunked_loss="off")
+    num_rows, num_tokens = len(next(iter(batch.values()))), batch["input_ids"].shape[1] if "input_ids" in batch else 0
     kind, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-    with as_on_device(on_cpu, has_head=has_head):
-        prediction = predict_with(
-            trainer.model,
-            config,
-            num_ranks=settings.num_processes or 1,
-            batch={**batch, "fused_lm_head": True} if has_head else dict(batch),
-            make_optimizer=partial(kind, **kwargs),
-            gradient_checkpointing=args.gradient_checkpointing,
-            on_cpu=on_cpu,
-            has_reference=has_reference(settings),
-            accumulates=args.gradient_accumulation_steps > 1,
-        )
-    width = f" x {batch['input_ids'].shape[1]} tokens" if "input_ids" in batch else ""
-    of_batch = f"a micro-batch: {len(next(iter(batch.values())))} rows{width}"
-    return [of_batch, *prediction.render().splitlines()]
+    run = PlannedRun(
+        settings.task,
+        trainer.model,
+        args.zero_config(),
+        settings.num_processes or 1,
+        {**batch, "fused_lm_head": True} if has_head else dict(batch),
+        partial(kind, **kwargs),
+        args.gradient_checkpointing,
+        on_cpu=args.device.type == "cpu",
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        has_reference=has_reference(settings),
+        accumulates=args.gradient_accumulation_steps > 1,
+        reads_logits=not has_head and has_own_loss(type(trainer)),
+    )
+    of_batch = f"a micro-batch: {num_rows} rows" + (f" x {num_tokens} tokens" if num_tokens else "")
+    return [of_batch, *run.predict().render().splitlines()]
 
 
 def _widest(
