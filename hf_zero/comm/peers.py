@@ -12,6 +12,7 @@ noticed at once.
 """
 
 import errno
+import logging
 import os
 import select
 import socket
@@ -27,6 +28,12 @@ from torch.distributed import ProcessGroup
 
 from hf_zero.comm import ranks
 from hf_zero.errors import CommError
+
+
+logger = logging.getLogger(__name__)
+
+# When a rank says whom it waits for, long before it gives up.
+PATIENCE_SECONDS = 60.0
 
 
 class Kind(IntEnum):
@@ -159,9 +166,21 @@ class Peers:
         or the ranks are out of step."""
         self._refuse_out_of_step(peer, what)
         while not is_there(peer):
-            if not self.receive(peer, self._timeout_seconds, what):
+            if not self._receive_patiently(peer, what):
                 raise self._failed(what, peer, "timed out")
             self._refuse_out_of_step(peer, what)
+
+    def _receive_patiently(self, peer: Peer, what: str) -> bool:
+        first = min(PATIENCE_SECONDS, self._timeout_seconds)
+        if self.receive(peer, first, what):
+            return True
+        if first < self._timeout_seconds:
+            logger.warning(
+                "hf_zero: %s: has waited %g s for %s, and waits %g s at most; unless that rank is at work by itself, "
+                "it has made a call alone that all ranks make together, such as saving or generating, or left one out",
+                *(what, first, ranks.name_of(self._group, peer.rank), self._timeout_seconds),
+            )
+        return self.receive(peer, self._timeout_seconds - first, what)
 
     def receive(self, peer: Peer, seconds: float, what: str) -> bool:
         """Receives one message as `Peer.receive` does; `what` names the work in an error."""

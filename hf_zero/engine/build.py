@@ -21,6 +21,7 @@ from hf_zero.engine.flat import Flat, ParamInfo
 from hf_zero.engine.gradient import GradientSlots, gradient_of
 from hf_zero.engine.host_transfer import HostTransfer
 from hf_zero.engine.initial_values import draw_seed, initialize, is_bare, warn_of_constructors
+from hf_zero.engine.members import Members
 from hf_zero.engine.opaque import is_opaque, unpack_layers
 from hf_zero.engine.partition import Partition, UnitSpec, partition, refuse_what_cannot_be_sharded
 from hf_zero.engine.patch import Patch
@@ -176,10 +177,7 @@ def _assemble(model, config, comm, units, parts, placeholders, bus) -> ZeroEngin
         placeholders=placeholders,
         bus=bus,
     )
-    for path, module in model.named_modules():
-        for key, p in module._parameters.items():
-            if p is not None and p.requires_grad:
-                engine.registered.append((module._parameters, key, p, f"{path}.{key}".lstrip(".")))
+    engine.registered += [Members(path, module) for path, module in model.named_modules()]
     hooks.install(engine, owners)
     for unit in units:
         unit.end_use()  # the hooks hold parameters

@@ -13,6 +13,7 @@ from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.engine import buffers
 from hf_zero.engine.gradient import Gradient
 from hf_zero.engine.late_checks import LateChecks
+from hf_zero.engine.members import Members
 from hf_zero.engine.patch import Uncopyable
 from hf_zero.engine.placeholder import Placeholders
 from hf_zero.engine.schedule import Schedule
@@ -112,8 +113,7 @@ class ModelUnits(Uncopyable):
         self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
             unit.finish_updates, unit.torn = self.finish_updates, self.torn
-        # of the trainable parameters: the dict of the module that has it, its key there, itself, its name
-        self.registered: list[tuple[dict, str, nn.Parameter, str]] = []
+        self.registered: list[Members] = []  # of all modules
 
     def share_buffers(self) -> None:
         """Gives all ranks the buffers of rank 0, as DDP does before the first forward of a step."""

@@ -169,12 +169,17 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters()}
 
 
-def _refuse_compiled(model: nn.Module) -> None:
+def _refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
             raise UnsupportedError(
                 f"{name or 'model'}: is compiled already, where the engine's hooks would break its graph; shard the "
                 "model as it is, then call hf_zero.compile_blocks(model)"
+            )
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise UnsupportedError(
+                f"{name or 'model'}: is wrapped by {type(module).__name__}, which would exchange the same gradients "
+                "again; shard the model that it wraps (its .module), and call that one"
             )
 
 
@@ -193,7 +198,7 @@ def refuse_what_cannot_be_sharded(
         `UnsupportedError`: for uninitialised, sparse parameters, subclasses but for frozen dense ones, trained ones
             of other than real floating-point dtypes, memory that a trained one shares, and compiled modules.
     """
-    _refuse_compiled(model)
+    _refuse_wrapped(model)
     if is_ready:
         _refuse_shared_memory(model)
     has_no_values = is_bare(model)  # they will be initial ones

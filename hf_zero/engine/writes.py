@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_zero.config import MemoryTier
-from hf_zero.engine.access import unit_of
 from hf_zero.engine.flat import Flat
 from hf_zero.engine.model_units import ModelUnits
 from hf_zero.errors import LifecycleError
@@ -37,7 +36,8 @@ def take(engine: ModelUnits) -> None:
     flats = [flat for flat in engine.flats if flat.trainable and not flat.rest.is_sharded]
     failure: LifecycleError | None = None
     try:
-        _refuse_replaced(engine)
+        for members in engine.registered:
+            members.refuse_new()
         _refuse_own_gradients(engine)
         refuse_lost(engine)
         _take_assigned(engine)
@@ -172,16 +172,6 @@ def refuse_lost(engine: ModelUnits) -> None:
                     f"{flat.infos[index].name}: was written in place during a forward or before its backward, where "
                     f"stage 3 shows a copy, so its values are not defined now; {_INSIDE} between steps, or use stage 2"
                 )
-
-
-def _refuse_replaced(engine: ModelUnits) -> None:
-    for params, key, param, name in engine.registered:
-        other = params.get(key)
-        if other is not param and isinstance(other, nn.Parameter) and unit_of(other) is None:
-            raise LifecycleError(
-                f"{name}: another parameter was put in its place after the model was sharded, and would not be "
-                "trained; write into the parameter that is there, or put it there before sharding"
-            )
 
 
 def _refuse_own_gradients(engine: ModelUnits) -> None:

@@ -1,5 +1,6 @@
 """What is wrong with a command line before torch and transformers are imported, which takes seconds."""
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -55,3 +56,4 @@ def importing(what: str) -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)  # extensions that are built with nanobind print what is left at the end

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm import connect, rendezvous
+from hf_zero.comm import connect, peers, rendezvous
 from hf_zero.comm.pairwise import PairwiseComm
 from hf_zero.comm.peers import Kind, Peer
 from hf_zero.comm.shared import SharedComm
@@ -210,7 +210,13 @@ def _one_stays_away() -> None:
     comm = _connect(timeout_seconds=2.0)
     full = comm.empty(32, torch.float32)
     if comm.rank:
-        comm.all_gather(full, _mine(full), what="layers.3").wait()
+        peers.PATIENCE_SECONDS, said = 0.5, []
+        peers.logger.warning = lambda text, *values: said.append(text % values)
+        try:
+            comm.all_gather(full, _mine(full), what="layers.3").wait()
+        finally:
+            (line,) = said
+            assert "gather of unit 'layers.3': has waited 0.5 s for rank 0 (" in line and "waits 2 s at most" in line
     else:
         time.sleep(4.0)
 

@@ -362,3 +362,10 @@ def test_a_parameter_that_a_module_outside_of_the_blocks_has_too_is_the_roots():
     parts = partition(model)
     assert {"layers.1.up.weight", "layers.2.norm.weight", "layers.2.norm.bias"} <= parts.root.params.keys()
     assert len(parts.stacks[0].units[0].params) == len(list(model.layers[0].parameters()))
+
+
+def test_a_model_that_another_wrapper_averages_is_refused():
+    wrapped = nn.DataParallel(nn.Linear(2, 2))
+    for model, name in ((wrapped, "model"), (nn.Sequential(wrapped), "0")):
+        with pytest.raises(UnsupportedError, match=f"^{name}: is wrapped by DataParallel, .*its .module"):
+            hf_zero.shard(model)

@@ -160,12 +160,29 @@ def test_data_of_another_shape_or_dtype_is_refused_on_all_ranks():
     run_ranks(_reshaped, 2, timeout=LIMIT)
 
 
+# What comes into a model after it was sharded: the name of the first parameter that would not be trained.
+PUT_INTO = {
+    lambda model: setattr(model, "head", nn.Linear(6, 2)): "head.weight",
+    lambda model: setattr(model, "beside", nn.Sequential(nn.ReLU(), nn.Linear(2, 2))): "beside.1.weight",
+    lambda model: model.head.register_parameter("scale", nn.Parameter(torch.ones(2))): "head.scale",
+    lambda model: model.layers.append(nn.Linear(6, 6)): r"layers\.\d.weight",
+}
+
+
 def _replaced():
     for stage in ALL_STAGES:
         model, _, optimizer = trained(stage, None)
         model.head.weight = nn.Parameter(torch.ones(2, 6))
         with pytest.raises(LifecycleError, match="head.weight"):
             optimizer.step()
+        for put, name in PUT_INTO.items():
+            model, _, optimizer = trained(stage, None)
+            put(model)
+            with pytest.raises(LifecycleError, match=f"^{name}: was put into the model"):
+                take_step(model, optimizer, 1)
+        model, _, optimizer = trained(stage, None)
+        model.head.scale, model.beside = nn.Parameter(torch.ones(2), requires_grad=False), nn.ReLU()
+        take_step(model, optimizer, 1)
         if stage < 3:
             with pytest.raises(LifecycleError, match="assign"):
                 model.load_state_dict({"head.bias": torch.ones(2)}, strict=False, assign=True)
