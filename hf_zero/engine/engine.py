@@ -83,11 +83,9 @@ class ZeroEngine(ModelUnits):
         if in_backward() or (failed and take_refusal()):
             return
         forward.end(stack, failed)
-        is_outermost = forward.depth == 0
-        if is_outermost:
-            self._first_forwards.end_forward(failed)
-        if not is_outermost:
+        if forward.depth:
             return
+        self._first_forwards.end_forward(failed)
         self._forward = ForwardPass(self)
         if failed or not torch.is_grad_enabled():
             self.reshard_around()
@@ -139,13 +137,15 @@ class ZeroEngine(ModelUnits):
             self.unshard_around(with_head=True)  # a recomputation may have gathered the embedding in its slot
 
     def _open_backward(self) -> BackwardPass:
-        """Opens a backward when its first gradient comes: the root becomes whole, and a callback ends it."""
+        """Opens a backward when its first gradient comes: the root becomes whole. One that broke off before it is
+        recovered from first, where no forward has come in between that did so."""
+        if self._backward is not None and not self._backward.is_under_way:
+            self.recover()
         if self._backward is None:
-            self._backward = BackwardPass(self, self._forward.running)
+            self._backward = BackwardPass(self, self._forward.running, self._end_backward)
             self._first_forwards.end()
             self.grad_norm = None
             self._apply_grad_scale()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self.unshard_around(with_head=True)
         return self._backward
 
@@ -171,9 +171,8 @@ class ZeroEngine(ModelUnits):
         """
         if torch.is_grad_enabled():
             raise UnsupportedError(DOUBLE_BACKWARD)
-        if self._backward is None and not gradient.is_reduced_once:
-            self._open_backward()
-        if unit is self.head and self._backward is not None and self._backward.has_closed(unit):
+        backward = self._open_backward()
+        if unit is self.head and backward.has_closed(unit):
             raise LifecycleError(HEAD_USED.format(name=gradient.flat.infos[index].name))
         if unit.phase is not Phase.UNSHARDED and not unit.is_embedding:
             raise LifecycleError(
@@ -189,8 +188,9 @@ class ZeroEngine(ModelUnits):
         """Whether a backward, or what reduces gradients behind it, was begun and has not ended."""
         return self._backward is not None or self.is_reducing
 
-    def recover(self) -> None:
-        """Recovers from a backward that failed: its gradients are dropped, and the engine is as before the step."""
+    def recover(self, *, alone: bool = False) -> None:
+        """Recovers from a backward that failed: its gradients are dropped, and the engine is as before the step. The
+        other ranks need not have failed, and hear of it next, where it is to exchange nothing (`alone`)."""
         logger.warning("hf_zero: the last backward did not finish; the gradients since the last step are dropped")
         self.wait_for_reductions()
         try:
@@ -205,7 +205,7 @@ class ZeroEngine(ModelUnits):
         self.head_stays = False
         self._forward, self._backward, self.is_reducing = ForwardPass(self), None, False
         for updates in list(self.updates):
-            updates.abandon()
+            updates.lose_gradients() if alone else updates.abandon()
 
     # The optimizer's step
 
@@ -216,7 +216,7 @@ class ZeroEngine(ModelUnits):
             applies_scale (`bool`): `scale_gradients` has its effect now; else `take_grad_scale` follows.
         """
         if self.has_broken_off:
-            self.recover()
+            self.recover(alone=True)
         self.is_reducing = True
         for unit in self.units:
             if any(not gradient.is_reduced for gradient in unit.gradients if gradient.is_reduced_once):

@@ -33,7 +33,11 @@ class Updates(Protocol):
         """Finishes an update that is under way: masters can then be read, and compute copies have followed."""
 
     def abandon(self) -> None:
-        """Ends a step whose gradients are dropped. Units that are updated already stay updated."""
+        """Ends a step whose gradients are dropped. Units that are updated already stay updated. All ranks call it."""
+
+    def lose_gradients(self) -> None:
+        """Notes that this rank has dropped the gradients of an update that has begun: all ranks abandon it together,
+        once they know."""
 
 
 class ShardedState(Protocol):

@@ -1,7 +1,9 @@
 """The order of one step: when units are gathered, unsharded, resharded and reduced in a forward and its backward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from threading import get_ident, local
+from weakref import ref
 
 import torch
 from torch import nn
@@ -192,15 +194,24 @@ class BackwardPass:
     Args:
         engine (`ModelUnits`): the model.
         running (`list[Unit]`): units whose forward is under way, which may be recomputed.
+        at_end (`Callable`): called at the end of autograd's backward, unless that breaks off.
     """
 
-    def __init__(self, engine: ModelUnits, running: list[Unit]):
+    def __init__(self, engine: ModelUnits, running: list[Unit], at_end: Callable[[], None]):
         self._engine = engine
         self._schedule = engine.schedule
         self._running = running
         self._current: Unit | None = None  # the unit whose backward is under way
         self._closed: set[Unit] = set()  # units whose reduction has begun
+        callback = partial(at_end)
+        self._callback = ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._schedule.begin_backward()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether autograd's backward has neither ended nor broken off: as long, it alone keeps its callbacks."""
+        return self._callback() is not None
 
     def open_pass(self, units: list[Unit]) -> None:
         """Notes that the gradient of the model's output has arrived.

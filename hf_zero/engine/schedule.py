@@ -89,10 +89,11 @@ class Schedule:
         self._left: Counter[Unit] = Counter()
         self._ahead = 0  # how many units at the end of the opened pass a recomputation has taken, and not yet backward
         self._rewound: set[Unit] = set()  # units that the backward under way has taken off the tape
-        self._num_backwards = 0  # that have begun since the last step
+        self.num_backwards = 0  # that have begun since the last step
         self._num_expected = 1  # backwards before a step: as many as before the last one
         # which gradients since the last step are dropped on this rank: ranks with the same number hold the same
         self.dropped = 0
+        self.was_uneven = False  # whether ranks were told that not all had as many backwards in a step
 
     @property
     def current_pass(self) -> list[Unit]:
@@ -153,7 +154,7 @@ class Schedule:
 
     def begin_backward(self) -> None:
         """Counts a backward. It counts from its beginning, which all ranks have in common; it may break off on one."""
-        self._num_backwards += 1
+        self.num_backwards += 1
 
     def end_backward(self) -> None:
         """Notes that the backward under way has ended."""
@@ -165,19 +166,19 @@ class Schedule:
         Args:
             in_step (`bool`): since they were being reduced for the step, and that broke off.
         """
-        self.dropped = 2 * self._num_backwards + in_step
+        self.dropped = 2 * self.num_backwards + in_step
 
     def end_step(self) -> None:
         """Ends the count of backwards. All ranks call it together; a rank alone may drop its gradients at any time."""
-        if self._num_backwards:
-            self._num_expected, self._num_backwards = self._num_backwards, 0
+        if self.num_backwards:
+            self._num_expected, self.num_backwards = self.num_backwards, 0
         self.dropped = 0
 
     @property
     def is_last_backward(self) -> bool:
         """Whether a step is expected behind the backward that began last: it comes after as many as the last time. All
         ranks expect the same, and may expect it in vain."""
-        return self._num_backwards == self._num_expected
+        return self.num_backwards == self._num_expected
 
     def _tape_of(self, unit: Unit) -> list[Unit] | None:
         """Returns the pass with the next use of `unit`: one that backward has come to, else the latest."""

@@ -152,13 +152,19 @@ class Unit(Uncopyable):
             return
         self.wait_for_all_gather()
         phase = moved(self.name, self.phase, Phase.UNSHARDED)
-        for flat in self.flats:
-            flat.unshard()
-        self.phase = phase  # now that all are shown
+        try:
+            for flat in self.flats:
+                flat.unshard()
+        except BaseException:
+            for flat in self.flats:
+                flat.reshard()  # as its phase says still
+            raise
+        self.phase = phase
 
     def reshard(self) -> None:
         """Puts placeholders into the parameters. The slot keeps the whole values until it is needed."""
         if self.is_sharded and self.phase is Phase.UNSHARDED and not self.num_gathered:
+            phase = moved(self.name, self.phase, Phase.GATHERED)
             try:
                 for flat in self.flats:
                     flat.reshard()
@@ -166,7 +172,7 @@ class Unit(Uncopyable):
                 for flat in self.flats:
                     flat.unshard()  # as its phase says still
                 raise
-            self.phase = moved(self.name, self.phase, Phase.GATHERED)
+            self.phase = phase
 
     def end_use(self) -> None:
         """Notes that the forward of its block has ended, unless a `gathered` context holds the parameters."""

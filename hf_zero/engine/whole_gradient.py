@@ -23,7 +23,7 @@ def whole_gradient(engine: "ZeroEngine", name: str) -> Tensor | None:
     """
     gradient, index, what = _find(engine, name)
     if engine.has_broken_off:
-        engine.recover()
+        engine.recover(alone=True)
     own = torch.tensor([gradient.used[index], engine.schedule.dropped])
     is_used, dropped = engine.comm.on_host.all_gather_vector(own).unbind(1)
     if bool((dropped != dropped[0]).any()):

@@ -1,7 +1,6 @@
 """What all ranks find out about the gradients before a step: the norm, whether they are finite, and who has some."""
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,12 +142,13 @@ def agree_on_used(engine: ZeroEngine) -> bool:
     if not own:
         return True
     learned = [engine.late_checks.has_failed()] if engine.runs_ahead else []
-    mark = torch.tensor([engine.schedule.dropped]).view(torch.uint8)
+    mark = torch.tensor([engine.schedule.dropped, engine.schedule.num_backwards]).view(torch.uint8)
     flags = torch.cat([mark, torch.tensor([*own, *learned], dtype=torch.uint8)])
     rows = engine.comm.on_host.all_gather_vector(flags, what="the optimizer's step")
-    marks = [bytes(row) for row in rows[:, : mark.numel()].tolist()]
-    if leaves_out(engine, [int.from_bytes(each, sys.byteorder, signed=True) for each in marks]):
+    dropped, counts = rows[:, : mark.numel()].reshape(-1).view(torch.int64).view(-1, 2).unbind(1)
+    if leaves_out(engine, dropped.tolist()):
         return False
+    _warn_of_fewer(engine, counts.tolist())
     anywhere = rows[:, mark.numel() :].amax(dim=0).tolist()
     if learned and anywhere.pop():
         engine.clear_gradients()  # they are no longer clipped as was asked
@@ -157,6 +157,25 @@ def agree_on_used(engine: ZeroEngine) -> bool:
         gradient.used = [bool(flag) for flag in anywhere[: len(gradient.used)]]
         anywhere = anywhere[len(gradient.used) :]
     return True
+
+
+def _warn_of_fewer(engine: ZeroEngine, counts: list[int]) -> None:
+    """Warns, once, of a rank that has gone through fewer backwards in this step than others, which only stages without
+    exchanges in a backward let pass: one that broke off before its first gradient counts as none.
+
+    Args:
+        engine (`ZeroEngine`): the sharded model.
+        counts (`list[int]`): of all ranks.
+    """
+    if len(set(counts)) > 1 and not engine.schedule.was_uneven:
+        engine.schedule.was_uneven = True
+        rank = counts.index(min(counts))
+        if engine.comm.rank in (0, rank):
+            logger.warning(
+                "hf_zero: rank %d has gone through %d backwards in this step, rank %d through %d; what a rank has not "
+                "computed counts as zero in the average (said once)",
+                *(rank, counts[rank], counts.index(max(counts)), max(counts)),
+            )
 
 
 def _measure(gradients: list[Gradient], comm: Comm, norm_type: float) -> Tensor:

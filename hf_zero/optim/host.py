@@ -123,6 +123,7 @@ class HostUpdate:
         self._swap = swap
         self.done: set[Unit] = set()
         self.is_over = False  # nothing more is to be updated
+        self.is_lost = False  # its gradients are dropped on this rank
         self.has_failed = False  # in the middle of a unit, or before it
         self.is_finite = True  # False once a unit came whose gradient is not; on all ranks alike
 
@@ -214,6 +215,8 @@ class HostSteps:
             scale (`Tensor`, *optional*): 0-d, by which the gradients are still to be multiplied.
             when (`When`): `end` does not wait for what is delayed, but the next `finish_update`.
         """
+        if self.is_spent and self._update.is_lost:
+            self.abandon()  # on all ranks, which have agreed that all have dropped the same
         update, self._update = self._update, None
         update = update or HostUpdate(optimizers, when, self._swap)
         for unit, own in grads.items():
@@ -261,6 +264,11 @@ class HostSteps:
             with torn.noted(self._engine):
                 early.finish()
                 self._engine.mark_updated(only_trained=True)
+
+    def lose_gradients(self) -> None:
+        """Notes that the gradients of an update in backward are dropped on this rank."""
+        if self.is_spent:
+            self._update.is_over = self._update.is_lost = True
 
     def _note_broken(self, update: HostUpdate) -> None:
         """Notes that of all units with gradients, an update in backward has given some its values and others not."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from hf_zero.errors import LifecycleError
+from hf_zero.optim.gradients import scaled_together
 from hf_zero.optim.sharded import ShardedOptimizer
 
 
@@ -26,17 +27,17 @@ class ZeroGradScaler(GradScaler):
                 "loss scale: the gradients were applied while they came (in_backward), scaled as they were; call "
                 "backward without in_backward where a loss is scaled"
             )
-        engine.finish_gradients()
-        groups: defaultdict[tuple, list[Tensor]] = defaultdict(list)
-        for gradient in engine.gradients():
-            if gradient.is_reduced:
-                groups[gradient.reduced.device, gradient.reduced.dtype].append(gradient.reduced)
-        for (device, _), reduced in groups.items():
-            found = found_inf.new_zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(reduced, found, inv_scale.to(device))
-            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-        for comm in filter(None, (engine.comm, engine.divided_over)):
-            found_inf.copy_(comm.all_gather_rows(found_inf.reshape(1).to(comm.device)).amax())
+        with scaled_together(engine):
+            groups: defaultdict[tuple, list[Tensor]] = defaultdict(list)
+            for gradient in engine.gradients():
+                if gradient.is_reduced:
+                    groups[gradient.reduced.device, gradient.reduced.dtype].append(gradient.reduced)
+            for (device, _), reduced in groups.items():
+                found = found_inf.new_zeros((), device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(reduced, found, inv_scale.to(device))
+                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+            for comm in filter(None, (engine.comm, engine.divided_over)):
+                found_inf.copy_(comm.all_gather_rows(found_inf.reshape(1).to(comm.device)).amax())
         return {found_inf.device: found_inf}
 
     def step(self, optimizer, *args, **kwargs):

@@ -9,18 +9,22 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.comm.loopback import LoopbackComm, run_loopback
+from hf_zero.activation.shard_model import place_and_divide_activations
+from hf_zero.comm.groups import Average
+from hf_zero.comm.loopback import LoopbackComm, _Loop, run_loopback
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.errors import CommError, LifecycleError
@@ -29,8 +33,8 @@ from tests.engine.models import Tower, inputs, loss_of
 
 PACKAGE = str(Path(hf_zero.__file__).parent)
 # Whoever waits so long waits for a rank that has broken off. Where the machine is slow a trial that would have gone
-# on counts as one that did not, which no test minds.
-PATIENCE_SECONDS = 0.4
+# on counts as one that did not; a test that minds has more.
+PATIENCE_SECONDS, MUCH_PATIENCE_SECONDS = 0.4, 60.0
 CPU = torch.device("cpu")
 
 
@@ -50,6 +54,29 @@ class Policy(Enum):
     SKIP = "drops the gradients, and leaves the step out"
     GO_ON = "goes on behind the call that raised"
     AGAIN = "makes the call that raised once more, and goes on"
+
+
+@dataclass(frozen=True)
+class World:
+    """How a trial trains.
+
+    Args:
+        settings: of `ZeroConfig`.
+        shard_size, host_size: how many ranks a shard group, or a host with a secondary shard, has; None for all.
+        num_blocks: of the model.
+        num_micro_batches: before a step.
+        in_backward: what rests on the host is updated there.
+        is_scaled: the loss is, as in fp16.
+    """
+
+    num_ranks: int
+    settings: dict = field(hash=False)
+    shard_size: int | None = None
+    host_size: int | None = None
+    num_blocks: int = 2
+    num_micro_batches: int = 1
+    in_backward: bool = False
+    is_scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,57 +149,99 @@ class StepInTune(LoopbackComm):
             raise CommError(f"{what}: the ranks do not run the same program")
 
 
+class Checkpointed(Tower):
+    """A tower whose blocks are checkpointed, as those of transformers can be."""
+
+    gradient_checkpointing = True
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = self._gradient_checkpointing_func(layer, hidden)
+        return self.head(hidden)
+
+
 @cache
-def _tower() -> Tower:
+def _tower(kind: type[Tower], num_blocks: int) -> Tower:
     torch.manual_seed(3)
-    return Tower(num_blocks=2)
+    return kind(num_blocks)
+
+
+def _model_of(world: World) -> Tower:
+    return _tower(Checkpointed if world.settings.get("offload_activations") else Tower, world.num_blocks)
 
 
 class Trial:
-    """One rank's training.
+    """One rank's training."""
 
-    Args:
-        comm: the ranks.
-        settings: of `ZeroConfig`, and `compute_dtype`.
-    """
-
-    def __init__(self, comm: LoopbackComm, settings: dict):
+    def __init__(self, comm: LoopbackComm, world: World):
         self.rank = comm.rank
-        self.dtype = settings.get("compute_dtype", torch.float32)
-        self.engine = build(copy.deepcopy(_tower()), ZeroConfig(**settings), comm)
+        self.world = world
+        self.dtype = world.settings.get("compute_dtype", torch.float32)
+        self.engine = build(copy.deepcopy(_model_of(world)), ZeroConfig(**world.settings), comm)
+        place_and_divide_activations(self.engine, lambda _: comm)
         self.model = self.engine.model
         make = {"lr": 0.05, "weight_decay": 0.1}
         self.optimizer = hf_zero.ShardedOptimizer(self.engine, torch.optim.AdamW, **make)
+        self.scaler = hf_zero.ZeroGradScaler("cpu", init_scale=2.0**8, enabled=world.is_scaled)
         self._loss: Tensor | None = None
 
-    def do(self, phase: Phase, step: int) -> None:
+    def phases(self, step: int) -> Iterator[tuple[Phase, Tensor]]:
+        """The parts of a step, each with the batch that it is about."""
+        for micro_batch in range(self.world.num_micro_batches):
+            batch = inputs(self.rank, step, salt=micro_batch).to(self.dtype)
+            yield Phase.FORWARD, batch
+            yield Phase.BACKWARD, batch
+        for phase in (Phase.CLIP, Phase.STEP):
+            yield phase, batch
+
+    def do(self, phase: Phase, batch: Tensor) -> None:
         if phase is Phase.FORWARD:
-            self._loss = loss_of(self.model(inputs(self.rank, step).to(self.dtype)).float())
+            self._loss = self.scaler.scale(loss_of(self.model(batch).float()))
         elif phase is Phase.BACKWARD and self._loss is not None:
             loss, self._loss = self._loss, None
-            loss.backward()
-        elif phase is Phase.CLIP:
+            with self.optimizer.in_backward() if self.world.in_backward else _nothing():
+                loss.backward()
+        elif phase is Phase.CLIP and not self.world.in_backward:
+            if self._scaled["stage"] is OptState.READY:  # else it was done before what raised
+                self.scaler.unscale_(self.optimizer)
             self.optimizer.clip_grad_norm_(0.1)
         elif phase is Phase.STEP:
-            self.optimizer.step()
+            if self._scaled["stage"] is not OptState.STEPPED:
+                self.scaler.step(self.optimizer)
+            self.scaler.update()
 
-    def step(self, step: int) -> None:
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.CLIP, Phase.STEP):
-            self.do(phase, step)
+    @property
+    def _scaled(self) -> dict:
+        """What the scaler knows of this step."""
+        if not self.world.is_scaled:
+            return {"stage": OptState.READY, "found_inf_per_device": {}}
+        return self.scaler._per_optimizer_states[id(self.optimizer)]
+
+    def step(self, step: int, has_batch: bool = True) -> None:
+        for phase, batch in self.phases(step):
+            if has_batch or phase in (Phase.CLIP, Phase.STEP):
+                self.do(phase, batch)
         self.optimizer.zero_grad()
 
     def broken_step(self, step: int, breaks: Phase, policy: Policy, at: Break) -> None:
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.CLIP, Phase.STEP):
+        for phase, batch in self.phases(step):
             try:
                 with at.counting() if phase is breaks else _nothing():
-                    self.do(phase, step)
+                    self.do(phase, batch)
             except KeyboardInterrupt:
                 if policy in (Policy.RETRY, Policy.SKIP):
                     break
                 if policy is Policy.AGAIN:
-                    self.do(phase, step)
+                    self.do(phase, batch)
         self._loss = None
         self.optimizer.zero_grad()
+        if self._scaled["found_inf_per_device"]:
+            self.scaler.update()
         if policy is Policy.RETRY and at.where is not None:
             self.step(step)
 
@@ -189,9 +258,9 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _outcome(comm: LoopbackComm, settings: dict, act: Callable[[Trial], None], at: Break) -> Outcome:
+def _outcome(comm: LoopbackComm, world: World, act: Callable[[Trial], None], at: Break) -> Outcome:
     try:
-        trial = Trial(comm, settings)
+        trial = Trial(comm, world)
         act(trial)
         weights = trial.weights()
         trial.step(3)  # what is not saved: compute copies, moments, what slots hold
@@ -206,38 +275,62 @@ def _outcome(comm: LoopbackComm, settings: dict, act: Callable[[Trial], None], a
         raise
 
 
-def _run(num_ranks: int, act: Callable[[LoopbackComm], Outcome]) -> list[Outcome]:
-    _tower()  # random numbers are one sequence for all threads
+def _run(world: World, act: Callable[[LoopbackComm], Outcome], patience_seconds: float) -> list[Outcome]:
+    _model_of(world)  # random numbers are one sequence for all threads
+    size, beside = world.shard_size or world.num_ranks, world.host_size or world.num_ranks
+    sizes = {"shard": size, "replicate": world.num_ranks // size, "host": beside}
+    loops = {(name, i): _Loop(sizes[name], patience_seconds) for name in sizes for i in range(world.num_ranks)}
+
+    def connected(comm: LoopbackComm) -> Outcome:
+        def part(name: str, index: int, rank: int) -> LoopbackComm:
+            return StepInTune(loops[name, index], rank, CPU, name=f"{name} {index}")
+
+        if size < world.num_ranks:
+            shard, replicate = (
+                part("shard", comm.rank // size, comm.rank % size),
+                part("replicate", comm.rank % size, comm.rank // size),
+            )
+            comm.divide(shard, replicate, Average(shard, replicate))
+        if beside < world.num_ranks:
+            comm.connect_host(part("host", comm.rank // beside, comm.rank % beside))
+        return act(comm)
+
     with mock.patch("hf_zero.comm.loopback.LoopbackComm", StepInTune):
-        return run_loopback(num_ranks, act, CPU, timeout_seconds=PATIENCE_SECONDS)
+        return run_loopback(world.num_ranks, connected, CPU, timeout_seconds=patience_seconds)
 
 
-def unbroken(num_ranks: int, settings: dict, steps: tuple[int, ...]) -> Tensor:
-    """What a run over some batches ends with."""
+def unbroken(world: World, steps: tuple[int, ...], absent: tuple[int, int] | None = None) -> Tensor:
+    """What a run over some batches ends with. `absent` is a rank and the step for which it has none."""
 
     def act(trial: Trial) -> None:
         for step in steps:
-            trial.step(step)
+            trial.step(step, (trial.rank, step) != absent)
 
-    with mock.patch(f"{__name__}.PATIENCE_SECONDS", 60.0):
-        first, *_ = _run(num_ranks, lambda comm: _outcome(comm, settings, act, Break(None)))
+    first, *_ = _run(world, lambda comm: _outcome(comm, world, act, Break(None)), MUCH_PATIENCE_SECONDS)
     assert first.weights is not None, first.refusal
     return first.weights
 
 
 def broken(
-    num_ranks: int, settings: dict, breaks: Phase, policy: Policy, call: int | str | None, *, on: int | None
+    world: World,
+    breaks: Phase,
+    policy: Policy,
+    call: int | str | None,
+    *,
+    on: int | None,
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> tuple[list[Outcome], int]:
     """Makes one trial.
 
     Args:
         breaks, call: what breaks off, and at which call within it, see `Break`; None counts them.
         on: the rank; None for all.
+        patience_seconds: how long a rank waits for the others.
 
     Returns:
         what came of it, by rank, and how many calls there were.
     """
-    counts = [0] * num_ranks
+    counts = [0] * world.num_ranks
 
     def play(comm: LoopbackComm) -> Outcome:
         at = Break(call if on in (None, comm.rank) else None)
@@ -247,8 +340,8 @@ def broken(
             trial.broken_step(1, breaks, policy, at)
             trial.step(2)
 
-        outcome = _outcome(comm, settings, act, at)
+        outcome = _outcome(comm, world, act, at)
         counts[comm.rank] = at.num_calls
         return outcome
 
-    return _run(num_ranks, play), max(counts)
+    return _run(world, play, patience_seconds), max(counts)
