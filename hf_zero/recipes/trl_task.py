@@ -309,6 +309,9 @@ class TrlTask:
         """Says how good the model is now, and how to use it."""
         if data.test is not None:
             say(f"test rows: {self.test_line(trainer.evaluate())}")
+            if not self.generates and isinstance(trainer.eval_dataset, Dataset):
+                for line in unevenly_counted(len(trainer.eval_dataset), trainer.args):
+                    say(line)
         folder = trainer.args.output_dir
         say(f"saved to {folder}")
         prompt = data.extra["prompt"]
@@ -316,6 +319,18 @@ class TrlTask:
             prompt = prompt[-1]["content"]
         pipeline = "image-text-to-text" if data.has_images else self.pipeline
         say(f"try it: {usage_command(folder, prompt, pipeline)}")
+
+
+def unevenly_counted(num_rows: int, training: TrainingArguments) -> list[str]:
+    """Says where the mean over test rows is not that of each row once: it is one over batches, of which the last is
+    smaller, or on several ranks filled up with rows that were there already."""
+    at_once = training.per_device_eval_batch_size * training.world_size
+    if num_rows % at_once == 0 or (training.world_size == 1 and num_rows < at_once):
+        return []
+    return [
+        f"test rows: some may count more than others: {plural(num_rows, 'row')} cannot be divided by {at_once}, which "
+        "all ranks take at a time (--per_device_eval_batch_size)"
+    ]
 
 
 def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -194,3 +195,14 @@ def test_the_device_decides_the_precision_that_trl_leaves_open(flags, wanted, mo
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert parse_settings("dpo", ["--fp16=True"]).training["bf16"] is False
     assert parse_settings("dpo", []).training["bf16"] is True
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_ranks", "is_uneven"),
+    [(5, 1, False), (8, 1, False), (12, 1, True), (16, 2, False), (5, 2, True), (8, 2, True)],
+)
+def test_test_rows_that_count_unevenly_are_told(num_rows, num_ranks, is_uneven):
+    from hf_zero.recipes.trl_task import unevenly_counted
+
+    lines = unevenly_counted(num_rows, SimpleNamespace(per_device_eval_batch_size=8, world_size=num_ranks))
+    assert [f"{num_rows} rows cannot be divided by {8 * num_ranks}" in line for line in lines] == [True] * is_uneven
