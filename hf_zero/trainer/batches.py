@@ -144,6 +144,14 @@ def leave_out(dataloader: DataLoaderShard, position: Position, data: Epochs) -> 
         dataloader.set_sampler(Remaining(dataloader.get_sampler(), epoch=position.epoch, first=first, count=count))
 
 
+def tell_epochs(dataloader) -> None:
+    """Lets a sampler hear of the epoch in which a run goes on: accelerate looks for it at the batches of this rank
+    where some of them are skipped, and not at those of all ranks."""
+    shard = getattr(dataloader, "batch_sampler", None)
+    if isinstance(shard, BatchSamplerShard) and hasattr(getattr(shard.batch_sampler, "sampler", None), "set_epoch"):
+        shard.sampler = shard.batch_sampler.sampler
+
+
 # Ranks with unlike amounts of data
 
 

@@ -29,7 +29,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.optim import granularity_of, inner_optimizers, refuse_unknown
 from hf_zero.planner import render_classes, tensor_classes
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.batches import evened
+from hf_zero.trainer.batches import evened, tell_epochs
 from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.losses import LossMixin
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
@@ -190,9 +190,11 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
     ):
         """Makes a loader as Trainer does. Of a stream to train on each rank takes its batches, not its files."""
         dataset = whole_stream(dataset) if is_training else dataset
-        return super()._get_dataloader(
+        dataloader = super()._get_dataloader(
             dataset, description, batch_size, sampler_fn, is_training, dataloader_key, **kwargs
         )
+        tell_epochs(dataloader)
+        return dataloader
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval", **kwargs

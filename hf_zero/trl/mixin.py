@@ -1,14 +1,19 @@
 """The mixins for TRL's configs and trainers, which also load and adapt models, keep reference models, and generate."""
 
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from trl import DPOTrainer, SFTTrainer, SyncRefModelCallback
+from trl import DPOTrainer, GRPOTrainer, LogCompletionsCallback, SFTTrainer, SyncRefModelCallback
 from trl.import_utils import is_vllm_available
+from trl.trainer import callbacks
 from trl.trainer.utils import get_config_model_id
 
 from hf_zero.checkpoint.lazy_loading import lazy_loading
@@ -19,9 +24,10 @@ from hf_zero.engine.access import unit_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
 from hf_zero.trl.constructor_patches import fit_for_lazy_loading
+from hf_zero.trl.resuming import ResumingTrlMixin
 
 
-OVERRIDES = ("add_callback", "_precompute_ref_logps")
+OVERRIDES = ("add_callback", "_precompute_ref_logps", "_get_train_sampler")
 
 
 @dataclass
@@ -58,7 +64,7 @@ class ZeroTrlArgumentsMixin(ZeroArgumentsMixin):
             raise ConfigError(f"use_vllm: vLLM is not installed; pip install 'trl[vllm]', {without}")
 
 
-class ZeroTrlTrainerMixin(ZeroTrainerMixin):
+class ZeroTrlTrainerMixin(ResumingTrlMixin):
     """Makes a trainer of TRL train with ZeRO: `class MyTrainer(ZeroTrlTrainerMixin, TheirTrainer)`.
 
     Beyond `ZeroTrainerMixin`: every model that the trainer loads by name (the policy, its reference, reward models) is
@@ -75,9 +81,11 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
     def __init__(self, *args, **kwargs):
         with lazy_loading(()), fit_for_lazy_loading(type(self)):
             super().__init__(*args, **kwargs)
-        backend = getattr(self, "_dist", None)  # of the trainers that generate
-        if backend is not None:
-            backend.summon_full_params = lambda model, **_: gathered(model)
+        if getattr(self, "tools", None) and self.args.use_vllm and self.args.world_size > 1:
+            raise ConfigError(
+                "use_vllm: each rank's answers ask for tools as often as they like, and TRL asks the server for all "
+                "ranks together; leave use_vllm or tools out, or train with one process"
+            )
 
     def _check_arguments(self, args) -> None:
         parts = [base for base in self.config_class.__mro__ if base is ZeroArgumentsMixin or _is_of_trl(base)]
@@ -109,7 +117,15 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
     def add_callback(self, callback, **kwargs) -> None:
         if isinstance(callback, SyncRefModelCallback):
             callback.sync_target_model = sync_reference
+        if isinstance(callback, LogCompletionsCallback):
+            callback.on_step_end = partial(_with_whole_weights, callback.on_step_end)
         super().add_callback(callback, **kwargs)
+
+    def _generate(self, *args, **kwargs) -> Any:
+        """Generates as TRL does, with the policy whole: a rank whose answers ask for tools generates more often than
+        others. A vLLM server has the weights already."""
+        with nullcontext() if getattr(self, "use_vllm", False) else gathered(self.model):
+            return super()._generate(*args, **kwargs)
 
     def _precompute_ref_logps(self, *args, **kwargs) -> Any:
         """Computes the reference's log probabilities as TRL does, by forwards of the sharded model."""
@@ -125,6 +141,7 @@ class ZeroTrlTrainerMixin(ZeroTrainerMixin):
 
 
 check_overrides(ZeroTrlTrainerMixin, DPOTrainer, OVERRIDES)  # of these trainers it overrides most
+check_overrides(ZeroTrlTrainerMixin, GRPOTrainer, ("_generate",))
 check_overrides(ZeroTrlTrainerMixin, DPOTrainer, ("create_model_card",), hands_on=False)  # facts are for Trainer
 
 
@@ -141,4 +158,17 @@ def sync_reference(model: nn.Module, reference: nn.Module, alpha: float) -> None
         sources, targets = zip(*group)
         with gathered(sources), gathered(targets, writeback=True):
             for source, target in zip(sources, targets):
-                target.mul_(1.0 - alpha).add_(source, alpha=alpha)
+                # in fp32, rounded once: in bf16 a reference that equals the policy would leave it
+                target.copy_(target.float().mul_(1.0 - alpha).add_(source.float(), alpha=alpha))
+
+
+def _with_whole_weights(act: Callable[..., None], *args, **kwargs) -> None:
+    """Calls what generates in a callback of TRL, where ranks may have unlike numbers of prompts."""
+    generate = callbacks._generate_completions
+
+    def generate_gathered(prompts, model, *args, **kwargs):
+        with gathered(model):
+            return generate(prompts, model, *args, **kwargs)
+
+    with mock.patch.object(callbacks, "_generate_completions", generate_gathered):
+        act(*args, **kwargs)

@@ -26,6 +26,8 @@ def _saved(folder) -> None:
 
 def _are_sharded(folder, stage):
     """In bf16, where what is trained has a master of fp32, and what is not has none."""
+    from hf_zero.trl.mixin import sync_reference
+
     _saved(folder)
     parts = {"reward_funcs": f"{folder}/reward"}
     settings = {"bf16": True, "beta": 0.1, "num_generations": 2, "max_completion_length": 4, "max_steps": 2}
@@ -44,6 +46,10 @@ def _are_sharded(folder, stage):
         assert stage < 3 or sum(flat.master.nbytes for flat in flats) <= share
         assert_away(model, engine)
         assert all(torch.equal(weight, start[name]) for name, weight in weights_of(model).items())
+    for alpha in (1.0, 0.3):
+        sync_reference(trainer.model, trainer.ref_model, alpha)
+        policy, reference = weights_of(trainer.model), weights_of(trainer.ref_model)
+        assert all(torch.equal(reference[name], weight.to(reference[name].dtype)) for name, weight in policy.items())
 
 
 @pytest.mark.quick(cases=1)
@@ -119,13 +125,16 @@ def test_what_the_reference_says_may_be_computed_beforehand(tmp_path, name, rows
 def _resumes(folder, stage):
     _saved(folder)
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    runs = []
+    settings |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6, "learning_rate": 0.1}
+    runs, said = [], []
     for resume in (None, f"{folder}/out/checkpoint-2"):
         seed_everything()
         trainer = make(stage, "DPO", folder, f"{folder}/policy", data("preference"), **settings)
         trainer.train(resume_from_checkpoint=resume)
         runs.append(record(trainer))
+        said.append([(entry["num_tokens"], entry["rewards/margins"]) for entry in trainer.state.log_history[:-1]])
     assert_equal(*runs, f"stage {stage}: unbroken and resumed")
+    assert said[0] == said[1], f"stage {stage}: {said}"
     if dist.get_rank() == 0:
         trainer.create_model_card(dataset_name="words")
         card = Path(folder, "out", "README.md").read_text()
@@ -137,5 +146,5 @@ def _resumes(folder, stage):
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.support("TRL: checkpoints, resuming, model card", area="Trainers")
-def test_training_with_a_reference_resumes_bit_for_bit(tmp_path, stage):
+def test_training_with_a_reference_that_follows_resumes_bit_for_bit(tmp_path, stage):
     run_ranks(_resumes, 2, str(tmp_path), stage, timeout=LIMIT)

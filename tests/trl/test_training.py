@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hf_zero.engine import engine_of
 from tests.distributed import run_ranks
-from tests.trainer.harness import assert_close, assert_equal, assert_learned, seed_everything
+from tests.trainer.harness import assert_close, assert_equal, assert_learned, record, seed_everything
 from tests.trl.harness import KINDS, PLAIN, data, make, policy, save_models, train
 
 
@@ -177,6 +177,40 @@ def test_grpo_trains_as_under_ddp(tmp_path):
     run_ranks(_matches, 2, str(tmp_path), "GRPO", "prompt", named, scored, settings, timeout=LIMIT)
 
 
+def _resumes_between_steps_that_share_answers(folder):
+    """4 steps take what was generated once, and 8 all of the prompts. The checkpoint is in the midst of both, in the
+    second epoch."""
+    if dist.get_rank() == 0:
+        save_models(folder)
+    dist.barrier()
+    shared = {"steps_per_generation": 2, "num_iterations": 2}
+    settings = {**GENERATING, **shared, "max_steps": 13, "save_strategy": "steps", "save_steps": 10}
+    runs, answers = [], []
+    for resume in (None, f"{folder}/out/checkpoint-10"):
+        seed_everything()
+        trainer = make(3, "GRPO", folder, named(folder), data("prompt", 16), parts=judged(folder), **settings)
+        score = trainer._generate_and_score_completions
+
+        def scored(inputs, score=score):
+            answers.append([row["prompt"] for row in inputs])
+            return score(inputs)
+
+        trainer._generate_and_score_completions = scored
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append(record(trainer))
+        logged = trainer.state.log_history[10:-1]
+        answers.append([{key: value for key, value in entry.items() if key != "step_time"} for entry in logged])
+    first, second, third, fourth, at_end, again_fourth, again = answers
+    assert again_fourth == fourth != second and third != first, "the prompts of the second epoch, in its order"
+    assert_learned(runs[0], 13)
+    assert_equal(*runs, "unbroken and resumed")
+    assert again == at_end
+
+
+def test_steps_that_share_answers_are_resumed_in_the_midst(tmp_path):
+    run_ranks(_resumes_between_steps_that_share_answers, 2, str(tmp_path), timeout=LIMIT)
+
+
 def _lines(files):
     for file in files:
         for count in file:
@@ -204,12 +238,16 @@ def test_a_stream_of_files_of_unlike_lengths_trains_all_ranks_equally(tmp_path):
 
 
 def _generates_gathered(folder, name):
+    """As often as its answers ask for tools: here one rank twice, and one once."""
     if dist.get_rank() == 0:
         save_models(folder)
     dist.barrier()
     seed_everything()
-    trainer = make(3, name, folder, named(folder), data("prompt"), parts=judged(folder), **NO_SHARING)
-    sent, generate = [], trainer.model.generate
+    parts, settings = judged(folder), NO_SHARING
+    if name == "Distillation":
+        parts, settings = taught(folder), {"max_completion_length": 6, "zero_shared_memory": False}
+    trainer = make(3, name, folder, named(folder), data("prompt"), parts=parts, **settings)
+    sent, generate, turn = [], trainer.model.generate, trainer._generate_single_turn
 
     def recorded(**inputs):
         counters = engine_of(trainer.model).comm.counters
@@ -218,16 +256,19 @@ def _generates_gathered(folder, name):
         sent.append(counters.total_sent_nbytes - before)
         return out
 
-    trainer.model.generate = recorded
+    def turns(*args, **kwargs):
+        return [turn(*args, **kwargs) for _ in range(1 + dist.get_rank())][0]
+
+    trainer.model.generate, trainer._generate_single_turn = recorded, turns
     trainer.train()
-    assert sent == [0, 0, 0]
+    assert sent == [0, 0, 0] * (1 + dist.get_rank())
     ids = torch.ones(2, 3, dtype=torch.long)
     recorded(input_ids=ids, max_new_tokens=2 + 3 * dist.get_rank())
     assert sent[-1] > 0, "outside of the trainer it does gather"
 
 
-@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "Distillation"])
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.support("TRL: generation with gathered weights", area="Generation", stages=(3,))
-def test_trainers_generate_without_communication(tmp_path, name):
+def test_trainers_generate_without_communication_and_unlike_often(tmp_path, name):
     run_ranks(_generates_gathered, 2, str(tmp_path), name, timeout=LIMIT)
