@@ -135,7 +135,7 @@ def _guard_state_dict(engine: ZeroEngine) -> None:
             raise LifecycleError(
                 f"state_dict: the parameters of unit {away!r} are sharded over {engine.comm.shard_group.num_ranks} "
                 "ranks; save with hf_zero.save_pretrained(model, folder), or read inside `with "
-                "hf_zero.gathered(model):`"
+                "hf_zero.gathered(model):`, on all ranks"
             )
 
     def check(module, *_args, **_kwargs) -> None:
