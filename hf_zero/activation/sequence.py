@@ -34,6 +34,7 @@ from hf_zero.activation.head_exchange import (
     refuse_undivided_heads,
 )
 from hf_zero.comm import Comm
+from hf_zero.comm.bus import Transfer
 from hf_zero.comm.groups import refuse_no_divisor
 from hf_zero.compat import is_pretrained
 from hf_zero.engine.engine import ZeroEngine
@@ -119,6 +120,8 @@ class SequenceParallel(Uncopyable):
         self._model = _language_model(engine.model)
         self._parameters = list(inspect.signature(type(self._model).forward).parameters)[1:]
         self._outside: int | None = None  # the forwards that were open before the one under way
+        self._digests = engine.bus.empty(1 + len(_ALIKE), torch.long)
+        self._copying: Transfer | None = None  # of the digests of the forward under way
         blocks = list(engine.modules.values())
         self._keeps_length = any(_keeps_length(module, blocks[0]) for module in self._model.modules())
         self._checkpointed = [module for module in self._model.modules() if hasattr(module, FLAG)]
@@ -160,7 +163,8 @@ class SequenceParallel(Uncopyable):
         if targets.dim() != 2 or targets.shape[1] < 2:
             return None
         self._refuse(given)
-        self._compare(given, targets)
+        self._compare_shapes(given, targets)
+        self._begin_digests(given, targets)
         forward = DividedForward(self.comm, targets.shape[0], targets.shape[1], self._keeps_length)
         end_divided(self._outside)
         begin_divided(forward)
@@ -186,11 +190,24 @@ class SequenceParallel(Uncopyable):
                 "leave it out, or give no labels"
             )
 
-    def _compare(self, given: dict[str, Any], targets: Tensor) -> None:
-        """Refuses batches that differ within a group, on all its ranks and in every forward: the streams of ranks may
-        part at any time."""
+    def _compare_shapes(self, given: dict[str, Any], targets: Tensor) -> None:
+        """Refuses batches of unlike shapes within a group, on all its ranks and in every forward: the streams of ranks
+        may part at any time."""
+        present = [isinstance(given.get(name), Tensor) for name in _ALIKE]
+        self._refuse_unlike(torch.tensor([*targets.shape, *present]))
+
+    def _begin_digests(self, given: dict[str, Any], targets: Tensor) -> None:
+        """Begins to copy a batch's digests to the host. They are compared when the forward has been issued: the device
+        has work while the host waits for them."""
         digests = [_digest(targets, targets), *(_digest(targets, given.get(name)) for name in _ALIKE)]
-        facts = torch.cat([torch.tensor(targets.shape), torch.stack(digests).cpu()])
+        self._copying = self._engine.bus.down(self._digests, torch.stack(digests))
+
+    def _compare_digests(self) -> None:
+        """Refuses batches that differ within a group, on all its ranks and in every forward."""
+        self._copying.synchronize()
+        self._refuse_unlike(self._digests)
+
+    def _refuse_unlike(self, facts: Tensor) -> None:
         if len(self.comm.on_host.all_gather_vector(facts, what="comparing batches").unique(dim=0)) > 1:
             raise ConfigError(
                 f"sequence_parallel: the {self.comm.num_ranks} ranks of a sequence group were given different "
@@ -206,6 +223,7 @@ class SequenceParallel(Uncopyable):
         if forward is None or output is None:
             return None
         forward.shared.clear()
+        self._compare_digests()
         if isinstance(output, tuple):
             return (_GroupLoss.apply(self.comm, output[0]), *output[1:])
         if output.get("loss") is None:

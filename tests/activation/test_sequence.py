@@ -125,6 +125,9 @@ def _refuses() -> None:
         model(**batch_of(case, rank))
     before = sequences.comm.counters.sent_nbytes.get("exchange", 0)
     model(**batch).loss.backward()
+    # of each of four exchanged tensors, in three blocks, half of the padded part goes out, and comes back
+    numel = 2 * 6 * (2 * models.HIDDEN + 2 * models.HIDDEN // 2)
+    assert sequences.comm.counters.sent_nbytes["exchange"] - before == 2 * models.LAYERS * 4 * numel // 2
     for name in (
         "input_ids",
         "labels",
@@ -134,9 +137,8 @@ def _refuses() -> None:
         other = torch.zeros_like(batch["labels"]) if rank else torch.ones_like(batch["labels"])
         with pytest.raises(ConfigError, match="the 2 ranks of a sequence group were given different batches"):
             model(**{**batch, name: other})
-    # of each of four exchanged tensors, in three blocks, half of the padded part goes out, and comes back
-    numel = 2 * 6 * (2 * models.HIDDEN + 2 * models.HIDDEN // 2)
-    assert sequences.comm.counters.sent_nbytes["exchange"] - before == 2 * models.LAYERS * 4 * numel // 2
+    with pytest.raises(ConfigError, match="the 2 ranks of a sequence group were given different batches"):
+        model(**{**batch, **({"position_ids": other} if rank else {})})  # before anything is exchanged
     _recovers_from_interrupts(model, batch)
     _refuses_other_checkpoints(batch)
 

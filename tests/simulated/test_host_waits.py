@@ -21,8 +21,8 @@ def _fused(model) -> torch.optim.AdamW:
     return adamw(model, fused=True)
 
 
-def _batch(seed: int) -> dict:
-    batch = models.batch("llama", seed=10 * seed + dist.get_rank())
+def _batch(seed: int, rank: int | None = None) -> dict:
+    batch = models.batch("llama", seed=10 * seed + (dist.get_rank() if rank is None else rank))
     return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
@@ -42,6 +42,26 @@ def _own(accelerator: Accelerator) -> dict[str, int]:
     """The waits of the package. The copy of a batch is not its own, nor what a model looks at in its forward."""
     others = ("outside of the package", "ForwardGuard.__call__")
     return {place: count for place, count in accelerator.host_waits.items() if not place.endswith(others)}
+
+
+def _on_shared_sequences() -> None:
+    """The batches of a group are compared behind each forward: the device has its work when the host waits."""
+    accelerator = Accelerator()
+    with accelerator.installed():
+        subject = Sharded(models.build("llama"), _fused, 3, sequence_parallel=2)
+        for seed in range(2):
+            loss = loss_of(subject(**_batch(seed, rank=0)))
+            loss.backward()
+            subject.clip_grad_norm_(0.1)
+            subject.optimizer.step()
+            subject.optimizer.zero_grad()
+            accelerator.host_waits.clear() if seed == 0 else None
+        waits = _own(accelerator)
+        assert [(place.rpartition(" ")[2], count) for place, count in waits.items()] == [("Transfer.synchronize", 1)]
+
+
+def test_on_shared_sequences_the_host_waits_for_nothing_but_what_tells_batches_apart():
+    run_ranks(_on_shared_sequences, 2)
 
 
 def _counted(stage: int, settings: dict) -> None:
@@ -65,12 +85,25 @@ def _counted(stage: int, settings: dict) -> None:
 
 
 CORE = [(1, BF16, 2), (3, BF16, 2)]
+WAYS = [
+    {"chunked_loss": "on"},
+    {"tiled_mlp": 4},
+    {"shard_size": 1},
+    {"gather_dtype": torch.int8, "reduce_dtype": torch.int8},
+    {"separate_reductions": True},
+]
 CASES = [*CORE, (0, None, 2), (2, None, 2), (0, None, 1), (1, BF16, 1), (2, None, 1), (3, BF16, 1)]
 
 
 @pytest.mark.parametrize("stage, dtype, num_ranks", in_core(CORE, CASES))
 def test_the_host_waits_for_nothing_in_a_step(stage, dtype, num_ranks):
     run_ranks(_counted, num_ranks, stage, {"compute_dtype": dtype})
+
+
+@pytest.mark.full("more cases")
+@pytest.mark.parametrize("settings", WAYS, ids=["-".join(settings) for settings in WAYS])
+def test_nor_does_it_with(settings):
+    run_ranks(_counted, 2, 3, {"compute_dtype": BF16, **settings})
 
 
 def _learns_late(stage: int) -> None:
