@@ -121,7 +121,7 @@ class SequenceParallel(Uncopyable):
         self._parameters = list(inspect.signature(type(self._model).forward).parameters)[1:]
         self._outside: int | None = None  # the forwards that were open before the one under way
         self._digests = engine.bus.empty(1 + len(_ALIKE), torch.long)
-        self._copying: Transfer | None = None  # of the digests of the forward under way
+        self._copying: Transfer  # of the digests of the forward under way
         blocks = list(engine.modules.values())
         self._keeps_length = any(_keeps_length(module, blocks[0]) for module in self._model.modules())
         self._checkpointed = [module for module in self._model.modules() if hasattr(module, FLAG)]
