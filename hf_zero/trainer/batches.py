@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -159,18 +160,22 @@ def tell_epochs(dataloader) -> None:
 def evened(trainer: Trainer, dataloader) -> Iterator:
     """Gives the loader for an evaluation of `trainer`: its own, or one that yields on every rank as long as any rank
     has data."""
-    if is_even(dataloader):
-        yield dataloader
-        return
-    averages, gathers = trainer.args.average_tokens_across_devices, trainer.gather_function
-    dataloader = EvenLoader(dataloader)
-    trainer.gather_function = dataloader.gather
-    trainer.args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
+    args, averages = trainer.args, trainer.args.average_tokens_across_devices
+    if not is_even(dataloader):
+        dataloader = EvenLoader(dataloader)
+        trainer.gather_function = partial(dataloader.gather, use_gather_object=args.eval_use_gather_object)
+        args.average_tokens_across_devices = False  # over what each rank has: a batch weighs as its rows do
     try:
         yield dataloader
     finally:
-        trainer.args.average_tokens_across_devices = averages
-        trainer.gather_function = gathers
+        args.average_tokens_across_devices = averages
+        gather_by_setting(trainer)
+
+
+def gather_by_setting(trainer: Trainer) -> None:
+    """Lets an evaluation gather as `eval_use_gather_object` says, which Trainer forgets after the first."""
+    own = trainer.accelerator.gather_for_metrics
+    trainer.gather_function = partial(own, use_gather_object=trainer.args.eval_use_gather_object)
 
 
 def is_even(dataloader) -> bool:
@@ -282,18 +287,25 @@ class EvenLoader:
             batch = next(other for other in lent if other is not None) if batch is None else batch
         return batch, counts
 
-    def gather(self, tensors):
+    def gather(self, tensors, use_gather_object: bool = False):
         """Gathers the rows that count, of all ranks and in rank order. It stands in for
-        `Accelerator.gather_for_metrics`."""
+        `Accelerator.gather_for_metrics`, and makes a list of objects as that does."""
+        if use_gather_object:
+            own = self._own(tensors) if isinstance(tensors, Tensor) else tensors if self._counts[self._rank] else []
+            return gather_object(own)
         return recursively_apply(self._gather, tensors)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of this rank. Trainer repeats the loss as often as its own batch size says, which a loader
+        may exceed."""
+        return tensor[torch.arange(self._counts[self._rank], device=tensor.device) % len(tensor)]
 
     def _gather(self, tensor: Tensor) -> Tensor:
         own, most = self._counts[self._rank], max(self._counts)
         if len(tensor) == min(self._counts) == most:
             return gather(tensor)
         rows = tensor.new_zeros(most, *tensor.shape[1:])
-        # Trainer repeats the loss as often as its own batch size says, which a loader may exceed
-        rows[:own] = tensor[torch.arange(own, device=tensor.device) % len(tensor)]
+        rows[:own] = self._own(tensor)
         parts = gather(rows).split(most)
         return torch.cat([part[:count] for part, count in zip(parts, self._counts, strict=True)])
 

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.optim import granularity_of, inner_optimizers, refuse_unknown
 from hf_zero.planner import render_classes, tensor_classes
 from hf_zero.trainer.arguments import ZeroArgumentsMixin
-from hf_zero.trainer.batches import evened, tell_epochs
+from hf_zero.trainer.batches import evened, gather_by_setting, tell_epochs
 from hf_zero.trainer.checks import check_schedule
 from hf_zero.trainer.losses import LossMixin
 from hf_zero.trainer.restoring import CompareLoss, RestoringMixin, show_rates
@@ -156,9 +155,7 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
             trains=lambda model: model is self.model,  # `evaluate` prepares it too
         )
         self.accelerator.drops_logits = False  # but where `compute_loss` says so
-        # the one that Trainer took is that of accelerate's own class
-        gather = self.accelerator.gather_for_metrics
-        self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+        gather_by_setting(self)  # the one that Trainer took is that of accelerate's own class
         self.accelerator.clips = lambda: bool(self.args.max_grad_norm)  # which callbacks may change
         self._saver = Saver(in_background=self.args.zero_async_save)
 

@@ -91,6 +91,36 @@ def test_a_rank_without_further_rows_takes_part_until_the_last_batch(tmp_path, c
     run_ranks(_own_loaders, 2, str(tmp_path), case, timeout=240)
 
 
+class Detects(Trainer):
+    """Each row has an object of its own size as its label, as where things are to be found in images."""
+
+    def prediction_step(self, *args, **kwargs):
+        loss, logits, labels = super().prediction_step(*args, **kwargs)
+        return loss, logits, [{"boxes": label.expand(1 + int(label))} for label in labels]
+
+
+def _objects(folder, stage):
+    """In every evaluation, also where ranks have equally many rows."""
+    rows, seen = Rows("bert", 8, seed=1).rows, []
+    wanted, _ = _wanted(rows, models.build("bert").eval())
+    settings = {"eval_use_gather_object": True, "eval_do_concat_batches": False}
+    settings["average_tokens_across_devices"] = False
+    for base in (OwnLoader, Trainer):
+        parts = {"compute_metrics": lambda found: seen.append(found) or {}, "eval_dataset": Rows("bert", 8, seed=1)}
+        mixin_on = type("Mine", (Detects, base), {"counts": [7, 1], "batch_size": 2})
+        trainer = make(stage, folder, models.build("bert"), mixin_on=mixin_on, parts=parts, **settings)
+        for _ in range(2):
+            assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-5)
+            labels = [len(row["boxes"]) - 1 for batch in seen.pop().label_ids for row in batch]
+            assert sorted(labels) == sorted(int(row["labels"]) for row in rows)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.full("more cases", after=1)
+def test_rows_are_gathered_as_objects_in_every_evaluation(tmp_path, stage):
+    run_ranks(_objects, 2, str(tmp_path), stage, timeout=100)
+
+
 def _stream(shards):
     for shard in shards:
         yield from Rows("bert", shard, seed=shard).rows
