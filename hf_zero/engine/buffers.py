@@ -6,6 +6,9 @@ from torch import Tensor, nn
 from hf_zero.comm import Comm
 
 
+LARGE_NBYTES = 2**20  # of a buffer that is sent from where it lies; smaller ones go together
+
+
 def place(model: nn.Module, comm: Comm) -> None:
     """Moves the model's buffers to the engine's device with rank 0's values."""
     placed: dict[int, tuple[Tensor, Tensor]] = {}  # the old ones live on, so that no id comes twice
@@ -35,12 +38,18 @@ def saved(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
 def share(places: list[tuple[dict[str, Tensor | None], str]], comm: Comm) -> None:
     """Gives buffers rank 0's values once more, since each rank's forwards have written its own. All ranks call it."""
     named = [buffers.get(name) for buffers, name in places]
-    found = list({id(buffer): buffer for buffer in named if buffer is not None and buffer.numel()}.values())
-    if not found:
+    found = {id(buffer): buffer for buffer in named if buffer is not None and buffer.numel()}.values()
+    small = []
+    for buffer in found:
+        if buffer.nbytes >= LARGE_NBYTES and buffer.is_contiguous():
+            comm.broadcast_(buffer)
+        else:
+            small.append(buffer)
+    if not small:
         return
-    parts = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in found]
+    parts = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in small]
     joined = torch.cat(parts)
     comm.broadcast_(joined)
-    for buffer, own in zip(found, joined.split([part.numel() for part in parts]), strict=True):
+    for buffer, own in zip(small, joined.split([part.numel() for part in parts]), strict=True):
         if comm.rank:
             buffer.copy_(own.clone().view(buffer.dtype).view(buffer.shape))  # a clone is aligned

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 import hf_zero
 from hf_zero import ZeroAccelerator
 from hf_zero.config import ZeroConfig
-from hf_zero.engine import engine_of
+from hf_zero.engine import buffers, engine_of
 from hf_zero.errors import ConfigError, LifecycleError, UnsupportedError
 from tests import models
 from tests.accelerator import example
@@ -109,18 +110,27 @@ def _writes_buffers(stages, broadcasts):
                 accelerator.backward(losses[-1])
                 optimizer.step()
                 optimizer.zero_grad()
-        buffers = dict(accelerator.unwrap_model(model).named_buffers())
-        found.append((torch.stack(losses).detach(), {name: buffer.double() for name, buffer in buffers.items()}))
-    for losses, buffers in found[1:]:
+        named = accelerator.unwrap_model(model).named_buffers()
+        found.append((torch.stack(losses).detach(), {name: buffer.double() for name, buffer in named}))
+    for losses, written in found[1:]:
         torch.testing.assert_close(losses, found[0][0])
-        assert buffers.pop("own").tolist() == [4 * dist.get_rank()] * 2
-        for name, buffer in buffers.items():
+        assert written.pop("own").tolist() == [4 * dist.get_rank()] * 2
+        for name, buffer in written.items():
             torch.testing.assert_close(buffer, found[0][1][name], msg=name)
 
 
 @pytest.mark.parametrize("broadcasts", [True, False])
 def test_buffers_that_forwards_write_are_those_of_ddp(broadcasts):
     run_ranks(_writes_buffers, 2, [0, 1, 3], broadcasts)
+
+
+def _sends_large_buffers():
+    with mock.patch.object(buffers, "LARGE_NBYTES", 16):  # those of four values
+        _writes_buffers([2], True)
+
+
+def test_large_buffers_are_sent_from_where_they_lie():
+    run_ranks(_sends_large_buffers, 2)
 
 
 def _prepared(stage=3, model=None, **settings):
