@@ -6,7 +6,7 @@ second block's backward, each further block adds the same. A peak is not, being 
 moments are extended, each by itself, and the largest of them is taken.
 """
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
@@ -40,7 +40,7 @@ def extended(fewer: Any, more: Any, times: int) -> Any:
         more: likewise.
         times (`int`): how often the difference is added.
     """
-    if isinstance(fewer, bool) or type(fewer) is not type(more):
+    if fewer == more or isinstance(fewer, bool) or type(fewer) is not type(more):
         return fewer
     if isinstance(fewer, int):
         return fewer + (more - fewer) * times
@@ -49,6 +49,6 @@ def extended(fewer: Any, more: Any, times: int) -> Any:
     if isinstance(fewer, dict):
         return {key: extended(value, more[key], times) for key, value in fewer.items()}
     if is_dataclass(fewer) and not isinstance(fewer, type):
-        values = {field.name: getattr(fewer, field.name) for field in fields(fewer)}
-        return replace(fewer, **{name: extended(value, getattr(more, name), times) for name, value in values.items()})
+        pairs = ((field.name, getattr(fewer, field.name), getattr(more, field.name)) for field in fields(fewer))
+        return type(fewer)(**{name: extended(a, b, times) for name, a, b in pairs})
     return fewer

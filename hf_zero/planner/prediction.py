@@ -14,7 +14,7 @@ from hf_zero.engine.opaque import num_weights
 from hf_zero.errors import HfZeroError
 from hf_zero.planner.blocks import alike_blocks, extended
 from hf_zero.planner.classes import TensorClass, reference_classes, render_classes, tensor_classes
-from hf_zero.planner.simulated_step import MakeOptimizer, SimulatedStep, StepMemory
+from hf_zero.planner.simulated_step import TRAINED, MakeOptimizer, SimulatedStep, StepMemory
 from hf_zero.planner.timeline import Event, StepTime, step_time
 from hf_zero.planner.topology import Cluster
 
@@ -27,6 +27,8 @@ PERIOD = 2
 FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)
 # What a micro-batch of other sizes takes follows from these two. One row would lie in memory in more orders than one.
 SAMPLE_ROWS = (2, 3)
+# The path of the list of blocks, and how many of them a simulated step has; `None`: it has the whole model.
+Blocks = tuple[str, int] | None
 WITHOUT_BATCH = "activations and traffic: no batch was given"
 
 
@@ -136,7 +138,7 @@ def predict(
     on_cpu: bool = False,
     cluster: Cluster | None = None,
     ranks_per_host: int | None = None,
-    has_reference: bool = False,
+    forwards: tuple[str, ...] = (TRAINED,),
     accumulates: bool = False,
     **settings,
 ) -> Prediction:
@@ -158,8 +160,9 @@ def predict(
         cluster (`Cluster`, *optional*): where the ranks are, to predict the time of a step too.
         ranks_per_host (`int`, *optional*): how many of them each host has; by default what `cluster` says, 8 with an
             accelerator each, all on CPUs.
-        has_reference (`bool`): a reference is given each batch too, as in DPO: of a model with an adapter the model
-            without it, else a frozen twin that stands beside it, sharded likewise.
+        forwards (`tuple[str, ...]`): that a step computes of a batch, in their order: with gradients ("trained"), of
+            the model without them ("evaluated"), and of a reference ("reference"), as in DPO: of a model with an
+            adapter the model without it, else a frozen twin that stands beside it, sharded likewise.
         accumulates (`bool`): a step has several micro-batches: memory is that of its last one, which finds the
             gradients of those before it. Traffic and time are those of a step of one.
 
@@ -167,158 +170,158 @@ def predict(
         `ConfigError`: for a setting that is not valid, or an optimizer whose state cannot be told.
         `UnsupportedError`: for a model that cannot be sharded or checkpointed.
     """
-    return predict_with(
+    predictor = Predictor(
         model,
-        ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings),
         num_ranks=num_ranks,
-        batch=batch,
         make_optimizer=make_optimizer,
-        gradient_checkpointing=gradient_checkpointing,
         on_cpu=on_cpu,
         cluster=cluster,
         ranks_per_host=ranks_per_host,
-        has_reference=has_reference,
+        forwards=forwards,
         accumulates=accumulates,
     )
+    config = ZeroConfig(stage=stage, compute_dtype=compute_dtype, **settings)
+    return predictor.predict(config, batch, gradient_checkpointing=gradient_checkpointing)
 
 
-def predict_with(
-    model: nn.Module,
-    config: ZeroConfig,
-    *,
-    num_ranks: int,
-    batch: dict[str, Tensor] | None = None,
-    make_optimizer: MakeOptimizer | None = None,
-    gradient_checkpointing: bool = False,
-    on_cpu: bool = False,
-    cluster: Cluster | None = None,
-    ranks_per_host: int | None = None,
-    has_reference: bool = False,
-    accumulates: bool = False,
-) -> Prediction:
-    """Predicts as `predict` does, for a `ZeroConfig`, such as `training_arguments.zero_config()`."""
-    settings: dict[str, Any] = {
-        "num_ranks": num_ranks,
-        "make_optimizer": make_optimizer or FUSED_ADAMW,
-        "gradient_checkpointing": gradient_checkpointing,
-        "on_cpu": on_cpu,
-        "ranks_per_host": cluster.gpus_per_host if cluster is not None else ranks_per_host,
-        "has_reference": has_reference,
-        "accumulates": accumulates,
-    }
-    return _of_all_blocks(*_of_few_blocks(model, config, batch=batch, **settings), cluster)
+class Predictor:
+    """Predicts runs of one model that differ in their settings of ZeRO and their batches, as `predict` does one.
 
-
-def predict_rows(
-    model: nn.Module,
-    config: ZeroConfig,
-    batch_of: Callable[[int], dict[str, Tensor]],
-    rows: list[int],
-    *,
-    num_ranks: int,
-    cluster: Cluster | None = None,
-    make_optimizer: MakeOptimizer | None = None,
-    gradient_checkpointing: bool = False,
-    on_cpu: bool = False,
-    has_reference: bool = False,
-    accumulates: bool = False,
-) -> list[Prediction]:
-    """Predicts micro-batches of several sizes from two, since all that is predicted is affine in the number of rows.
+    [Note: what is built once] What an engine is does not depend on what its model is given, nor on whether blocks are
+    checkpointed, and each step begins as the one before it. So there is one engine for each `ZeroConfig` and number
+    of blocks, and it runs a step for each batch, with checkpointing and without.
 
     Args:
-        model (`nn.Module`): as for `predict`, like all that is not said here.
-        config (`ZeroConfig`): the settings.
-        batch_of (`Callable`): makes a batch of so many rows.
-        rows (`list[int]`): the sizes.
+        model (`nn.Module`): as for `predict`, like all that follows. It does not change as long as this is used.
+        num_ranks (`int`): likewise.
+        make_optimizer, on_cpu, cluster, ranks_per_host, forwards, accumulates: likewise.
     """
-    settings: dict[str, Any] = {
-        "num_ranks": num_ranks,
-        "make_optimizer": make_optimizer or FUSED_ADAMW,
-        "gradient_checkpointing": gradient_checkpointing,
-        "on_cpu": on_cpu,
-        "ranks_per_host": cluster.gpus_per_host if cluster is not None else None,
-        "has_reference": has_reference,
-        "accumulates": accumulates,
-    }
-    # what follows the blocks may lay out the parts of so many rows as one
-    period = config.sequence_parallel
-    sizes = [period * size for size in SAMPLE_ROWS]
-    fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in sizes)
-    if config.chunked_loss == "auto" and _head_nbytes(more) < _head_nbytes(fewer):
-        config = replace(config, chunked_loss="off")  # what more rows take does not follow from two sizes of two ways
-        fewer, more = (_of_few_blocks(model, config, batch=batch_of(size), **settings) for size in sizes)
 
-    def of_size(size: int) -> tuple[list[Prediction], int]:
-        times, rest = divmod(size - sizes[0], period)
-        if rest:
-            return _of_few_blocks(model, config, batch=batch_of(size), **settings)
-        return [extended(a, b, times) for a, b in zip(fewer[0], more[0])], fewer[1]
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_ranks: int,
+        make_optimizer: MakeOptimizer | None = None,
+        on_cpu: bool = False,
+        cluster: Cluster | None = None,
+        ranks_per_host: int | None = None,
+        forwards: tuple[str, ...] = (TRAINED,),
+        accumulates: bool = False,
+    ):
+        self._model, self._cluster = model, cluster
+        self._settings: dict[str, Any] = {
+            "num_ranks": num_ranks,
+            "make_optimizer": make_optimizer or FUSED_ADAMW,
+            "on_cpu": on_cpu,
+            "ranks_per_host": cluster.gpus_per_host if cluster is not None else ranks_per_host,
+            "forwards": forwards,
+            "accumulates": accumulates,
+        }
+        self._path = alike_blocks(model)
+        self._steps: dict[tuple[ZeroConfig, Blocks], SimulatedStep] = {}
 
-    return [_of_all_blocks(*of_size(size), cluster) for size in rows]
+    def predict(
+        self, config: ZeroConfig, batch: dict[str, Tensor] | None, *, gradient_checkpointing: bool = False
+    ) -> Prediction:
+        """Predicts a run.
+
+        Args:
+            config (`ZeroConfig`): the settings, such as `training_arguments.zero_config()`.
+            batch (`dict[str, Tensor]`, *optional*): as for `predict`.
+            gradient_checkpointing (`bool`): blocks keep their inputs alone.
+        """
+        return self._of_all_blocks(*self._of_few_blocks(config, batch, gradient_checkpointing))
+
+    def predict_rows(
+        self,
+        config: ZeroConfig,
+        batch_of: Callable[[int], dict[str, Tensor]],
+        rows: list[int],
+        *,
+        gradient_checkpointing: bool = False,
+    ) -> list[Prediction]:
+        """Predicts micro-batches of several sizes from two, since all that is predicted is affine in the number of
+        rows.
+
+        Args:
+            config (`ZeroConfig`): the settings.
+            batch_of (`Callable`): makes a batch of so many rows.
+            rows (`list[int]`): the sizes.
+            gradient_checkpointing (`bool`): blocks keep their inputs alone.
+        """
+        # what follows the blocks may lay out the parts of so many rows as one
+        period = config.sequence_parallel
+        sizes = [period * size for size in SAMPLE_ROWS]
+        fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in sizes)
+        if config.chunked_loss == "auto" and _head_nbytes(more) < _head_nbytes(fewer):
+            config = replace(config, chunked_loss="off")  # what more rows take does not follow from sizes of two ways
+            fewer, more = (self._of_few_blocks(config, batch_of(size), gradient_checkpointing) for size in sizes)
+
+        def of_size(size: int) -> tuple[list[Prediction], int]:
+            times, rest = divmod(size - sizes[0], period)
+            if rest:
+                return self._of_few_blocks(config, batch_of(size), gradient_checkpointing)
+            return [extended(a, b, times) for a, b in zip(fewer[0], more[0])], fewer[1]
+
+        return [self._of_all_blocks(*of_size(size)) for size in rows]
+
+    def _of_few_blocks(
+        self, config: ZeroConfig, batch: dict[str, Tensor] | None, gradient_checkpointing: bool
+    ) -> tuple[list[Prediction], int]:
+        """Returns the predictions for some blocks and for a period more, and how often the difference is to be added;
+        one prediction for a model that is run as it is."""
+        path = self._path if config.offload_fraction == 1 else None
+        num_blocks = len(self._model.get_submodule(path)) if path is not None else 0
+        kept = 1 if config.keep_gathered == "auto" else int(config.keep_gathered)
+        # enough that all buffers take their turns, and that what is extended is of the same turn
+        few = config.prefetch_units + kept + 4
+        few += (num_blocks - few) % PERIOD
+        if path is None or num_blocks <= max(MAX_WHOLE, few + PERIOD):
+            return [self._predict(config, None, batch, gradient_checkpointing)], 0
+        counts = ((path, few), (path, few + PERIOD))
+        found = [self._predict(config, blocks, batch, gradient_checkpointing) for blocks in counts]
+        return found, (num_blocks - few) // PERIOD
+
+    def _of_all_blocks(self, few: list[Prediction], times: int) -> Prediction:
+        cluster = self._cluster
+        timed = [
+            replace(each, events=[], time=step_time(each.events, cluster) if cluster and each.events else None)
+            for each in few
+        ]
+        return extended(timed[0], timed[-1], times)
+
+    def _predict(
+        self, config: ZeroConfig, blocks: Blocks, batch: dict[str, Tensor] | None, gradient_checkpointing: bool
+    ) -> Prediction:
+        key = replace(config, offload_dir=None), blocks  # what rests in files is told apart below
+        simulation = self._steps.pop(key, None) or SimulatedStep(self._model, *key, **self._settings)
+        simulation.checkpoint_blocks(gradient_checkpointing)
+        step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
+        if step is not None and not config.offload_activations:  # what broke off, or learns from its forwards, is not
+            self._steps[key] = simulation
+        classes = tensor_classes(simulation.engine, simulation.optimizer)
+        if simulation.reference is not None:
+            classes += reference_classes(simulation.reference)
+        held = [(num_weights(p), flat.trainable) for flat in simulation.engine.flats for p in flat.params]
+        return Prediction(
+            config,
+            self._settings["num_ranks"],
+            gradient_checkpointing,
+            num_parameters=sum(count for count, _ in held),
+            num_trained=sum(count for count, is_trained in held if is_trained),
+            classes=_in_files(classes) if config.offload_dir else classes,
+            checkpoint_nbytes=_checkpoint_nbytes(simulation.engine, classes),
+            step=step,
+            note=note,
+            events=[] if step is None else simulation.meter.timeline.events,
+            shard_size=simulation.engine.comm.shard_group.num_ranks,
+        )
 
 
 def _head_nbytes(few: tuple[list[Prediction], int]) -> int:
     step = few[0][0].step
     return 0 if step is None else step.head_nbytes
-
-
-def _of_few_blocks(model: nn.Module, config: ZeroConfig, **settings) -> tuple[list[Prediction], int]:
-    """Returns the predictions for some blocks and for a period more, and how often the difference is to be added; one
-    prediction for a model that is run as it is."""
-    path = alike_blocks(model) if config.offload_fraction == 1 else None
-    num_blocks = len(model.get_submodule(path)) if path is not None else 0
-    kept = 1 if config.keep_gathered == "auto" else int(config.keep_gathered)
-    # enough that all buffers take their turns, and that what is extended is of the same turn
-    few = config.prefetch_units + kept + 4
-    few += (num_blocks - few) % PERIOD
-    if num_blocks <= max(MAX_WHOLE, few + PERIOD):
-        return [_predict(model, config, **settings)], 0
-    found = [_predict(model, config, blocks=(path, count), **settings) for count in (few, few + PERIOD)]
-    return found, (num_blocks - few) // PERIOD
-
-
-def _of_all_blocks(few: list[Prediction], times: int, cluster: Cluster | None) -> Prediction:
-    timed = [
-        replace(each, events=[], time=step_time(each.events, cluster) if cluster is not None and each.events else None)
-        for each in few
-    ]
-    return extended(timed[0], timed[-1], times)
-
-
-def _predict(
-    model: nn.Module,
-    config: ZeroConfig,
-    *,
-    num_ranks: int,
-    batch: dict[str, Tensor] | None,
-    gradient_checkpointing: bool,
-    **settings,
-) -> Prediction:
-    simulation = SimulatedStep(
-        model,
-        replace(config, offload_dir=None),  # what rests in files is told apart below
-        num_ranks=num_ranks,
-        gradient_checkpointing=gradient_checkpointing,
-        **settings,
-    )
-    step, note = (None, WITHOUT_BATCH) if batch is None else _try_step(simulation, batch)
-    classes = tensor_classes(simulation.engine, simulation.optimizer)
-    if simulation.reference is not None:
-        classes += reference_classes(simulation.reference)
-    held = [(num_weights(p), flat.trainable) for flat in simulation.engine.flats for p in flat.params]
-    return Prediction(
-        config,
-        num_ranks,
-        gradient_checkpointing,
-        num_parameters=sum(count for count, _ in held),
-        num_trained=sum(count for count, is_trained in held if is_trained),
-        classes=_in_files(classes) if config.offload_dir else classes,
-        checkpoint_nbytes=_checkpoint_nbytes(simulation.engine, classes),
-        step=step,
-        note=note,
-        events=[] if step is None else simulation.meter.timeline.events,
-        shard_size=simulation.engine.comm.shard_group.num_ranks,
-    )
 
 
 def _try_step(simulation: SimulatedStep, batch: dict[str, Tensor]) -> tuple[StepMemory | None, str]:

@@ -8,6 +8,7 @@ casts beside that, such as the outputs of layer norms on GPUs, is left out.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +37,9 @@ from hf_zero.planner.timeline import Timeline
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 # What an optimizer is tried on: large enough that its state is kept in blocks, if that is its way.
 SAMPLE_SHAPE = (128, 128)
+# What a step computes of a batch: the forward that backward comes to, one of the model without gradients, and one of a
+# reference. That is of a model with an adapter the model without it, else a frozen twin beside it, sharded likewise.
+TRAINED, EVALUATED, REFERENCE = "trained", "evaluated", "reference"
 
 
 @dataclass(frozen=True)
@@ -74,43 +78,39 @@ class SimulatedStep:
     Args:
         model (`nn.Module`): not sharded; left as it is.
         config (`ZeroConfig`): the settings.
-        num_ranks (`int`): how many ranks.
-        make_optimizer (`Callable`): makes the optimizer of some parameters.
-        gradient_checkpointing (`bool`): whether blocks keep their inputs alone.
-        on_cpu (`bool`): whether ranks train on CPUs.
-        ranks_per_host (`int`, *optional*): see `lone_rank`.
         blocks (`tuple[str, int]`, *optional*): the path of the list of blocks, of which only the first so many are
             taken.
-        has_reference (`bool`): whether a reference is given each batch too: of a model with an adapter the model
-            without it, else a frozen twin, sharded likewise.
+        num_ranks (`int`): how many ranks.
+        make_optimizer (`Callable`): makes the optimizer of some parameters.
+        on_cpu (`bool`): whether ranks train on CPUs.
+        ranks_per_host (`int`, *optional*): see `lone_rank`.
+        forwards (`tuple[str, ...]`): that a step computes of a batch, in their order: see `TRAINED`.
         accumulates (`bool`): whether micro-batches came before in the same step, whose gradients are held.
     """
 
     reference: ZeroEngine | None = None  # None where there is none, or where it is the model itself
+    _checkpoints = False  # whether it has switched on that blocks keep their inputs alone
 
     def __init__(
         self,
         model: nn.Module,
         config: ZeroConfig,
+        blocks: tuple[str, int] | None = None,
         *,
         num_ranks: int,
         make_optimizer: MakeOptimizer,
-        gradient_checkpointing: bool,
         on_cpu: bool,
         ranks_per_host: int | None = None,
-        blocks: tuple[str, int] | None = None,
-        has_reference: bool = False,
+        forwards: tuple[str, ...] = (TRAINED,),
         accumulates: bool = False,
     ):
         for name, param in model.named_parameters():
             refuse_what_cannot_be_summed(name, param)
         refuse_impossible(model, config, num_ranks)
         self.meter = Meter()
-        self._on_cpu, self._has_reference, self._accumulates = on_cpu, has_reference, accumulates
+        self._on_cpu, self._forwards, self._accumulates = on_cpu, forwards, accumulates
         with self.meter:
             replica = replica_of(model, blocks).train()  # as a model that was loaded is not
-            if gradient_checkpointing:
-                _checkpoint_blocks(replica)
             make_comm = partial(
                 lone_rank,
                 self.meter,
@@ -132,7 +132,7 @@ class SimulatedStep:
             self._hold_gradients()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if has_reference and not hasattr(model, "disable_adapter"):
+            if REFERENCE in forwards and not hasattr(model, "disable_adapter"):
                 twin = replica_of(model, blocks).requires_grad_(False).eval()
                 self.reference = self._build(twin, config, make_comm())
                 self.reference.comm.counters.counted_by = comm.counters
@@ -147,6 +147,27 @@ class SimulatedStep:
         engines = filter(None, (self.engine, self.reference))
         return sum(next((flat.rest.masters.transfer.nbytes for flat in engine.flats), 0) for engine in engines)
 
+    def checkpoint_blocks(self, is_on: bool) -> None:
+        """Switches the gradient checkpointing of transformers' models, under its newer or older name.
+
+        Raises:
+            `UnsupportedError`: for a model without a switch.
+        """
+        if is_on is self._checkpoints:
+            return
+        model, verb = self.engine.model, "enable" if is_on else "disable"
+        names = (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}")
+        switch = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+        if switch is None:
+            raise UnsupportedError(f"{type(model).__name__}: has no gradient_checkpointing_enable; plan without it")
+        try:
+            switch()
+        except ValueError as error:  # transformers says so of models whose blocks are none
+            raise UnsupportedError(
+                f"{type(model).__name__}: {' '.join(str(error).split())}; plan without it"
+            ) from error
+        self._checkpoints = is_on
+
     def step(self, batch: dict[str, Tensor], max_norm: float = 1.0) -> StepMemory:
         """Runs a step of one micro-batch, or the last one of a step, with clipping.
 
@@ -157,14 +178,22 @@ class SimulatedStep:
         timeline, on_cpu = self.meter.timeline, self._on_cpu
         with self.meter, device_attention(on_cpu), device_products(on_cpu), few_parts(timeline):
             if self.reference is not None:  # its first gathers fill what those of each later step read
-                self._refer(_without_data(batch))
+                self._evaluate(REFERENCE, _without_data(batch))
             if self.engine.config.gather_dtype is not None:  # its first gathers make the memory for what is packed
                 with torch.no_grad():
                     self.engine.model(**_without_data(batch))
                 self.optimizer.step()  # after which nothing is gathered
             if self._accumulates:
+                self._collect_gradients()
                 self._hold_gradients()
+            self.engine.schedule.first_of.clear()  # what an earlier step has left alone, and would gather sooner
             return self._counted_step(batch, max_norm)
+
+    def _collect_gradients(self) -> None:
+        """Leaves what an earlier micro-batch leaves where gradients are added up, and those that are held back."""
+        for gradient in self.engine.gradients():
+            for index, param in enumerate(gradient.flat.params if gradient.is_reduced_once else ()):
+                gradient.receive(index, torch.empty(param.shape, dtype=gradient.flat.dtype, device=META))
 
     def _hold_gradients(self) -> None:
         """Leaves the gradients that a backward leaves."""
@@ -180,12 +209,14 @@ class SimulatedStep:
             watch.follow(module)
         with self.meter.timeline.record():
             inputs = _without_data(batch)
-            loss = _loss_of(self.engine.model(**inputs))
-            if self._has_reference:
-                watch.lap("head")
+            for kind in self._forwards:
+                if kind == TRAINED:
+                    loss = _loss_of(self.engine.model(**inputs))
+                    watch.lap("head")
+                    continue
                 with watch.paused():
-                    self._refer(inputs)
-                watch.lap("reference")
+                    self._evaluate(kind, inputs)
+                watch.lap(kind)
             loss.backward()
             del loss, inputs
             self.meter.timeline.end_pass()
@@ -213,12 +244,12 @@ class SimulatedStep:
         )
 
     @torch.no_grad()
-    def _refer(self, inputs: dict[str, Any]) -> None:
-        if self.reference is not None:
-            self.reference.model(**inputs)
-            return
-        with self.engine.model.disable_adapter():
-            self.engine.model(**inputs)
+    def _evaluate(self, kind: str, inputs: dict[str, Any]) -> None:
+        """Computes a forward without gradients, of the model or of the reference."""
+        is_reference = kind == REFERENCE
+        model = self.engine.model if self.reference is None or not is_reference else self.reference.model
+        with model.disable_adapter() if is_reference and self.reference is None else nullcontext():
+            model(**inputs)
 
 
 def refuse_impossible(model: nn.Module, config: ZeroConfig, num_ranks: int) -> None:
@@ -236,22 +267,6 @@ def refuse_impossible(model: nn.Module, config: ZeroConfig, num_ranks: int) -> N
     if config.sequence_parallel > 1:
         refuse_group_size(config.sequence_parallel, num_ranks)
     refuse_unsuited(model, config)
-
-
-def _checkpoint_blocks(model: nn.Module) -> None:
-    """Switches on the gradient checkpointing of transformers' models, under its newer or older name.
-
-    Raises:
-        `UnsupportedError`: for a model without a switch.
-    """
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
-    if enable is None:
-        raise UnsupportedError(f"{type(model).__name__}: has no gradient_checkpointing_enable; plan without it")
-    try:
-        enable()
-    except ValueError as error:  # transformers says so of models whose blocks are none
-        raise UnsupportedError(f"{type(model).__name__}: {' '.join(str(error).split())}; plan without it") from error
 
 
 def _without_data(batch: dict[str, Any]) -> dict[str, Any]:

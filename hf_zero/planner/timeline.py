@@ -109,7 +109,7 @@ Event = Work | Begin | Mark | Wait | Ended | Follow
 
 
 class Timeline:
-    """Records events inside of `record`."""
+    """Records events inside of `record`, each time anew."""
 
     def __init__(self):
         self.events: list[Event] = []
@@ -120,8 +120,8 @@ class Timeline:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Records what happens inside."""
-        self.recording = True
+        """Records what happens inside, in place of what was recorded before."""
+        self.recording, self.events, self._number = True, [], 0
         try:
             yield
         finally:
@@ -196,11 +196,11 @@ class Timeline:
         if not self.recording:
             return done
         self._number += 1
-        number = self._number
-        self.events.append(Begin(number, kind, nbytes, num_ranks, self._lane or COMPUTE, stride, by_messages))
+        number, events = self._number, self.events
+        events.append(Begin(number, kind, nbytes, num_ranks, self._lane or COMPUTE, stride, by_messages))
 
         def finish():
-            self.wait(number)
+            self._wait(number, events)
             done.wait()
 
         return Pending(finish)
@@ -211,11 +211,11 @@ class Timeline:
             return Pending()
         self._number += 1
         self.events.append(Mark(self._number, kind, self._lane or COMPUTE))
-        return Pending(partial(self.wait, self._number))
+        return Pending(partial(self._wait, self._number, self.events))
 
-    def wait(self, number: int) -> None:
-        if self.recording:
-            self.events.append(Wait(number, self._lane or COMPUTE))
+    def _wait(self, number: int, events: list[Event]) -> None:
+        if self.recording and events is self.events:  # what has begun in an earlier step is over
+            events.append(Wait(number, self._lane or COMPUTE))
 
     def end_pass(self) -> None:
         """Records that backward has ended."""

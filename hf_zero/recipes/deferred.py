@@ -151,7 +151,9 @@ class _Finder(MetaPathFinder, Loader):
             deferred = [each for each, module in sys.modules.items() if isinstance(module, _Deferred)]
             for each in deferred:
                 if self.root_of(each) is None:
-                    del sys.modules[each]
+                    module = sys.modules.pop(each)
+                    for known in PUT_OFF.get(each, ()):
+                        vars(module).pop(known, None)
         return importlib.import_module(name)
 
 
@@ -167,7 +169,7 @@ class _Deferred(ModuleType):
             if name in _OF_ANY_MODULE:
                 raise AttributeError(name)
             if root == self.__name__ and name in PUT_OFF[root]:
-                return PUT_OFF[root][name]
+                return vars(self).setdefault(name, PUT_OFF[root][name])  # some ask at every operation
             if _asks_for_later() and re.search(rf"\b{re.escape(name)}\b", _source_of(self)):
                 return _Later(self.__name__, name)
         return getattr(_FINDER.imported(self.__name__), name)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,12 +14,12 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.planner import (
+    TRAINED,
     Cluster,
     Longest,
     Prediction,
+    Predictor,
     longest_sequence,
-    predict_rows,
-    predict_with,
     refuse_impossible,
 )
 from hf_zero.planner.advice import GIB
@@ -50,9 +50,7 @@ class PlannedRun:
     takes_longest: bool = False  # whether rows are to be as long as fits, and are one token long so far
     rows_of_one: int = 1  # how many rows of a batch are made of one row of data
     notes: list[str] = field(default_factory=list)  # what is not counted
-    # whether a reference is given each batch too: a frozen twin of the model beside it, or the model without its
-    # adapter
-    has_reference: bool = False
+    forwards: tuple[str, ...] = (TRAINED,)  # that a step computes of a batch, in their order, as for `predict`
     accumulates: bool = False  # whether a step has several micro-batches
     reads_logits: bool = False  # whether its loss needs all logits of a language model, whatever `chunked_loss` says
     has_8_bit_products: bool = False  # whether its base is in 8 bits
@@ -68,20 +66,35 @@ class PlannedRun:
         own = (param.dtype for param in self.model.parameters() if param.is_floating_point())
         return self.config.compute_dtype or next(own, torch.float32)
 
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor(
+            self.model,
+            num_ranks=self.num_ranks,
+            make_optimizer=self.make_optimizer,
+            on_cpu=self.on_cpu,
+            cluster=self.cluster,
+            ranks_per_host=self.ranks_per_host,
+            forwards=self.forwards,
+            accumulates=self.accumulates,
+        )
+
     def predict(self, config: ZeroConfig | None = None, gradient_checkpointing: bool | None = None) -> Prediction:
         """Predicts it, or the same with other settings."""
-        settings = {**self._settings(gradient_checkpointing), "ranks_per_host": self.ranks_per_host}
         config = config or self.config
+        switch = self.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
         with self._as_on_device():
-            found = predict_with(self.model, self._as_computed(config), batch=self.batch, **settings)
+            found = self._predictor.predict(self._as_computed(config), self.batch, gradient_checkpointing=switch)
         return replace(found, config=config)
 
     def predict_rows(self, rows: list[int], config: ZeroConfig, gradient_checkpointing: bool) -> list[Prediction]:
         """Predicts batches of so many rows each, with other settings."""
         assert self.batch_of is not None
-        settings = self._settings(gradient_checkpointing)
+        way = self._as_computed(config)
         with self._as_on_device():
-            found = predict_rows(self.model, self._as_computed(config), self.batch_of, rows, **settings)
+            found = self._predictor.predict_rows(
+                way, self.batch_of, rows, gradient_checkpointing=gradient_checkpointing
+            )
         return [replace(each, config=config) for each in found]
 
     def longest(self, memory_nbytes: int) -> Longest:
@@ -112,18 +125,6 @@ class PlannedRun:
 
     def _as_computed(self, config: ZeroConfig) -> ZeroConfig:
         return replace(config, chunked_loss="off") if self.reads_logits else config
-
-    def _settings(self, gradient_checkpointing: bool | None) -> dict[str, Any]:
-        switch = self.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-        return {
-            "num_ranks": self.num_ranks,
-            "make_optimizer": self.make_optimizer,
-            "gradient_checkpointing": switch,
-            "on_cpu": self.on_cpu,
-            "cluster": self.cluster,
-            "has_reference": self.has_reference,
-            "accumulates": self.accumulates,
-        }
 
     def _as_on_device(self) -> AbstractContextManager[None]:
         return _on_device_of(self.on_cpu, has_head="fused_lm_head" in (self.batch or ()))

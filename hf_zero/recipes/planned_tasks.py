@@ -19,6 +19,7 @@ from transformers import (
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
+from hf_zero.planner import EVALUATED, REFERENCE, TRAINED
 from hf_zero.recipes.classifiers import head_of
 from hf_zero.recipes.empty_models import adapted, cast_batch, example_batch, optimizer_of, quantized
 from hf_zero.recipes.freezing import check_freezing, freeze_parameters
@@ -96,7 +97,7 @@ def planned(settings: Settings, config: PretrainedConfig | None = None, num_toke
         num_rows=num_rows,
         num_tokens=row,
         notes=_not_counted(settings, training, config),
-        has_reference=has_reference(settings),
+        forwards=forwards_of(settings),
         accumulates=training.gradient_accumulation_steps > 1,
         reads_logits=_reads_logits(task, training),
         has_8_bit_products=getattr(arguments, "load_in_8bit", False),
@@ -144,12 +145,15 @@ def _check_way(settings: Settings, chunked_loss: str, config: ZeroConfig, gradie
         raise ConfigError(f"zero_chunked_loss: the loss of {settings.task} is computed by TRL; leave it out")
 
 
-def has_reference(settings: Settings) -> bool:
-    """Whether each batch of a run is given to a reference, too; of an adapter it is the model without it."""
-    training = settings.training
-    if training.get("precompute_ref_log_probs"):
-        return False
-    return settings.task in ("dpo", "kto") or (settings.task in GENERATING and training["beta"] != 0)
+def forwards_of(settings: Settings) -> tuple[str, ...]:
+    """What a run computes of each batch, in the order of TRL's trainers, but for what generates rows."""
+    training, task = settings.training, settings.task
+    refers = 0 if training.get("precompute_ref_log_probs") else 1
+    if task in GENERATING:  # before anything else, of rows that were just generated
+        return (*[REFERENCE] * (training["beta"] != 0), TRAINED)
+    if task == "kto" and training["loss_type"] != "apo_zero_unpaired":  # the divergence is of answers to other prompts
+        return (EVALUATED, TRAINED, *[REFERENCE] * (2 * refers))
+    return (TRAINED, *[REFERENCE] * (refers if task in ("dpo", "kto") else 0))
 
 
 def has_fused_head(task: str, training: Any) -> bool:

@@ -18,7 +18,7 @@ from hf_zero.recipes.data.preferences import ANSWERS
 from hf_zero.recipes.empty_models import example_batch
 from hf_zero.recipes.freezing import freeze_parameters
 from hf_zero.recipes.planned_run import PlannedRun
-from hf_zero.recipes.planned_tasks import has_fused_head, has_reference
+from hf_zero.recipes.planned_tasks import forwards_of, has_fused_head
 from hf_zero.recipes.settings import Settings, yaml_text
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.trainer import ZeroTrainer
@@ -130,7 +130,7 @@ def predicted(trainer: ZeroTrainer, settings: Settings) -> list[str]:
         on_cpu=args.device.type == "cpu",
         num_rows=num_rows,
         num_tokens=num_tokens,
-        has_reference=has_reference(settings),
+        forwards=forwards_of(settings),
         accumulates=args.gradient_accumulation_steps > 1,
         reads_logits=not has_head and has_own_loss(type(trainer)),
     )

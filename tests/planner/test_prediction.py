@@ -17,7 +17,7 @@ import torch
 import hf_zero
 from hf_zero.config import REDUCE_DTYPES, ZeroConfig
 from hf_zero.engine import engine_of, has_sources
-from hf_zero.planner import Prediction, longest_sequence, predict
+from hf_zero.planner import EVALUATED, REFERENCE, TRAINED, Prediction, longest_sequence, predict
 from hf_zero.planner.simulated_step import SimulatedStep
 from tests.distributed import run_ranks
 from tests.planner import subjects
@@ -46,7 +46,7 @@ def _train(
     """A third step, measured: bytes at rest, at the peak, sent, and of the host and of state there."""
     _collect()
     settings = {**COMMON, **settings}
-    has_reference, num_batches = settings.pop("has_reference", False), 1 + settings.pop("accumulates", False)
+    forwards, num_batches = settings.pop("forwards", (TRAINED,)), 1 + settings.pop("accumulates", False)
     with TensorMeter() as meter:
         meter.mark("begin")
         model = make()
@@ -55,7 +55,7 @@ def _train(
                 model, "activation_checkpointing_enable"
             ) else model.gradient_checkpointing_enable()
         engine = engine_of(hf_zero.shard(model, **settings))
-        has_twin = has_reference and not hasattr(model, "disable_adapter")
+        has_twin = REFERENCE in forwards and not hasattr(model, "disable_adapter")
         reference = make().requires_grad_(False).eval() if has_twin else model
         engines = [engine, *([engine_of(hf_zero.shard(reference, **settings))] if has_twin else [])]
         optimizer = hf_zero.ShardedOptimizer(engine, AdamW(p for p in model.parameters() if p.requires_grad))
@@ -64,10 +64,13 @@ def _train(
             meter.mark(f"step-{step}")
             before = sum(each.comm.counters.total_sent_nbytes for each in engines)
             for _ in range(num_batches):
-                loss = model(**subjects.batch(name, length)).loss
-                if has_reference:
-                    with torch.no_grad(), nullcontext() if has_twin else model.disable_adapter():
-                        reference(**subjects.batch(name, length))
+                for kind in forwards:
+                    if kind == TRAINED:
+                        loss = model(**subjects.batch(name, length)).loss
+                        continue
+                    is_whole = has_twin or kind == EVALUATED
+                    with torch.no_grad(), nullcontext() if is_whole else model.disable_adapter():
+                        (reference if kind == REFERENCE else model)(**subjects.batch(name, length))
                 loss.backward()
                 del loss
             optimizer.clip_grad_norm_(1.0)
@@ -151,12 +154,18 @@ def test_rest_peak_and_traffic_of_two_models_at_every_run(name, stage):
 
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize(
-    "stage, dtype, checkpointing, is_long", [(3, torch.bfloat16, True, True), (2, None, False, False)]
+    "stage, dtype, checkpointing, is_long, forwards",
+    [
+        (3, torch.bfloat16, True, True, (TRAINED, REFERENCE)),
+        (2, None, False, False, (TRAINED, REFERENCE)),
+        (3, None, False, False, (EVALUATED, TRAINED, REFERENCE, REFERENCE)),  # KTO
+        (3, torch.bfloat16, False, False, (REFERENCE, TRAINED)),  # GRPO
+    ],
 )
-def test_rest_peak_and_traffic_with_a_frozen_reference(stage, dtype, checkpointing, is_long):
-    """It rests beside the model, and its forward runs while the model's activations are there. With long sequences
-    the chunked loss makes the peak: the logits of all tokens would take 32 MiB in fp32."""
-    settings = {"stage": stage, "compute_dtype": dtype, "has_reference": True}
+def test_rest_peak_and_traffic_with_a_frozen_reference(stage, dtype, checkpointing, is_long, forwards):
+    """It rests beside the model, and its forward runs while the model's activations are there, or before. With long
+    sequences the chunked loss makes the peak: the logits of all tokens would take 32 MiB in fp32."""
+    settings = {"stage": stage, "compute_dtype": dtype, "forwards": forwards}
     settings |= {"chunked_loss": "on", "tiled_mlp": 4} if is_long else {}
     vocab_size, length = (8 * subjects.VOCAB, 8 * subjects.LENGTH) if is_long else (subjects.VOCAB, subjects.LENGTH)
     make = partial(subjects.build, "llama", vocab_size=vocab_size)
@@ -169,7 +178,7 @@ def test_rest_peak_and_traffic_with_a_frozen_reference(stage, dtype, checkpointi
 def test_rest_peak_and_traffic_of_an_adapter_whose_reference_is_the_model_without_it(stage, dtype, checkpointing):
     """Its units are gathered once more, by the same engine."""
     pytest.importorskip("peft")
-    settings = {"stage": stage, "compute_dtype": dtype, "has_reference": True}
+    settings = {"stage": stage, "compute_dtype": dtype, "forwards": (TRAINED, REFERENCE)}
     with torch.device("meta"):
         model = subjects.with_adapter("llama")
     predicted = _predicted("llama", checkpointing, settings, model=model)
@@ -179,16 +188,20 @@ def test_rest_peak_and_traffic_of_an_adapter_whose_reference_is_the_model_withou
 @pytest.mark.full("slow")
 def test_a_reference_is_evaluated_without_dropout():
     """Its forward with dropout would be the peak."""
-    settings = {"stage": 3, "has_reference": True}
+    settings = {"stage": 3, "forwards": (TRAINED, REFERENCE)}
     predicted = _predicted("gpt2", False, settings)
     for found in run_ranks(_train, 2, partial(subjects.build, "gpt2"), "gpt2", False, settings):
         assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=0.002)
 
 
 @pytest.mark.full("more cases", after=1)
-@pytest.mark.parametrize("stage, checkpointing", [(3, False), (1, True)])
-def test_the_last_of_several_micro_batches_finds_the_gradients_of_those_before(stage, checkpointing):
-    settings = {"stage": stage, "compute_dtype": torch.bfloat16, "accumulates": True}
+@pytest.mark.parametrize(
+    "stage, dtype, checkpointing",
+    [(3, torch.bfloat16, False), (1, torch.bfloat16, True), (1, None, False), (0, None, True)],
+)
+def test_the_last_of_several_micro_batches_finds_the_gradients_of_those_before(stage, dtype, checkpointing):
+    """Where they are added up in fp32, small ones of the first micro-batch are held back until the second's come."""
+    settings = {"stage": stage, "compute_dtype": dtype, "accumulates": True}
     predicted = _predicted("llama", checkpointing, settings)
     for found in run_ranks(_train, 2, partial(subjects.build, "llama"), "llama", checkpointing, settings):
         assert predicted.peak_nbytes == pytest.approx(found["peak"], rel=0.005)
@@ -385,8 +398,10 @@ def test_hosts_have_as_many_ranks_as_is_said():
 def test_each_step_of_a_reference_with_a_second_copy_on_its_host_sends_as_much():
     """Its first forward alone leaves the host, and comes before the step that is counted."""
     config = ZeroConfig(stage=3, secondary_shard=True)
-    settings = {"num_ranks": 16, "ranks_per_host": 8, "gradient_checkpointing": False, "on_cpu": False}
-    step = SimulatedStep(subjects.build("llama"), config, make_optimizer=AdamW, has_reference=True, **settings)
+    settings = {"num_ranks": 16, "ranks_per_host": 8, "on_cpu": False}
+    step = SimulatedStep(
+        subjects.build("llama"), config, make_optimizer=AdamW, forwards=("trained", "reference"), **settings
+    )
     first, second = (step.step(subjects.batch("llama")) for _ in range(2))
     assert first.sent_nbytes == second.sent_nbytes
 

@@ -9,8 +9,8 @@ import torch
 from hf_zero.comm.blockwise import packed_nbytes
 from hf_zero.config import MemoryTier, ZeroConfig
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.planner import predict, predict_rows
-from hf_zero.planner.advice import WAYS, tried
+from hf_zero.planner import Predictor, predict
+from hf_zero.planner.advice import WAYS, tried, ways
 from hf_zero.planner.meter import Meter
 from hf_zero.planner.throughput import Throughput, rank_ways
 from hf_zero.planner.timeline import AVERAGE, COMPUTE, Begin, Ended, Follow, Mark, Wait, Work, step_time
@@ -246,9 +246,12 @@ def _batch_of(rows: int) -> dict[str, torch.Tensor]:
 @pytest.mark.full("more cases", after=1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_sizes_of_micro_batches_follow_from_two(checkpointing):
-    settings = {"num_ranks": 16, "cluster": H100, "gradient_checkpointing": checkpointing}
+    settings = {"num_ranks": 16, "cluster": H100}
     config = ZeroConfig(stage=3, compute_dtype=torch.bfloat16)
-    for rows, found in zip((1, 8), predict_rows(subjects.llama(), config, _batch_of, [1, 8], **settings)):
+    predictor = Predictor(subjects.llama(), **settings)
+    settings["gradient_checkpointing"] = checkpointing
+    sizes = predictor.predict_rows(config, _batch_of, [1, 8], gradient_checkpointing=checkpointing)
+    for rows, found in zip((1, 8), sizes):
         told = predict(subjects.llama(), batch=_batch_of(rows), compute_dtype=torch.bfloat16, **settings)
         assert found.time.flops == told.time.flops
         assert found.time.step_seconds() == pytest.approx(told.time.step_seconds(), rel=0.01)
@@ -256,12 +259,38 @@ def test_sizes_of_micro_batches_follow_from_two(checkpointing):
         assert found.classes == told.classes
 
 
+@pytest.mark.quick(cases=1)
+@pytest.mark.parametrize(
+    "settings, others",
+    [
+        ({}, {}),
+        ({"offload_activations": True, "tiled_mlp": 4, "chunked_loss": "on"}, {}),
+        ({"sequence_parallel": 2}, {"accumulates": True}),
+        (
+            {"shard_size": 8, "gather_dtype": torch.int8, "reduce_dtype": torch.int8},
+            {"forwards": ("evaluated", "trained", "reference")},
+        ),
+    ],
+    ids=["plain", "activations", "shared", "groups"],
+)
+def test_an_engine_that_has_stepped_steps_as_a_new_one(settings, others):
+    """So the rows of a table, which share engines, say what plans of one way say."""
+    config, model = ZeroConfig(compute_dtype=torch.bfloat16, **settings), subjects.llama()
+    new = partial(Predictor, model, num_ranks=16, cluster=H100, **others)
+    used = new()
+    for way, checkpointing in [*ways(config, False), *reversed([*ways(config, False)])]:
+        for rows in (2, 3):
+            asked = {"config": way, "batch": _batch_of(rows), "gradient_checkpointing": checkpointing}
+            assert used.predict(**asked) == new().predict(**asked)
+
+
 @pytest.mark.full("more cases")
 def test_parts_of_several_rows_that_are_laid_out_as_one_are_counted():
     """GPT-2 gives the outputs of its blocks the shape of its inputs: what two ranks have of 3 rows takes 2 rows."""
     config, settings = ZeroConfig(stage=3, sequence_parallel=2), {"num_ranks": 16}
     sizes = [1, 3, 8]
-    for rows, found in zip(sizes, predict_rows(subjects.build("gpt2"), config, _batch_of, sizes, **settings)):
+    predictor = Predictor(subjects.build("gpt2"), **settings)
+    for rows, found in zip(sizes, predictor.predict_rows(config, _batch_of, sizes)):
         told = predict(subjects.build("gpt2"), batch=_batch_of(rows), sequence_parallel=2, **settings)
         assert found.peak_nbytes == pytest.approx(told.peak_nbytes, rel=0.002)
 
@@ -269,11 +298,10 @@ def test_parts_of_several_rows_that_are_laid_out_as_one_are_counted():
 @pytest.mark.full("slow")
 def test_all_ways_are_ranked_and_the_fastest_that_fits_is_recommended():
     config, watched = ZeroConfig(stage=3, compute_dtype=torch.bfloat16), []
+    predictor = Predictor(subjects.llama(), num_ranks=16, cluster=H100)
 
     def predict_sizes(way, switch):
-        found = predict_rows(
-            subjects.llama(), way, _batch_of, [1, 4], num_ranks=16, cluster=H100, gradient_checkpointing=switch
-        )
+        found = predictor.predict_rows(way, _batch_of, [1, 4], gradient_checkpointing=switch)
         return [Throughput(each, H100, rows, rows * subjects.LENGTH) for rows, each in zip((1, 4), found)]
 
     def rank(memory_nbytes):

@@ -63,6 +63,15 @@ def test_a_module_that_is_put_off_is_imported_when_it_is_used(tmp_path, use, pri
 
 
 @pytest.mark.quick
+def test_what_is_known_of_a_module_is_looked_up_once_and_forgotten_when_it_is_imported(tmp_path):
+    """Torch asks some of it at every operation."""
+    told = "import heavy, user; deferred.PUT_OFF['heavy'] = {'known': 4}"
+    looks = "print('known' in vars(heavy), heavy.known, 'known' in vars(heavy))"
+    then = "user.at_last(); print('known' in vars(heavy))"
+    assert _printed(tmp_path, told, looks, then) == ["False", "4", "True", "imported", "False"]
+
+
+@pytest.mark.quick
 def test_what_is_not_in_a_module_is_missed_where_it_is_imported(tmp_path):
     tried = "try:\n    from heavy.part import other\nexcept ImportError:\n    print('missed')"
     assert _printed(tmp_path, tried) == ["imported", "missed"]

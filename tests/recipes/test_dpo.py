@@ -110,8 +110,9 @@ def test_the_peak_of_a_step_with_a_reference_is_the_planned_one(tiny_llama, tmp_
     settings = {"zero_stage": 3, "max_steps": 3, "per_device_train_batch_size": 4, "zero_shared_memory": False}
     argv = flags(tmp_path / "model", write_rows(tmp_path / "train.jsonl", rows), use_cpu=True, **settings)[1:]
     planned_run = planned(parse_settings("dpo", [*argv, "--num_processes=2"]))
-    told, without = (replace(planned_run, has_reference=each).predict().peak_nbytes for each in (True, False))
-    assert planned_run.has_reference and without < 0.95 * told
+    alone = replace(planned_run, forwards=("trained",))
+    told, without = (run.predict().peak_nbytes for run in (planned_run, alone))
+    assert planned_run.forwards == ("trained", "reference") and without < 0.95 * told
     for measured, said in run_ranks(_measured, 2, argv):
         assert told == pytest.approx(measured, rel=0.03) and said == pytest.approx(told / 2**20, abs=0.01)
 
