@@ -18,14 +18,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.activation.deferred_logits import DeferredLogits
+from hf_zero.activation.vocabulary_ranges import Ranges, Steps, TokenLoss
 from hf_zero.engine.direct import autocast_dtype
 from hf_zero.engine.divided import is_dtensor
-from hf_zero.engine.engine import DOUBLE_BACKWARD, ZeroEngine
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.partition import vocabulary_module
 from hf_zero.engine.patch import Patch, Uncopyable
 from hf_zero.errors import UnsupportedError
@@ -38,6 +40,8 @@ CPU_NBYTES = 4 * 2**20
 ACCELERATOR_NBYTES = 128 * 2**20
 # Narrower ranges make slow products.
 MIN_WIDTH = 256
+
+_OF_WEIGHTS: WeakValueDictionary[int, "ChunkedLoss"] = WeakValueDictionary()  # by the `id` of a head's weight
 
 
 def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]] | None:
@@ -52,6 +56,12 @@ def find_head(model: nn.Module) -> tuple[nn.Linear, list[nn.Module]] | None:
             owners[module] = head
     heads = list({id(head): head for head in owners.values()}.values())
     return (heads[0], list(owners)) if len(heads) == 1 else None  # type: ignore[return-value]
+
+
+def of_weight(weight: Tensor) -> "ChunkedLoss | None":
+    """Returns what computes losses from a head's weight a part of the vocabulary at a time; `None` where nothing
+    does."""
+    return _OF_WEIGHTS.get(id(weight))
 
 
 class ChunkedLoss(Uncopyable):
@@ -78,6 +88,7 @@ class ChunkedLoss(Uncopyable):
         self._is_told = False
         self._max_nbytes = _largest_block_nbytes(engine, head.out_features)
         self._sink = engine.sinks.get(id(head.weight))
+        _OF_WEIGHTS[id(head.weight)] = self
         self._own_hooks = _num_hooks(head)
         self._former = head.forward
         self._patches: list[Any] = [
@@ -94,6 +105,7 @@ class ChunkedLoss(Uncopyable):
 
     def remove(self) -> None:
         """Gives the head its own forward back."""
+        _OF_WEIGHTS.pop(id(self._head.weight), None)
         while self._patches:
             self._patches.pop().remove()
 
@@ -139,12 +151,33 @@ class ChunkedLoss(Uncopyable):
         if self._wanted is None:
             return self._former(hidden)
         logits, targets = self._wanted
-        num_tokens = max(1, hidden.shape[0])
-        width = max(MIN_WIDTH, self._chunk_nbytes // (4 * num_tokens))
-        sink = self._sink
-        if sink is not None and not sink.serves(self._head.weight, hidden):
-            sink = None
-        return _Loss.apply(hidden, self._head.weight, self._head.bias, targets, logits.steps, width, sink)
+        return TokenLoss.apply(
+            hidden, self._head.weight, self._head.bias, targets, self._ranges(hidden, logits.steps)
+        )[0]
+
+    def _ranges(self, hidden: Tensor, steps: Steps, wanted: tuple[str, ...] = ()) -> Ranges:
+        width = max(MIN_WIDTH, self._chunk_nbytes // (4 * max(1, hidden.shape[0])))
+        is_sunk = self._sink is not None and self._sink.serves(self._head.weight, hidden)
+        return Ranges(width, steps, self._sink if is_sunk else None, wanted)
+
+    def takes(self, weight: Tensor, hidden: Tensor) -> bool:
+        """Whether `statistics_of` is to be used for hidden states `(num_tokens, hidden_size)`: not for a weight in
+        place of the head's, nor for a product in another dtype."""
+        is_plain = weight is self._head.weight and hidden.dtype is weight.dtype and not torch.compiler.is_compiling()
+        return is_plain and autocast_dtype(hidden.device.type) is None and self._is_worth_it(hidden)
+
+    def statistics_of(self, hidden: Tensor, targets: Tensor, steps: Steps, wanted: tuple[str, ...]) -> tuple:
+        """Returns the negative log-likelihood of each target and the `STATISTICS` of each token, for a loss that reads
+        the head's weight behind the blocks, without a call of the head.
+
+        Args:
+            hidden (`Tensor`): `(num_tokens, hidden_size)`.
+            targets (`Tensor`): int64 `(num_tokens,)`, each a token of the vocabulary.
+            steps (`tuple`): the operations on each logit.
+            wanted (`tuple[str, ...]`): those of `STATISTICS` that are not `None`.
+        """
+        how = self._ranges(hidden, steps, wanted)
+        return TokenLoss.apply(hidden, self._head.weight, self._head.bias, targets, how)
 
     def loss_of(self, logits: DeferredLogits, targets: Tensor) -> Tensor:
         """Returns the negative log-likelihood of each target, fp32 `(num_tokens,)`.
@@ -217,116 +250,3 @@ def _place_of_labels(owner: nn.Module) -> int | None:
 def _has_labels(at: int | None, args: tuple, kwargs: dict) -> bool:
     given = args[at] if at is not None and at < len(args) else kwargs.get("labels")
     return given is not None
-
-
-class _Loss(torch.autograd.Function):
-    """The negative log-likelihood of each target under `softmax(steps(hidden @ weight.t() + bias))`."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, steps, width, sink):
-        ctx.steps, ctx.width, ctx.sink = steps, width, sink
-        tiles = Tiles(hidden, weight, bias, width)
-        largest = hidden.new_full(targets.shape, -torch.inf, dtype=torch.float32)
-        summed, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
-        for rows in tiles.ranges():
-            logits = _stepped(tiles.logits(rows), steps).float()
-            place, is_here = _place_in(targets, rows)
-            chosen = torch.where(is_here, logits.gather(1, place[:, None])[:, 0], chosen)
-            before, largest = largest, torch.maximum(largest, logits.amax(1))
-            summed.mul_((before - largest).exp_()).add_(logits.sub_(largest[:, None]).exp_().sum(1))
-        log_sum = largest + summed.log()
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sum)
-        return log_sum - chosen
-
-    @staticmethod
-    def backward(ctx, grad):
-        if torch.is_grad_enabled():
-            raise UnsupportedError(DOUBLE_BACKWARD)
-        hidden, weight, bias, targets, log_sum = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
-        grad_bias = torch.empty_like(bias) if needs_bias else None
-        returned, destination, is_filled = None, None, False
-        if needs_weight and ctx.sink is not None and ctx.sink.is_open():
-            destination, is_filled = ctx.sink.destination()
-        elif needs_weight:
-            returned = destination = torch.empty_like(weight)
-        tiles = Tiles(hidden, weight, bias, ctx.width)
-        for rows in tiles.ranges():
-            grad_logits = _grad_logits(tiles.logits(rows), ctx.steps, targets, rows, log_sum, grad)
-            if needs_hidden:
-                _add_product(grad_hidden, grad_logits, weight[rows])
-            if needs_bias:
-                torch.sum(grad_logits, 0, out=grad_bias[rows])
-            if is_filled:
-                destination[rows].addmm_(grad_logits.t(), hidden)
-            elif needs_weight:
-                torch.mm(grad_logits.t(), hidden, out=destination[rows])
-        grad_hidden = grad_hidden.to(hidden.dtype) if needs_hidden else None
-        return grad_hidden, returned, grad_bias, None, None, None, None
-
-
-class Tiles:
-    """The logits of all tokens for one range of the vocabulary after the other, in the same memory.
-
-    Args:
-        hidden (`Tensor`): `(num_tokens, hidden_size)`.
-        weight (`Tensor`): `(vocab_size, hidden_size)`.
-        bias (`Tensor`, *optional*): `(vocab_size,)`.
-        width (`int`): of a range.
-    """
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, width: int):
-        self._hidden, self._weight, self._bias = hidden, weight, bias
-        self._width = min(width, len(weight))
-        self._memory = hidden.new_empty(len(hidden) * self._width)
-
-    def ranges(self) -> Iterator[slice]:
-        """Returns the ranges of the vocabulary."""
-        size = len(self._weight)
-        return (slice(start, min(start + self._width, size)) for start in range(0, size, self._width))
-
-    def logits(self, rows: slice) -> Tensor:
-        """Returns the logits of one range. The next call overwrites them."""
-        num_tokens, width = len(self._hidden), rows.stop - rows.start
-        out = self._memory[: num_tokens * width].view(num_tokens, width)
-        if self._bias is None:
-            return torch.mm(self._hidden, self._weight[rows].t(), out=out)
-        return torch.addmm(self._bias[rows], self._hidden, self._weight[rows].t(), out=out)
-
-
-def _place_in(targets: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Returns where each target is in a range of the vocabulary, and whether it is there at all."""
-    is_here = (targets >= rows.start) & (targets < rows.stop)
-    return (targets - rows.start).clamp_(0, rows.stop - rows.start - 1), is_here
-
-
-def _grad_logits(logits: Tensor, steps, targets: Tensor, rows: slice, log_sum: Tensor, grad: Tensor) -> Tensor:
-    """Returns the gradient with respect to one range of the head's output, over which it may be written."""
-    inputs = logits
-    if steps:
-        inputs = logits.detach().requires_grad_()
-        with torch.enable_grad():
-            logits = _stepped(inputs, steps)
-    outputs = logits.detach()
-    # autograd may have kept what the steps gave
-    grads = torch.sub(outputs, log_sum[:, None]) if steps else outputs.float().sub_(log_sum[:, None])
-    grads.exp_().mul_(grad[:, None])
-    place, is_here = _place_in(targets, rows)
-    grads.scatter_add_(1, place[:, None], torch.where(is_here, -grad, 0.0)[:, None])
-    if not steps:
-        return grads.to(inputs.dtype)
-    return torch.autograd.grad(logits, inputs, grads.to(logits.dtype))[0]
-
-
-def _stepped(logits: Tensor, steps) -> Tensor:
-    for step in steps:
-        logits = step(logits)
-    return logits
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype is total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)

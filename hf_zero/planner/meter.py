@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activation import tiled_mlp
-from hf_zero.activation.chunked_loss import Tiles
+from hf_zero.activation.vocabulary_ranges import Tiles
 from hf_zero.config import MemoryTier
 from hf_zero.engine.away import in_backward
 from hf_zero.planner.quantized import PRODUCTS

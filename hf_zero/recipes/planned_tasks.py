@@ -120,7 +120,7 @@ def _as_trained(model: PreTrainedModel, settings: Settings, training: Any) -> nn
     if made is not model and training.gradient_checkpointing:
         made.enable_input_require_grads()
     if has_fused_head(settings.task, training):
-        from trl.trainer.utils import add_fused_lm_head
+        from hf_zero.trl.fused_head import add_fused_lm_head
 
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if getattr(training, "disable_dropout", False):
@@ -139,9 +139,10 @@ def _check_way(settings: Settings, chunked_loss: str, config: ZeroConfig, gradie
         raise ConfigError(
             f"zero_sequence_parallel: the loss of {settings.task} is computed from whole sequences; leave it out"
         )
-    reads_logits = _reads_logits(settings.task, SimpleNamespace(**settings.training))
-    changes_nothing = reads_logits and config.chunked_loss != chunked_loss
-    if changes_nothing or (config.chunked_loss == "on" and settings.task != "classify"):
+    training = SimpleNamespace(**settings.training)
+    changes_nothing = _reads_logits(settings.task, training) and config.chunked_loss != chunked_loss
+    has_none = settings.task != "classify" and not has_fused_head(settings.task, training)
+    if changes_nothing or (config.chunked_loss == "on" and has_none):
         raise ConfigError(f"zero_chunked_loss: the loss of {settings.task} is computed by TRL; leave it out")
 
 

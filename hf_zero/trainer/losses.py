@@ -27,9 +27,11 @@ class LossMixin(ZeroTrainerBase):
 
     Attributes:
         summed_losses (`tuple[type, ...]`): the classes whose `compute_loss` is right for parts of sequences.
+        chunked_losses (`tuple[type, ...]`): those whose `compute_loss` needs no logits where none are computed.
     """
 
     summed_losses: tuple[type, ...] = (Trainer,)
+    chunked_losses: tuple[type, ...] = (Trainer,)
     _drops_logits = False  # an evaluation step is under way of which only the loss is wanted
 
     def _refuse_loss(self, args: ZeroArgumentsMixin, compute_loss_func: Callable | None) -> None:
@@ -40,10 +42,10 @@ class LossMixin(ZeroTrainerBase):
                 "zero_chunked_loss: compute_loss_func computes the loss from all logits; use auto, or off, or leave "
                 "compute_loss_func out"
             )
-        if args.zero_chunked_loss == "on" and has_own_loss(cls):
+        if args.zero_chunked_loss == "on" and _computes_loss(cls) not in self.chunked_losses:
             raise ConfigError(
                 f"zero_chunked_loss: {_full_name(_computes_loss(cls))} computes its loss by a method of its own, "
-                "which may read logits (TRL's trainers compute it without all of them by themselves); use auto, or off"
+                "which may read logits; use auto, or off"
             )
         if args.zero_sequence_parallel > 1 and compute_loss_func is not None:
             raise ConfigError(

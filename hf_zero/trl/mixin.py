@@ -11,7 +11,15 @@ from unittest import mock
 
 import torch
 from torch import nn
-from trl import DPOTrainer, GRPOTrainer, LogCompletionsCallback, SFTTrainer, SyncRefModelCallback
+from trl import (
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    LogCompletionsCallback,
+    RLOOTrainer,
+    SFTTrainer,
+    SyncRefModelCallback,
+)
 from trl.import_utils import is_vllm_available
 from trl.trainer import callbacks
 from trl.trainer.utils import get_config_model_id
@@ -23,6 +31,7 @@ from hf_zero.engine import gathered
 from hf_zero.engine.access import unit_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
+from hf_zero.trl import fused_head as fused_head  # takes the place of the function in TRL
 from hf_zero.trl.constructor_patches import fit_for_lazy_loading
 from hf_zero.trl.resuming import ResumingTrlMixin
 
@@ -77,6 +86,7 @@ class ZeroTrlTrainerMixin(ResumingTrlMixin):
 
     config_class: type = ZeroTrlArgumentsMixin  # what the arguments must be made of
     summed_losses = (*ZeroTrainerMixin.summed_losses, SFTTrainer)
+    chunked_losses = (*ZeroTrainerMixin.chunked_losses, SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer)
 
     def __init__(self, *args, **kwargs):
         with lazy_loading(()), fit_for_lazy_loading(type(self)):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_zero.activation import chunked_loss
+from hf_zero.activation import vocabulary_ranges
 from hf_zero.comm.base import Bucket
 from hf_zero.planner import lone_rank, predict, prediction, simulated_step
 from hf_zero.planner.blocks import alike_blocks, extended
@@ -62,8 +62,8 @@ def test_equal_ranges_and_pieces_are_counted_and_not_repeated(monkeypatch):
     monkeypatch.setattr("hf_zero.activation.chunked_loss.MIN_WIDTH", 1)
     monkeypatch.setattr("hf_zero.activation.chunked_loss.ACCELERATOR_NBYTES", 60 * 4 * subjects.ROWS * subjects.LENGTH)
     starts: set[int] = set()
-    place_in = chunked_loss._place_in
-    monkeypatch.setattr(chunked_loss, "_place_in", lambda *args: starts.add(args[1].start) or place_in(*args))
+    place_in = vocabulary_ranges._place_in
+    monkeypatch.setattr(vocabulary_ranges, "_place_in", lambda *args: starts.add(args[1].start) or place_in(*args))
 
     def predicted():
         settings = {"compute_dtype": torch.bfloat16, "chunked_loss": "on", "bucket_nbytes": 4096, "cluster": CLUSTER}

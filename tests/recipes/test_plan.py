@@ -319,6 +319,13 @@ def test_keys_of_the_run_and_of_plan_go_together(config_file, tmp_path, capsys):
         )
         num_logits = 4 * 100 * 50_000  # TRL reads them all
         assert _mib(_plan(capsys, "--config", path, "--num_tokens=100"), "logits and loss") > 8 * num_logits / 2**20
+    dpo = _run_file(tmp_path, model_name_or_path=str(large), task="dpo", use_peft=False, **NO_ADAPTER)
+    chunked, whole = (
+        _mib(_plan(capsys, "--config", dpo, "--num_tokens=100", f"--zero_chunked_loss={mode}"), "logits and loss")
+        for mode in ("auto", "off")
+    )
+    assert chunked < 4 * num_logits / 2**20 < whole
+    assert _plan(capsys, "--config", dpo, "--num_tokens=100", "--zero_chunked_loss=on")
     dpo = _run_file(tmp_path, model_name_or_path=str(config_file), use_cpu=False, task="dpo", use_peft=False)
     argv = ["--config", dpo, "--lora_r=16", "--lora_dropout=0.05"]
     dpo = _plan(capsys, *argv)

@@ -15,6 +15,7 @@ pytest.importorskip("peft")
 
 LIMIT = 400.0
 LORA = {"learning_rate": 1e-2}
+CHUNKED = {"zero_chunked_loss": "on"}
 GENERATING = {"num_generations": 2, "max_completion_length": 6, "per_device_train_batch_size": 4, "beta": 0.1}
 NO_SHARING = {**GENERATING, "zero_shared_memory": False}
 
@@ -90,10 +91,12 @@ def _matches(folder, name, rows, model, parts, settings):
         run.losses = [1.0 + loss for loss in run.losses]
     for stage in (1, 2, 3):
         assert_close(runs[stage], runs[PLAIN], f"{name} at stage {stage} and under DDP")
+    if "zero_chunked_loss" in settings:
+        assert_equal(runs[2], runs[3], f"{name} at stages 2 and 3")
 
 
 CASES = [
-    pytest.param("TRL: SFTTrainer", "SFT", "text", loaded, nothing, {}, id="sft"),
+    pytest.param("TRL: SFTTrainer", "SFT", "text", loaded, nothing, CHUNKED, id="sft"),
     pytest.param("TRL: SFTTrainer, packing", "SFT", "text", named, nothing, {"packing": True}, id="sft-packing"),
     pytest.param(
         "TRL: SFTTrainer, loss of the assistant's turns",
@@ -110,11 +113,11 @@ CASES = [
         "completion",
         named,
         nothing,
-        {"loss_type": "dft"},
+        {"loss_type": "dft", **CHUNKED},
         id="sft-completion",
     ),
     pytest.param("TRL: SFTTrainer, LoRA", "SFT", "text", loaded, with_lora, LORA, id="sft-lora"),
-    pytest.param("TRL: DPOTrainer", "DPO", "preference", loaded, nothing, {}, id="dpo"),
+    pytest.param("TRL: DPOTrainer", "DPO", "preference", loaded, nothing, CHUNKED, id="dpo"),
     pytest.param(
         "TRL: DPOTrainer, reference that follows",
         "DPO",
@@ -124,7 +127,7 @@ CASES = [
         {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6, "max_steps": 4},
         id="dpo-sync",
     ),
-    pytest.param("TRL: DPOTrainer, LoRA", "DPO", "preference", named, with_lora, LORA, id="dpo-lora"),
+    pytest.param("TRL: DPOTrainer, LoRA", "DPO", "preference", named, with_lora, {**LORA, **CHUNKED}, id="dpo-lora"),
     pytest.param("TRL: DPOTrainer, trained adapter", "DPO", "preference", adapted, nothing, LORA, id="dpo-adapted"),
     pytest.param("TRL: ORPOTrainer", "ORPO", "preference", named, nothing, {}, id="orpo"),
     pytest.param(
@@ -140,11 +143,11 @@ CASES = [
     pytest.param(
         "TRL: RewardTrainer, LoRA", "Reward", "preference", named, with_lora_and_head, LORA, id="reward-lora"
     ),
-    pytest.param("TRL: KTOTrainer", "KTO", "unpaired", named, nothing, {}, id="kto"),
+    pytest.param("TRL: KTOTrainer", "KTO", "unpaired", named, nothing, CHUNKED, id="kto"),
     pytest.param(
         "TRL: GRPOTrainer, LoRA", "GRPO", "prompt", named, with_lora_and_reward, {**GENERATING, **LORA}, id="grpo-lora"
     ),
-    pytest.param("TRL: RLOOTrainer", "RLOO", "prompt", named, judged, GENERATING, id="rloo"),
+    pytest.param("TRL: RLOOTrainer", "RLOO", "prompt", named, judged, {**GENERATING, **CHUNKED}, id="rloo"),
     pytest.param(
         "TRL: DistillationTrainer",
         "Distillation",

@@ -1,0 +1,220 @@
+"""The loss of each token from hidden states and a head's weight, one range of the vocabulary after the other."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.engine.engine import DOUBLE_BACKWARD
+from hf_zero.errors import UnsupportedError
+
+
+Steps = tuple[Callable[[Tensor], Tensor], ...]
+
+# What else a pass over the logits can give of each token, in the order of the results.
+STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """How the logits are computed, and what of them is wanted.
+
+    Args:
+        width (`int`): how many words of the vocabulary at a time.
+        steps (`tuple`): the operations on each logit after the head, each a function of one tensor.
+        sink (`Sink`, *optional*): where the gradient of the head's weight is written.
+        wanted (`tuple[str, ...]`): those of `STATISTICS`.
+    """
+
+    width: int
+    steps: Steps = ()
+    sink: Any = None
+    wanted: tuple[str, ...] = ()
+
+
+class TokenLoss(torch.autograd.Function):
+    """The negative log-likelihood of each target under `softmax(steps(hidden @ weight.t() + bias))`, fp32, and the
+    `STATISTICS` of each token, `None` where they are not wanted. Of these the entropy has a gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, how: Ranges):
+        ctx.set_materialize_grads(False)
+        ctx.how = how
+        tiles = Tiles(hidden, weight, bias, how.width)
+        sums = _Sums(hidden, targets, how.wanted)
+        for rows in tiles.ranges():
+            sums.add(stepped(tiles.logits(rows), how.steps).float(), rows)
+        log_sum = sums.largest + sums.summed.log()
+        results = sums.results(len(weight))
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sum, results[0])
+        ctx.mark_non_differentiable(*(each for each in results[1:] if each is not None))
+        return log_sum - sums.chosen, *results
+
+    @staticmethod
+    def backward(ctx, grad, grad_entropy, *_):
+        if torch.is_grad_enabled():
+            raise UnsupportedError(DOUBLE_BACKWARD)
+        hidden, weight, bias, targets, log_sum, entropy = ctx.saved_tensors
+        sink = ctx.how.sink
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if grad is None:
+            grad = torch.zeros_like(log_sum)
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        returned, destination, is_filled = None, None, False
+        if needs_weight and sink is not None and sink.is_open():
+            destination, is_filled = sink.destination()
+        elif needs_weight:
+            returned = destination = torch.empty_like(weight)
+        tiles = Tiles(hidden, weight, bias, ctx.how.width)
+        for rows in tiles.ranges():
+            of_entropy = None if grad_entropy is None else (grad_entropy, entropy)
+            grad_logits = _grad_logits(tiles.logits(rows), ctx.how.steps, targets, rows, log_sum, grad, of_entropy)
+            if needs_hidden:
+                _add_product(grad_hidden, grad_logits, weight[rows])
+            if needs_bias:
+                torch.sum(grad_logits, 0, out=grad_bias[rows])
+            if is_filled:
+                destination[rows].addmm_(grad_logits.t(), hidden)
+            elif needs_weight:
+                torch.mm(grad_logits.t(), hidden, out=destination[rows])
+        grad_hidden = grad_hidden.to(hidden.dtype) if needs_hidden else None
+        return grad_hidden, returned, grad_bias, None, None
+
+
+class _Sums:
+    """What the ranges add up to, for each token in fp32.
+
+    Attributes:
+        largest (`Tensor`): the largest logit so far.
+        summed (`Tensor`): the sum of `exp(logit - largest)`.
+        chosen (`Tensor`): the logit of the target.
+    """
+
+    def __init__(self, hidden: Tensor, targets: Tensor, wanted: tuple[str, ...]):
+        self._targets, self._wanted = targets, wanted
+        self.largest = hidden.new_full(targets.shape, -torch.inf, dtype=torch.float32)
+        self.summed, self.chosen = torch.zeros_like(self.largest), torch.zeros_like(self.largest)
+        # the sums of (logit - largest) * exp(logit - largest), of the squares of these exp, and of the logits
+        self._weighted, self._squared, self._total = (torch.zeros_like(self.largest) for _ in range(3))
+        self._top = torch.zeros_like(targets)  # the first word that has the largest logit
+
+    def add(self, logits: Tensor, rows: slice) -> None:
+        """Adds a range's logits `(num_tokens, width)`, fp32, which are overwritten."""
+        place, is_here = _place_in(self._targets, rows)
+        self.chosen = torch.where(is_here, logits.gather(1, place[:, None])[:, 0], self.chosen)
+        if "mean_logits" in self._wanted:
+            self._total.add_(logits.sum(1))
+        before, top = self.largest, logits.amax(1)
+        if "is_top1" in self._wanted:
+            self._top = torch.where(top > before, logits.argmax(1).add_(rows.start), self._top)
+        self.largest = torch.maximum(before, top)
+        change = before - self.largest  # minus infinity at first, when there is nothing to rescale
+        scale = change.exp()
+        logits.sub_(self.largest[:, None])
+        if "entropy" in self._wanted:
+            finite = change.clamp_min(torch.finfo(change.dtype).min)
+            exps = logits.exp()
+            self._weighted.add_(self.summed * finite).mul_(scale).add_(logits.mul_(exps).sum(1))
+        else:
+            exps = logits.exp_()
+        self.summed.mul_(scale).add_(exps.sum(1))
+        if "log_sum_sq_probs" in self._wanted:
+            self._squared.mul_(scale).mul_(scale).add_(exps.square_().sum(1))
+
+    def results(self, vocab_size: int) -> tuple[Tensor | None, ...]:
+        """Returns the statistics that are wanted."""
+        log_summed = self.summed.log()
+        found = {
+            "entropy": lambda: log_summed - self._weighted / self.summed,
+            "log_sum_sq_probs": lambda: self._squared.log() - 2 * log_summed,
+            "mean_logits": lambda: self._total / vocab_size,
+            "is_top1": lambda: self._top == self._targets,
+        }
+        return tuple(found[name]() if name in self._wanted else None for name in STATISTICS)
+
+
+class Tiles:
+    """The logits of all tokens for one range of the vocabulary after the other, in the same memory.
+
+    Args:
+        hidden (`Tensor`): `(num_tokens, hidden_size)`.
+        weight (`Tensor`): `(vocab_size, hidden_size)`.
+        bias (`Tensor`, *optional*): `(vocab_size,)`.
+        width (`int`): of a range.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, width: int):
+        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self._width = min(width, len(weight))
+        self._memory = hidden.new_empty(len(hidden) * self._width)
+
+    def ranges(self) -> Iterator[slice]:
+        """Returns the ranges of the vocabulary."""
+        size = len(self._weight)
+        return (slice(start, min(start + self._width, size)) for start in range(0, size, self._width))
+
+    def logits(self, rows: slice) -> Tensor:
+        """Returns the logits of one range. The next call overwrites them."""
+        num_tokens, width = len(self._hidden), rows.stop - rows.start
+        out = self._memory[: num_tokens * width].view(num_tokens, width)
+        if self._bias is None:
+            return torch.mm(self._hidden, self._weight[rows].t(), out=out)
+        return torch.addmm(self._bias[rows], self._hidden, self._weight[rows].t(), out=out)
+
+
+def _place_in(targets: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    """Returns where each target is in a range of the vocabulary, and whether it is there at all."""
+    is_here = (targets >= rows.start) & (targets < rows.stop)
+    return (targets - rows.start).clamp_(0, rows.stop - rows.start - 1), is_here
+
+
+def _grad_logits(
+    logits: Tensor,
+    steps: Steps,
+    targets: Tensor,
+    rows: slice,
+    log_sum: Tensor,
+    grad: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Returns the gradient with respect to one range of the head's output, over which it may be written.
+
+    Args:
+        grad (`Tensor`): with respect to the loss of each token.
+        of_entropy (`tuple[Tensor, Tensor]`, *optional*): the gradient with respect to each token's entropy, and it.
+    """
+    inputs = logits
+    if steps:
+        inputs = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            logits = stepped(inputs, steps)
+    outputs = logits.detach()
+    # autograd may have kept what the steps gave
+    grads = torch.sub(outputs, log_sum[:, None]) if steps else outputs.float().sub_(log_sum[:, None])
+    if of_entropy is None:
+        grads.exp_().mul_(grad[:, None])
+    else:
+        grad_entropy, entropy = (each[:, None] for each in of_entropy)
+        grads = grads.exp().mul_(grads.add_(entropy).mul_(-grad_entropy).add_(grad[:, None]))
+    place, is_here = _place_in(targets, rows)
+    grads.scatter_add_(1, place[:, None], torch.where(is_here, -grad, 0.0)[:, None])
+    if not steps:
+        return grads.to(inputs.dtype)
+    return torch.autograd.grad(logits, inputs, grads.to(logits.dtype))[0]
+
+
+def stepped(logits: Tensor, steps: Steps) -> Tensor:
+    """Returns logits after these operations on each of them."""
+    for step in steps:
+        logits = step(logits)
+    return logits
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype is total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

@@ -1,0 +1,60 @@
+"""TRL's head that computes log-probabilities, computed as the chunked loss of a sharded model is.
+
+TRL's own holds the logits of up to 4,096 tokens and 32,768 words, in as many copies as its operations make on a device
+without its kernels, and the gradient of the whole head in fp32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer import utils
+from trl.trainer.utils import add_fused_lm_head as add_fused_lm_head  # for those who do not want TRL's function
+
+from hf_zero.activation.chunked_loss import of_weight
+from hf_zero.activation.vocabulary_ranges import STATISTICS, Steps
+
+
+_OUTPUTS = ("log_probs", *STATISTICS)
+
+
+class _Function:
+    """Stands in place of TRL's function, which `add_fused_lm_head` calls by its name in `trl.trainer.utils`."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = STATISTICS,
+        *others: Any,
+    ) -> tuple[Tensor | None, ...]:
+        chunked = of_weight(weight)
+        if chunked is None or others or not chunked.takes(weight, hidden) or not set(outputs) <= set(_OUTPUTS):
+            given = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs, *others)
+            return ChunkedLogProbFunction.apply(hidden, weight, bias, targets, *given)
+        steps = _steps(logit_scale, final_logit_softcapping, temperature)
+        loss, *statistics = chunked.statistics_of(hidden, targets, steps, outputs)
+        return -loss, *statistics
+
+
+def _steps(scale: float, softcap: float | None, temperature: float) -> Steps:
+    """Returns what TRL does to each logit, in fp32."""
+    changes: list = []
+    if scale != 1.0:
+        changes.append(lambda logits: logits * scale)
+    if softcap is not None:
+        changes.append(lambda logits: softcap * torch.tanh(logits / softcap))
+    if temperature != 1.0:
+        changes.append(lambda logits: logits / temperature)
+    return (Tensor.float, *changes) if changes else ()
+
+
+if hasattr(utils, "_ChunkedLogProbFunction"):  # a private name of TRL
+    utils._ChunkedLogProbFunction = _Function
