@@ -127,6 +127,55 @@ def test_stages_give_equal_bits(name, dtype, has_units):
     run_ranks(_compare_stages, 2, name, dtype, has_units)
 
 
+def _with_frozen_head(model: nn.Module) -> nn.Module:
+    model.lm_head.weight.requires_grad_(False)
+    return model
+
+
+def _adapted(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+WAYS = {
+    "a frozen head": (_with_frozen_head, {}),
+    "LoRA": (_adapted, {}),
+    "checkpointing": (_checkpointed, {}),
+    "parameters on the host": (nn.Module.train, {"offload": "params"}),
+    "shard groups": (nn.Module.train, {"shard_size": 1}),
+}
+
+
+def _compare_ways() -> None:
+    _make_narrow(setattr)
+    large, partition.VOCABULARY_NUMEL = partition.VOCABULARY_NUMEL, 1
+    try:
+        for what, (prepared, settings) in WAYS.items():
+            records = []
+            for mode in ("off", "on"):
+                torch.manual_seed(7)  # for the adapter
+                model = prepared(models.build("llama"))
+                subject = Sharded(model, adamw, 3, strict=True, chunked_loss=mode, **settings)
+                assert (chunked_loss_of(subject.model) is not None) is (mode == "on")
+                records.append(train(subject, "llama", num_steps=3))
+            assert_close(records[1], records[0], what)
+    finally:
+        chunked_loss.CPU_NBYTES, chunked_loss.MIN_WIDTH = 4 * 2**20, 256
+        partition.VOCABULARY_NUMEL = large
+
+
+def test_it_goes_with_what_else_changes_parameters_and_activations():
+    """The head may be frozen, come from the host, or be summed over groups; blocks may be computed again."""
+    pytest.importorskip("peft")
+    run_ranks(_compare_ways, 2)
+
+
 def test_memory_is_less_by_the_logits_but_one_range():
     """At the peak of the plain loss there are logits, their log-softmax and its gradient, each 4 bytes for a token and
     word; here a range and its gradient, of 1/8 of the vocabulary (and few numbers of each token)."""
