@@ -21,8 +21,9 @@ from hf_zero.comm.ranks import transport_errors
 from hf_zero.config import STAGES, choose
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.data import BadRow, Rows, load_rows
+from hf_zero.recipes.data.formats import Format
 from hf_zero.recipes.data.images import image_column
-from hf_zero.recipes.data.preferences import Prompts
+from hf_zero.recipes.data.preferences import PROMPTS, format_of
 from hf_zero.recipes.data.rows import plural
 from hf_zero.recipes.data.sources import check_path
 from hf_zero.recipes.generation import (
@@ -97,7 +98,7 @@ def answer_file(folder: str, arguments: Arguments) -> None:
 def _read(rows: Rows, generator: TextGenerator, arguments: Arguments) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Yields each row with the token ids of its prompt, before anything is generated. Raises [`DataError`], naming the
     first row that cannot be answered."""
-    form = None if rows.form == "text" else Prompts.of(rows)
+    form = None if rows.form == "text" else format_of((PROMPTS,), rows)
     column = image_column(rows) if takes_images(generator.model.config) else None
     if column is not None:
         raise DataError(f"{rows.source}: column {column!r}: generate answers texts, and reads no images; leave it out")
@@ -110,7 +111,7 @@ def _read(rows: Rows, generator: TextGenerator, arguments: Arguments) -> Iterato
 
 
 def _prompt(
-    row: dict[str, Any], form: Prompts | None, generator: TextGenerator, arguments: Arguments
+    row: dict[str, Any], form: Format | None, generator: TextGenerator, arguments: Arguments
 ) -> tuple[dict[str, Any], list[int]]:
     if form is None:
         row = {"prompt": row["text"]}

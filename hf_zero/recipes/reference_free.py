@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data import Data
-from hf_zero.recipes.data.preferences import ANSWERS, Preferences
+from hf_zero.recipes.data.preferences import ANSWERS, PREFERENCES
 from hf_zero.recipes.data.rows import IGNORED, cut_note
 from hf_zero.recipes.data.sources import quiet_datasets
 from hf_zero.recipes.trl_task import TrlArguments, TrlTask
@@ -64,7 +64,7 @@ def _cut_answers(trainer: Any, data: Data) -> list[str]:
 
 ORPO = TrlTask(
     ZeroORPOTrainer,
-    (Preferences,),
+    (PREFERENCES,),
     preference_line,
     check_more=_check_keys,
     leave_out=_leave_out_prompts,

@@ -82,7 +82,7 @@ class DataSource:
     """One of the data sets that are trained on."""
 
     rows: Rows  # as they were read
-    form: Answers | Format  # what they are
+    form: Format  # what they are
     training: Any  # as they are for these rows alone
     data: Any = None  # what the trainer takes of them
 
@@ -92,7 +92,7 @@ class TrlTask:
     """A task that one of TRL's trainers trains. It has the attributes that `tasks` describes."""
 
     trainer: type[ZeroTrlTrainerMixin]  # of `hf_zero.trl`
-    formats: tuple[type[Answers], ...]  # how rows may be read, the first that fits
+    formats: tuple[Answers, ...]  # how rows may be read, the first that fits
     test_line: Callable[[Mapping[str, float]], str]  # what to say of the metrics of the test rows
     Arguments: type[TrlArguments] = TrlTemplateArguments  # keys beside those of the trainer's configuration
     # loads the model, by the arguments, those of the training, and the tokenizer
@@ -206,9 +206,7 @@ class TrlTask:
         """The tokenizer, or what else makes the inputs of the model."""
         return load_tokenizer(arguments)
 
-    def format_of(
-        self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass
-    ) -> Answers | Format:
+    def format_of(self, rows: Rows, arguments: TrlArguments, training: Any, tokenizer: ProcessingClass) -> Format:
         """How rows are read: by the first of the formats all of whose columns they have. Raises [`DataError`] where a
         column is missing, or one holds images."""
         if column := image_column(rows):
@@ -227,7 +225,7 @@ class TrlTask:
     ) -> tuple[Dataset | IterableDataset, dict[str, Any]]:
         """The rows of all data sets as the trainer takes them, and what else it is to know of them. Raises
         [`DataError`] where some are rows of another kind."""
-        kinds = {(type(each.form), each.form.is_chat, frozenset(each.form.features)): each for each in sources}
+        kinds = {(each.form.name, each.form.is_chat, frozenset(each.form.features)): each for each in sources}
         if len(kinds) > 1:
             found = [
                 f"{each.rows.source} has {', '.join(each.form.features)}, {'messages' if is_chat else 'texts'}"
@@ -242,7 +240,7 @@ class TrlTask:
     def _encoded(
         self,
         rows: Rows,
-        form: Answers | Format,
+        form: Format,
         arguments: TrlArguments,
         training: Any,
         tokenizer: ProcessingClass,
@@ -338,7 +336,7 @@ def _template_path(arguments: TrlArguments, training: Mapping[str, Any]) -> str 
     return getattr(arguments, "chat_template_path", None) or training.get("chat_template_path")
 
 
-def _example_chat(form: Answers | Format, rows: Rows) -> tuple[list | None, list | None]:
+def _example_chat(form: Format, rows: Rows) -> tuple[list | None, list | None]:
     """The messages and tools of the first row: no messages where it cannot be read, `None` where rows are texts."""
     try:
         row = form.read(rows.example)
@@ -347,9 +345,7 @@ def _example_chat(form: Answers | Format, rows: Rows) -> tuple[list | None, list
     return form.chat_of(row), row.get("tools")
 
 
-def _read(
-    form: Answers | Format, tokenizer: ProcessingClass, assistant_only: bool, row: dict[str, Any]
-) -> dict[str, Any]:
+def _read(form: Format, tokenizer: ProcessingClass, assistant_only: bool, row: dict[str, Any]) -> dict[str, Any]:
     """Reads a row, and refuses a chat that the template cannot write, or of which the loss would count nothing."""
     values = form.read(row)
     if (chat := form.chat_of(values)) is not None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from hf_zero.errors import ConfigError
 from hf_zero.recipes.data import Data
-from hf_zero.recipes.data.preferences import COLUMNS, Judged, Preferences, Prompts
+from hf_zero.recipes.data.preferences import COLUMNS, JUDGED, PREFERENCES, PROMPTS
 from hf_zero.recipes.data.rows import cut_note, plural
 from hf_zero.recipes.language_models import LoadArguments, load_language_model
 from hf_zero.recipes.loading import is_adapter, load_config, resolve_model
@@ -207,10 +207,10 @@ def _loss_line(metrics: Mapping[str, float]) -> str:
     return f"loss {metrics['eval_loss']:.4f}"
 
 
-DPO = TrlTask(ZeroDPOTrainer, (Preferences,), preference_line, parts=_with_reference, lost=_cut_preferences)
+DPO = TrlTask(ZeroDPOTrainer, (PREFERENCES,), preference_line, parts=_with_reference, lost=_cut_preferences)
 REWARD = TrlTask(
     ZeroRewardTrainer,
-    (Preferences,),
+    (PREFERENCES,),
     _reward_line,
     Arguments=TrlArguments,
     load=_load_scorer,
@@ -220,7 +220,7 @@ REWARD = TrlTask(
 )
 KTO = TrlTask(
     ZeroKTOTrainer,
-    (Judged, Preferences),
+    (JUDGED, PREFERENCES),
     _loss_line,
     parts=_with_reference,
     lost=partial(left_out, LONG_PROMPT),
@@ -228,7 +228,7 @@ KTO = TrlTask(
 )
 GRPO = TrlTask(
     ZeroGRPOTrainer,
-    (Prompts,),
+    (PROMPTS,),
     _generated_line,
     Arguments=RewardedArguments,
     parts=_with_rewards,
@@ -238,7 +238,7 @@ GRPO = TrlTask(
 RLOO = replace(GRPO, trainer=ZeroRLOOTrainer)
 DISTILL = TrlTask(
     ZeroDistillationTrainer,
-    (Prompts,),
+    (PROMPTS,),
     _loss_line,
     parts=_with_teacher,
     check_more=_check_teacher,

@@ -16,7 +16,6 @@ import json
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from datasets import Features, Json, List, Value
@@ -43,8 +42,8 @@ class Format:
     name: str  # as in the table above
     columns: tuple[str, ...]  # those that it takes
     gives: tuple[str, ...]  # those that TRL gets
-    # gives their values, by a row and whether it holds messages; raises [`BadRow`]
-    convert: Callable[[dict[str, Any], bool], dict[str, Any]] = field(repr=False)
+    # gives their values, of the format itself and a row; raises [`BadRow`]
+    convert: Callable[[Any, dict[str, Any]], dict[str, Any]] = field(repr=False)
     counts: str | None = None  # what the loss counts alone unless told otherwise: "completion", "assistant"
     is_chat: bool = True  # whether rows hold messages, and not texts
     vocab_size: int = 0  # token ids are below it, where rows hold them
@@ -66,7 +65,7 @@ class Format:
         for column in self.columns:
             if row.get(column) is None:
                 raise BadRow(f"nothing in column {column!r}")
-        values = self.convert(row, self.is_chat)
+        values = self.convert(self, row)
         return {**values, "tools": _tools(row)} if self.is_chat else values
 
     def chat_of(self, row: dict[str, Any]) -> list[Message] | None:
@@ -84,25 +83,29 @@ class Format:
         return [{"role": "user", "content": text} for text in texts] or ""
 
 
-def _messages(row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+def _texts(form: Format, row: dict[str, Any]) -> dict[str, Any]:
+    return {column: text_of(row[column], column) for column in form.columns}
+
+
+def _messages(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     return {"messages": chat_in(row["messages"], "messages")}
 
 
-def _conversations(row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+def _conversations(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     turns = row["conversations"]
     if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
         turns = [_renamed(turn) for turn in turns]
     return {"messages": _system(row) + chat_in(turns, "conversations")}
 
 
-def _prompt(row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    if is_chat:
+def _prompt(form: Format, row: dict[str, Any]) -> dict[str, Any]:
+    if form.is_chat:
         return {column: chat_in(row[column], column) for column in ("prompt", "completion")}
     prompt = row["prompt"] and text_of(row["prompt"], "prompt")
     return {"prompt": prompt, "completion": text_of(row["completion"], "completion")}
 
 
-def _alpaca(row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+def _alpaca(form: Format, row: dict[str, Any]) -> dict[str, Any]:
     question = text_of(row["instruction"], "instruction")
     if row.get("input"):
         question += "\n\n" + text_of(row["input"], "input")
@@ -122,11 +125,7 @@ FORMAT_NAMES = ("text", *(form.name for form in FORMATS), TOKENIZED)
 
 def text_format(column: str) -> Format:
     """The format whose rows are texts."""
-
-    def convert(row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-        return {column: text_of(row[column], column)}
-
-    return Format("text", (column,), (column,), convert, is_chat=False)
+    return Format("text", (column,), (column,), _texts, is_chat=False)
 
 
 def _tokenized_format(columns: Collection[str], tokenizer: PreTrainedTokenizerBase) -> Format:
@@ -134,8 +133,7 @@ def _tokenized_format(columns: Collection[str], tokenizer: PreTrainedTokenizerBa
     more = [LABELS] if LABELS in columns else [name for name in MASKS if name in columns]
     gives = (TOKENS, *more)
     counts = "completion" if MASKS[0] in more else None
-    size = len(tokenizer)
-    return Format(TOKENIZED, gives, gives, partial(_tokens, size, gives), counts, False, size, tokenizer)
+    return Format(TOKENIZED, gives, gives, _tokens, counts, False, vocab_size=len(tokenizer), tokenizer=tokenizer)
 
 
 def num_prompt_tokens(row: Mapping[str, list[int]]) -> int:
@@ -176,21 +174,21 @@ def check_text_column(column: str, read: Sequence[tuple[Rows, Any]]) -> None:
         raise ConfigError(f"dataset_text_field {column!r}: {found}; leave it out")
 
 
-def _tokens(vocab_size: int, columns: tuple[str, ...], row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    more = [name for name in (LABELS, *MASKS) if row.get(name) is not None and name not in columns]
-    if more and LABELS not in columns:
+def _tokens(form: Format, row: dict[str, Any]) -> dict[str, Any]:
+    more = [name for name in (LABELS, *MASKS) if row.get(name) is not None and name not in form.columns]
+    if more and LABELS not in form.columns:
         raise BadRow(f"column {more[0]!r}, which the first row does not have")
     if not isinstance(mask := row.get("attention_mask"), list | None):
         raise BadRow(f"column 'attention_mask' holds a {type(mask).__name__}, expected a list of integers")
     if 0 in (mask or ()):
         raise BadRow("column 'attention_mask' holds 0, so the row is padded; leave the padding out")
-    for name in columns:
-        _check_integers(row[name], name, range(2) if name in MASKS else range(vocab_size))
+    for name in form.columns:
+        _check_integers(row[name], name, range(2) if name in MASKS else range(form.vocab_size))
         if len(row[name]) != len(row[TOKENS]):
             raise BadRow(
                 f"column {name!r} holds {len(row[name])} numbers, expected {len(row[TOKENS])} as in {TOKENS!r}"
             )
-    return {name: row[name] for name in columns}
+    return {name: row[name] for name in form.columns}
 
 
 def _check_integers(values: Any, column: str, allowed: range) -> None:

@@ -153,10 +153,10 @@ def without_images(form: Format, rows: Rows) -> Format:
     return form if column is None else replace(form, convert=partial(_converted, form.convert, column))
 
 
-def _converted(convert: Callable, column: str, row: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+def _converted(convert: Callable, column: str, form: Format, row: dict[str, Any]) -> dict[str, Any]:
     if row.get(column) not in (None, []):
         raise BadRow(f"column {column!r} has an image, and the first row, which decides what is trained on, has none")
-    return convert(row, is_chat)
+    return convert(form, row)
 
 
 def _named(row: Mapping[str, Any], column: str | None) -> list[Any]:

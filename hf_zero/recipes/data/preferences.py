@@ -1,22 +1,22 @@
 """Rows of answers and of prompts, as TRL's trainers take them: texts, or lists of messages.
 
-| class | columns |
+| format | columns |
 |---|---|
-| `Preferences` | `chosen` and `rejected`, and `prompt` or what both begin with |
-| `Judged` | `prompt`, `completion`, and `label`: whether the completion is good |
-| `Prompts` | `prompt`; other columns are kept, for functions that judge what is generated |
+| `PREFERENCES` | `chosen` and `rejected`, and `prompt` or what both begin with |
+| `JUDGED` | `prompt`, `completion`, and `label`: whether the completion is good |
+| `PROMPTS` | `prompt`; other columns are kept, for functions that judge what is generated |
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pyarrow as pa
 from datasets import Features, List, Value
 from datasets.features.features import get_nested_type
 
 from hf_zero.errors import DataError
-from hf_zero.recipes.data.formats import chat_in
+from hf_zero.recipes.data.formats import Format, Message, chat_in
 from hf_zero.recipes.data.rows import BadRow, Rows, text_of
 
 
@@ -26,110 +26,88 @@ _MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 
 @dataclass(frozen=True)
-class Answers:
-    """How rows of one data set are read. The first row says whether they are chats."""
+class Answers(Format):
+    """A format of prompts, perhaps with answers: texts, or messages of texts that call no tools."""
 
-    columns: tuple[str, ...]  # those columns of texts or messages that the rows have
-    is_chat: bool  # whether these hold lists of messages, and not texts
+    asks: tuple[str, ...] = ()  # the columns of one conversation
     others: Features = field(default_factory=Features)  # further columns that are kept
-
-    REQUIRED: ClassVar[tuple[str, ...]]
-    SHOWN: ClassVar[tuple[str, ...]]  # what one conversation consists of
-
-    @classmethod
-    def of(cls, rows: Rows) -> "Answers":
-        """How these rows are read. Raises [`DataError`] where a column is missing."""
-        rows.require(cls.REQUIRED)
-        return cls(cls.SHOWN, isinstance(rows.example[cls.SHOWN[-1]], list))
 
     @property
     def features(self) -> Features:
         """What `read` gives."""
-        return Features({**dict.fromkeys(self.columns, _MESSAGES if self.is_chat else Value("string")), **self.others})
+        return Features({**dict.fromkeys(self.gives, _MESSAGES if self.is_chat else Value("string")), **self.others})
 
-    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes what the trainer takes of a row. Raises [`BadRow`] where something is missing, or not what the other
-        rows have."""
+    def read(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Makes what the trainer takes of a row. Raises [`BadRow`] where `Format.read` does, and for tools."""
         if row.get("tools"):
             raise BadRow("column 'tools' holds tools, which are not supported")
-        check = _chat if self.is_chat else text_of
-        return {column: check(row.get(column), column) for column in self.columns}
+        values = super().read(row)
+        return {name: values[name] for name in self.features}
 
-    def chat_of(self, row: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    def chat_of(self, row: dict[str, Any]) -> list[Message] | None:
         """The conversation that a row which was read holds; `None` where rows are texts."""
-        return [message for column in self.SHOWN for message in row[column]] if self.is_chat else None
+        return [turn for column in self.asks for turn in row[column]] if self.is_chat else None
 
-    def prompt_of(self, row: Mapping[str, Any]) -> str | list[dict[str, str]]:
+    def prompt_of(self, row: dict[str, Any]) -> str | list[Message]:
         """What to try the model on, of a row which was read."""
         return row["prompt"]
 
 
-class Preferences(Answers):
-    """A prompt, an answer that was chosen and one that was rejected."""
-
-    REQUIRED = ANSWERS
-    SHOWN = ("prompt", "chosen")
-
-    @classmethod
-    def of(cls, rows: Rows) -> "Preferences":
-        """How these rows are read. Without a prompt, what the two answers begin with alike is it."""
-        rows.require(cls.REQUIRED)
-        return cls(COLUMNS if "prompt" in rows.columns else ANSWERS, isinstance(rows.example["chosen"], list))
-
-    @property
-    def features(self) -> Features:
-        return Features(dict.fromkeys(COLUMNS, _MESSAGES if self.is_chat else Value("string")))
-
-    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        values = super().read(row)
-        return values if "prompt" in values else _with_prompt(values["chosen"], values["rejected"])
+def _given(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
+    check = _chat if form.is_chat else text_of
+    return {column: check(row[column], column) for column in form.columns if column in form.gives}
 
 
-class Judged(Answers):
-    """A prompt, a completion, and whether it is good."""
-
-    REQUIRED = ("prompt", "completion", "label")
-    SHOWN = ("prompt", "completion")
-
-    @classmethod
-    def of(cls, rows: Rows) -> "Judged":
-        made = super().of(rows)
-        return cls(made.columns, made.is_chat, Features({"label": Value("bool")}))
-
-    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(label := row.get("label"), bool):
-            raise BadRow(f"column 'label' holds {label!r}, expected true or false")
-        return {**super().read(row), "label": label}
+def _chat(turns: Any, column: str) -> list[Message]:
+    messages = chat_in(turns, column)
+    for number, message in enumerate(messages, start=1):
+        if message.get("tool_calls"):
+            raise BadRow(f"message {number} of column {column!r} calls tools, which is not supported")
+        if not isinstance(message["content"], str):
+            raise BadRow(f"message {number} of column {column!r} has a content of blocks, expected a text")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-class Prompts(Answers):
-    """A prompt; the model generates the answers. Other columns come to the functions that judge them."""
-
-    REQUIRED = SHOWN = ("prompt",)
-
-    @classmethod
-    def of(cls, rows: Rows) -> "Prompts":
-        made = super().of(rows)
-        return cls(made.columns, made.is_chat, _features_beside(rows, "prompt"))
-
-    def read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        values = super().read(row)
-        for name, feature in self.others.items():
-            values[name] = row.get(name)
-            if not _fits(values[name], feature):
-                raise BadRow(f"column {name!r} holds a {type(values[name]).__name__}, other rows something else")
-        return values
+def _preference(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
+    values = _given(form, row)
+    return values if "prompt" in values else _with_prompt(values["chosen"], values["rejected"])
 
 
-def format_of(formats: tuple[type[Answers], ...], rows: Rows) -> Answers:
-    """How rows are read: by the first of several formats all of whose columns they have."""
-    for kind in formats:
-        if set(kind.REQUIRED) <= set(rows.columns):
-            return kind.of(rows)
+def _judged(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(label := row["label"], bool):
+        raise BadRow(f"column 'label' holds {label!r}, expected true or false")
+    return {**_given(form, row), "label": label}
+
+
+def _asked(form: Answers, row: dict[str, Any]) -> dict[str, Any]:
+    values = _given(form, row)
+    for name, feature in form.others.items():
+        values[name] = row.get(name)
+        if not _fits(values[name], feature):
+            raise BadRow(f"column {name!r} holds a {type(values[name]).__name__}, other rows something else")
+    return values
+
+
+PREFERENCES = Answers("preferences", ANSWERS, COLUMNS, _preference, asks=("prompt", "chosen"))
+_PAIR, _LABEL = ("prompt", "completion"), Features({"label": Value("bool")})
+JUDGED = Answers("judged", (*_PAIR, *_LABEL), _PAIR, _judged, asks=_PAIR, others=_LABEL)
+PROMPTS = Answers("prompts", ("prompt",), ("prompt",), _asked, asks=("prompt",))
+
+
+def format_of(formats: Sequence[Answers], rows: Rows) -> Answers:
+    """How rows are read: by the first of several formats all of whose columns they have. The first row says whether
+    they are chats. Raises [`DataError`] where a column is missing."""
     if len(formats) == 1:
-        return formats[0].of(rows)
-    expected = ", or ".join(" and ".join(kind.REQUIRED) for kind in formats)
-    raise DataError(f"{rows.source}: columns found {rows.columns}, expected {expected}; rename them")
+        rows.require(formats[0].columns)
+    form = next((each for each in formats if set(each.columns) <= set(rows.columns)), None)
+    if form is None:
+        expected = ", or ".join(" and ".join(each.columns) for each in formats)
+        raise DataError(f"{rows.source}: columns found {rows.columns}, expected {expected}; rename them")
+    if form is PREFERENCES and "prompt" in rows.columns:  # without one, what the two answers begin with alike is it
+        form = replace(form, columns=COLUMNS)
+    if form is PROMPTS:
+        form = replace(form, others=_features_beside(rows, "prompt"))
+    return replace(form, is_chat=isinstance(rows.example[form.asks[-1]], list))
 
 
 def _features_beside(rows: Rows, column: str) -> Features:
@@ -166,16 +144,6 @@ def _fits(value: Any, feature: Any) -> bool:
     except (ValueError, TypeError):
         return False
     return True
-
-
-def _chat(value: Any, column: str) -> list[dict[str, str]]:
-    messages = chat_in(value, column)
-    for number, message in enumerate(messages, start=1):
-        if message.get("tool_calls"):
-            raise BadRow(f"message {number} of column {column!r} calls tools, which is not supported")
-        if not isinstance(message["content"], str):
-            raise BadRow(f"message {number} of column {column!r} has a content of blocks, expected a text")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _with_prompt(chosen: str | list, rejected: str | list) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from trl import DatasetMixtureConfig, get_dataset
 from hf_zero.errors import ConfigError, DataError
 from hf_zero.recipes.artifacts import _shown, _without_folders, resolved_text
 from hf_zero.recipes.data.mixture import Mixture, MixtureArguments, check_mixture, load_each
-from hf_zero.recipes.data.preferences import Prompts
+from hf_zero.recipes.data.preferences import PROMPTS
 from hf_zero.recipes.settings import parse_settings
 from hf_zero.recipes.tasks import TASKS
 from hf_zero.recipes.trl_task import DataSource
@@ -184,7 +185,9 @@ def test_preferences_are_mixed_with_their_like(cache, language_models, tmp_path)
 
 
 def test_prompts_with_different_other_columns_are_not_mixed():
-    forms = {name: Prompts(("prompt",), False, Features({name: Value("string")})) for name in ("told", "asked")}
+    forms = {
+        name: replace(PROMPTS, is_chat=False, others=Features({name: Value("string")})) for name in ("told", "asked")
+    }
     sources = [DataSource(SimpleNamespace(source=name), form, None) for name, form in forms.items()]
     with pytest.raises(
         DataError, match="told has prompt, told, texts; asked has prompt, asked, texts; mix data sets of"
