@@ -73,6 +73,8 @@ def _came_of(world: str, outcomes: list[Outcome]) -> str:
             return str(steps)
     if "stage 1" == world and torch.equal(first, _wanted_without(world)):
         return "(0, 1, 2), of which rank 1 had none of 1"
+    if WORLDS[world].in_backward:
+        return "a part may stay updated, until whole steps were taken"
     return "the weights are of no unbroken run"
 
 
