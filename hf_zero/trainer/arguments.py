@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -143,6 +143,8 @@ class ZeroArgumentsMixin(_Arguments):
     zero_nonfinite: str = "stop"
     zero_save_fallback: str | None = None
 
+    _is_for_zero: ClassVar[bool] = False  # a trainer with ZeRO has been given them
+
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(ZeroArgumentsMixin)]
@@ -184,7 +186,17 @@ class ZeroArgumentsMixin(_Arguments):
 
     @property
     def place_model_on_device(self) -> bool:
-        """Always false, since the engine moves the shards and nothing moves the whole model."""
+        """Always false, since the engine moves the shards and nothing moves the whole model. Every trainer asks for it
+        when it is made.
+
+        Raises:
+            `ConfigError`: when it is asked for a trainer without ZeRO, which would leave the settings out.
+        """
+        if not self._is_for_zero:
+            raise ConfigError(
+                f"args: {type(self).__name__} has settings of ZeRO, and this trainer has none of it; use "
+                "hf_zero.ZeroTrainer, or give ZeroTrainerMixin before your trainer's class"
+            )
         return False
 
     def zero_config(self) -> ZeroConfig:

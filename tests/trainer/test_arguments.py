@@ -190,6 +190,13 @@ def test_arguments_without_a_stage_are_refused(tmp_path):
         ZeroTrainer(model=models.build("bert"), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
 
 
+def test_a_trainer_without_zero_refuses_arguments_with_it(tmp_path):
+    args = _arguments(tmp_path)
+    with pytest.raises(ConfigError, match=r"ZeroTrainingArguments has settings of ZeRO, .*; use hf_zero\.ZeroTrainer"):
+        Trainer(model=models.build("bert"), args=args)
+    assert ZeroTrainer(model=models.build("bert"), args=args).place_model_on_device is False
+
+
 def test_a_class_whose_own_way_to_save_would_not_be_called_is_refused(tmp_path):
     behind = type("Mine", (ZeroTrainerMixin, SavesMore), {})
     wanted = r"SavesMore\._save: would not be called, .* put it first: class Mine\(SavesMore, ZeroTrainer\)"

@@ -101,7 +101,6 @@ def test_configs_are_parsed_from_the_command_line(name, tmp_path):
         (args,) = parser(config).parse_args_into_dataclasses(flags)
         assert type(args) is config and (args.zero_stage, args.zero_bucket_mb) == (2, "3")
         assert args.bf16 and args.zero_config().compute_dtype is torch.bfloat16, "TRL's default"
-        assert not args.place_model_on_device
     (args,) = HfArgumentParser(config).parse_args_into_dataclasses([*flags, "--bf16", "false"])
     assert args.zero_config().compute_dtype is None
 
