@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -143,8 +143,6 @@ class ZeroArgumentsMixin(_Arguments):
     zero_nonfinite: str = "stop"
     zero_save_fallback: str | None = None
 
-    _is_for_zero: ClassVar[bool] = False  # a trainer with ZeRO has been given them
-
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(ZeroArgumentsMixin)]
@@ -185,19 +183,10 @@ class ZeroArgumentsMixin(_Arguments):
             )
 
     @property
-    def place_model_on_device(self) -> bool:
-        """Always false, since the engine moves the shards and nothing moves the whole model. Every trainer asks for it
-        when it is made.
-
-        Raises:
-            `ConfigError`: when it is asked for a trainer without ZeRO, which would leave the settings out.
-        """
-        if not self._is_for_zero:
-            raise ConfigError(
-                f"args: {type(self).__name__} has settings of ZeRO, and this trainer has none of it; use "
-                "hf_zero.ZeroTrainer, or give ZeroTrainerMixin before your trainer's class"
-            )
-        return False
+    def place_model_on_device(self) -> "_Refused":
+        """Refuses a trainer without ZeRO, which would leave the settings out: each asks whether this is true when it
+        is made. One with ZeRO does not, since the engine moves the shards and nothing moves the whole model."""
+        return _Refused(type(self).__name__)
 
     def zero_config(self) -> ZeroConfig:
         """Returns the engine's settings.
@@ -249,6 +238,19 @@ class ZeroArgumentsMixin(_Arguments):
                 "auto_find_batch_size: where one rank runs out of memory, the others wait for it within the step; "
                 "find the batch size in one process, or with hf-zero plan, and set it"
             )
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Raises [`ConfigError`] where a trainer without ZeRO asks whether it is true."""
+
+    arguments: str  # their class
+
+    def __bool__(self) -> bool:
+        raise ConfigError(
+            f"args: {self.arguments} has settings of ZeRO, and this trainer has none of it; use "
+            "hf_zero.ZeroTrainer, or give ZeroTrainerMixin before your trainer's class"
+        )
 
 
 # The fields of `ZeroConfig` that are settings of the same name, behind `zero_`.

@@ -99,7 +99,6 @@ class ZeroTrainerMixin(SavingMixin, RestoringMixin, LossMixin):
         if settings is None:
             settings = given["args"] = self._default_arguments(model)
         self._check_arguments(settings)
-        vars(settings)["_is_for_zero"] = True
         _refuse_replaced(type(self))
         self._refuse_loss(settings, given.get("compute_loss_func"))
         _check_schedule(type(self), given)

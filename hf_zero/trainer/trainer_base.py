@@ -23,6 +23,15 @@ class ZeroTrainerBase(_Trainer):
     leaves_model: bool = False
 
     @property
+    def place_model_on_device(self) -> bool:
+        """Always false, whatever `Trainer` sets: the engine moves the shards, and nothing moves the whole model."""
+        return False
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, value: object) -> None:
+        pass
+
+    @property
     def _engine(self) -> ZeroEngine:
         """The engine that holds the model, which must have been prepared before."""
         return require_engine(self.model)

@@ -1,6 +1,8 @@
 """What cannot work is refused before anything is loaded, with the nearest thing that does."""
 
 import dataclasses
+import inspect
+import pickle
 
 import pytest
 import torch
@@ -195,6 +197,16 @@ def test_a_trainer_without_zero_refuses_arguments_with_it(tmp_path):
     with pytest.raises(ConfigError, match=r"ZeroTrainingArguments has settings of ZeRO, .*; use hf_zero\.ZeroTrainer"):
         Trainer(model=models.build("bert"), args=args)
     assert ZeroTrainer(model=models.build("bert"), args=args).place_model_on_device is False
+    # which trainer they are given to counts, and not which had them before
+    for again in (args, dataclasses.replace(args), pickle.loads(pickle.dumps(args))):
+        with pytest.raises(ConfigError, match="has settings of ZeRO"):
+            Trainer(model=models.build("bert"), args=again)
+
+
+def test_arguments_that_no_trainer_has_seen_can_be_looked_at(tmp_path):
+    args = _arguments(tmp_path)
+    assert {"place_model_on_device", "zero_stage"} <= dict(inspect.getmembers(args)).keys()
+    assert hasattr(args, "place_model_on_device")
 
 
 def test_a_class_whose_own_way_to_save_would_not_be_called_is_refused(tmp_path):
