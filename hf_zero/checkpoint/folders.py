@@ -46,7 +46,7 @@ def take_name(staged: Path, destination: Path) -> None:
     """Gives a staged folder its name. A folder that has the name already is renamed, and stays until
     `remove_replaced`."""
     replaced = _replaced(destination)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_replaced(destination)
     if not destination.exists():
         os.rename(staged, destination)
         return
@@ -64,14 +64,20 @@ def take_name(staged: Path, destination: Path) -> None:
 
 
 def remove_replaced(destination: Path) -> None:
-    """Removes the folders that `take_name` has replaced."""
-    shutil.rmtree(_replaced(destination), ignore_errors=True)
+    """Removes the folder that `take_name` has replaced. What others have put there moves to the destination first."""
+    from hf_zero.checkpoint.others import keep_others  # which imports this module
+
+    replaced = _replaced(destination)
+    if replaced.is_symlink():
+        replaced.unlink(missing_ok=True)  # what it leads to keeps its own name
+    elif replaced.exists() and destination.exists() and keep_others(replaced, destination):
+        remove_folder(replaced)
 
 
 def restore_replaced(folder: Path) -> None:
     """Restores the names of folders that `take_name` had renamed when it was killed. Any rank may call it."""
     for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
-        destination = replaced.with_name(replaced.name.removeprefix(REPLACED_PREFIX))
+        destination = _destination(replaced)
         # Where locks do not work it is done all the same: a save that this disturbs fails, and nothing is lost.
         if not destination.exists() and _is_locked(replaced) is not True:
             with contextlib.suppress(OSError):  # another rank was faster
@@ -101,7 +107,7 @@ def remove_left_over(folder: Path) -> None:
             shutil.rmtree(staged, ignore_errors=True)
     for replaced in folder.glob(f"{REPLACED_PREFIX}*"):
         if _is_left_over(replaced, replaced):
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove_replaced(_destination(replaced))
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -191,6 +197,10 @@ def sync_all(folder: Path) -> None:
 
 def _replaced(destination: Path) -> Path:
     return destination.with_name(f"{REPLACED_PREFIX}{destination.name}")
+
+
+def _destination(replaced: Path) -> Path:
+    return replaced.with_name(replaced.name.removeprefix(REPLACED_PREFIX))
 
 
 def _is_left_over(folder: Path, lock: Path) -> bool:

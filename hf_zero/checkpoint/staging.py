@@ -25,7 +25,7 @@ from hf_zero.checkpoint.folders import (
 )
 from hf_zero.checkpoint.format import WeightFiles, crc_of_whole
 from hf_zero.checkpoint.replication import FilesystemGroups, replicate_files, replicate_ranges
-from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable, is_of_model
+from hf_zero.checkpoint.table import CARD_NAME, TABLE_NAME, Checksums, ChecksumTable
 from hf_zero.comm import Comm
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.errors import CheckpointError, NoRoomError, size_text
@@ -122,8 +122,8 @@ class Staged:
 
         Args:
             publish (`Callable`, *optional*): called by each place's writer with the temporary folder. By default that
-                takes the destination's name; what it replaces goes when this is on disk in every place. Files there
-                that no save has written stay.
+                takes the destination's name; what it replaces goes when this is on disk in every place, but for what
+                others have put there.
             after (`Callable`, *optional*): called by the same writers at the end.
         """
         with self._or_discard():
@@ -133,8 +133,6 @@ class Staged:
         def act():
             ChecksumTable.of_folder(self.path, self._checksums).write(self.path)
             sync_all(self.path)
-            if publish is None:
-                _keep_others(self.destination, self.path)
             (publish or partial(take_name, destination=self.destination))(self.path)
             sync_path(self.root.parent)
 
@@ -231,26 +229,6 @@ def move_into(source: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
     for path in source.iterdir():
         move_into(path, target / path.name)
-
-
-def _keep_others(former: Path, staged: Path) -> None:
-    """Takes over from the folder that is replaced what somebody else has put there, and nothing of a former save. It
-    is not in the table."""
-    if not former.is_dir():
-        return
-    try:
-        table = ChecksumTable.read(former)
-    except CheckpointError:  # nobody knows what was saved there
-        return
-    found = [str(path.relative_to(former)) for path in former.rglob("*") if path.is_file()]
-    if table is None and any(map(is_of_model, found)):  # another program's checkpoint, or one that was broken off
-        return
-    for name in found:
-        if name != TABLE_NAME and (table is None or name not in table.files) and not (staged / name).exists():
-            (staged / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(former / name, staged / name)
-            sync_path(staged / name)
-            sync_path((staged / name).parent)
 
 
 @contextmanager

@@ -183,10 +183,10 @@ class ZeroArgumentsMixin(_Arguments):
             )
 
     @property
-    def place_model_on_device(self) -> "_Refused":
+    def place_model_on_device(self) -> "_OnlyForZero":
         """Refuses a trainer without ZeRO, which would leave the settings out: each asks whether this is true when it
         is made. One with ZeRO does not, since the engine moves the shards and nothing moves the whole model."""
-        return _Refused(type(self).__name__)
+        return _OnlyForZero(type(self).__name__)
 
     def zero_config(self) -> ZeroConfig:
         """Returns the engine's settings.
@@ -241,7 +241,7 @@ class ZeroArgumentsMixin(_Arguments):
 
 
 @dataclass(frozen=True)
-class _Refused:
+class _OnlyForZero:
     """Raises [`ConfigError`] where a trainer without ZeRO asks whether it is true."""
 
     arguments: str  # their class

@@ -24,7 +24,7 @@ from hf_zero.checkpoint import (
 from hf_zero.checkpoint.files import OpenFiles
 from hf_zero.checkpoint.manifest import check_checksums
 from hf_zero.checkpoint.replication import FilesystemGroups
-from hf_zero.checkpoint.table import ChecksumTable
+from hf_zero.checkpoint.table import TABLE_NAME, ChecksumTable
 from hf_zero.errors import CheckpointError
 from tests.checkpoint import models
 from tests.checkpoint.fakes import FakeEngine, FakeOptimizer, expected_moment, run_ranks, world_of_one
@@ -88,6 +88,76 @@ def test_a_save_replaces_what_was_saved_under_its_name_and_leaves_what_others_ha
         check_checkpoint(folder)
         assert not set(others) & set(ChecksumTable.read(folder).files)
     assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_links_and_empty_folders_of_others_stay_what_they_are_and_nothing_of_theirs_is_copied(tmp_path):
+    folder = tmp_path / "checkpoint-1"
+    save(world_of_one(), tmp_path)
+    (folder / "runs" / "empty").mkdir(parents=True)
+    (folder / "zero" / "mine.gguf").write_text("large")
+    links = {"to_file": "zero/mine.gguf", "to_folder": "runs", "dangling": "nowhere"}
+    for name, to in links.items():
+        (folder / name).symlink_to(to)
+    number = (folder / "zero" / "mine.gguf").stat().st_ino
+    save(world_of_one(), tmp_path)
+    assert {name: os.readlink(folder / name) for name in links} == links
+    assert (folder / "runs" / "empty").is_dir()
+    assert (folder / "zero" / "mine.gguf").stat().st_ino == number
+    check_checkpoint(folder)
+
+
+def test_what_others_have_put_where_a_save_writes_fails_no_save_and_stays_beside_it(tmp_path, caplog):
+    save(world_of_one(), tmp_path)
+    folder = tmp_path / "checkpoint-1"
+    for each, aside in enumerate(("_others-checkpoint-1", "_others-checkpoint-1-2")):
+        (folder / "config.json").unlink()
+        (folder / "config.json").mkdir()
+        for name in ("config.json/mine.txt", "also_mine.txt", ".hidden"):
+            (folder / name).write_text(f"{name} {each}")
+        save(world_of_one(), tmp_path)
+        assert content_of(tmp_path / aside) == {"config.json/mine.txt": f"config.json/mine.txt {each}".encode()}
+        assert (folder / "also_mine.txt").read_text() == f"also_mine.txt {each}"
+        assert "saved, but config.json (the save has one of that name) could not be moved there" in caplog.text
+        assert f"and is in {tmp_path / aside};" in caplog.text
+        check_checkpoint(folder)
+
+
+@pytest.mark.parametrize("when", ["before they move", "while the rest is removed"])
+def test_a_kill_loses_nothing_of_others_and_leaves_nothing_of_the_former_save(tmp_path, monkeypatch, when):
+    save(world_of_one(), tmp_path)
+    folder = tmp_path / "checkpoint-1"
+    (folder / "mine.txt").write_text("mine")
+    checkpoint = begin(tmp_path)
+    with monkeypatch.context() as patch:
+
+        def killed(path, **_):
+            if path.name.startswith("_replaced-") or path.name.startswith("_removing-") and path.exists():
+                (path / TABLE_NAME).unlink()
+                raise KeyboardInterrupt
+
+        if when == "before they move":
+            patch.setattr(
+                "hf_zero.checkpoint.staging.remove_replaced", lambda path: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
+        else:
+            patch.setattr(folders.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.finish()
+    expected = {*content_of(folder), "mine.txt"}
+    folders.remove_left_over(tmp_path)
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+    assert set(content_of(folder)) == expected
+    check_checkpoint(folder)
+
+
+def test_a_link_is_replaced_by_a_checkpoint_and_what_it_led_to_stays(tmp_path):
+    save(world_of_one(), tmp_path / "elsewhere")
+    before = content_of(tmp_path / "elsewhere")
+    (tmp_path / "checkpoint-1").symlink_to("elsewhere/checkpoint-1")
+    for _ in range(2):
+        save(world_of_one(), tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "elsewhere"]
+    assert not (tmp_path / "checkpoint-1").is_symlink() and content_of(tmp_path / "elsewhere") == before
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors", "pytorch_model.bin"])

@@ -117,7 +117,15 @@ def test_what_was_to_be_replaced_gets_its_name_back_when_the_new_one_cannot_have
     assert tree(tmp_path) == ["final", "final/final", "staged", "staged/staged"]
     folders.take_name(new, old)
     folders.remove_replaced(old)
-    assert tree(tmp_path) == ["final", "final/staged"]
+    assert tree(tmp_path) == ["final", "final/final", "final/staged"], "no save has written the former"
+
+
+def test_the_record_of_a_state_that_was_replaced_is_no_file_of_others(tmp_path):
+    for name in ("zero", "_replaced-zero"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(name)
+    folders.remove_replaced(tmp_path / "zero")
+    assert tree(tmp_path) == ["zero", "zero/manifest.json"]
 
 
 def test_the_names_of_new_folders_are_on_disk(tmp_path, monkeypatch):
