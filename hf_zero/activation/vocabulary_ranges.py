@@ -16,6 +16,10 @@ Steps = tuple[Callable[[Tensor], Tensor], ...]
 # What else a pass over the logits can give of each token, in the order of the results.
 STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
+# Its `exp` is 0 in fp32. The logarithm of a probability is this at least where the two are multiplied: a word may be
+# masked by minus infinity, whose product with 0 is no number.
+LEAST = -1000.0
+
 
 @dataclass(frozen=True)
 class Ranges:
@@ -95,7 +99,8 @@ class _Sums:
 
     def __init__(self, hidden: Tensor, targets: Tensor, wanted: tuple[str, ...]):
         self._targets, self._wanted = targets, wanted
-        self.largest = hidden.new_full(targets.shape, -torch.inf, dtype=torch.float32)
+        lowest = torch.finfo(torch.float32).min  # finite: of a range where all words are masked, too, it is taken off
+        self.largest = hidden.new_full(targets.shape, lowest, dtype=torch.float32)
         self.summed, self.chosen = torch.zeros_like(self.largest), torch.zeros_like(self.largest)
         # the sums of (logit - largest) * exp(logit - largest), of the squares of these exp, and of the logits
         self._weighted, self._squared, self._total = (torch.zeros_like(self.largest) for _ in range(3))
@@ -111,13 +116,12 @@ class _Sums:
         if "is_top1" in self._wanted:
             self._top = torch.where(top > before, logits.argmax(1).add_(rows.start), self._top)
         self.largest = torch.maximum(before, top)
-        change = before - self.largest  # minus infinity at first, when there is nothing to rescale
-        scale = change.exp()
+        change = before - self.largest
+        scale = change.exp()  # 0 at first, when there is nothing to rescale
         logits.sub_(self.largest[:, None])
         if "entropy" in self._wanted:
-            finite = change.clamp_min(torch.finfo(change.dtype).min)
-            exps = logits.exp()
-            self._weighted.add_(self.summed * finite).mul_(scale).add_(logits.mul_(exps).sum(1))
+            exps = logits.clamp_min_(LEAST).exp()
+            self._weighted.add_(self.summed * change.clamp_min_(LEAST)).mul_(scale).add_(logits.mul_(exps).sum(1))
         else:
             exps = logits.exp_()
         self.summed.mul_(scale).add_(exps.sum(1))
@@ -198,7 +202,7 @@ def _grad_logits(
         grads.exp_().mul_(grad[:, None])
     else:
         grad_entropy, entropy = (each[:, None] for each in of_entropy)
-        grads = grads.exp().mul_(grads.add_(entropy).mul_(-grad_entropy).add_(grad[:, None]))
+        grads = grads.exp().mul_(grads.clamp_min_(LEAST).add_(entropy).mul_(-grad_entropy).add_(grad[:, None]))
     place, is_here = _place_in(targets, rows)
     grads.scatter_add_(1, place[:, None], torch.where(is_here, -grad, 0.0)[:, None])
     if not steps:
