@@ -1,6 +1,7 @@
 """What TRL's trainers hold beside model and optimizer, and would lose when a run goes on from a checkpoint."""
 
 import io
+import json
 import logging
 from collections import deque
 from collections.abc import Mapping
@@ -10,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl import SyncRefModelCallback
+from trl import DistillationTrainer, GRPOTrainer, RLOOTrainer, SyncRefModelCallback
 from trl.trainer.utils import RepeatSampler
 
 from hf_zero.checkpoint import Manifest, save_pretrained
 from hf_zero.checkpoint.adapters import load_model
-from hf_zero.checkpoint.foreign.trusted import load_small
+from hf_zero.checkpoint.foreign.trusted import load_archive
 from hf_zero.checkpoint.manifest import STATE_FOLDER, manifest_path
 from hf_zero.comm.agreement import collect_from_all_ranks, run_on_all_ranks
 from hf_zero.engine import require_engine
@@ -40,8 +41,9 @@ class ResumingTrlMixin(ZeroTrainerMixin):
         return facts
 
     def _generation(self) -> dict[str, int] | None:
-        """Returns what must be as it was for answers to be used further; `None` for trainers that generate none."""
-        if not hasattr(self, "_buffered_inputs"):
+        """Returns what must be as it was for answers to be used further; `None` for trainers that generate none,
+        or keep answers in another way."""
+        if not isinstance(self, (DistillationTrainer, GRPOTrainer, RLOOTrainer)):
             return None
         args: Any = self.args
         steps = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)
@@ -84,10 +86,29 @@ class ResumingTrlMixin(ZeroTrainerMixin):
 
     def _save_generated(self, path: Path) -> None:
         # prompts with images are no plain values; they are logged again with the next answers
-        logs = {} if getattr(self, "_is_vlm", False) else _plain(self._logs)
+        logs = {} if getattr(self, "_is_vlm", False) else self._logs
+        text = json.dumps(logs, default=_plain, skipkeys=True)  # a column of the user's may hold anything
         buffer = io.BytesIO()  # torch's own writer says of a full disk only that it failed
-        torch.save({"inputs": self._buffered_inputs, "logs": logs}, buffer)
+        torch.save({"inputs": self._buffered_inputs, "logs": text}, buffer)
         path.write_bytes(buffer.getvalue())
+
+    def _read_generated(self, path: Path) -> str | None:
+        """Takes back what `_save_generated` wrote, on all ranks or on none. Returns why not."""
+        saved: list = []
+
+        def read() -> str | None:
+            try:
+                content = load_archive(path, self.accelerator.device)
+                saved.extend((content["inputs"], json.loads(content["logs"])))
+            except Exception as error:  # whatever it is: the answers can be generated anew
+                return str(error)
+            return None
+
+        problems = collect_from_all_ranks(self._engine.comm, f"reading {path}", read)
+        if not any(problems):
+            self._buffered_inputs, logs = saved
+            _refill(self._logs, logs)
+        return next(filter(None, problems), None)
 
     def _go_on_with_generated(self, checkpoint: str, step: int, before: dict[str, int]) -> None:
         """Goes on in the middle of the steps that share answers, with the same answers where ranks and batches are the
@@ -97,16 +118,14 @@ class ResumingTrlMixin(ZeroTrainerMixin):
             self._step = step
         if step % before["every"] == 0:
             return
+        problem: str | None = f"was saved with {before}, and now there are {now}"
         if now == before:
             path = Path(checkpoint, STATE_FOLDER, GENERATED.format(self.args.process_index))
-            saved = run_on_all_ranks(self._engine.comm, f"reading {path}", lambda: load_small(path))
-            self._buffered_inputs = saved["inputs"]
-            _refill(self._logs, saved["logs"])
-        elif self.args.should_log:
+            problem = self._read_generated(path)
+        if problem is not None and self.args.should_log:
             logger.warning(
-                "%s: was saved between steps that share answers, with %s and now %s; new answers are generated for "
-                "those that are left",
-                *(checkpoint, before, now),
+                "%s: %s; it was saved between steps that share answers, and new ones are generated for those left",
+                *(checkpoint, problem),
             )
 
     def _get_train_sampler(self, *args, **kwargs):
@@ -125,10 +144,10 @@ def _go_to_epoch(sampler: RepeatSampler, epoch: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns logged rows as dictionaries and lists, which are read without running code."""
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (deque, list, tuple)) else value
+    """Returns what JSON has no word for as lists, numbers or text."""
+    if isinstance(value, deque):
+        return list(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _refill(logs: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -75,6 +75,19 @@ def load_small(path: Path) -> Any:
         raise _readable(path, error) from error
 
 
+def load_archive(path: Path, device: torch.device) -> Any:
+    """Loads a file of `torch.save` of any size, its tensors onto a device. Raises as `load_mapped`, and where it does
+    not agree with its own checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            _ignore_absent_checksums(archive)
+            if (damaged := archive.testzip()) is not None:
+                raise CheckpointError(f"{path}: {damaged} in it is damaged; copy it again")
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        raise _readable(path, error) from error
+
+
 def check_archive(path: Path) -> None:
     """Checks that a file is a small one of `torch.save`, agrees with its own checksums, and does not claim more bytes
     than it has. Nothing is loaded. Raises [`CheckpointError`] where it is empty, cut off, damaged, too large,
@@ -88,9 +101,7 @@ def check_archive(path: Path) -> None:
             held = sum(member.file_size for member in members)
             if held > nbytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
                 raise CheckpointError(f"{path}: unpacks to {held} bytes, more than it has; copy it again")
-            for member in members:
-                crc: Any = member.CRC or None  # torch can be told to write none, which is not to be compared
-                member.CRC = crc
+            _ignore_absent_checksums(archive)
             contents = [(member.filename, archive.read(member)) for member in members]
     except CheckpointError:
         raise
@@ -99,6 +110,12 @@ def check_archive(path: Path) -> None:
     # torch lets a file make a bytearray of any size
     if any(name.endswith(".pkl") and b"bytearray" in content for name, content in contents):
         raise CheckpointError(f"{path}: names bytearray, which is none of what such a file holds; copy it again")
+
+
+def _ignore_absent_checksums(archive: zipfile.ZipFile) -> None:
+    for member in archive.infolist():
+        crc: Any = member.CRC or None  # torch can be told to write none, which is not to be compared
+        member.CRC = crc
 
 
 def load_bytes(data: bytes, subject: str) -> Any:
