@@ -83,7 +83,8 @@ def load_archive(path: Path, device: torch.device) -> Any:
             _ignore_absent_checksums(archive)
             if (damaged := archive.testzip()) is not None:
                 raise CheckpointError(f"{path}: {damaged} in it is damaged; copy it again")
-        return torch.load(path, map_location=device, weights_only=True)
+        location = "cpu" if device.type == "cpu" else device  # torch.load knows no cpu:0, as accelerate calls it
+        return torch.load(path, map_location=location, weights_only=True)
     except Exception as error:
         raise _readable(path, error) from error
 
