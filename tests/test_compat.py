@@ -21,7 +21,7 @@ from hf_zero.trainer.hub import PushMixin
 from hf_zero.trainer.restoring import RestoringMixin
 from hf_zero.trainer.saving import SavingMixin
 from hf_zero.trainer.trainer import ZeroTrainerMixin
-from hf_zero.trl import ZeroTrlTrainerMixin, mixin
+from hf_zero.trl import ZeroTrlTrainerMixin, mixin, resuming
 from tests.trainer.harness import reset_accelerate
 
 
@@ -35,6 +35,7 @@ OVERRIDING = [
     (RestoringMixin, Trainer, restoring.OVERRIDES),
     (SavingMixin, Trainer, saving.OVERRIDES),
     (ZeroAccelerator, Accelerator, accelerator.OVERRIDES),
+    (resuming.ResumingTrlMixin, DPOTrainer, resuming.OVERRIDES),
     (ZeroTrlTrainerMixin, DPOTrainer, (*mixin.OVERRIDES, "create_model_card")),
 ]
 

@@ -32,11 +32,12 @@ from hf_zero.engine.access import unit_of
 from hf_zero.errors import ConfigError
 from hf_zero.trainer import ZeroArgumentsMixin, ZeroTrainerMixin
 from hf_zero.trl import fused_head as fused_head  # takes the place of the function in TRL
+from hf_zero.trl import resuming
 from hf_zero.trl.constructor_patches import fit_for_lazy_loading
 from hf_zero.trl.resuming import ResumingTrlMixin
 
 
-OVERRIDES = ("add_callback", "_precompute_ref_logps", "_get_train_sampler")
+OVERRIDES = ("add_callback", "_precompute_ref_logps")
 
 
 @dataclass
@@ -150,6 +151,7 @@ class ZeroTrlTrainerMixin(ResumingTrlMixin):
         super().create_model_card(model_name=model_name, tags=[*tags, *self._tag_names], **facts)
 
 
+check_overrides(ResumingTrlMixin, DPOTrainer, resuming.OVERRIDES)
 check_overrides(ZeroTrlTrainerMixin, DPOTrainer, OVERRIDES)  # of these trainers it overrides most
 check_overrides(ZeroTrlTrainerMixin, GRPOTrainer, ("_generate",))
 check_overrides(ZeroTrlTrainerMixin, DPOTrainer, ("create_model_card",), hands_on=False)  # facts are for Trainer
