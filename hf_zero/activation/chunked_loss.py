@@ -75,13 +75,14 @@ class ChunkedLoss(Uncopyable):
 
     Attributes:
         is_active (`bool`): set it to `False` while logits are wanted.
+        is_auto (`bool`): as it was given.
     """
 
     def __init__(self, engine: ZeroEngine, head: nn.Linear, owners: list[nn.Module], is_auto: bool):
         self.is_active = True
         self._engine = engine
         self._head = head
-        self._is_auto = is_auto
+        self.is_auto = is_auto
         self._outermost = owners[0] if owners else None
         self._depth = 0  # how many forwards with labels are under way
         self._wanted: tuple[DeferredLogits, Tensor] | None = None  # what the head is to compute the loss of
@@ -127,7 +128,7 @@ class ChunkedLoss(Uncopyable):
 
     def _is_worth_it(self, hidden: Tensor) -> bool:
         nbytes = hidden.shape[:-1].numel() * self._head.out_features * 4
-        return not self._is_auto or nbytes > max(self._max_nbytes, self._chunk_nbytes)
+        return not self.is_auto or nbytes > max(self._max_nbytes, self._chunk_nbytes)
 
     def _is_served(self, hidden: Tensor) -> bool:
         """Whether the head's output can be deferred; what stands in the way is told."""
@@ -210,7 +211,7 @@ class ChunkedLoss(Uncopyable):
     def _tell(self, reason: str) -> None:
         """Refuses what needs the logits, or says once that they are computed."""
         text = f"chunked_loss: {type(self._engine.model).__name__} does more with its logits than the loss: {reason}"
-        if not self._is_auto:
+        if not self.is_auto:
             raise UnsupportedError(f"{text}; leave chunked_loss out")
         if not self._is_told:
             self._is_told = True

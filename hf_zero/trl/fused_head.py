@@ -36,7 +36,10 @@ class _Function:
         *others: Any,
     ) -> tuple[Tensor | None, ...]:
         chunked = of_weight(weight)
-        if chunked is None or others or not chunked.takes(weight, hidden) or not set(outputs) <= set(_OUTPUTS):
+        is_ours = chunked is not None and not others and set(outputs) <= set(_OUTPUTS)
+        # "auto" leaves a device that has TRL's kernels to them: which takes longer was not measured there
+        is_left = is_ours and chunked.is_auto and utils._use_triton(hidden.device)
+        if not is_ours or is_left or not chunked.takes(weight, hidden):
             given = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs, *others)
             return ChunkedLogProbFunction.apply(hidden, weight, bias, targets, *given)
         steps = _steps(logit_scale, final_logit_softcapping, temperature)
@@ -56,5 +59,5 @@ def _steps(scale: float, softcap: float | None, temperature: float) -> Steps:
     return (Tensor.float, *changes) if changes else ()
 
 
-if hasattr(utils, "_ChunkedLogProbFunction"):  # a private name of TRL
+if hasattr(utils, "_ChunkedLogProbFunction") and hasattr(utils, "_use_triton"):  # private names of TRL
     utils._ChunkedLogProbFunction = _Function

@@ -227,7 +227,7 @@ def test_what_needs_its_logits_gets_them_or_is_refused(caplog):
         for _ in range(2):
             assert torch.equal(model(**_batch()).loss, plain)
     assert [record.message.count("__add__") for record in caplog.records] == [1]
-    chunked_loss_of(model)._is_auto = False
+    chunked_loss_of(model).is_auto = False
     with pytest.raises(UnsupportedError, match="does more with its logits than the loss"):
         model(**_batch())
 
@@ -238,7 +238,7 @@ def test_hooks_on_the_head_see_logits():
     model.lm_head.register_forward_hook(lambda _module, _args, output: seen.append(output.shape))
     with pytest.raises(UnsupportedError, match="a hook on its head"):
         model(**_batch())
-    chunked_loss_of(model)._is_auto, chunked_loss_of(model)._max_nbytes = True, 0
+    chunked_loss_of(model).is_auto, chunked_loss_of(model)._max_nbytes = True, 0
     model(**_batch())
     assert seen == [(2, 17, 203)]
     model = _made("llama")

@@ -7,8 +7,8 @@ import torch
 pytest.importorskip("trl")
 
 import hf_zero
-from hf_zero.activation import chunked_loss, vocabulary_ranges
-from hf_zero.trl.fused_head import add_fused_lm_head
+from hf_zero.activation import chunked_loss, chunked_loss_of, vocabulary_ranges
+from hf_zero.trl.fused_head import add_fused_lm_head, utils
 from tests.activation.test_chunked_loss import SIZES, _batch, _made
 from tests.tensor_meter import TensorMeter
 from tests.tiers import more
@@ -81,6 +81,18 @@ def test_memory_is_that_of_two_ranges(monkeypatch, count):
         peaks[mode] = span.peak_nbytes - span.start_nbytes
     logits = vocab * tokens * 4
     assert count and peaks["off"] - peaks["auto"] > (3 - 2 / 8) * logits * 0.98
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_a_device_with_kernels_of_trl_is_left_to_them_unless_told(monkeypatch, count, mode):
+    model = _made("llama")
+    add_fused_lm_head(model)
+    hf_zero.shard(model, stage=3, chunked_loss=mode)
+    chunked_loss_of(model)._max_nbytes = 0
+    monkeypatch.setattr(chunked_loss, "CPU_NBYTES", 1024)
+    monkeypatch.setattr(utils, "_use_triton", lambda device: True)
+    assert model(**_batch(), fused_lm_head=True).loss > 0
+    assert bool(count) is (mode == "on")
 
 
 def test_small_logits_and_a_model_without_settings_are_left_to_trl(count):
