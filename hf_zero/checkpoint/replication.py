@@ -81,15 +81,17 @@ def replicate_ranges(
     run_on_all_ranks(comm, subject, lambda: reraise(failures[0] if failures else None))
 
 
-def replicate_files(comm: Comm, subject: str, groups: FilesystemGroups, folder: Path, known: set[str]) -> None:
-    """Copies small files, but for those that all groups have, to every folder that lacks them. Collective."""
+def replicate_files(comm: Comm, subject: str, groups: FilesystemGroups, folder: Path) -> None:
+    """Copies small files to every folder that lacks them; what all have is not read. Collective."""
 
-    def read() -> dict[str, bytes]:
-        paths = [path for path in folder.rglob("*") if path.is_file()] if groups.is_writer else []
-        names = {str(path.relative_to(folder)): path for path in paths}
-        return {name: path.read_bytes() for name, path in names.items() if name not in known}
+    def look() -> set[str]:
+        found = folder.rglob("*") if groups.is_writer else ()
+        return {str(path.relative_to(folder)) for path in found if path.is_file()}
 
-    everyones = collect_from_all_ranks(comm, subject, read)
+    names = collect_from_all_ranks(comm, subject, look)
+    everywhere = set.intersection(*(names[rank] for rank in groups.writers))
+    own = names[comm.rank] - everywhere
+    everyones = collect_from_all_ranks(comm, subject, lambda: {name: (folder / name).read_bytes() for name in own})
 
     def write():
         content = {name: data for found in reversed(everyones) for name, data in found.items()}

@@ -61,8 +61,7 @@ class Staged:
         self.destination = destination
         self.root = root
         self.path = root / destination.name
-        self._names: set[str] = set()  # of the safetensors files, relative to `path`
-        self._checksums: Checksums = {}  # of those that were written, by the same paths
+        self._checksums: Checksums = {}  # of the safetensors files that were written, by their paths in `path`
         self._lock: int | None = None  # marks `root` as in use, on a writer until the end
         self.groups = groups
         self._subject = f"saving to {destination}"
@@ -80,7 +79,6 @@ class Staged:
         run_on_all_ranks(comm, subject, lambda: make_folder(parent))
         root = parent / comm.broadcast_object(f"{STAGED_PREFIX}{secrets.token_hex(4)}")
         staged = cls(comm, destination, root, FilesystemGroups.find(comm, parent))
-        staged._names = {os.path.join(part.subfolder, name) for part in parts for name in part.files.layouts}
         staged._on_writers(lambda: staged._reserve(parts))
         return staged
 
@@ -128,7 +126,7 @@ class Staged:
         """
         with self._or_discard():
             if not self.groups.is_one:
-                replicate_files(self.comm, self._subject, self.groups, self.path, self._names)
+                replicate_files(self.comm, self._subject, self.groups, self.path)
 
         def act():
             ChecksumTable.of_folder(self.path, self._checksums).write(self.path)
