@@ -36,10 +36,14 @@ class _Function:
         *others: Any,
     ) -> tuple[Tensor | None, ...]:
         chunked = of_weight(weight)
-        is_ours = chunked is not None and not others and set(outputs) <= set(_OUTPUTS)
+        is_ours = not others and set(outputs) <= set(_OUTPUTS)
         # "auto" leaves a device that has TRL's kernels to them: which takes longer was not measured there
-        is_left = is_ours and chunked.is_auto and utils._use_triton(hidden.device)
-        if not is_ours or is_left or not chunked.takes(weight, hidden):
+        if (
+            chunked is None
+            or not is_ours
+            or (chunked.is_auto and utils._use_triton(hidden.device))
+            or not chunked.takes(weight, hidden)
+        ):
             given = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs, *others)
             return ChunkedLogProbFunction.apply(hidden, weight, bias, targets, *given)
         steps = _steps(logit_scale, final_logit_softcapping, temperature)
