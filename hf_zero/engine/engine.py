@@ -260,9 +260,9 @@ class ZeroEngine(ModelUnits):
         self._first_forwards.end()
         for updates in list(self.updates):
             updates.abandon()
+        self.schedule.drop(alone=not (self.has_broken_off or self.has_exchanged))
         for gradient in self.gradients():
             gradient.clear(zeroed)
-        self.schedule.drop()
 
     def take_writes(self) -> None:
         """Takes over, before an update, what user code has written to the parameters, see `writes`. All ranks call it.

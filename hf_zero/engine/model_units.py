@@ -148,6 +148,11 @@ class ModelUnits(Uncopyable):
         for unit in self.units:
             yield from unit.gradients
 
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether other ranks have a part of this rank's gradients since the last step, or may have."""
+        return any(each.is_reduced or each.is_spent or not each.is_reduced_once for each in self.gradients())
+
     def unshard_around(self, *, with_head: bool) -> None:
         """Makes the parameters of the root whole.
 

@@ -160,12 +160,16 @@ class Schedule:
         """Notes that the backward under way has ended."""
         self._rewound.clear()
 
-    def drop(self, *, in_step: bool = False) -> None:
+    def drop(self, *, in_step: bool = False, alone: bool = False) -> None:
         """Notes that the gradients of all backwards since the last step are dropped on this rank.
 
         Args:
             in_step (`bool`): since they were being reduced for the step, and that broke off.
+            alone (`bool`): on purpose, and no other rank has any of them: what comes now is all that this rank has
+                for the step, and the backwards are counted anew.
         """
+        if alone:
+            self.num_backwards = 0
         self.dropped = 2 * self.num_backwards + in_step
 
     def end_step(self) -> None:

@@ -5,6 +5,7 @@ import logging
 import random
 import tempfile
 from functools import cache
+from itertools import islice
 
 import pytest
 import torch
@@ -14,7 +15,17 @@ from hf_zero.checkpoint.state import load_state
 from hf_zero.errors import LifecycleError
 from tests import models
 from tests.distributed import run_ranks
-from tests.engine.interrupts import MUCH_PATIENCE_SECONDS, Break, Outcome, Phase, Policy, World, broken, unbroken
+from tests.engine.interrupts import (
+    MUCH_PATIENCE_SECONDS,
+    Break,
+    Outcome,
+    Phase,
+    Policy,
+    Trial,
+    World,
+    broken,
+    unbroken,
+)
 from tests.tiers import in_core
 from tests.training import Sharded, adamw
 
@@ -109,6 +120,27 @@ def test_a_step_that_one_rank_has_no_gradients_for_is_left_out_on_all(world, cap
     assert outcomes[1].where is not None
     assert _came_of(world, outcomes) == "(0, 2)"
     assert "rank 1 has dropped gradients" in caplog.text
+
+
+def _probes(trial: Trial, step: int, *_) -> None:
+    if trial.rank == 1:
+        for phase, batch in islice(trial.phases(step), 2):  # forward and backward
+            trial.do(phase, batch)
+        trial.optimizer.zero_grad()
+    trial.step(step)
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_rank_that_begins_a_step_anew_has_its_whole_gradients_in_it(breaks_off, caplog, monkeypatch):
+    """It drops those of a backward on purpose. In fp32 at stage 1 no other rank has a part of them."""
+    if not breaks_off:
+        monkeypatch.setattr(Trial, "broken_step", _probes)
+    at = Phase.BACKWARD, Policy.RETRY, "Schedule.end_backward"
+    with caplog.at_level(logging.WARNING):
+        outcomes, _ = broken(WORLDS["stage 1"], *at, on=1, patience_seconds=MUCH_PATIENCE_SECONDS)
+    assert (outcomes[1].where is not None) is breaks_off
+    assert _came_of("stage 1", outcomes) == "(0, 1, 2)"
+    assert "rank 1 has" not in caplog.text
 
 
 @pytest.mark.parametrize("world", in_core(("in backward 3",), ("in backward 2", "in backward 3")))
