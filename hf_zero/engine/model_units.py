@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -109,6 +109,7 @@ class ModelUnits(Uncopyable):
         self.late_checks = LateChecks(bus, reads_at_once=not self.runs_ahead)
         bus.synchronize_before_end(self)
         self.shares_buffers = True  # each step gives all ranks the first one's
+        self._shared_buffers = buffers.SharedBuffers(model, comm) if comm.num_ranks > 1 else None
         self._reducing: list[Pending] = []
         self.on_reduced: Callable[[Unit], None] | None = None  # called when a backward has a unit's average
         self.updates: weakref.WeakSet[Updates] = weakref.WeakSet()  # of the optimizers
@@ -121,12 +122,8 @@ class ModelUnits(Uncopyable):
 
     def share_buffers(self) -> None:
         """Gives all ranks the buffers of rank 0, as DDP does before the first forward of a step."""
-        if self.shares_buffers and self.comm.num_ranks > 1:
-            buffers.share(self._saved_buffers, self.comm)
-
-    @cached_property
-    def _saved_buffers(self) -> list[tuple[dict, str]]:
-        return buffers.saved(self.model)
+        if self.shares_buffers and self._shared_buffers is not None:
+            self._shared_buffers.share()
 
     @property
     def stage(self) -> int:
