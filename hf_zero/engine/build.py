@@ -177,7 +177,7 @@ def _assemble(model, config, comm, units, parts, placeholders, bus) -> ZeroEngin
         placeholders=placeholders,
         bus=bus,
     )
-    engine.registered += [Members(path, module) for path, module in model.named_modules()]
+    engine.members = Members(model)
     hooks.install(engine, owners)
     for unit in units:
         unit.end_use()  # the hooks hold parameters

@@ -1,5 +1,7 @@
 """What the modules of a model held when it was sharded; what is put there later would not be trained."""
 
+from collections.abc import Iterator
+from itertools import chain
 from operator import is_
 
 from torch import nn
@@ -9,37 +11,44 @@ from hf_zero.errors import LifecycleError
 
 
 class Members:
-    """The parameters and modules that a module holds by itself.
+    """The parameters and modules that the modules of a model hold.
 
     Args:
-        path (`str`): the module's name.
-        module (`nn.Module`): of a model that is being sharded.
+        model (`nn.Module`): one that is being sharded.
     """
 
-    def __init__(self, path: str, module: nn.Module):
-        self._path = path
-        self._module = module
-        self._trained = {key for key, p in module._parameters.items() if p is not None and p.requires_grad}
-        self._known = self._present()
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self._learn()
 
     def refuse_new(self) -> None:
         """Refuses parameters that came later, in place of others or beside them, alone or with a module. Those that
-        are frozen may come beside others.
+        are frozen may come beside others, as long as they are.
 
         Raises:
             `LifecycleError`: with the first one's name.
         """
-        present = self._present()
-        if len(present) == len(self._known) and all(map(is_, present, self._known)):
+        # each step comes here: no Python code runs for a module
+        if all(map(is_, self._present(), self._known)):
             return
-        for key, param in self._module.named_parameters():
-            if unit_of(param) is None and (param.requires_grad or key in self._trained):
-                name = f"{self._path}.{key}".lstrip(".")
+        has_frozen = False
+        for name, param in self._model.named_parameters(remove_duplicate=False):
+            if unit_of(param) is not None:
+                continue
+            if param.requires_grad or name in self._trained:
                 raise LifecycleError(
                     f"{name}: was put into the model, by itself or with its module, after the model was sharded, and "
                     "would not be trained; write into the parameter that is there, or put it there before sharding"
                 )
-        self._known = present
+            has_frozen = True
+        if not has_frozen:  # else it is looked at in each step, since it may be unfrozen
+            self._learn()
 
-    def _present(self) -> list[nn.Parameter | nn.Module | None]:
-        return [*self._module._parameters.values(), *self._module._modules.values()]
+    def _learn(self) -> None:
+        modules = self._model.modules()
+        self._held: list[dict] = [held for each in modules for held in (each._parameters, each._modules)]
+        self._known = list(self._present())
+
+    def _present(self) -> Iterator[nn.Parameter | nn.Module | None]:
+        return chain(chain.from_iterable(map(dict.values, self._held)), [self._model])  # which marks the end

@@ -118,7 +118,7 @@ class ModelUnits(Uncopyable):
         self.optimizer: weakref.ref[ShardedState] | None = None  # the last that was made; None before
         for unit in self.units:
             unit.finish_updates, unit.torn = self.finish_updates, self.torn
-        self.registered: list[Members] = []  # of all modules
+        self.members: Members | None = None  # until `build` is done, and after `unshard`
 
     def share_buffers(self) -> None:
         """Gives all ranks the buffers of rank 0, as DDP does before the first forward of a step."""

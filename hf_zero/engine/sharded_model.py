@@ -144,7 +144,7 @@ def _restore(engine: ZeroEngine) -> None:
         unit.slot = unit.gradient_slots = unit.disk_prefetcher = None
         for gradient in unit.gradients:
             gradient.give_up()
-    engine.registered.clear()
+    engine.members = None
     engine.units.clear()
     engine.blocks.clear()
     engine.modules.clear()

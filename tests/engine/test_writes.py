@@ -12,9 +12,11 @@ from hf_zero.engine import engine_of
 from hf_zero.engine.rest import DeviceShard
 from hf_zero.errors import LifecycleError
 from hf_zero.sharding.layout import bits_of
+from tests import models
 from tests.distributed import run_ranks
 from tests.engine.models import Block, Tower, inputs, loss_of
 from tests.engine.reference import ALL_STAGES, SETTINGS, build_seeded, sgd, weights_of
+from tests.training import Sharded, adamw
 
 
 LIMIT = 60.0
@@ -190,6 +192,19 @@ def _replaced():
 
 def test_a_parameter_that_is_put_in_place_of_another_is_refused():
     run_ranks(_replaced, 2, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_comes_frozen_is_refused_when_it_is_unfrozen(later):
+    subject = Sharded(models.build("mlp"), adamw, 2)
+    subject.model.beside = beside = nn.Sequential()
+    subject.optimizer.step()
+    beside.append(nn.Linear(2, 2).requires_grad_(not later))
+    if later:
+        subject.optimizer.step()
+        beside.requires_grad_(True)
+    with pytest.raises(LifecycleError, match="^beside.0.weight: was put into the model"):
+        subject.optimizer.step()
 
 
 def _assigned_while_away():
