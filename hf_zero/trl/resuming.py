@@ -25,7 +25,7 @@ from hf_zero.trainer import ZeroTrainerMixin
 
 logger = logging.getLogger(__name__)
 
-OVERRIDES = ("_get_train_sampler",)
+OVERRIDES = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_get_train_sampler")
 REFERENCE = "reference"  # the folder in `STATE_FOLDER` with the weights of a reference that follows the policy
 GENERATED = "generated_{}.pt"  # the file in it with what a rank has generated and not trained on to the end
 
