@@ -202,6 +202,9 @@ class _Group:
 
     def was_killed(self) -> bool:
         """Whether somebody has killed a rank, or the fork server and so all ranks, while they waited for a test."""
+        for connection, process in zip(self._connections, self._processes):
+            if connection.poll():  # closed: the fork server is about to tell how the rank has ended
+                process.join(_GRACE)
         return any(process.exitcode in (-signal.SIGKILL, _SERVER_GONE) for process in self._processes)
 
     def _answers(self, timeout: float) -> list[tuple]:
