@@ -4,7 +4,7 @@ import pickle
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_zero.comm.base import ONE_HOST_NBYTES, Bucket, Comm, Messages, Pending
 from hf_zero.comm.distributed import NativeComm
+from hf_zero.comm.groups import Average
 from hf_zero.errors import CommError
 
 
@@ -89,6 +90,7 @@ class _Loop:
         self._lock = threading.Lock()
         self._has_failed = False
         self._meetings: dict[str, _Meeting] = {}
+        self._parts: dict[tuple, _Loop] = {}  # by purpose and ranks
         self.messages: defaultdict[tuple, queue.Queue] = defaultdict(queue.Queue)
 
     def meeting(self, communicator: str) -> _Meeting:
@@ -98,6 +100,16 @@ class _Loop:
                 if self._has_failed:
                     self._meetings[communicator].abort()
             return self._meetings[communicator]
+
+    def part(self, purpose: str, members: tuple[int, ...]) -> "_Loop":
+        """Returns the loop of some of the ranks."""
+        with self._lock:
+            key = purpose, members
+            if key not in self._parts:
+                self._parts[key] = _Loop(len(members), self.timeout_seconds)
+                if self._has_failed:
+                    self._parts[key].abort()
+            return self._parts[key]
 
     def queue(self, communicator: str, source: int, target: int) -> queue.Queue:
         with self._lock:
@@ -124,6 +136,8 @@ class _Loop:
             self._has_failed = True
             for meeting in self._meetings.values():
                 meeting.abort()
+            for part in self._parts.values():
+                part.abort()
 
 
 class _Copies:
@@ -171,6 +185,37 @@ class LoopbackComm(NativeComm):
         self._stream = self._backend.Stream()
         self._streams = {way: self._backend.Stream() for way in ("gather", "reduce", "small")}
         self._buckets = [Bucket(bucket_nbytes, device) for _ in range(2)]
+
+    def part(self, purpose: str, members: Sequence[int]) -> Comm:
+        """Returns some of the ranks, this one among them, over connections of their own. Those call it alike."""
+        if len(members) == 1:
+            return Comm(self.device, self.timeout_seconds)
+        loop, rank, kind = self._loop.part(purpose, tuple(members)), members.index(self.rank), type(self)
+        found = kind(loop, rank, self.device, bucket_nbytes=self._buckets[0].nbytes, delay=self._delay)
+        found.counters.counted_by = self.counters
+        return found
+
+    def neighbours(self, size: int, purpose: str = "neighbours") -> Comm:
+        """Returns this rank's group of neighbours, as the function of that name does for the ranks of a launcher."""
+        first = self.rank // size * size
+        return self if size == self.num_ranks else self.part(purpose, range(first, first + size))
+
+    def connect_parts(self, *, shard_size: int | None = None, host_size: int | None = None) -> None:
+        """Divides the ranks into shard groups, and these into hosts, as `connect` does for the ranks of a launcher.
+
+        Args:
+            shard_size (`int`, *optional*): how many neighbours form a shard group; by default all.
+            host_size (`int`, *optional*): how many neighbours of a shard group play the ranks of a host; by default
+                all.
+        """
+        if shard_size is not None and shard_size < self.num_ranks:
+            shard_group = self.neighbours(shard_size, "shard")
+            alike = range(self.rank % shard_size, self.num_ranks, shard_size)
+            replicate_group = self.part("replicate", alike)
+            self.divide(shard_group, replicate_group, Average(shard_group, replicate_group))
+        group = self.shard_group
+        if host_size is not None and host_size < group.num_ranks and isinstance(group, LoopbackComm):
+            group.connect_host(group.neighbours(host_size, "host"))
 
     def exchange(self, sends: Messages, receives: Messages, *, what: str, verb: str = "exchange") -> Pending:
         def act(everyones: list[Messages]) -> None:

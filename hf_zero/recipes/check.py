@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from hf_zero.comm.distributed import LAUNCH_ORDER
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.recipes import env
 from hf_zero.recipes.launch import launch
 from hf_zero.recipes.metrics import read_log
 from hf_zero.recipes.page import Table, page_html
 from hf_zero.recipes.parser import option
-from hf_zero.recipes.probes import FAILED, OK, SKIPPED, Outcome, run_probes
+from hf_zero.recipes.probed_ranks import FAILED, OK, SKIPPED, Outcome
+from hf_zero.recipes.probes import run_probes
 from hf_zero.recipes.settings import launched_world_size
 from hf_zero.trainer.checks import check_output_dir
 
@@ -64,6 +66,7 @@ def run(arguments: Arguments) -> None:
         print(f"{where}; {facts.get('backend')}", flush=True)
     # a GPU's matrix products then take the same way each time; read when CUDA starts
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault(LAUNCH_ORDER, "1")  # groups of ranks have communicators of their own
     if launched:
         with _last_resort():
             outcomes = run_probes(device_type, None)

@@ -2,33 +2,25 @@
 
 import copy
 import json
-import os
 import shutil
-import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict
 from functools import partial
+from math import gcd
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_zero.activation.shard_model import shard_with
 from hf_zero.checkpoint import load_state, load_weights
 from hf_zero.checkpoint.save import save_checkpoint
-from hf_zero.comm import Comm, DistributedComm, connect
-from hf_zero.comm.distributed import NativeComm
-from hf_zero.comm.loopback import run_loopback
+from hf_zero.comm import Comm
 from hf_zero.config import ZeroConfig
-from hf_zero.engine.build import build
-from hf_zero.errors import HfZeroError
+from hf_zero.errors import ConfigError
 from hf_zero.optim import ShardedOptimizer
 from hf_zero.recipes.bandwidth import (
     Wrong,
@@ -39,7 +31,9 @@ from hf_zero.recipes.bandwidth import (
     transfer_rate,
 )
 from hf_zero.recipes.loading import quiet
+from hf_zero.recipes.probed_ranks import SKIPPED, TIMEOUT_SECONDS, Outcome, Ranks, Skipped
 from hf_zero.recipes.tiny_training import (
+    NUM_HEADS,
     Trained,
     TrainingJob,
     make_inner,
@@ -50,33 +44,14 @@ from hf_zero.recipes.tiny_training import (
 )
 
 
-Result = TypeVar("Result")
-
-OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-LOOPBACK_RANKS = 2
-TIMEOUT_SECONDS, AGREEMENT_SECONDS = 40.0, 90.0  # who waits for a rank that has failed gives up before the agreement
 # Sums over ranks are taken in another order than in one process. Gradients of a few thousand terms then agree to some
 # 1e-6 of their size, and three steps add no more than that.
 ROUNDING = 2e-5
 # One rounding to bf16 is 2^-8 of a value, in a loss of fp32. Kernels that take sums in another order round otherwise.
 BF16_ROUNDING = 2e-2
-SLEEP_CYCLES = 300_000  # a few tenths of a millisecond
-
-
-class Skipped(str):
-    """What a probe returns that cannot be made on these devices: the reason."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a probe has found."""
-
-    name: str
-    status: str  # ok, FAILED or skipped
-    text: str  # what was found, in one line
-
-    def line(self) -> str:
-        return f"{self.status:8}{self.name}: {self.text}"
+# Of losses and norms where values are rounded to 8 bits: a rounding is 2^-8 of the largest of 256 values, and sums of
+# many such errors, of either sign, are smaller.
+BITS_ROUNDING = 1e-2
 
 
 def run_probes(device_type: str, journal: str | None) -> list[Outcome]:
@@ -110,88 +85,8 @@ def _note(journal: str | None, entry: dict[str, str]) -> None:
             file.write(json.dumps(entry) + "\n")
 
 
-class Ranks:
-    """The ranks that this process plays: its own of several, or all those of a loop-back where it is alone."""
-
-    def __init__(self, device_type: str):
-        self.is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-        self.rank = int(os.environ.get("RANK", "0"))
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, local_rank)
-        self.comm: Comm = connect(self.device, timeout_seconds=TIMEOUT_SECONDS, bucket_nbytes="auto")
-        self.num_ranks = LOOPBACK_RANKS if self.is_alone else self.comm.num_ranks
-        self._talk: Comm = self.comm
-        if not self.is_alone:  # over connections of its own: of the others a failure may leave messages behind
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREEMENT_SECONDS))
-            self._talk = DistributedComm(group, torch.device("cpu"), AGREEMENT_SECONDS)
-
-    @property
-    def repeats_bits(self) -> bool:
-        """Whether all stages take each sum in the same order. A GPU may choose another kernel where memory is aligned
-        otherwise, and a backend's own collectives may add up more than two ranks in any order."""
-        return self.device.type == "cpu" and (self.num_ranks == 2 or not isinstance(self.comm, NativeComm))
-
-    def each(self, act: Callable[[Comm, Callable[..., Any]], Result]) -> list[Result]:
-        """Calls a function for each rank that this process plays, with its collectives and what shards a model."""
-        if self.is_alone:
-
-            def play(comm: Comm) -> Result:
-                with _seen_by_sanitizer():
-                    return act(comm, partial(build, comm=comm))
-
-            return run_loopback(
-                LOOPBACK_RANKS, play, self.device, timeout_seconds=TIMEOUT_SECONDS, delay=_delay_of(self.device)
-            )
-        return [act(self.comm, partial(shard_with, device=self.device))]
-
-    def agree(self, name: str, probe: Callable[[], str]) -> tuple[Outcome, bool]:
-        """Runs a probe on all ranks. Returns what the first rank found on which it failed, or rank 0; and whether the
-        ranks are in step, so that others may follow."""
-        outcome, is_in_step = _tried(name, probe)
-        is_in_step = is_in_step or self.is_alone  # the next loop-back is a new one
-        found = self._talk.all_gather_object((outcome, is_in_step))
-        failed = [rank for rank, (each, _) in enumerate(found) if each.status == FAILED]
-        # who waited in vain for a rank says less than that rank
-        first = min(failed, key=lambda rank: "CommError" in found[rank][0].text, default=0)
-        outcome = found[first][0]
-        if failed and len(found) > 1:
-            outcome = Outcome(name, FAILED, f"rank {first}: {outcome.text}")
-        return outcome, all(in_step for _, in_step in found)
-
-    def leave(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _tried(name: str, probe: Callable[[], str]) -> tuple[Outcome, bool]:
-    try:
-        said = probe()
-        return Outcome(name, SKIPPED if isinstance(said, Skipped) else OK, said), True
-    except Wrong as wrong:
-        return Outcome(name, FAILED, str(wrong)), True
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split())
-        where = "" if isinstance(error, HfZeroError) else f" ({Path(frame.filename).name}:{frame.lineno})"
-        return Outcome(name, FAILED, f"{type(error).__name__}: {text}{where}"), False
-
-
-def _seen_by_sanitizer() -> AbstractContextManager[Any]:
-    """Lets torch's CUDA sanitizer see what this thread launches, if it is switched on: it looks at the main thread
-    alone."""
-    sanitizer = sys.modules.get("torch.cuda._sanitizer")
-    return nullcontext() if sanitizer is None else sanitizer.cuda_sanitizer.dispatch
-
-
-def _delay_of(device: torch.device) -> Callable[[], None] | None:
-    """Work that makes copies of a loop-back late, so that what does not wait for them shows."""
-    sleep = getattr(torch.get_device_module(device), "_sleep", None)
-    return None if sleep is None else partial(sleep, SLEEP_CYCLES)
-
-
 def _config(job: TrainingJob) -> ZeroConfig:
-    settings = {"stage": job.stage, "compute_dtype": job.compute_dtype, "offload": job.offload}
-    return ZeroConfig(**settings, timeout_seconds=TIMEOUT_SECONDS)
+    return ZeroConfig(**job.config, timeout_seconds=TIMEOUT_SECONDS)
 
 
 class Probes:
@@ -215,6 +110,8 @@ class Probes:
             "offload optimizer": partial(self.offload, "optimizer"),
             "offload params": partial(self.offload, "params"),
             "one rank": self.one_rank,
+            **{name: partial(self.way, job) for name, job in _ways(self._ranks.num_ranks).items()},
+            "values in 8 bits": self.few_bits,
             "all-gather": partial(self._exchange_speed, gather_rate),
             "reduce-scatter": partial(self._exchange_speed, reduce_rate),
             "shared memory": self.shared_memory_speed,
@@ -227,7 +124,7 @@ class Probes:
         """Compares a stage with plain torch, and with stage 0."""
         trained, first = self._trained(TrainingJob(stage)), self._trained(TrainingJob(0))
         said = f"{self._same(trained, first, 'stage 0')}, " if stage else ""
-        return f"{said}agrees with plain torch to {self._compared(trained, self._plain('adamw'), 'plain torch'):.1e}"
+        return said + self._agrees(TrainingJob(stage))
 
     def bf16(self) -> str:
         """Compares all stages with bf16 copies of fp32 masters."""
@@ -237,7 +134,7 @@ class Probes:
             self._same(each, first, "stage 0", f"stage {job.stage}: ", BF16_ROUNDING)
             for each, job in zip(others, jobs[1:])
         ]
-        found = [one.differences(other)["losses"] for one, other in zip(first, self._own(self._plain("adamw")))]
+        found = [one.differences(other)["losses"] for one, other in zip(first, self._own(self._plain(TrainingJob(0))))]
         if max(found) > BF16_ROUNDING:
             raise Wrong(f"losses differ by {max(found):.1e} from those of plain torch in fp32; expected rounding")
         return f"{max(said, key=len)}, losses are those of fp32 to {max(found):.1e}"
@@ -256,6 +153,25 @@ class Probes:
         trained = train_job(self._copy(), job, 0, self._device, shard, _config(job))
         (wanted,) = train_plain(self._copy(), 1, "sgd", self._device)
         return f"with offload it agrees with plain torch to {self._compared([trained], [wanted], 'plain torch'):.1e}"
+
+    def way(self, job: TrainingJob | None) -> str:
+        """Compares what divides ranks, sequences or losses with plain torch."""
+        if job is None:
+            return Skipped(f"{self._ranks.num_ranks} ranks cannot share the {NUM_HEADS} heads of the model")
+        try:
+            return self._agrees(job)
+        except ConfigError as refused:  # on all ranks
+            return Skipped(str(refused))
+
+    def few_bits(self) -> str:
+        """Compares losses and norms with plain torch, where all that ranks send is rounded to 8 bits."""
+        sent = (("gather_dtype", torch.int8), ("reduce_dtype", torch.int8), ("shared_memory", False))
+        job = TrainingJob(3, settings=sent)
+        pairs = zip(self._trained(job), self._own(self._plain(job)))
+        found = max(one.differences(other)[what] for one, other in pairs for what in ("losses", "norms"))
+        if found > BITS_ROUNDING:
+            raise Wrong(f"losses and norms differ by {found:.1e} from those of plain torch; expected {BITS_ROUNDING}")
+        return f"losses and norms are those of plain torch to {found:.1e}"
 
     def resume(self) -> str:
         """Saves at stage 3, goes on, and resumes at stage 1; the saved folder is loaded by transformers too."""
@@ -328,12 +244,18 @@ class Probes:
             )
         return self._done[job]
 
-    def _plain(self, kind: str) -> list[Trained]:
-        """What plain torch trains, for all ranks there are."""
-        job = TrainingJob(-1, optimizer=kind)
-        if job not in self._done:
-            self._done[job] = train_plain(self._copy(), self._ranks.num_ranks, kind, self._device)
-        return self._done[job]
+    def _plain(self, job: TrainingJob) -> list[Trained]:
+        """What plain torch trains of a job's batches, for all ranks there are."""
+        batches = [job.batch_of(rank) for rank in range(self._ranks.num_ranks)]
+        plain = TrainingJob(-1, settings=(("num_batches", len(set(batches))),))
+        if plain not in self._done:
+            self._done[plain] = train_plain(self._copy(), len(set(batches)), "adamw", self._device)
+        return [self._done[plain][batch] for batch in batches]
+
+    def _agrees(self, job: TrainingJob) -> str:
+        """Says how near a training comes to that of plain torch."""
+        worst = self._compared(self._trained(job), self._plain(job), "plain torch")
+        return f"agrees with plain torch to {worst:.1e}"
 
     def _own(self, everyones: list[Trained]) -> list[Trained]:
         """Of what all ranks have, what those of this process have."""
@@ -356,6 +278,19 @@ class Probes:
         if self._ranks.repeats_bits:
             raise Wrong(f"{what}{where} differs from {other} by {worst:.1e} of its size; expected the same bits")
         return f"equal to {other} to {self._compared(trained, wanted, other, bound):.1e} (another order of sums)"
+
+
+def _ways(num_ranks: int) -> dict[str, TrainingJob | None]:
+    """Returns what divides ranks, sequences or losses, by name, for so many ranks; `None` where they cannot."""
+    group = max(size for size in range(1, num_ranks) if num_ranks % size == 0)
+    sharing = gcd(num_ranks, NUM_HEADS)
+    return {
+        "shard groups": TrainingJob(3, settings=(("shard_size", group),)),
+        "shared sequences": TrainingJob(3, settings=(("sequence_parallel", sharing),)) if sharing > 1 else None,
+        "chunked loss": TrainingJob(3, settings=(("chunked_loss", "on"),)),
+        "tiled MLPs": TrainingJob(3, settings=(("tiled_mlp", 4),)),
+        "activations on the host": TrainingJob(3, settings=(("offload_activations", True),), checkpoints=True),
+    }
 
 
 def _worst(trained: list[Trained], wanted: list[Trained]) -> tuple[str, float]:

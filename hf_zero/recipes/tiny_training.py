@@ -8,13 +8,19 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_zero.activation.shard_model import place_and_divide_activations
+from hf_zero.comm.loopback import LoopbackComm
+from hf_zero.config import ZeroConfig
 from hf_zero.engine.access import gathered
+from hf_zero.engine.build import build
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optim import ShardedOptimizer
 
 
 NUM_STEPS = 3
 MAX_NORM = 0.1  # smaller than the norms that occur
 VOCAB = 256
+NUM_HEADS = 4
 BATCH_SHAPE = (2, 16)
 
 
@@ -28,6 +34,18 @@ class TrainingJob:
     # adamw; or sgd, whose updates a GPU and a CPU round alike. Its gradients are not clipped, since their norms
     # would differ
     optimizer: str = "adamw"
+    settings: tuple[tuple[str, Any], ...] = ()  # others of `ZeroConfig`
+    checkpoints: bool = False  # the blocks
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All settings of `ZeroConfig`."""
+        own = {"stage": self.stage, "compute_dtype": self.compute_dtype, "offload": self.offload}
+        return {**own, **dict(self.settings)}
+
+    def batch_of(self, rank: int) -> int:
+        """Returns whose batches a rank is given: those of a sequence group are given the same."""
+        return rank // self.config.get("sequence_parallel", 1)
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,7 @@ def tiny_llama(seed: int, attention: str = "eager") -> LlamaForCausalLM:
         hidden_size=64,
         intermediate_size=172,
         num_hidden_layers=3,
-        num_attention_heads=4,
+        num_attention_heads=NUM_HEADS,
         num_key_value_heads=2,
         max_position_embeddings=64,
         use_cache=False,
@@ -131,13 +149,28 @@ def train_sharded(
     return Trained(_stacked(losses), _stacked(norms), weights)
 
 
+def shard_on_loopback(
+    comm: LoopbackComm, model: nn.Module, config: ZeroConfig, *, host_size: int | None = None
+) -> ZeroEngine:
+    """Shards a model over ranks of one process, as `hf_zero.shard` does over those of a launcher. `host_size` is as
+    for `LoopbackComm.connect_parts`."""
+    shard_size = config.shard_size if isinstance(config.shard_size, int) else None
+    comm.connect_parts(shard_size=shard_size, host_size=host_size)
+    engine = build(model, config, comm)
+    place_and_divide_activations(engine, comm.neighbours)
+    return engine
+
+
 def train_job(
-    model: nn.Module, job: TrainingJob, rank: int, device: torch.device, shard: Callable[..., Any], config: Any
+    model: Any, job: TrainingJob, rank: int, device: torch.device, shard: Callable[..., Any], config: Any
 ) -> Trained:
     """Shards a model, which stays sharded, as a [`TrainingJob`] says, and trains it."""
+    if job.checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     shard(model, config)
     optimizer = ShardedOptimizer(model, make_inner(job.optimizer, model.parameters()))
-    return train_sharded(model, optimizer, rank, device, range(NUM_STEPS), clips=job.optimizer != "sgd")
+    clips = job.optimizer != "sgd"
+    return train_sharded(model, optimizer, job.batch_of(rank), device, range(NUM_STEPS), clips=clips)
 
 
 def _on_host(param: Tensor) -> Tensor:

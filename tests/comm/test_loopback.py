@@ -56,15 +56,34 @@ def test_pieces_of_a_reduction_are_its_average(dtype):
 
 
 @pytest.mark.quick
+def test_parts_of_the_ranks_exchange_among_themselves():
+    def play(comm: LoopbackComm) -> list:
+        comm.connect_parts(host_size=2)
+        comm.connect_parts(shard_size=2)
+        gathered, own = torch.zeros(2), torch.empty(2)
+        comm.shard_group.all_gather(gathered, torch.tensor([float(comm.rank)]), what="unit").wait()
+        summand = comm.rank * torch.arange(4.0)
+        comm.average(summand, own, dtype=torch.float32, accumulate=False, what="unit").wait()
+        beside = [comm.neighbours(size).all_gather_object(comm.rank) for size in (1, 2, 4)]
+        return [gathered.tolist(), own.tolist(), beside, comm.host_group.all_gather_object(comm.rank)]
+
+    for rank, (gathered, own, beside, on_host) in enumerate(run_loopback(4, play, CPU)):
+        first = rank // 2 * 2
+        assert gathered == [first, first + 1] and own == ([0.0, 1.5], [3.0, 4.5])[rank % 2]
+        assert beside == [[rank], on_host, [0, 1, 2, 3]] and on_host == [first, first + 1]
+
+
+@pytest.mark.quick
 def test_nobody_waits_for_a_rank_that_has_failed():
     def play(comm: LoopbackComm) -> None:
         if comm.rank == 1:
             raise ValueError("the reason")
-        comm.barrier()
+        comm.neighbours(2).barrier()
 
     begin = time.monotonic()
-    with pytest.raises(ValueError, match="the reason"):
-        run_loopback(2, play, CPU)
+    for num_ranks in (2, 4):  # of four ranks, the neighbours are a part
+        with pytest.raises(ValueError, match="the reason"):
+            run_loopback(num_ranks, play, CPU)
     assert time.monotonic() - begin < 20
     with pytest.raises(CommError, match="rank 0 waited for a rank that has failed, or that did not come"):
         run_loopback(2, lambda comm: comm.rank or comm.barrier(), CPU, timeout_seconds=0.5)

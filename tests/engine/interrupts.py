@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_zero
 from hf_zero.activation.shard_model import place_and_divide_activations
-from hf_zero.comm.groups import Average
-from hf_zero.comm.loopback import LoopbackComm, _Loop, run_loopback
+from hf_zero.comm.loopback import LoopbackComm, run_loopback
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.build import build
 from hf_zero.errors import CommError, LifecycleError
@@ -277,22 +276,9 @@ def _outcome(comm: LoopbackComm, world: World, act: Callable[[Trial], None], at:
 
 def _run(world: World, act: Callable[[LoopbackComm], Outcome], patience_seconds: float) -> list[Outcome]:
     _model_of(world)  # random numbers are one sequence for all threads
-    size, beside = world.shard_size or world.num_ranks, world.host_size or world.num_ranks
-    sizes = {"shard": size, "replicate": world.num_ranks // size, "host": beside}
-    loops = {(name, i): _Loop(sizes[name], patience_seconds) for name in sizes for i in range(world.num_ranks)}
 
     def connected(comm: LoopbackComm) -> Outcome:
-        def part(name: str, index: int, rank: int) -> LoopbackComm:
-            return StepInTune(loops[name, index], rank, CPU, name=f"{name} {index}")
-
-        if size < world.num_ranks:
-            shard, replicate = (
-                part("shard", comm.rank // size, comm.rank % size),
-                part("replicate", comm.rank % size, comm.rank // size),
-            )
-            comm.divide(shard, replicate, Average(shard, replicate))
-        if beside < world.num_ranks:
-            comm.connect_host(part("host", comm.rank // beside, comm.rank % beside))
+        comm.connect_parts(shard_size=world.shard_size, host_size=world.host_size)
         return act(comm)
 
     with mock.patch("hf_zero.comm.loopback.LoopbackComm", StepInTune):

@@ -12,15 +12,19 @@ import pytest
 import torch
 
 from hf_zero.comm import loopback, shared
+from hf_zero.comm.distributed import LAUNCH_ORDER
 from hf_zero.recipes import bandwidth, check, probes
 from hf_zero.recipes.check import PAGE_NAME
 from hf_zero.recipes.cli import main
+from hf_zero.recipes.probed_ranks import FAILED, OK, SKIPPED, Ranks
 from tests.distributed import start_ranks
 
 
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", LAUNCH_ORDER)  # which `check` sets
 NAMES = ["stage 0", "stage 1", "stage 2", "stage 3", "stages in bf16", "save, load, resume", "offload optimizer"]
-NAMES += ["offload params", "one rank", "all-gather", "reduce-scatter", "shared memory", "host to device"]
-NAMES += ["device to host", "copies in memory"]
+NAMES += ["offload params", "one rank", "shard groups", "shared sequences", "chunked loss", "tiled MLPs"]
+NAMES += ["activations on the host", "values in 8 bits", "all-gather", "reduce-scatter", "shared memory"]
+NAMES += ["host to device", "device to host", "copies in memory"]
 
 
 @pytest.fixture
@@ -28,7 +32,8 @@ def in_this_process(monkeypatch):
     """One process alone is this one, so that a test can break what it tries."""
     monkeypatch.setattr(check, "launch", lambda num_processes, function, *args: function(*args))
     monkeypatch.setattr(bandwidth, "ON_CPU_NBYTES", 2**20)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
     with warnings.catch_warnings():
         yield
     torch.use_deterministic_algorithms(False)
@@ -36,17 +41,18 @@ def in_this_process(monkeypatch):
 
 def results(output: str) -> dict[str, tuple[str, str]]:
     """Of each probe what became of it, and what was found."""
-    lines = [line for line in output.splitlines() if line[:8].strip() in (probes.OK, probes.FAILED, probes.SKIPPED)]
+    lines = [line for line in output.splitlines() if line[:8].strip() in (OK, FAILED, SKIPPED)]
     return {line[8:].partition(": ")[0]: (line[:8].strip(), line.partition(": ")[2]) for line in lines}
 
 
 def test_two_processes_pass(capfd, tmp_path, monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     assert main(["check", "--use_cpu", "--output_dir", str(tmp_path)]) == 0
     output = capfd.readouterr().out
     found = results(output)
     assert list(found) == NAMES
-    assert {name for name, (status, _) in found.items() if status != probes.OK} == {
+    assert {name for name, (status, _) in found.items() if status != OK} == {
         "one rank",
         "host to device",
         "device to host",
@@ -63,8 +69,8 @@ def test_one_process_plays_two_ranks(in_this_process, capsys):
     assert main(["check", "--use_cpu", "--num_processes", "1"]) == 0
     found = results(capsys.readouterr().out)
     assert list(found) == NAMES
-    assert found["one rank"][0] == probes.OK
-    assert found["all-gather"] == (probes.SKIPPED, "one process has nobody to exchange with")
+    assert found["one rank"][0] == OK
+    assert found["all-gather"] == (SKIPPED, "one process has nobody to exchange with")
 
 
 def _leaves_a_rank_out(self, full, out):
@@ -78,8 +84,8 @@ def test_a_wrong_sum_is_found(in_this_process, capsys, monkeypatch):
     found = results(captured.out)
     for stage in range(4):
         status, text = found[f"stage {stage}"]
-        assert status == probes.FAILED and "differs from plain torch by" in text
-    assert found["copies in memory"][0] == probes.OK, "the others are tried all the same"
+        assert status == FAILED and "differs from plain torch by" in text
+    assert found["copies in memory"][0] == OK, "the others are tried all the same"
     assert "do not trust this machine with a run" in captured.out
     (line,) = [line for line in captured.out.splitlines() if line.startswith("for a bug report: ")]
     assert "stage 3: " in line and f"torch {torch.__version__}" in line
@@ -91,7 +97,7 @@ def test_values_that_come_too_late_are_found(in_this_process, capsys, monkeypatc
     """Ranks whose gathers bring old values: at stage 3 alone."""
     monkeypatch.setattr(loopback.LoopbackComm, "_collect", lambda self, full, shard: loopback._Copies(_Event(), None))
     assert main(["check", "--use_cpu", "--num_processes", "1"]) == 1
-    assert results(capsys.readouterr().out)["stage 3"][0] == probes.FAILED
+    assert results(capsys.readouterr().out)["stage 3"][0] == FAILED
 
 
 @pytest.mark.parametrize(
@@ -117,8 +123,8 @@ def test_stages_in_bf16_may_differ_by_one_rounding_where_bits_do_not_repeat(monk
 
     right = probes.train_job
     monkeypatch.setattr(probes, "train_job", rounds_otherwise)
-    monkeypatch.setattr(probes.Ranks, "repeats_bits", False)
-    tried = probes.Probes(probes.Ranks("cpu"), None)
+    monkeypatch.setattr(Ranks, "repeats_bits", False)
+    tried = probes.Probes(Ranks("cpu"), None)
     assert "another order of sums" in tried.bf16()
     with pytest.raises(bandwidth.Wrong, match="losses differs from stage 0"):
         tried.stage(1)
@@ -134,7 +140,7 @@ def test_a_check_that_hangs_is_ended_and_its_probe_named(capsys, monkeypatch):
     monkeypatch.setattr(check, "DEADLINE_SECONDS", 0.1)
     assert main(["check", "--use_cpu"]) == 1
     assert results(capsys.readouterr().out)["stage 2"] == (
-        probes.FAILED,
+        FAILED,
         "not done 0 s after the start of all probes, and ended",
     )
 
@@ -181,11 +187,12 @@ def broken_rank(*args):
 @pytest.mark.full("slow")
 @pytest.mark.parametrize("function, text", [(broken_sum, "rank 0: "), (broken_rank, "rank 1")])
 def test_processes_that_are_broken_are_found(capfd, monkeypatch, function, text):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(check, "run_probes", function)
     assert main(["check", "--use_cpu", "--num_processes", "2"]) == 1
     output = capfd.readouterr().out
-    failed = {name: found for name, (status, found) in results(output).items() if status == probes.FAILED}
+    failed = {name: found for name, (status, found) in results(output).items() if status == FAILED}
     first = next(iter(failed))
     assert first in ("stage 0", "processes") and text in failed[first]  # it may end before the first probe begins
     assert f"for a bug report: {first}: " in output
@@ -199,7 +206,7 @@ def test_the_sanitizer_is_on_in_the_processes_that_are_started_and_not_here(tmp_
     def start(num_processes: int, function, device_type: str, journal: str) -> None:
         command = [sys.executable, "-c", f"import os; print(os.environ.get('{check.SANITIZER}'))"]
         seen.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
-        probes._note(journal, {"name": device_type, "status": probes.OK, "text": "nothing was tried"})
+        probes._note(journal, {"name": device_type, "status": OK, "text": "nothing was tried"})
 
     monkeypatch.delenv(check.SANITIZER, raising=False)
     monkeypatch.setattr(check, "_device_type", lambda use_cpu: "cuda")

@@ -69,7 +69,7 @@ DIRECT = {
         "torch.cuda.max_memory_allocated",
         "torch.cuda.memory_allocated",
     },
-    "recipes/probes.py": {"torch.cuda._sanitizer"},
+    "recipes/probed_ranks.py": {"torch.cuda._sanitizer"},
     "recipes/planned_run.py": {"torch.cuda.get_device_properties", "torch.cuda.is_available"},
 }
 
