@@ -46,9 +46,10 @@ python -m benchmarks.gpu
 ```
 
 The first says in a minute or two what is right and what is wrong, with the line for a bug report. The second tests
-parity while streams are late, memory, fp16, fused optimizers, `torch.compile`, flash attention and offload. The third
-measures tokens/s, MFU and peak memory at 0.5 to 8 B parameters, and the largest model, and leaves the raw numbers in
-`benchmarks/results`.
+parity while streams are late: stages, shard groups, shared sequences, losses and MLPs in parts, values in few bits,
+offload; and memory, fp16, fused optimizers, `torch.compile`, flash attention, ranks of gloo on one device, and NCCL
+with one rank. The third measures tokens/s, MFU and peak memory at 0.5 to 8 B parameters, and the largest model, and
+leaves the raw numbers in `benchmarks/results`.
 
 With transformers 5.17.0, the oldest that is allowed, 1,168 of the 1,171 quick tests of all rooms passed (`make
 test-oldest`; 23 November 2026, torch 2.13.0, huggingface_hub 1.33.0, PEFT 0.21.2, TRL 1.16.0). Tensor parallelism over

@@ -10,14 +10,11 @@ import torch
 from torch import nn
 
 from benchmarks.exact import slowed
-from hf_zero.activation.shard_model import place_activations
-from hf_zero.comm import Comm
-from hf_zero.comm.loopback import run_loopback
+from hf_zero.comm.loopback import LoopbackComm, run_loopback
 from hf_zero.config import ZeroConfig
 from hf_zero.engine import ZeroEngine
-from hf_zero.engine.build import build
 from hf_zero.optim import ShardedOptimizer
-from hf_zero.recipes.tiny_training import Trained, make_inner, tiny_llama, train_sharded
+from hf_zero.recipes.tiny_training import Trained, make_inner, shard_on_loopback, tiny_llama, train_sharded
 
 
 NUM_RANKS = 2
@@ -25,37 +22,42 @@ BUCKET_NBYTES = 4096  # small, so that buckets are filled again and again
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
 
 
-def run_ranks_late(device: torch.device, act: Callable[[Comm], object]) -> list:
+def run_ranks_late(device: torch.device, act: Callable[[LoopbackComm], object], num_ranks: int = NUM_RANKS) -> list:
     """Calls a function for each rank of a loop-back, whose collectives are late."""
     if device.type == "cuda":
         delay = partial(torch.cuda._sleep, SLEEP_CYCLES)
     else:
         delay = partial(time.sleep, 0.0005)
-    return run_loopback(NUM_RANKS, act, device, bucket_nbytes=BUCKET_NBYTES, delay=delay)
+    return run_loopback(num_ranks, act, device, bucket_nbytes=BUCKET_NBYTES, delay=delay)
 
 
-def start(comm: Comm, model: nn.Module, **settings) -> ZeroEngine:
+def start(comm: LoopbackComm, model: nn.Module, host_size: int | None = None, **settings) -> ZeroEngine:
     """The engine of a model on this rank; the model is on the device."""
-    config = ZeroConfig(**settings)
-    engine = build(model, config, comm)
-    if config.offload_activations:
-        place_activations(engine)
-    return engine
+    return shard_on_loopback(comm, model, ZeroConfig(**settings), host_size=host_size)
 
 
-def train_late(device: torch.device, delay: str = "none", *, optimizer: str = "adamw", **settings) -> list[Trained]:
-    """What each rank of a loop-back trains while `delay` is late."""
+def train_late(
+    device: torch.device,
+    delay: str = "none",
+    *,
+    optimizer: str = "adamw",
+    num_ranks: int = NUM_RANKS,
+    checkpoints: bool = False,
+    **settings,
+) -> list[Trained]:
+    """What each rank of a loop-back trains while `delay` is late. The ranks of a sequence group have one batch."""
     model = tiny_llama(0)
-    if settings.get("offload_activations"):
+    if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def play(comm: Comm) -> Trained:
+    def play(comm: LoopbackComm) -> Trained:
         engine = start(comm, copy.deepcopy(model).to(device), **settings)
         sharded = ShardedOptimizer(engine, make_inner(optimizer, engine.model.parameters()))
+        batch_of = comm.rank // settings.get("sequence_parallel", 1)
         with slowed(engine, delay, random.Random(f"{delay} {comm.rank}")):
-            return train_sharded(engine.model, sharded, comm.rank, device, range(3), clips=optimizer == "adamw")
+            return train_sharded(engine.model, sharded, batch_of, device, range(3), clips=optimizer == "adamw")
 
-    return run_ranks_late(device, play)
+    return run_ranks_late(device, play, num_ranks)
 
 
 def assert_same(trained: list[Trained], wanted: list[Trained], what: str) -> None:

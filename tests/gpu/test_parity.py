@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import exact
 from benchmarks.workload import Workload
+from hf_zero.activation import saved_tensors
 from hf_zero.recipes.probes import BF16_ROUNDING, ROUNDING
 from hf_zero.recipes.tiny_training import tiny_llama, train_plain
 from tests.gpu.late import NUM_RANKS, assert_same, train_late
@@ -36,12 +37,14 @@ def test_stages_are_bit_equal_and_agree_with_plain_torch(device, delays, dtype):
         dict(stage=3, offload="params", compute_dtype=torch.bfloat16),
         dict(stage=3, offload="params", offload_fraction=0.5),
         dict(stage=3, offload="params", offload_dir="disk"),
+        dict(stage=3, offload_activations=True, checkpoints=True),
         dict(stage=3, offload_activations=True),
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_offload_changes_no_bit(device, delays, settings, tmp_path):
+def test_offload_changes_no_bit(device, delays, settings, tmp_path, monkeypatch):
     """With SGD, whose updates a GPU and a CPU round alike."""
+    monkeypatch.setattr(saved_tensors, "MIN_NBYTES", 1)
     if "offload_dir" in settings:
         settings = {**settings, "offload_dir": str(tmp_path)}
     here = {key: value for key, value in settings.items() if not key.startswith("offload")}

@@ -25,15 +25,15 @@ def count(monkeypatch) -> list:
     return found
 
 
-def _outputs_and_gradients(mode: str, name: str, stage: int) -> tuple:
-    model = _made(name)
+def outputs_and_gradients(mode: str, name: str, stage: int, device: str | torch.device = "cpu") -> tuple:
+    model = _made(name).to(device)
     add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", *vocabulary_ranges.STATISTICS))
-    batch = _batch()
+    batch = {key: value.to(device) for key, value in _batch().items()}
     with torch.no_grad():  # some of the labels are what the model expects
         batch["labels"][1, 4:9] = model(input_ids=batch["input_ids"]).logits[1, 3:8].argmax(-1)
     sharded = hf_zero.shard(model, stage=stage, strict=True, chunked_loss=mode)
     outputs = model(**batch, fused_lm_head=True)
-    weights = torch.linspace(-1, 1, outputs.entropy.numel()).view_as(outputs.entropy)
+    weights = torch.linspace(-1, 1, outputs.entropy.numel(), device=device).view_as(outputs.entropy)
     (outputs.loss + (outputs.entropy * weights).sum()).backward()
     return outputs, {key: sharded.full_grad(key) for key, _ in model.named_parameters()}
 
@@ -44,9 +44,9 @@ def test_what_it_gives_for_each_token_is_what_trl_gives(monkeypatch, count, name
     """Soft-capping, scales, a bias, a router's loss; the entropy has gradients, too."""
     monkeypatch.setattr(chunked_loss, "CPU_NBYTES", 1024)
     monkeypatch.setattr(chunked_loss, "MIN_WIDTH", 16)
-    plain = _outputs_and_gradients("off", name, stage)
+    plain = outputs_and_gradients("off", name, stage)
     assert not count
-    chunked = _outputs_and_gradients("on", name, stage)
+    chunked = outputs_and_gradients("on", name, stage)
     assert count
     for key in ("loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits"):
         torch.testing.assert_close(chunked[0][key], plain[0][key], rtol=1e-5, atol=1e-6, msg=key)

@@ -1,0 +1,88 @@
+"""Ranks that are processes: two through gloo, which may share one device, and one through the device's own backend."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.comm.distributed import NativeComm
+from hf_zero.config import ZeroConfig
+from hf_zero.engine.build import build
+from hf_zero.errors import ConfigError
+from hf_zero.optim import ShardedOptimizer
+from hf_zero.recipes.probes import BITS_ROUNDING, ROUNDING
+from hf_zero.recipes.tiny_training import make_inner, tiny_llama, train_plain, train_sharded
+from tests.distributed import run_new_ranks
+from tests.gpu.late import BUCKET_NBYTES
+
+
+def _in_processes(device: torch.device, act, num_ranks: int, backend: str) -> list:
+    """A process that was forked may not be able to open CUDA."""
+    start = "spawn" if device.type == "cuda" else "forkserver"
+    return run_new_ranks(act, num_ranks, str(device), backend=backend, start=start, timeout=240.0)
+
+
+# By name: settings, and how near the training has to come to plain torch.
+SENT = {
+    "stage 1": (dict(stage=1), ROUNDING),
+    "stage 3": (dict(stage=3), ROUNDING),
+    "stage 3, bits": (dict(stage=3, gather_dtype=torch.int8, reduce_dtype=torch.int8), BITS_ROUNDING),
+    "groups": (dict(stage=2, shard_size=1), ROUNDING),
+    "shared sequences": (dict(stage=3, sequence_parallel=2), ROUNDING),
+    "chunked loss and tiled MLPs": (dict(stage=3, chunked_loss="on", tiled_mlp=3), ROUNDING),
+}
+
+
+def _trains_through_gloo(place: str) -> dict[str, float]:
+    """How far each way is from plain torch, as a user shards."""
+    device, model, found = torch.device(place), tiny_llama(0), {}
+    for name, (settings, _) in SENT.items():
+        share = settings.get("sequence_parallel", 1)
+        plain = train_plain(copy.deepcopy(model).to(device), 2 // share, "adamw", device)
+        subject = copy.deepcopy(model).to(device)
+        hf_zero.shard(subject, device=device, shared_memory=False, bucket_nbytes=BUCKET_NBYTES, **settings)
+        optimizer = ShardedOptimizer(subject, make_inner("adamw", subject.parameters()))
+        batch_of = dist.get_rank() // share
+        trained = train_sharded(subject, optimizer, batch_of, device, range(3), clips=True)
+        differences = trained.differences(plain[batch_of])
+        found[name] = max(differences["losses"], differences["norms"])
+    return found
+
+
+def test_two_ranks_of_gloo_on_one_device_agree_with_plain_torch(device):
+    for rank, found in enumerate(_in_processes(device, _trains_through_gloo, 2, "gloo")):
+        assert all(found[name] < bound for name, (_, bound) in SENT.items()), f"rank {rank}: {found}"
+
+
+def _trains_alone(place: str) -> dict[str, float | str]:
+    """How far one rank's training is from plain torch, whose collectives are nevertheless the backend's; or why the
+    backend refuses."""
+    device, model, found = torch.device(place), tiny_llama(0), {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    (plain,) = train_plain(copy.deepcopy(model).to(device), 1, "adamw", device)
+    for name in ("", "separate_reductions", "register_buffers"):
+        try:
+            comm = NativeComm(dist.group.WORLD, device, 60.0, BUCKET_NBYTES, **({name: True} if name else {}))
+        except ConfigError as refused:
+            found[name] = str(refused)
+            continue
+        engine = build(copy.deepcopy(model).to(device), ZeroConfig(stage=3, strict=True), comm)
+        optimizer = ShardedOptimizer(engine, make_inner("adamw", engine.model.parameters()))
+        trained = train_sharded(engine.model, optimizer, 0, device, range(3), clips=True)
+        assert not name or comm.registers_buffers is (name == "register_buffers")
+        found[name] = max(trained.differences(plain).values())
+    return found
+
+
+def test_the_backend_itself_serves_one_rank(device):
+    """NCCL's own kernels, on streams of its own, with a communicator for reductions and with memory that it
+    registers."""
+    (found,) = _in_processes(device, _trains_alone, 1, "nccl" if device.type == "cuda" else "gloo")
+    refused = found.pop("register_buffers") if isinstance(found["register_buffers"], str) else ""
+    assert device.type == "cuda" or refused.startswith("register_buffers: gloo cannot allocate"), found
+    assert all(difference < ROUNDING for difference in found.values()), found
+    if refused and device.type == "cuda":
+        pytest.skip(refused)
