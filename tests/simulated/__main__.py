@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--renew", action="store_true", help="write the table anew where it lacks a place")
     parser.add_argument("--races", action="store_true", help="trainings of the package as it is")
     parser.add_argument("--seed", type=int, default=0, help="of the choices that an accelerator has")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, help="of such a training, if not as many as it is for")
     return parser
 
 
@@ -34,7 +34,7 @@ def main() -> None:
         parser.error("give --all, --renew, --races, or words")
     if arguments.races:
         for name in _with_words(SCENARIOS, arguments.words):
-            reports = run_ranks(trains, arguments.ranks, name, arguments.seed)
+            reports = run_ranks(trains, arguments.ranks or SCENARIOS[name].num_ranks, name, arguments.seed)
             print(name, *(race for report in reports for race in report.races), sep="\n    ", flush=True)
         return
     table, chosen = known(), _with_words(mutants(), arguments.words)

@@ -260,6 +260,7 @@ class Accelerator:
             patch.setattr(distributed.NativeComm, "_collect", self._gather(distributed.NativeComm._collect))
             patch.setattr(distributed.NativeComm, "_sum", self._reduce(distributed.NativeComm._sum))
             patch.setattr(dist, "batch_isend_irecv", self._exchange(dist.batch_isend_irecv))
+            patch.setattr(dist, "broadcast", self._broadcast(dist.broadcast))
             patch.setattr(bus.Bus, "__init__", _named(bus.Bus.__init__))
             patch.setattr(bus.Bus, "empty", self._host_empty(bus.Bus.empty))
             events = partial(self.module.Event, enable_timing=True)
@@ -321,12 +322,9 @@ class Accelerator:
         patch.setattr(ZeroEngine, "after_block", from_now_on(ZeroEngine.after_block, is_over=True))
         patch.setattr(BackwardPass, "visit", from_now_on(BackwardPass.visit))
 
-    def _connect(
-        self, device: torch.device, shard_size: int | None = None, secondary_shard: bool = False, **_
-    ) -> Comm:
-        if dist.get_world_size() == 1:
-            return Comm(DEVICE, TIMEOUT_SECONDS)
-        return connected(self._kind, DEVICE, shard_size, secondary_shard)
+    def _connect(self, device: torch.device, **settings) -> Comm:
+        is_alone = dist.get_world_size() == 1
+        return Comm(DEVICE, TIMEOUT_SECONDS) if is_alone else connected(self._kind, DEVICE, **settings)
 
     def _gather(self, original: Callable) -> Callable:
         def collect(comm, full: Tensor, shard: Tensor):
@@ -360,6 +358,17 @@ class Accelerator:
             return [work]
 
         return exchange
+
+    def _broadcast(self, original: Callable) -> Callable:
+        """A broadcast, for which the current stream waits, or the host where its memory is sent."""
+
+        def broadcast(tensor: Tensor, *args, **kwargs) -> None:
+            written = [] if dist.get_rank() == 0 else [tensor]
+            do = partial(original, tensor, *args, **kwargs)
+            work = self.collective("gathers", "broadcast", do, [tensor], written)
+            self.let_host_know(work.event.clock) if self.is_on_host(tensor) else work.wait()
+
+        return broadcast
 
     def _host_empty(self, original: Callable) -> Callable:
         @wraps(original)
@@ -635,13 +644,24 @@ class Watch(TorchDispatchMode):
 _GROUPS: dict[tuple, dist.ProcessGroup] = {}
 
 
-def connected(kind: type[Comm], device: torch.device, shard_size: int | None, secondary_shard: bool = False) -> Comm:
+def connected(
+    kind: type[Comm],
+    device: torch.device,
+    *,
+    shard_size: int | None = None,
+    secondary_shard: bool = False,
+    separate_reductions: bool = False,
+    **_,
+) -> Comm:
     """All ranks, through collectives of some kind, in shard groups of a size if there is one. For a secondary shard
-    they are those of one host, too."""
+    they are those of one host, too. Reductions are always in no order with gathers: a communicator of their own adds
+    that the ranks launch both in the same order."""
+    further = [separate_reductions] if kind is distributed.NativeComm else []
 
     def make(group: dist.ProcessGroup) -> Comm:
-        is_alone = dist.get_world_size(group) == 1
-        return Comm(device, TIMEOUT_SECONDS) if is_alone else kind(group, device, TIMEOUT_SECONDS, BUCKET_NBYTES)
+        if dist.get_world_size(group) == 1:
+            return Comm(device, TIMEOUT_SECONDS)
+        return kind(group, device, TIMEOUT_SECONDS, BUCKET_NBYTES, *further)
 
     comm = make(dist.group.WORLD)
     if shard_size is not None:

@@ -70,7 +70,7 @@ class Finding:
         return self.how != UNCLEAR
 
 
-WAYS = [Way(name, 2) for name in SCENARIOS] + [Way(name, 1) for name in ALONE]
+WAYS = [Way(name, scenario.num_ranks) for name, scenario in SCENARIOS.items()] + [Way(name, 1) for name in ALONE]
 
 
 def known() -> dict[str, dict]:

@@ -29,13 +29,14 @@ LATER = {
     "parameters on the host, a backward that breaks off",
     "activations on the host, a backward that breaks off",
 }
-CORE = [(name, 2) for name in ON_DEVICES if name not in LATER]
+OF_ANY = [name for name in ON_DEVICES if SCENARIOS[name].num_ranks == 2]
+CORE = [(name, SCENARIOS[name].num_ranks) for name in ON_DEVICES if name not in LATER]
 CORE += [("shared memory, stage 3", 2), ("messages, stage 3", 2), ("staged messages, stage 3, whole matrices", 2)]
 CORE += [("parameters on disk", 1), ("stage 3, blocks skipped", 3)]
 CASES = [
-    *((name, 2) for name in SCENARIOS),
-    *((name, 1) for name in ON_DEVICES if not SCENARIOS[name].shares_batches),
-    *((name, 3) for name in ON_DEVICES if "sequence_parallel" not in SCENARIOS[name].settings),
+    *((name, scenario.num_ranks) for name, scenario in SCENARIOS.items()),
+    *((name, 1) for name in OF_ANY if not SCENARIOS[name].shares_batches),
+    *((name, 3) for name in OF_ANY if "sequence_parallel" not in SCENARIOS[name].settings),
 ]
 
 
@@ -54,7 +55,7 @@ def test_nothing_is_used_before_it_is_there(name, num_ranks):
 @pytest.mark.parametrize("name", ON_DEVICES)
 def test_what_an_accelerator_may_choose_changes_nothing(name):
     for seed in (1, 2):
-        assert not any(report.races for report in run_ranks(trains, 2, name, seed))
+        assert not any(report.races for report in run_ranks(trains, SCENARIOS[name].num_ranks, name, seed))
 
 
 # What is not there for other devices, and what only a report on a machine reads.

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hf_zero
-from hf_zero.activation import checkpointing_of, saved_tensors
+from hf_zero.activation import checkpointing_of, chunked_loss, saved_tensors
 from hf_zero.activation.store import Division
 from hf_zero.checkpoint.save import Checkpoint, save_checkpoint
 from hf_zero.checkpoint.staging import Snapshots
-from hf_zero.comm import distributed, pairwise
+from hf_zero.comm import distributed, pairwise, rendezvous
 from hf_zero.engine import build, partition
 from hf_zero.optim.host import HostSteps
 from tests import models
@@ -58,9 +58,11 @@ class Scenario:
         sets_apart (`bool`): whether embedding and head, untied, are units of their own.
         divides (`bool`): whether checkpointed inputs, then equal on all ranks, are divided among them.
         drops (`bool`): whether the model is dropped behind a last step, and not unsharded.
+        counts (`bool`): whether each rank's forwards write to buffers, of which one is saved.
+        num_ranks (`int`): on so many ranks it shows what it is for.
         seed (`int`): added to those of the choices that an accelerator has.
-        world (`str`): an "accelerator", one whose ranks send "staged messages", or CPUs, which have "shared memory" or
-            send "messages".
+        world (`str`): an "accelerator", one whose ranks send "staged messages", or CPUs, which have "shared memory",
+            on one host or on "two hosts", or send "messages".
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -77,6 +79,8 @@ class Scenario:
     sets_apart: bool = False
     divides: bool = False
     drops: bool = False
+    counts: bool = False
+    num_ranks: int = 2
     seed: int = 0
     world: str = "accelerator"
 
@@ -96,6 +100,10 @@ SCENARIOS = {
     "stage 3, nothing ahead": Scenario(dict(stage=3, prefetch_units=0)),
     "stage 3, three ahead, bf16": Scenario(dict(stage=3, prefetch_units=3, compute_dtype=BF16)),
     "shard groups": Scenario(dict(stage=2, shard_size=1, strict=True, compute_dtype=BF16)),
+    "shard groups of two, bf16": Scenario(dict(stage=3, shard_size=2, compute_dtype=BF16), num_ranks=4),
+    "stage 3, a loss in ranges, MLPs in tiles, buffers, reductions apart": Scenario(
+        dict(stage=3, chunked_loss="on", tiled_mlp=4, separate_reductions=True), counts=True
+    ),
     "stage 3, blocks kept, two ahead": Scenario(dict(stage=3, prefetch_units=2, keep_gathered=2)),
     "stage 3, values in 8 bits": Scenario(
         dict(stage=3, prefetch_units=2, gather_dtype=torch.int8, reduce_dtype=torch.int8)
@@ -167,6 +175,9 @@ SCENARIOS = {
         dict(stage=3), world="shared memory", skips=True, model="switch"
     ),
     "shared memory, a backward that breaks off": Scenario(dict(stage=2), world="shared memory", fails=True),
+    "two hosts, stage 3, bf16, blocks skipped": Scenario(
+        dict(stage=3, compute_dtype=BF16), world="two hosts", skips=True, model="switch", num_ranks=4
+    ),
     "staged messages, stage 3, whole matrices": Scenario(
         dict(stage=3), world="staged messages", make_optimizer=hf_zero.MuonWithAdamW()
     ),
@@ -234,13 +245,19 @@ def run(scenario: Scenario, seed: int = 0) -> Result:
     Raises:
         `Race`: where the training raises after one was found.
     """
-    if scenario.world == "shared memory":
-        watch = SharedWatch()
-        with watch.installed():
+    if scenario.world in ("shared memory", "two hosts"):
+        watch, messages = SharedWatch(), LateMessages()
+        with ExitStack() as stack:
+            if scenario.world == "two hosts":
+                stack.enter_context(messages.installed())
+                patch = stack.enter_context(pytest.MonkeyPatch.context())
+                patch.setattr(rendezvous, "host_name", lambda: f"host {2 * dist.get_rank() // dist.get_world_size()}")
+            stack.enter_context(watch.installed())
             record = train(scenario, HOST)
         everyones: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, watch.notes)
-        return Result(record, races_between(everyones), {}, Facts(_digest(record), (), ()))
+        races = [*races_between(everyones), *messages.complaints()]
+        return Result(record, races, {}, Facts(_digest(record), (), ()))
     if scenario.world == "messages":
         messages = LateMessages()
         with messages.installed():
@@ -286,15 +303,17 @@ def trains(name: str, seed: int = 0) -> Report:
     """Trains on the accelerator, with the same losses, norms and weights as on the CPU, bit for bit."""
     result = run(SCENARIOS[name], seed)
     again = f"python -m tests.simulated --races --seed {seed} --ranks {dist.get_world_size()} {name!r}"
-    assert_equal(result.record, _over(distributed.NativeComm, SCENARIOS[name]), again)
+    # among hosts, and in pairs, sums of four are a tree
+    kind = pairwise.PairwiseComm if SCENARIOS[name].world == "two hosts" else distributed.NativeComm
+    assert_equal(result.record, _over(kind, SCENARIOS[name]), again)
     return Report([f"{race} ({again})" for race in result.races], result.host_waits, result.facts.collectives)
 
 
 def _over(kind: type, scenario: Scenario) -> Record:
     """The same training on the CPU, through collectives of some kind."""
 
-    def connect(*_, shard_size=None, secondary_shard=False, **__):
-        return connected(kind, HOST, shard_size, secondary_shard)
+    def connect(_, **settings):
+        return connected(kind, HOST, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
         keep_groups(patch)
@@ -317,8 +336,12 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             settings["offload_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
         if scenario.sets_apart:
             stack.enter_context(pytest.MonkeyPatch.context()).setattr(partition, "VOCABULARY_NUMEL", 0)
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(saved_tensors, "MIN_NBYTES", 1)
-        subject = Sharded(models.build(scenario.model), scenario.make_optimizer, **settings)
+        for owner, name, value in _SMALL:
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(owner, name, value)
+        model = models.build(scenario.model)
+        if scenario.counts:
+            _let_count(model)
+        subject = Sharded(model, scenario.make_optimizer, **settings)
         if scenario.checkpointing:
             reentrant = {"use_reentrant": scenario.checkpointing == "reentrant"}
             subject.model.gradient_checkpointing_enable(reentrant)
@@ -349,6 +372,7 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             scaler.step(subject.optimizer)
             scaler.update()
             subject.optimizer.zero_grad()
+            losses += [buffer.sum() for name, buffer in model.named_buffers() if name in _COUNTS]
             look()
             if step == 0:
                 _between(subject, scenario, device, stack)
@@ -376,6 +400,24 @@ def train(scenario: Scenario, device: torch.device, look: Callable[[], None] = l
             restored = hf_zero.ShardedModel(subject.model).unshard()
             weights = {name: param.detach().float() for name, param in restored.named_parameters()}
         return Record(torch.stack(losses), torch.stack(norms), weights)
+
+
+# What is kept in place, and in how large parts a loss goes, in models that are tiny.
+_SMALL = [(saved_tensors, "MIN_NBYTES", 1), (chunked_loss, "MIN_WIDTH", 16)]
+_SMALL += [(chunked_loss, name, 1024) for name in ("CPU_NBYTES", "ACCELERATOR_NBYTES")]
+_COUNTS = ("num_tokens", "num_calls")
+
+
+def _let_count(model: torch.nn.Module) -> None:
+    """Lets each forward write to two buffers, of which the first is saved, and so is that of the first rank."""
+    for name, is_saved in zip(_COUNTS, (True, False)):
+        model.register_buffer(name, torch.zeros(3), persistent=is_saved)
+
+    def count(module, inputs, output) -> None:
+        module.num_tokens.add_(output.loss.detach() + dist.get_rank())
+        module.num_calls.add_(1 + dist.get_rank())
+
+    model.register_forward_hook(count)
 
 
 def _evaluate(subject: Sharded, scenario: Scenario, device: torch.device) -> None:
