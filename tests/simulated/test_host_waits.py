@@ -1,11 +1,14 @@
 """In a step the host waits for nothing that the device does; what it refuses, it refuses when it has learned of it."""
 
+from collections import Counter
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import TrainerCallback, TrainingArguments
 
 import hf_zero
 from hf_zero.errors import LifecycleError, NonFiniteError
@@ -13,7 +16,8 @@ from tests import models
 from tests.distributed import run_ranks
 from tests.simulated.accelerator import DEVICE, Accelerator, Event
 from tests.simulated.training import BF16
-from tests.tiers import in_core
+from tests.tiers import in_core, more
+from tests.trainer import harness
 from tests.training import Sharded, adamw, loss_of
 
 
@@ -64,10 +68,12 @@ def test_on_shared_sequences_the_host_waits_for_nothing_but_what_tells_batches_a
     run_ranks(_on_shared_sequences, 2)
 
 
-def _counted(stage: int, settings: dict) -> None:
-    accelerator = Accelerator()
+def _counted(stage: int, settings: dict, checkpoints: bool = False) -> None:
+    accelerator, model = Accelerator(), models.build("llama")
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     with accelerator.installed():
-        subject = Sharded(models.build("llama"), _fused, stage, **settings)
+        subject = Sharded(model, _fused, stage, **settings)
         for seed in range(2):  # the first step compares the order of the blocks
             accelerator.host_waits.clear()
             _step(subject, seed)
@@ -91,6 +97,7 @@ WAYS = [
     {"shard_size": 1},
     {"gather_dtype": torch.int8, "reduce_dtype": torch.int8},
     {"separate_reductions": True},
+    {"offload_activations": True},
 ]
 CASES = [*CORE, (0, None, 2), (2, None, 2), (0, None, 1), (1, BF16, 1), (2, None, 1), (3, BF16, 1)]
 
@@ -104,6 +111,54 @@ def test_the_host_waits_for_nothing_in_a_step(stage, dtype, num_ranks):
 @pytest.mark.parametrize("settings", WAYS, ids=["-".join(settings) for settings in WAYS])
 def test_nor_does_it_with(settings):
     run_ranks(_counted, 2, 3, {"compute_dtype": BF16, **settings})
+
+
+@pytest.mark.parametrize("settings", [{"offload_activations": True}, *more({}, {"tiled_mlp": 4})])
+def test_nor_does_it_with_checkpointing(settings):
+    run_ranks(_counted, 2, 3, {"compute_dtype": BF16, **settings}, True)
+
+
+class _Steps(TrainerCallback):
+    """Notes the places where the host waits from the beginning of one step to that of the next."""
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator = accelerator
+        self.waits: list[dict[str, int]] = []
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.waits.append(dict(self._accelerator.host_waits))
+        self._accelerator.host_waits.clear()
+
+
+def _under_trainer(filters: bool) -> list[Counter]:
+    """Returns how often the host waits in each step behind the first, which compares the order of the blocks, by the
+    method of the package that is on the stack."""
+    accelerator = Accelerator()
+    with accelerator.installed(), pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setattr(TrainingArguments, "device", property(lambda args: DEVICE if args._setup_devices else None))
+        settings = dict(optim="adamw_torch_fused", logging_nan_inf_filter=filters, logging_steps=100, max_steps=4)
+        settings |= dict(zero_chunked_loss="on", gradient_checkpointing=True, gradient_accumulation_steps=2)
+        trainer = harness.make(3, folder, models.build("llama"), harness.Rows("llama", count=48), **settings)
+        steps = _Steps(accelerator)
+        trainer.add_callback(steps)
+        trainer.train()
+    assert not accelerator.history.races, accelerator.history.races
+    of_model = "ForwardGuard.__call__"  # what a model looks at in its forward
+    return [
+        Counter({place.rpartition(" ")[2]: n for place, n in waits.items() if not place.endswith(of_model)})
+        for waits in steps.waits[2:]
+    ]
+
+
+@pytest.mark.parametrize("filters", [False, *more(True)])
+def test_under_zero_trainer_the_host_waits_for_what_trainer_does_alone(filters):
+    """Trainer copies the three tensors of each batch. By default it looks for a NaN in each loss, and for an infinity:
+    `logging_nan_inf_filter`."""
+    wanted = Counter({"BatchesMixin.get_batch_samples": 2 * 3})
+    if filters:
+        wanted["BatchesMixin._run_epoch"] = 2 * 2
+    for waits in run_ranks(_under_trainer, 2, filters):
+        assert waits == [wanted] * len(waits) and waits
 
 
 def _learns_late(stage: int) -> None:
