@@ -116,6 +116,48 @@ def test_no_parameter_is_rounded_by_the_scale_of_another(num_ranks):
             assert torch.equal(found[name].flatten(), _rounded(p.detach().flatten())), name
 
 
+def _losses(settings: dict) -> list[torch.Tensor]:
+    """Of exact gathers, and of gathers in 8 bits."""
+    losses = []
+    for gathers in ({}, INT8):
+        model = models.build(NAME)
+        hf_zero.shard(model, stage=3, **gathers, **settings)
+        with torch.no_grad():
+            losses.append(model(**models.batch(NAME, seed=5)).loss)
+    return losses
+
+
+@pytest.mark.parametrize("settings", [{"offload": "params"}, {"strict": True}])
+def test_one_rank_rounds_nothing(settings):
+    """Nor where parameters are brought for each use from elsewhere."""
+    ((exact, packed),) = run_ranks(_losses, 1, settings)
+    assert torch.equal(packed, exact)
+
+
+class _OfFloat8(torch.nn.Module):
+    """Frozen weights in 8 bits that are plain parameters, as in checkpoints that were quantized by blocks."""
+
+    def __init__(self):
+        super().__init__()
+        codes = torch.linspace(-3, 300, 40 * 24).view(24, 40).to(torch.float8_e4m3fn)
+        self.codes = torch.nn.Parameter(codes, requires_grad=False)
+        self.inner = torch.nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(torch.nn.functional.linear(x, self.codes.to(x.dtype))), self.codes.view(torch.uint8).clone()
+
+
+def _computes_with_float8() -> None:
+    model = _OfFloat8()
+    codes = model.codes.detach().view(torch.uint8).clone()
+    hf_zero.shard(model, stage=3, shared_memory=False, **INT8)
+    assert torch.equal(model(torch.ones(1, 40))[1], codes)
+
+
+def test_weights_of_8_bits_are_not_rounded():
+    run_ranks(_computes_with_float8, 2)
+
+
 @pytest.mark.quick(cases=1)
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_forwards_compute_with_rounded_values_and_all_else_with_exact_ones(shared_memory):

@@ -136,13 +136,14 @@ def build(
 
 
 def _make_units(model, specs, config, comm, arenas, placeholders, bus) -> list[Unit]:
+    sends = comm.shard_group.num_ranks > 1
     lay_out = partial(
         _lay_out,
         config=config,
         comm=comm,
         placeholders=placeholders,
         transfer=HostTransfer(bus),
-        packing=PackedGather(comm.shard_group) if config.gather_dtype is not None else None,
+        packing=PackedGather(comm.shard_group) if sends and config.gather_dtype is not None else None,
     )
     stays = _keep_in_fp32(model)
     units = []
@@ -226,9 +227,11 @@ def _lay_out(
     is_cast = config.compute_dtype is not None and trainable
     is_half = dtype in (torch.bfloat16, torch.float16)
     master_dtype = torch.float32 if is_cast and is_half else dtype
-    can_be_rounded = not is_opaque(params[0]) and dtype.is_floating_point and dtype is (config.compute_dtype or dtype)
+    is_number = not is_opaque(params[0]) and dtype.is_floating_point and dtype.itemsize > 1
+    can_be_rounded = is_number and dtype is (config.compute_dtype or dtype)
     if not can_be_rounded:
-        packing = None  # bytes are not numbers, and what its authors keep in fp32 is not for fewer bits
+        # bytes are not numbers, those of float8 have few bits, and what its authors keep in fp32 is not for fewer
+        packing = None
     is_rounded = packing is not None or (can_be_rounded and config.reduce_bits is not None)
     layout = Layout.of(
         [tuple(info.shape) for info in infos],
