@@ -24,6 +24,10 @@ from hf_zero.errors import ConfigError
 
 # What a launcher such as torchrun sets, all together.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# What `accelerate launch` sets where it starts one process, the last two if it was told of several. With mpirun there
+# are several, which say so under names of their own.
+_ONE_OF_SEVERAL = ("ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT")
+_MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 # Settings of transformers and accelerate that ask for another way to shard.
 OTHER_SETTINGS = (
@@ -113,7 +117,20 @@ def launched_ranks() -> int:
         raise ConfigError(
             f"WORLD_SIZE is {text} but {', '.join(missing)} is not set; start with torchrun, which sets them together"
         )
+    _refuse_one_of_several()
     return int(text)
+
+
+def _refuse_one_of_several() -> None:
+    """Refuses to train alone where `accelerate launch` was told of several processes: with `--cpu`, and where it sees
+    one GPU, it starts one all the same."""
+    says_how_many = any(name in os.environ for name in ("WORLD_SIZE", *_MPI_SIZES))
+    if all(name in os.environ for name in _ONE_OF_SEVERAL) and not says_how_many and not dist.is_initialized():
+        raise ConfigError(
+            "accelerate launch: was told of several processes (MASTER_ADDR is set) and has started one, as it does "
+            "with --cpu; start with torchrun, with accelerate launch --multi_gpu, which also starts ranks on CPUs, or "
+            "with --num_processes 1 and MASTER_ADDR unset"
+        )
 
 
 def refuse_other_world(launched: int, seen: int) -> None:

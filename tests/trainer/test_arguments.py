@@ -139,6 +139,16 @@ def test_a_world_size_without_ranks_is_refused(tmp_path, monkeypatch):
         _arguments(tmp_path)
 
 
+def test_one_process_of_several_that_accelerate_was_told_of_is_refused(tmp_path, monkeypatch):
+    """Such as `accelerate launch --cpu --num_processes 2`, which starts one, and says nothing."""
+    for name in ("ACCELERATE_USE_CPU", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "False")
+    with pytest.raises(ConfigError, match="accelerate launch: was told of several .* has started one, .*torchrun"):
+        _arguments(tmp_path)
+    monkeypatch.delenv("MASTER_ADDR")
+    _arguments(tmp_path)
+
+
 def _world_size_disagrees(folder):
     import os
 
