@@ -25,6 +25,8 @@ MODES = (
     *("hf_zero-3", "hf_zero-3@shared_memory=False", "hf_zero-3@shard_size=auto"),
     "hf_zero-3@secondary_shard=True",
     *("hf_zero-3@gather_dtype=int8", "hf_zero-3@gather_dtype=int8@reduce_dtype=int8"),
+    *("hf_zero-2@reduce_dtype=int8", "hf_zero-2@shard_size=auto@reduce_dtype=int8"),
+    "hf_zero-3@shard_size=auto@gather_dtype=int8@reduce_dtype=int8",
 )
 CAPTION = (
     "Seconds of a step, medians over rounds with the fastest and the slowest; MiB that leave a host in a step, packet "
