@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
@@ -88,24 +90,47 @@ def test_the_script_for_slurm_tells_each_task_its_rank(said):
         assert line.strip() == f"{ranks} node1 21234 -m hf_zero.recipes {' '.join(argv)} --title two words"
 
 
-@pytest.mark.full("slow")
-def test_ray_starts_the_same_run(tiny_model, csv_file, tmp_path):
+def _started_by_ray(argv: list[str], folder: Path, *own: str) -> subprocess.Popen:
+    """Starts a recipe in two workers of a Ray cluster of its own."""
     pytest.importorskip("ray.train", reason="ray is not installed; install the extra `ray`")
-    settings = {"model_name_or_path": tiny_model, "train_file": csv_file, "zero_stage": 3, "max_steps": 4}
-    settings |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "learning_rate": 5e-3}
-    argv = ["classify", "--use_cpu", *(f"--{name}={value}" for name, value in settings.items())]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_USAGE_STATS_ENABLED": "0"}
-    command = [FOLDER / "ray_train.py", "--num_workers=2", *argv, f"--output_dir={tmp_path / 'of_ray'}"]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, str(FOLDER / "ray_train.py"), "--num_workers=2", *own, *argv]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
+def _settings(tiny_model, csv_file, **own) -> list[str]:
+    settings = {"model_name_or_path": tiny_model, "train_file": csv_file, "zero_stage": 3, "logging_steps": 1}
+    settings |= {"save_strategy": "no", "report_to": "none", "learning_rate": 5e-3, **own}
+    return ["classify", "--use_cpu", *(f"--{name}={value}" for name, value in settings.items())]
+
+
+@pytest.mark.full("slow")
+def test_ray_starts_the_same_run(tiny_model, csv_file, tmp_path):
+    argv = _settings(tiny_model, csv_file, max_steps=4)
+    run = _started_by_ray([*argv, f"--output_dir={tmp_path / 'of_ray'}"], tmp_path)
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
     assert [each.code for each in run_on_ranks([*argv, f"--output_dir={tmp_path / 'of_torch'}"], tmp_path)] == [0, 0]
     losses, expected = (logged(tmp_path / name, "loss") for name in ("of_ray", "of_torch"))
     assert len(losses) == 4 and losses == expected
+
+
+@pytest.mark.full("slow")
+def test_ray_goes_on_where_a_worker_was_killed(tiny_model, csv_file, tmp_path):
+    argv = _settings(tiny_model, csv_file, max_steps=60, save_strategy="steps", save_steps=10)
+    own = tmp_path / "of_ray"
+    run = _started_by_ray([*argv, f"--output_dir={own}"], tmp_path, "--max_failures=1")
+    deadline = time.monotonic() + 200
+    while not (own / "checkpoint-10").exists():
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
+        time.sleep(0.02)
+    workers = [each for each in psutil.Process(run.pid).children(recursive=True) if "TrainWorker" in each.name()]
+    assert len(workers) == 2
+    workers[1].kill()
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert [each.code for each in run_on_ranks([*argv, f"--output_dir={tmp_path / 'of_torch'}"], tmp_path)] == [0, 0]
+    losses, expected = (logged(tmp_path / name, "loss") for name in ("of_ray", "of_torch"))
+    assert len(losses) == 60 and losses == expected
